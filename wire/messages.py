@@ -163,6 +163,8 @@ class Vote:
     digests: Mapping[int, GroupDigests] = field(default_factory=dict)
     """With audits: of each group of its row, and of `Begin.audited`."""
     telemetry: Telemetry = field(default_factory=Telemetry)
+    generation: int = 0
+    """Of the newest `Begin` that this answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +332,13 @@ class PlacedStage:
     address: str
 
 
+class Seat(NamedTuple):
+    """A place in the grid of rows and stages."""
+
+    row: int
+    stage: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlacedRow:
     """A row of the grid, as a node sees it: a thousand of them need not know all of each other."""
@@ -354,6 +363,10 @@ class Placement:
     """By neighbour: volunteers that relay the link to it, the best first; then comes the coordinator's."""
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By neighbour: where it may be dialled if its first address does not answer, host:port."""
+    enters: bool = False
+    """The epoch is on, and the node takes an empty seat of it: it follows the run until its first `Begin`."""
+    renewed: tuple[Seat, ...] = ()
+    """Seats that another node, or another process of the same one, has from now on."""
 
     def contradiction(self) -> str:
         if self.stage >= len(self.stages):
@@ -383,8 +396,17 @@ class RelayFor:
     nodes: tuple[str, ...]
 
 
+class Portion(NamedTuple):
+    """Gradient groups that a row computes one after another, and whose sums it sends by themselves."""
+
+    row: int
+    groups: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Begin:
+    """Run a step; sent again with a higher `generation` when others have to do its work."""
+
     epoch: int
     step: int
     link_windows: tuple[int, ...] = ()
@@ -400,6 +422,12 @@ class Begin:
     the loss times this."""
     digests: bool = False
     """Give the digests of the own groups too, though the run has no audits: one of them is compared."""
+    generation: int = 0
+    """How often the work of this epoch was shared anew; the vote repeats it."""
+    portions: tuple[Portion, ...] = ()
+    """Who computes which groups of the step, each group once; empty: as the placement says."""
+    absent: tuple[Seat, ...] = ()
+    """Seats of the placement without a node: nothing comes from them, and nothing goes to them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,6 +508,8 @@ class Follow:
     """Of the run's state."""
     sources: tuple[PlacedStage, ...] = ()
     """Nodes of this stage, which keep the summed gradients of their steps."""
+    storages: tuple[str, ...] = ()
+    """As in `Restore`."""
 
     def contradiction(self) -> str:
         impossible = self.sources and self.stage >= self.stages

@@ -122,6 +122,18 @@ class Accounting:
         self._hosts.update(self._places)
         self._step = Ledger(self._codecs)
 
+    def seat(self, node_id: str, place: Place) -> None:
+        """From now on this node has the place, in the epoch that runs; what it reported before is not
+        counted."""
+        self._count_all()
+        self._place_of.pop(self._places.get(place, ""), None)
+        self._places[place] = self._hosts[place] = node_id
+        self._place_of[node_id] = place
+        self.hosts = tuple(self._places.values())
+        if (newest := self.newest.get(node_id)) is not None and newest.epoch == self._epoch:
+            self._counted[node_id] = newest
+            self._ready_wall[node_id] = self._counted_wall[node_id] = newest.wall_seconds
+
     def step(self, step: int, seconds: float, *, aborted: bool = False) -> StepCosts:
         """The cost of the step that just ended; `seconds` is its wall time at the coordinator.
 

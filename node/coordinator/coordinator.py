@@ -62,6 +62,9 @@ from node.run_state.actions import (
     RecordStorages,
     RefuseSnapshot,
     Released,
+    SeatFilled,
+    SeatLost,
+    SeatOffered,
     Send,
     SnapshotAgreed,
     SnapshotDropped,
@@ -301,8 +304,8 @@ class Coordinator:
         """Plan windows and codecs and share groups by what steps cost, unless their epoch is over."""
         epoch, members = self._machine.epoch, self._machine.members
         steps = range(costs.step - costs.steps, costs.step)
-        if epoch is None or epoch.number != number or any(map(epoch.was_audited, steps)):
-            return  # in an audited step some rows compute more than their groups
+        if epoch is None or epoch.number != number or any(map(epoch.was_uneven, steps)):
+            return  # then some rows compute more, or less, than their groups
         self._planners.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
         if epoch.rows > 1:
             length = self.config.microbatches // self.config.pipeline.groups
@@ -366,12 +369,12 @@ class Coordinator:
             case RecordPlacement():
                 self._reporter.placed()
                 self.relays.placed(action.nodes, action.addresses, len(action.groups))
-                stages = len(action.nodes) // len(action.groups)
-                placed = [
-                    PlacedNode(place % stages, node, address, place // stages)
-                    for place, (node, address) in enumerate(zip(action.nodes, action.addresses, strict=True))
-                ]
-                await self._record(self._store.record_placement, action.epoch, placed)
+                await self._record_placement(action.epoch, action.nodes, action.addresses, len(action.groups))
+            case SeatOffered():
+                self.relays.offered(action.nodes, action.addresses, action.rows)
+            case SeatFilled():
+                await self._record_placement(action.epoch, action.nodes, action.addresses, action.rows)
+                self._reporter.seat_filled(action)
             case RecordRestored():
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
@@ -403,12 +406,24 @@ class Coordinator:
                 await self._refuse_snapshot(action)
             case Aborted():
                 self._reporter.interrupted(action)
+            case SeatLost():
+                self._reporter.seat_lost(action)
             case Released():
                 self._sessions.close(action.node_id)
                 self.accounting.forget(action.node_id)
                 self._emit(events.NodeLeft(node_id=action.node_id, reason=action.reason))
             case Stop():
                 self._outcome = action
+
+    async def _record_placement(
+        self, epoch: int, nodes: Sequence[str], addresses: Sequence[str], rows: int
+    ) -> None:
+        stages = len(nodes) // rows
+        placed = [
+            PlacedNode(place % stages, node, address, place // stages)
+            for place, (node, address) in enumerate(zip(nodes, addresses, strict=True))
+        ]
+        await self._record(self._store.record_placement, epoch, placed)
 
     async def _record(self, write: Callable[..., Result], *what: object) -> Result:
         """One transaction of the database, on a thread; while the disk is full the run pauses."""
@@ -422,7 +437,7 @@ class Coordinator:
             return self._kept.expect(step, [epoch.snapshot_nodes], place)
         # Other rows hold the same state, and a second one saves its own copy: nothing has to be sent to hold
         # two, or if a layer is refused. One of the same kind: its layers have the same bits.
-        kinds = dict(zip(epoch.hosts, epoch.kinds, strict=True))
+        kinds = epoch.kinds_of
         second = [
             row
             for row in map(epoch.row, epoch.proven_rows)

@@ -162,11 +162,15 @@ class RelayDesk:
 
     def placed(self, nodes: Sequence[str], addresses: Sequence[str], rows: int) -> None:
         """A new placement: `nodes` row after row, any two of which may be joined, and their addresses."""
+        self._placements = {}
+        self.offered(nodes, addresses, rows)
+
+    def offered(self, nodes: Sequence[str], addresses: Sequence[str], rows: int) -> None:
+        """The same placement, in which some seats are other nodes'."""
         stages = len(nodes) // rows
         places = [PlacedStage(node_id=n, address=a) for n, a in zip(nodes, addresses, strict=True)]
         self._rows = [places[row * stages : (row + 1) * stages] for row in range(rows)]
         self.plan.place(self._rows)
-        self._placements = {}
         self._allowed = tuple(dict.fromkeys(nodes))
         self.allow_here(self._allowed)
         for relay in self.plan.offers:
@@ -174,7 +178,8 @@ class RelayDesk:
 
     def with_relays(self, node: str, placement: Placement) -> Placement:
         """The placement with the relays of this node's links, and its neighbours' further addresses."""
-        self._placements[node] = placement
+        # What has changed in it is told once.
+        self._placements[node] = replace(placement, renewed=())
         relays = {}
         for peer, choices in self.plan.relays_of(node).items():
             if here := tuple(self._place(relay) for relay in choices if relay in self.plan.offers):

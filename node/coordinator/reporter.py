@@ -26,6 +26,8 @@ from node.run_state.actions import (
     RecordHeldOut,
     RecordRestored,
     RecordStorages,
+    SeatFilled,
+    SeatLost,
 )
 from node.run_state.grid import ONE_ROW
 from node.schedule.placement import stage_units
@@ -188,6 +190,36 @@ class Reporter:
         self._emit(
             events.StepAborted(
                 epoch=aborted.epoch, step=aborted.step + 1, kind=aborted.kind.value, reason=aborted.reason
+            )
+        )
+
+    def seat_lost(self, lost: SeatLost) -> None:
+        """A host is gone, and the steps go on."""
+        taker = {group: row for row, groups in lost.portions for group in groups}
+        moved = tuple(group for group in lost.groups if taker[group] != lost.row)
+        self._emit(
+            events.SeatLost(
+                epoch=lost.epoch,
+                step=lost.step + 1,
+                node_id=lost.node_id,
+                row=lost.row,
+                stage=lost.stage,
+                reason=lost.reason,
+                groups=moved,
+                takers=tuple(taker[group] for group in moved),
+            )
+        )
+
+    def seat_filled(self, filled: SeatFilled) -> None:
+        """A node has an empty seat."""
+        self.accounting.seat(filled.node_id, Place(filled.row, filled.stage))
+        self._emit(
+            events.SeatFilled(
+                epoch=filled.epoch,
+                step=filled.step + 1,
+                node_id=filled.node_id,
+                row=filled.row,
+                stage=filled.stage,
             )
         )
 

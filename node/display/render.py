@@ -29,6 +29,8 @@ from node.telemetry.events import (
     RunStarted,
     RunSummary,
     SampleMade,
+    SeatFilled,
+    SeatLost,
     SnapshotStored,
     StepAborted,
     StepDone,
@@ -265,6 +267,8 @@ def event_lines(event: Event, names: Mapping[str, str] = MappingProxyType({})) -
             if event.is_planned:
                 return [f"planned change of placement before step {event.step}"]
             return [printable(f"step {event.step} aborted and runs again: {event.reason}")]
+        case SeatLost() | SeatFilled():
+            return [printable(event.text)]
         case SnapshotStored():
             return [printable(f"snapshot of step {event.step}: {bytes_text(event.bytes)} in {event.path}")]
         case HeldOutLoss():

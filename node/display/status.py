@@ -18,6 +18,7 @@ from node.telemetry.events import (
     PlacementMade,
     RunFinished,
     RunStarted,
+    SeatLost,
     SnapshotSetAside,
     SnapshotStored,
     StepAborted,
@@ -59,6 +60,8 @@ class RunStatus(Event):
     held_out: HeldOutLoss | None = None
     aborted: int = 0
     """Number of aborted steps."""
+    lost: int = 0
+    """Nodes that were lost while steps went on."""
     planned: int = 0
     """Number of planned changes of placement."""
     snapshot: SnapshotStored | None = None
@@ -91,6 +94,8 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             if event.is_planned:
                 return replace(status, planned=status.planned + 1)
             return replace(status, aborted=status.aborted + 1)
+        case SeatLost():
+            return replace(status, lost=status.lost + 1)
         case SnapshotStored():
             return replace(status, snapshot=event)
         case DiskRoom():

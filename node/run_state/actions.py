@@ -11,7 +11,7 @@ from node.telemetry.events import LEFT
 from node.tuning.codec_plan import CodecPlan
 from node.tuning.storage_choice import StoragePlan
 from wire.errors import without_folders
-from wire.messages import Abort, CoordinatorMessage, Finish, UnitHash
+from wire.messages import Abort, CoordinatorMessage, Finish, Portion, UnitHash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +165,47 @@ class Aborted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeatLost:
+    """A host is gone, and its epoch goes on: in a step others compute what its row was to."""
+
+    epoch: int
+    step: int
+    node_id: str
+    row: int
+    stage: int
+    reason: str
+    groups: tuple[int, ...]
+    """That its row had in the step that runs; none between two steps."""
+    portions: tuple[Portion, ...] = ()
+    """Who computes which groups from now on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeatOffered:
+    """A node and its neighbours are about to open the links of an empty seat."""
+
+    nodes: tuple[str, ...]
+    """Who has, had last or is to have each seat, row after row."""
+    addresses: tuple[str, ...]
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeatFilled:
+    """A node that followed the run has an empty seat of the epoch, from `step` on."""
+
+    epoch: int
+    step: int
+    node_id: str
+    row: int
+    stage: int
+    nodes: tuple[str, ...]
+    """Who has each seat, row after row; "" where nobody is."""
+    addresses: tuple[str, ...]
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Released:
     """The node has left the run; close its session after sending `Finish`."""
 
@@ -205,6 +246,9 @@ Action = (
     | SnapshotDropped
     | RefuseSnapshot
     | Aborted
+    | SeatLost
+    | SeatOffered
+    | SeatFilled
     | Released
     | Announce
     | Stop

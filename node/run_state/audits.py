@@ -100,19 +100,20 @@ class Auditor:
         """What is audited in a step; the same each time that the step runs with this placement.
 
         Args:
+            groups: of each row; none of a row that computes nothing.
             kinds: of the hosts, row after row. Rows check each other if their nodes are of the same kinds.
             new: rows that are compared with another in any case.
         """
-        rows = len(groups)
-        if rows == 1 or not (self._rate > 0.0 or (new and self._compares)):
+        rows = [row for row, run in enumerate(groups) if run]
+        if len(rows) == 1 or not (self._rate > 0.0 or (new and self._compares)):
             return None
-        alike = rows_alike(kinds, rows)
-        for old in [row for row in range(rows) if row not in new] if new and self._compares else ():
-            if others := [row for row in alike[old] if row in new]:
+        alike = rows_alike(kinds, len(groups))
+        for old in [row for row in rows if row not in new] if new and self._compares else ():
+            if others := [row for row in alike[old] if row in new and row in rows]:
                 return Audit(group=groups[old][0], rows=(old, *others[:2]))
         if self._rate == 0.0:
             return None
-        pairs = [(own, row) for own, row in permutations(range(rows), 2) if row in alike[own]]
+        pairs = [(own, row) for own, row in permutations(rows, 2) if row in alike[own]]
         if self.doubted is not None and self.doubted[0] == step:
             group = self.doubted[1]
             own = next(row for row, run in enumerate(groups) if group in run)

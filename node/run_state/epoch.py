@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from statistics import median
 
 from node.model.labels import BatchPart
 from node.run_state.actions import (
@@ -24,11 +25,13 @@ from node.run_state.actions import (
     RecordCommit,
     RecordHeldOut,
     RecordRestored,
+    SeatFilled,
+    SeatOffered,
     Send,
     StepDone,
 )
 from node.run_state.audits import Audit, Auditor, Contradiction, Difference, rows_alike
-from node.run_state.grid import ONE_ROW, Groups
+from node.run_state.grid import ONE_ROW, Groups, row_seconds, share_groups, take_over
 from node.run_state.held_out import HeldOutPass, pass_losses
 from node.run_state.votes import (
     FiniteUncompressed,
@@ -38,7 +41,7 @@ from node.run_state.votes import (
     RefusedVote,
     VoteHistory,
     disagreement,
-    step_loss,
+    summed_loss,
     unscaled,
 )
 from node.training.loss_scale import SKIPPED, LossScales
@@ -53,7 +56,9 @@ from wire.messages import (
     PlacedRow,
     PlacedStage,
     Placement,
+    Portion,
     Restore,
+    Seat,
     TakeSnapshot,
     Validate,
     Validated,
@@ -64,6 +69,8 @@ REMEMBERED_AUDITS = 16
 PLACING_SECONDS = 90.0
 """A node that does not say within this time what state it holds is stuck. Longer than a node may take to end
 the epoch before."""
+ENTERING_SECONDS = 120.0
+"""A node that does not open the links of its seat within this time does not get it."""
 PROOF_STEPS = 3
 """Steps that a state from disk repeats, as far as they are on record, before it counts as the run's."""
 Neighbours = Callable[[int, int], Collection[int]]
@@ -133,11 +140,17 @@ class StepRules:
     """Of a run that computes in float16."""
     unlabelled: Container[int] = ()
     """Steps none of whose tokens counts as a label: what is said to be their loss is none."""
+    group_seconds: Callable[[str], float | None] = lambda _: None
+    """What a node usually takes for a gradient group; None: it is not known."""
 
 
 class Epoch:
     """Every message goes to all rows, but for those that one row answers for all: snapshots and held-out
-    passes."""
+    passes.
+
+    A row that loses a node is broken: rows that are whole take its groups, within the step. What is left of
+    it computes nothing, gets the sums of gradients and applies the commits, like all others.
+    """
 
     def __init__(
         self,
@@ -150,13 +163,35 @@ class Epoch:
     ) -> None:
         """`windows`: as for `plan_windows`."""
         self.number = number
-        self.hosts, self.addresses, self.groups = assignment.hosts, assignment.addresses, assignment.groups
-        self.kinds = assignment.kinds or ("",) * len(assignment.hosts)
-        """What the bits of each host's results depend on."""
+        self.hosts = assignment.hosts
+        """Who hosts a stage now, row after row."""
+        self.groups = assignment.groups
+        self.kinds = list(assignment.kinds or ("",) * len(assignment.hosts))
+        """What the bits of each host's results depend on; by seat, row after row, as addresses are."""
+        self.addresses = list(assignment.addresses)
+        self.placed_nodes = list(assignment.hosts)
+        """Who was given each seat last."""
+        self._grid = list(assignment.hosts)
+        """By seat; "" where nobody is."""
+        self.entering: dict[str, int] = {}
+        """Nodes that open the links of a seat, which they get as soon as they hold the run's state."""
+        self._entering_since: dict[str, float] = {}
+        self._linked: set[str] = set()
+        """Those of them whose links are open."""
+        self.fresh: set[str] = set()
+        """Nodes in their first step of the epoch, which they entered while it was on."""
         self._seats = {node: seat for seat, node in enumerate(assignment.hosts)}
         self.rows = len(assignment.groups)
+        self.whole_rows = [*range(self.rows)]
+        """Rows that have a node for every stage."""
         self.stages = len(assignment.hosts) // self.rows
         self._group_count = sum(map(len, assignment.groups))
+        self.portions = self._placed_portions
+        """Who computes which groups of the step that runs: each group once."""
+        self._generation = 0
+        """How often these were shared anew, or a seat changed."""
+        self.opened_at = 0.0
+        """When the step that runs began."""
         self.step = max(record.newest_snapshot, record.newest_state)
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
@@ -172,15 +207,20 @@ class Epoch:
         self.planned_windows = windows
         self.newcomers: frozenset[str] = frozenset()
         """Hosts that fetched their state while others held it, until they have shown that it is the same."""
+        self.behind: list[str] = []
+        """Hosts without the newest state that every stage has a node of; known once all are placed."""
         self._record = record
         self._newest_state = self.step
         self.steps_done = 0
         self._rules = rules
         self.audit: Audit | None = None
         """What is audited in the step that runs."""
-        self._audited: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
+        self._uneven: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
+        """Of the newest steps: those in which rows computed other groups than they were placed with."""
         self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
+        self._known_losses: Mapping[int, float] = {}
+        """By group, of the step that runs, where nodes that are gone had said some; else empty."""
         self.votes: dict[str, Vote] = {}
         """Of the newest step, by node."""
         self._restore = Restore(epoch=number, step=0)
@@ -200,8 +240,51 @@ class Epoch:
     # ---- who is where
 
     def row(self, replica: int) -> tuple[str, ...]:
-        """The nodes of a row, by stage."""
-        return self.hosts[replica * self.stages : (replica + 1) * self.stages]
+        """The nodes of a row, by stage; "" where nobody is."""
+        return tuple(self._grid[replica * self.stages : (replica + 1) * self.stages])
+
+    def column(self, stage: int) -> list[str]:
+        """The nodes of a stage, one a row."""
+        return [node for node in self._grid[stage :: self.stages] if node]
+
+    @property
+    def kinds_of(self) -> dict[str, Hashable]:
+        """By host: what the bits of its results depend on."""
+        return {node: kind for node, kind in zip(self._grid, self.kinds, strict=True) if node}
+
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """The first row that is whole, of those without a new node if there are any: what it says of
+        gradients counts for all."""
+        rows = [self.row(row) for row in self.whole_rows]
+        return next((row for row in rows if self.fresh.isdisjoint(row)), rows[0])
+
+    @property
+    def vacant(self) -> list[Seat]:
+        """Seats where nobody is."""
+        if len(self.hosts) == len(self._grid):
+            return []
+        return [Seat(*divmod(at, self.stages)) for at, node in enumerate(self._grid) if not node]
+
+    def sources(self, stage: int) -> tuple[PlacedStage, ...]:
+        """The nodes of a stage that others can reach."""
+        places = zip(self._grid[stage :: self.stages], self.addresses[stage :: self.stages], strict=True)
+        return tuple(
+            PlacedStage(node_id=node, address=address) for node, address in places if node and address
+        )
+
+    def groups_of(self, replica: int) -> tuple[int, ...]:
+        """What a row computes in the step that runs."""
+        return tuple(group for row, groups in self.portions for group in groups if row == replica)
+
+    @property
+    def most_groups(self) -> int:
+        """Of any row, in the step that runs."""
+        return max(len(self.groups_of(row)) for row in self.whole_rows)
+
+    @property
+    def _placed_portions(self) -> tuple[Portion, ...]:
+        return tuple(Portion(row, groups) for row, groups in enumerate(self.groups))
 
     def has(self, node_id: str) -> bool:
         """Whether a node hosts a stage."""
@@ -236,9 +319,9 @@ class Epoch:
 
     @property
     def proven_rows(self) -> list[int]:
-        """Rows whose nodes' state the run knows; all if there are none."""
-        rows = range(self.rows)
-        return [row for row in rows if self.newcomers.isdisjoint(self.row(row))] or [*rows]
+        """Whole rows whose nodes' state the run knows; all whole ones if there are none."""
+        rows = self.whole_rows
+        return [row for row in rows if self.newcomers.isdisjoint(self.row(row))] or rows
 
     def trust(self, nodes: Collection[str]) -> None:
         """These hosts hold the run's state; all others are newcomers."""
@@ -256,7 +339,9 @@ class Epoch:
         every = part is BatchPart.DOCUMENTS
         if node_id not in self._seats or not (every or self.stage_of(node_id) == stage):
             return False
-        return set(groups) <= {*self.groups[self.replica_of(node_id)], *self._extra(node_id)}
+        row = self.replica_of(node_id)
+        # A node may fetch the next step's before it begins.
+        return set(groups) <= {*self.groups[row], *self.groups_of(row), *self._extra(node_id)}
 
     def _extra(self, node_id: str) -> tuple[int, ...]:
         """The groups of another row that this node computes in the step that runs."""
@@ -265,35 +350,41 @@ class Epoch:
     @property
     def asked(self) -> tuple[str, ...]:
         """Nodes that the phase waits for."""
-        return self.row(0) if self.phase is Phase.VALIDATING else self.hosts
+        return self.speakers if self.phase is Phase.VALIDATING else self.hosts
 
     def _is_asked(self, node_id: str) -> bool:
-        return self.phase is not Phase.VALIDATING or self.replica_of(node_id) == 0
+        return self.phase is not Phase.VALIDATING or node_id in self.speakers
 
     # ---- what goes out
 
     def announce(self) -> list[Action]:
         return [Send(node_id=node, message=self._placement(node)) for node in self.hosts]
 
-    def begin(self, *, keep_sums: bool = False) -> list[Action]:
-        """Open the step. Call in `IDLE` only. `keep_sums`: nodes keep its summed gradients."""
+    def begin(self, *, keep_sums: bool = False, seated: Collection[str] = ()) -> list[Action]:
+        """Open the step. Call in `IDLE` only.
+
+        Args:
+            keep_sums: nodes keep its summed gradients.
+            seated: nodes that entered, whose links are open, and that hold the state or are told how to get
+                it. They have their seats from now on.
+        """
         self._follows_commit = False
-        self._open_step(keep_sums)
-        return self._to_rows(self._begin)
+        filled = self._open_step(keep_sums, seated)
+        return [*filled, *self._to_rows(self._begin)]
 
     def apply(self) -> list[Action]:
         """Have all stages apply the commit; nothing begins with it. Call in `APPLYING` only."""
         return self._to_asked(self._commit())
 
-    def go_on(self, *, keep_sums: bool = False) -> list[Action]:
+    def go_on(self, *, keep_sums: bool = False, seated: Collection[str] = ()) -> list[Action]:
         """In place of `apply`: open the next step with the commit of this one, so that who votes for it has
         applied this one."""
         done = StepDone(epoch=self.number, step=self.step, nodes=self.hosts)
         self.step += 1
         self.steps_done += 1
         self._follows_commit = True
-        self._open_step(keep_sums)
-        return [*self._to_rows(self._step_message), done]
+        filled = self._open_step(keep_sums, seated)
+        return [*filled, *self._to_rows(self._step_message), done]
 
     def pause(self) -> None:
         """The run is between two steps, though this one is not done: its stages may have to end before."""
@@ -303,19 +394,106 @@ class Epoch:
         """The windows of each link, row after row, from the next step on; empty is the run file's."""
         self.planned_windows = windows
 
-    def _open_step(self, keep_sums: bool) -> None:
+    def _open_step(self, keep_sums: bool, seated: Collection[str]) -> list[Action]:
+        if self.fresh or seated:
+            self.fresh.clear()
+            self._linked.difference_update(seated)
+            for node in seated:
+                at = self.entering.pop(node)
+                self._grid[at], self._seats[node] = node, at
+                self.fresh.add(node)
+                self._generation += 1
+            self._count_hosts()
         self.phase = Phase.STEPPING
         self._rules.history.begins(self.step)
         # All stages must run the step with the same windows, also one that receives it again.
         self._windows = self.planned_windows
         self._keeps_sums = keep_sums
         self.votes.clear()
+        self._known_losses = {}
         self.audit = None
+        self.portions = self._shared()
         if not self.uncompressed:
-            new = [row for row in range(self.rows) if row not in self.proven_rows]
-            self.audit = self._rules.auditor.draw(self.step, self.groups, self.kinds, new)
-        if self.audit is not None:
-            self._audited.append(self.step)
+            new = [row for row in self.whole_rows if row not in self.proven_rows]
+            groups = tuple(map(self.groups_of, range(self.rows)))
+            self.audit = self._rules.auditor.draw(self.step, groups, self.kinds, new)
+        if self.audit is not None or self.fresh or len(self.whole_rows) < self.rows:
+            self._uneven.append(self.step)
+        return [self._filled(node) for node in seated]
+
+    def _count_hosts(self) -> None:
+        """Seats have changed."""
+        self.hosts = tuple(node for node in self._grid if node)
+        rows = map(self.row, range(self.rows))
+        self.whole_rows = [number for number, row in enumerate(rows) if all(row)]
+
+    # ---- seats that change hands while steps go on
+
+    def enter(self, node_id: str, seat: Seat, address: str, kind: Hashable, now: float) -> list[Action]:
+        """A node that follows the run is to have an empty seat: it and its neighbours open links."""
+        at = seat.row * self.stages + seat.stage
+        assert not self._grid[at] and at not in self.entering.values(), "the seat is empty"
+        self.entering[node_id] = at
+        self._entering_since[node_id] = now
+        self.placed_nodes[at], self.addresses[at], self.kinds[at] = node_id, address, kind
+        self.__dict__.pop("_rows", None)
+        near = [seat.row * self.stages + stage for stage in self._rules.neighbours(seat.stage, self.stages)]
+        column = range(seat.stage, len(self._grid), self.stages)
+        known = {**{at: node for node, at in self.entering.items()}, **dict(enumerate(self._grid))}
+        peers = [known.get(one) for one in dict.fromkeys((*near, *column)) if one != at]
+        told: list[Action] = [
+            Send(node_id=node, message=replace(self._placement(node), renewed=(seat,)))
+            for node in peers
+            if node
+        ]
+        offered = SeatOffered(nodes=tuple(self.placed_nodes), addresses=tuple(self.addresses), rows=self.rows)
+        return [offered, *told, Send(node_id=node_id, message=replace(self._placement(node_id), enters=True))]
+
+    def entrant_placed(self, node_id: str) -> list[Action]:
+        """A node that enters has taken its place: it is to open its links."""
+        return [Send(node_id=node_id, message=replace(self._restore, step=self.step, missed=None))]
+
+    def late_entrants(self, now: float) -> list[str]:
+        """Nodes that had time enough to open their links."""
+        since = self._entering_since
+        waits = [node for node in self.entering if node not in self._linked]
+        return [node for node in waits if now - since[node] > ENTERING_SECONDS]
+
+    def entrant_linked(self, node_id: str) -> None:
+        """Its links are open."""
+        self._linked.add(node_id)
+
+    def drop_entrant(self, node_id: str) -> None:
+        """It does not get its seat."""
+        self.entering.pop(node_id, None)
+        self._linked.discard(node_id)
+
+    @property
+    def linked(self) -> list[str]:
+        """Nodes that may have their seats from the next step on."""
+        return [node for node in self.entering if node in self._linked]
+
+    def _filled(self, node_id: str) -> Action:
+        return SeatFilled(
+            epoch=self.number,
+            step=self.step,
+            node_id=node_id,
+            row=self.replica_of(node_id),
+            stage=self.stage_of(node_id),
+            nodes=tuple(self._grid),
+            addresses=tuple(self.addresses),
+            rows=self.rows,
+        )
+
+    def _shared(self) -> tuple[Portion, ...]:
+        """Who computes what: as placed while all rows are whole, else whole rows share all groups."""
+        if len(self.whole_rows) == self.rows:
+            return self._placed_portions
+        known = {node: seconds for node in self.hosts if (seconds := self._rules.group_seconds(node))}
+        nodes = [node for row in self.whole_rows for node in self.row(row)]
+        rows = len(self.whole_rows)
+        shared = share_groups(self._group_count, row_seconds(nodes, rows, known))
+        return tuple(Portion(row, groups) for row, groups in zip(self.whole_rows, shared, strict=True))
 
     @property
     def all_hold_it(self) -> bool:
@@ -405,8 +583,13 @@ class Epoch:
             return False
         # Stages that can agree go on from where they are; otherwise all go back to what is on disk,
         # which starts a new lineage: with other stages or links the same steps may end in other bits.
-        common = set.intersection(*(self._reachable(answer) for answer in self._placed.values()))
+        reachable = {node: self._reachable(answer) for node, answer in self._placed.items()}
+        common = set.intersection(*reachable.values())
         self.step, self.lineage = max(common, default=(-1, 0))
+        columns = [set.union(*(reachable[node] for node in self.column(s))) for s in range(self.stages)]
+        newest = max(set.intersection(*columns), default=(-1, 0))
+        if newest > (self.step, self.lineage) and newest[0] > self._record.newest_snapshot:
+            self.behind = [node for node, states in reachable.items() if newest not in states]
         if self.step < self._record.newest_snapshot:
             self.step, self.lineage = self._record.newest_snapshot, self.number
         missed = self.committed is not None and self.committed.step == self.step - 1
@@ -433,9 +616,14 @@ class Epoch:
             self._restore, activation_codecs=plan.activations, gradient_codecs=plan.gradients
         )
 
+    @property
+    def storage_names(self) -> tuple[str, ...]:
+        """As nodes are told them."""
+        return self._restore.storages
+
     def storage_seconds(self, stage: int) -> list[Mapping[str, float]]:
         """What the stage's nodes, one a row, said of the storages that fit in them (`Placed.storages`)."""
-        return [self._placed[node].storages for node in self.hosts[stage :: self.stages]]
+        return [self._placed[node].storages for node in self.column(stage)]
 
     def use_storages(self, plan: StoragePlan) -> None:
         """Restore with activations stored like this; as `use_codecs`."""
@@ -452,7 +640,9 @@ class Epoch:
         """Once all have voted: what their votes come to. After a commit `apply` or `go_on` is next."""
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
-        groups = self.groups[self.replica_of(node_id)] if self._group_count > 1 else None
+        if vote.generation != self._generation:
+            return []  # the node is about to hear that it has other work
+        groups = self.groups_of(self.replica_of(node_id)) if self._group_count > 1 else None
         stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
         own = groups if groups is not None and self.rows > 1 else ()
         why = self._rules.history.refusal(vote, stage, self.stages, groups) or self._rules.auditor.refusal(
@@ -476,9 +666,9 @@ class Epoch:
             return []
         return self._commit_step()
 
-    def was_audited(self, step: int) -> bool:
-        """Whether one of the epoch's newest steps was, this one."""
-        return step in self._audited
+    def was_uneven(self, step: int) -> bool:
+        """Whether rows computed other groups than they were placed with in this one of the newest steps."""
+        return step in self._uneven
 
     @property
     def has_more_auditors(self) -> bool:
@@ -500,10 +690,82 @@ class Epoch:
         assert isinstance(outcome, list), "only plausibility was in question"
         return outcome
 
+    def can_lose(self, node_id: str) -> bool:
+        """Whether the epoch goes on without this host: its steps have begun, and a row is whole without
+        it."""
+        has_begun = self.phase not in (Phase.PLACING, Phase.RESTORING) and not self.uncompressed
+        return has_begun and any(row != self.replica_of(node_id) for row in self.whole_rows)
+
+    def lose(self, node_id: str, now: float) -> Outcome:
+        """A host is gone, which the epoch `can_lose`: what follows.
+
+        In a step that is what votes come to if all others have voted; else rows that are whole compute its
+        row's groups.
+        """
+        row, asked = self.replica_of(node_id), self.asked
+        vote = self.votes.pop(node_id, None)
+        self._grid[self._seats.pop(node_id)] = ""
+        self.fresh.discard(node_id)
+        self.newcomers = self.newcomers.difference([node_id])
+        self._count_hosts()
+        self._generation += 1
+        self._answered.discard(node_id)
+        match self.phase:
+            case Phase.STEPPING:
+                return self._work_lost(row, vote, now)
+            case Phase.APPLYING if len(self._answered) == len(self.hosts):
+                return self._step_applied()
+            case Phase.VALIDATING if node_id in asked:
+                self._answered.clear()
+                self._losses.clear()
+                return self._to_asked(self._validate())
+            case _:
+                return []
+
+    def _work_lost(self, row: int, vote: Vote | None, now: float) -> Outcome:
+        """A node of this row is gone in the step, after its vote if it gave one."""
+        if self.audit is not None and row in self.audit.rows:
+            self.audit = None
+        if self.step not in self._uneven:
+            self._uneven.append(self.step)
+        if len(self.votes) == len(self.hosts):
+            # All sums are complete, and so is what is known of the loss, unless that was for it to say.
+            said = {**self._group_losses(), **({} if vote is None else vote.group_losses)}
+            if len(said) == self._group_count:
+                return self._commit_step(losses=said)
+        lost = self.groups_of(row)
+        if lost:
+            known = [self._row_seconds(one) for one in self.whole_rows]
+            usual = median([one for one in known if one is not None] or [1.0])
+            seconds = {
+                one: usual if taken is None else taken
+                for one, taken in zip(self.whole_rows, known, strict=True)
+            }
+            passed = now - self.opened_at
+            loads = {
+                one: 0.0
+                if all(node in self.votes for node in self.row(one))
+                else max(0.0, len(self.groups_of(one)) * seconds[one] - passed)
+                for one in self.whole_rows
+            }
+            kept = [portion for portion in self.portions if portion.row != row]
+            taken_over = take_over(lost, loads, seconds)
+            self.portions = (*kept, *(Portion(one, groups) for one, groups in sorted(taken_over.items())))
+        self.votes.clear()
+        return self._to_rows(self._step_message)
+
+    def _row_seconds(self, row: int) -> float | None:
+        """What a row usually takes for a group; None if that is not known."""
+        times = [self._rules.group_seconds(node) for node in self.row(row)]
+        return max((one for one in times if one is not None), default=None) if None not in times else None
+
     def applied(self, node_id: str, step: int) -> list[Action]:
         if step != self.step or not self._all_answered(node_id, Phase.APPLYING):
             return []
-        self.phase = Phase.IDLE
+        return self._step_applied()
+
+    def _step_applied(self) -> list[Action]:
+        step, self.phase = self.step, Phase.IDLE
         self.step += 1
         self.steps_done += 1
         return [StepDone(epoch=self.number, step=step, nodes=self.hosts)]
@@ -513,7 +775,7 @@ class Epoch:
         current = self._validate() if self.phase is Phase.VALIDATING else None
         if current is None or (message.step, message.number) != (current.step, current.number):
             return []
-        if message.loss is not None and node_id == self.asked[self.loss_stage]:
+        if message.loss is not None and node_id == self.speakers[self.loss_stage]:
             self._loss = message.loss
         if not self._all_answered(node_id, Phase.VALIDATING):
             return []
@@ -545,22 +807,28 @@ class Epoch:
         """Whether the loss is scaled so that gradients of the step that runs may become infinite."""
         return self._rules.scales is not None and self._rules.scales.overflows(self.step)
 
-    def _commit_step(self, *, anyway: bool = False, confirmed: bool = False) -> Outcome:
+    def _commit_step(
+        self, *, anyway: bool = False, confirmed: bool = False, losses: Mapping[int, float] | None = None
+    ) -> Outcome:
+        """`losses`: of all groups, where votes of nodes that are gone have some of them."""
+        if losses is not None:
+            self._known_losses = losses
         finite = all(0.0 <= norm < math.inf for vote in self.votes.values() for norm in vote.norms.values())
         if not finite and self._may_overflow:
             return self._skip_step()
-        if (odd := disagreement(self.votes, self.hosts, self.stages) or self._audit_step()) is not None:
+        columns = [self.column(stage) for stage in range(self.stages)]
+        if (odd := disagreement(self.votes, columns) or self._audit_step()) is not None:
             return odd
         loss = self._step_loss()
         factor = 1.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor
-        votes = [unscaled(self.votes[node], factor) for node in self.row(0)]
+        votes = [unscaled(self.votes[node], factor) for node in self.speakers]
         said = None if math.isnan(loss) else loss
         votes[self.loss_stage] = replace(votes[self.loss_stage], loss=said)
         norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         if not math.isfinite(grad_norm):
             largest = max(range(len(votes)), key=lambda stage: sum(votes[stage].norms.values()))
-            return NonFinite(self.hosts[largest], "the global gradient norm")
+            return NonFinite(self.speakers[largest], "the global gradient norm")
         if self.uncompressed:
             return FiniteUncompressed()
         # Of a step without labels every gradient is 0, which says nothing of other steps.
@@ -574,12 +842,12 @@ class Epoch:
         if (
             judged
             and not anyway
-            and (found := self._rules.history.implausible(self.row(0), votes)) is not None
+            and (found := self._rules.history.implausible(self.speakers, votes)) is not None
         ):
             return found
         self._rules.history.committed(self.step, judged, loss, confirmed=confirmed)
         clip, lr = self._rules.plan(self.step, grad_norm)
-        line = self._rules.history.clipped(clip, norms, self.row(0))
+        line = self._rules.history.clipped(clip, norms, self.speakers)
         record = self._committed(loss, grad_norm, clip / factor, lr, norms)
         return [record] if line is None else [record, Announce(text=line)]
 
@@ -617,11 +885,15 @@ class Epoch:
         return self._rules.auditor.compare(self.audit, self.step, rows, self.loss_stage)
 
     def _step_loss(self) -> float:
-        return math.nan if self.step in self._rules.unlabelled else step_loss(self._head_votes)
+        if self.step in self._rules.unlabelled:
+            return math.nan
+        only = self.votes[self.speakers[self.loss_stage]].loss
+        return summed_loss(self._known_losses or self._group_losses()) if only is None else only
 
-    @property
-    def _head_votes(self) -> list[Vote]:
-        return [self.votes[node] for node in self.hosts[self.loss_stage :: self.stages]]
+    def _group_losses(self) -> dict[int, float]:
+        """As the votes so far have them."""
+        votes = [self.votes[node] for node in self.column(self.loss_stage) if node in self.votes]
+        return {group: loss for vote in votes for group, loss in vote.group_losses.items()}
 
     def _reachable(self, placed: Placed) -> set[tuple[int, int]]:
         """The (step, lineage) of the states that a stage can be at without fetching anything.
@@ -656,12 +928,17 @@ class Epoch:
             audited=self._extra(node_id),
             digests=self.audit is not None and not self._rules.auditor.is_on,
             loss_scale=0.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor,
+            generation=self._generation,
+            portions=() if self.portions == self._placed_portions else self.portions,
+            absent=tuple(self.vacant),
         )
 
     def _step_message(self, node_id: str) -> Begin | Commit:
         """What a node begins the step that runs with."""
         begin = self._begin(node_id)
-        return replace(self._commit(), then=begin) if self._follows_commit else begin
+        # Who is new has applied the commit as one that follows.
+        tells_commit = self._follows_commit and node_id not in self.fresh
+        return replace(self._commit(), then=begin) if tells_commit else begin
 
     def _commit(self) -> Commit:
         one = self.committed
@@ -672,12 +949,12 @@ class Epoch:
     def _rows(self) -> tuple[tuple[PlacedStage, ...], ...]:
         places = [
             PlacedStage(node_id=node, address=address)
-            for node, address in zip(self.hosts, self.addresses, strict=True)
+            for node, address in zip(self.placed_nodes, self.addresses, strict=True)
         ]
         return tuple(tuple(places[row * self.stages :][: self.stages]) for row in range(self.rows))
 
     def _placement(self, node_id: str) -> Placement:
-        stage, replica = self.stage_of(node_id), self.replica_of(node_id)
+        replica, stage = divmod(self._seats.get(node_id, self.entering.get(node_id, 0)), self.stages)
         rows = [PlacedRow(node=row[stage], groups=g) for row, g in zip(self._rows, self.groups, strict=True)]
         return Placement(
             epoch=self.number,
@@ -688,9 +965,15 @@ class Epoch:
         )
 
     def _to_rows(self, message: Callable[[str], CoordinatorMessage]) -> list[Action]:
-        of_rows = [message(self.row(replica)[0]) for replica in range(self.rows)]
         nodes = sorted(self.hosts, key=self.stage_of)  # first stages first: the others wait for them
-        return [Send(node_id=node, message=of_rows[self.replica_of(node)]) for node in nodes]
+        known: dict[tuple[int, bool], CoordinatorMessage] = {}
+        told: list[Action] = []
+        for node in nodes:
+            kind = self.replica_of(node), node in self.fresh
+            if kind not in known:
+                known[kind] = message(node)
+            told.append(Send(node_id=node, message=known[kind]))
+        return told
 
     def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.asked]

@@ -469,9 +469,10 @@ def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
         return None
     stage, row = failure.peer_stage, failure.peer_replica
     if row == epoch.replica_of(node_id):
-        return epoch.row(row)[stage] if stage in epoch.neighbours(node_id) else None
-    is_peer = 0 <= row < epoch.rows and stage == epoch.stage_of(node_id)
-    return epoch.row(row)[stage] if is_peer else None
+        is_end = stage in epoch.neighbours(node_id)
+    else:
+        is_end = 0 <= row < epoch.rows and stage == epoch.stage_of(node_id)
+    return (epoch.row(row)[stage] or None) if is_end else None
 
 
 SLOW_SECONDS = 10.0
@@ -688,7 +689,7 @@ class Stragglers:
                 costs = self._worked_long(phase, seconds, usual)
                 in_time = math.nan if costs else seconds
             if not math.isnan(in_time) and not (phase.is_first and self._knows_pace(epoch)):
-                self._paces.setdefault(epoch.stages, _Pace()).add(in_time / max(map(len, epoch.groups)))
+                self._paces.setdefault(epoch.stages, _Pace()).add(in_time / epoch.most_groups)
             if phase.is_first:
                 return  # kernels are compiled
         for node in phase.asked:
@@ -709,7 +710,7 @@ class Stragglers:
         epoch, spent = phase.epoch, phase.waited.get(node, {})
         row, stage = epoch.row(epoch.replica_of(node)), epoch.stage_of(node)
         long = [by for kind, by in _WAITS.items() if spent.get(kind, 0.0) > least]
-        peers = epoch.hosts[stage :: epoch.stages] if spent.get(TimeKind.SYNC, 0.0) > least else ()
+        peers = epoch.column(stage) if spent.get(TimeKind.SYNC, 0.0) > least else ()
         return [*(row[(stage + by) % epoch.stages] for by in long), *(one for one in peers if one != node)]
 
     def _worked_long(self, phase: _Phase, seconds: float, usual: float) -> dict[str, float]:
@@ -729,7 +730,7 @@ class Stragglers:
         """What a step takes; 0 before one is measured. `slowly`: as it was for long."""
         if (pace := self._paces.get(epoch.stages)) is None:
             return self._before
-        return (pace.reference if slowly else median(pace.newest)) * max(map(len, epoch.groups))
+        return (pace.reference if slowly else median(pace.newest)) * epoch.most_groups
 
     def says(self, node_id: str, kind: str, now: float) -> None:
         """The node said what it spends its time on."""

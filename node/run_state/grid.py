@@ -134,6 +134,25 @@ def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -
     return [max(one or 0.0 for one in row) if None not in row else None for row in times]
 
 
+def take_over(
+    groups: Sequence[int], loads: Mapping[int, float], seconds: Mapping[int, float]
+) -> dict[int, tuple[int, ...]]:
+    """Who computes groups that nobody does any longer: each goes where it is done soonest.
+
+    Args:
+        loads: by row that may take some, the seconds until it is done with what it has.
+        seconds: what each of these takes for a group.
+
+    Returns the groups of each row that gets any.
+    """
+    free_at, taken = dict(loads), {row: list[int]() for row in loads}
+    for group in groups:
+        row = min(free_at, key=lambda one: (free_at[one] + seconds[one], one))
+        free_at[row] += seconds[row]
+        taken[row].append(group)
+    return {row: tuple(run) for row, run in taken.items() if run}
+
+
 class GroupSharing:
     """Which groups each row computes, from what its nodes were measured to take."""
 
@@ -163,6 +182,11 @@ class GroupSharing:
         for node, one in seconds.items():
             self._times.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(one)
 
+    def seconds(self, node: str) -> float | None:
+        """What a node usually takes for a group; None if that is not known yet."""
+        times = self._times.get(node, ())
+        return median(times) if len(times) >= LEAST_STEPS else None
+
     def groups_for(self, hosts: Sequence[str], *, rows: int, now: float) -> Groups:
         """The sharing for the epoch that begins; as before while another gains little."""
         before, same = self._current, tuple(hosts) == self._hosts
@@ -170,7 +194,7 @@ class GroupSharing:
         if same and before is not None and len(before) == rows:
             self._current = self._better(hosts, before)[0]
         else:
-            seconds = {node: median(one) for node, one in self._times.items() if len(one) >= LEAST_STEPS}
+            seconds = {node: one for node in hosts if (one := self.seconds(node)) is not None}
             self._current = share_groups(self._groups, row_seconds(hosts, rows, seconds), before)
         if before is not None and len(before) == rows and before != self._current:
             self._wait = min(2 * self._wait, MOST_SHARED_STEPS)

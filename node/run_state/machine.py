@@ -22,6 +22,7 @@ from node.run_state.actions import (
     RecordRestored,
     RefuseSnapshot,
     Released,
+    SeatLost,
     Send,
     SnapshotAgreed,
     SnapshotDropped,
@@ -110,6 +111,7 @@ class RunMachine:
         history = VoteHistory(plan.unit_numbers, past.newest, plan.rounds_from)
         for step, one in past.later.items():
             history.on_record(step, one.norms, one.loss)
+        self._sharing = GroupSharing(plan.groups)
         rules = StepRules(
             plan=step_plan,
             neighbours=plan.neighbours,
@@ -117,6 +119,7 @@ class RunMachine:
             auditor=auditor,
             scales=past.scales,
             unlabelled=plan.unlabelled,
+            group_seconds=self._sharing.seconds,
         )
         self._epochs = EpochSeries(rules, last_number=past.last_epoch, committed=past.committed)
         self._storages = plan.storages(past.storages, plan.stage_bytes)
@@ -131,7 +134,6 @@ class RunMachine:
             most_rows=plan.most_rows,
             previous_rows=past.rows,
         )
-        self._sharing = GroupSharing(plan.groups)
         self.codecs = plan.codecs(past.codecs, past.committed.step + 1 if past.committed else 0)
         self._quarantine = Quarantine()
         self._stragglers = Stragglers([one.seconds for one in past.newest])
@@ -204,13 +206,18 @@ class RunMachine:
         if member is None and (before := self._departures.arrives(offer, self.members)) is not None:
             self._blame.inherit(node_id, before)
         self._roster.arrived(offer, address=address, process_nonce=process_nonce, rate=rate, now=now)
-        current = self.epoch if self.epoch is not None and node_id in self.epoch.hosts else None
+        current = self.epoch if self.epoch is not None and self.epoch.has(node_id) else None
         if epoch and (current is None or current.number != epoch):
             actions += epoch_over([node_id], epoch, "that epoch is over")
         if current is not None:
             return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
+        if node_id in (self.epoch.entering if self.epoch is not None else ()):
+            actions += self._no_entrant(node_id, "its connection broke", is_fault=False)
         actions += self._try_place(now) + self._join_early(now)
-        return [*actions, *self._prefetch([node_id]), *self._newcomers.arrived(node_id)]
+        present = self.epoch
+        extended = [] if present is None else self._newcomers.extend(present, self._candidates())
+        repeated = [] if extended else self._newcomers.arrived(node_id)
+        return [*actions, *extended, *self._prefetch([node_id]), *repeated]
 
     def heard(self, node_id: str, now: float, kind: str | None = None) -> None:
         """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says."""
@@ -234,6 +241,8 @@ class RunMachine:
             self._unseen += unseen
         overdue = self._roster.overdue(now)
         actions = [one for node, reason in overdue.items() for one in self._gone(node, reason, now)]
+        for node in self.epoch.late_entrants(now - self._unseen) if self.epoch is not None else ():
+            actions += self._no_entrant(node, "its links did not open")
         seen = now - self._unseen
         loading = loading_seconds(self.epoch, self._roster, self.plan.state_bytes)
         late = self._stragglers.look(self.epoch, seen, loading)
@@ -301,8 +310,11 @@ class RunMachine:
         epoch, ended = self.epoch, self._epochs.ended
         if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
             return self._complaint(ended, node_id, message, now)
+        if epoch is not None and node_id in epoch.entering:
+            return self._entering(epoch, node_id, message)
         if self.stopped or epoch is None or not epoch.has(node_id):
-            return self._newcomers.message(node_id, message)
+            told = self._newcomers.message(node_id, message)
+            return told if self.stopped or epoch is None else [*told, *self._enter(epoch, now)]
         match message:
             case Placed() if message.epoch == epoch.number:
                 return self._placed(epoch, node_id, message, now)
@@ -456,7 +468,7 @@ class RunMachine:
         waits, epoch = self._snapshots.awaited, self.epoch
         self._snapshots.drop(step)
         self._snapshots.request()
-        dropped = [SnapshotDropped(step=step, reason=why)]
+        dropped = [SnapshotDropped(step=step, reason=why), *self._newcomers.not_stored(step)]
         if waits and not self._snapshots.awaited and epoch is not None and epoch.phase is Phase.IDLE:
             return [*dropped, *self._between_steps(epoch, now)]
         return [*dropped]
@@ -516,6 +528,13 @@ class RunMachine:
             return self._end_epoch(AbortKind.PLACEMENT, line) + self._try_place(now)
         if not epoch.placed(node_id, message):
             return []
+        if epoch.behind and self.plan.follows:
+            # As after a death of the coordinator while a node entered.
+            named = ", ".join(f"node {node}" for node in epoch.behind)
+            why = f"{named}: behind the state that every stage has a node of; the others go on without it"
+            for node in epoch.behind:
+                self._assigner.vacate(node, now)
+            return [Announce(text=why), *self._end_epoch(AbortKind.PLACEMENT, why), *self._try_place(now)]
         # A commit that somebody missed comes with the restore.
         misses = self._snapshots.newest < epoch.step and not epoch.all_hold_it
         if misses or not self._is_to_end(epoch):
@@ -547,9 +566,10 @@ class RunMachine:
                     self._epochs.committed(epoch.committed)
                     self._failures.committed(epoch.committed.step)
                     self._standing.stepped(epoch)
-                    told = [*self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
-                    told += self._relieve_slow(epoch, now)
-                    return [*outcome, *self._apply(epoch, now), *told]
+                    # Before the step that it is seated with, a newcomer hears of the one before.
+                    follows = self._newcomers.committed(epoch)
+                    told = [*self._settle_doubt(epoch, now), *self._relieve_slow(epoch, now)]
+                    return [*outcome, *follows, *self._apply(epoch, now), *told]
                 return outcome
 
     def _apply(self, epoch: Epoch, now: float) -> list[Action]:
@@ -561,7 +581,12 @@ class RunMachine:
             return epoch.apply()
         if epoch.steps_done:
             self._step_applied(epoch, epoch.step - 1)  # said by the votes for this one
-        return epoch.go_on(keep_sums=self._newcomers.follow)
+        epoch.opened_at = now
+        seated = self._seated(epoch, epoch.step + 1, now)
+        # The sums of the step before are kept for those, too.
+        told = epoch.go_on(keep_sums=self._newcomers.follow or bool(seated), seated=seated)
+        self._standing.noted(epoch, seated)
+        return told
 
     def _step_applied(self, epoch: Epoch, step: int) -> None:
         """All stages of the epoch have applied this step of it."""
@@ -587,9 +612,14 @@ class RunMachine:
         due = self._snapshots.due(epoch.step, now - self._unseen)
         able = self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
         began = self._newcomers.begin(epoch, self._candidates(), able=able, due=due)
+        for node in self._newcomers.moving(epoch):
+            self._assigner.vacate(node, now)
+            epoch.lose(node, now)
+            began = [*epoch_over([node], epoch.number, "it makes another row whole"), *began]
         if self._snapshots.newest == epoch.step:
             return began + self._newcomers.stored(epoch.step)
-        if (began or self._snapshots.wanted(epoch.step, now - self._unseen)) and self._may_go_on(epoch):
+        wanted = self._newcomers.need(epoch.step) or self._snapshots.wanted(epoch.step, now - self._unseen)
+        if wanted and self._may_go_on(epoch):
             return began + self._take_snapshot(epoch, now, await_it=False)
         return began
 
@@ -618,7 +648,11 @@ class RunMachine:
                 return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
             if self._moves_groups(epoch, epoch.step, epoch.steps_done):
                 return self._new_placement(now)
-            return epoch.begin(keep_sums=self._newcomers.follow)
+            epoch.opened_at = now
+            seated = self._seated(epoch, epoch.step, now)
+            told = epoch.begin(keep_sums=self._newcomers.follow or bool(seated), seated=seated)
+            self._standing.noted(epoch, seated)
+            return told
         if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
             return self._take_snapshot(epoch, now, await_it=True)
         if epoch.step >= self.plan.total_steps:
@@ -658,8 +692,9 @@ class RunMachine:
     def _moves_groups(self, epoch: Epoch, step: int, steps_done: int) -> bool:
         """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
         left = self.plan.total_steps - step
-        gains = self._sharing.may_gain(epoch.hosts, epoch.groups, steps=steps_done, left=left)
-        free = self._snapshots.idle and self._roster.connected(epoch.hosts)
+        # What an empty seat changes is over sooner.
+        free = not epoch.vacant and self._snapshots.idle and self._roster.connected(epoch.hosts)
+        gains = free and self._sharing.may_gain(epoch.hosts, epoch.groups, steps=steps_done, left=left)
         return self.codecs.recorded_change(epoch, step) or (
             free and (gains or self.codecs.may_gain(epoch, step))
         )
@@ -693,11 +728,68 @@ class RunMachine:
         self._assigner.regroup(now)
         return self._new_placement(now)
 
+    # ---- inside: empty seats
+
+    def _enter(self, epoch: Epoch, now: float) -> list[Action]:
+        """Nodes that have caught up open the links of their seats."""
+        actions: list[Action] = []
+        for node, seat in self._newcomers.to_seat(epoch).items():
+            member = self.members[node]
+            kind = self._roster.kinds([node])[0]
+            actions += epoch.enter(node, seat, member.address, kind, now - self._unseen)
+        return actions
+
+    def _entering(self, epoch: Epoch, node_id: str, message: NodeMessage) -> list[Action]:
+        """What a node says that opens the links of its seat."""
+        match message:
+            case Placed() if message.epoch == epoch.number:
+                return epoch.entrant_placed(node_id)
+            case Ready() if message.epoch == epoch.number:
+                epoch.entrant_linked(node_id)
+                return []
+            case StepFailed() if message.epoch == epoch.number:
+                is_fault = message.kind is not FailureKind.LINK
+                return self._no_entrant(node_id, message.message, is_fault=is_fault)
+            case _:
+                told = self._newcomers.message(node_id, message)
+                if self._newcomers.follows(node_id):
+                    return told
+                return told + self._no_entrant(node_id, "it follows no longer")
+
+    def _no_entrant(self, node_id: str, why: str, *, is_fault: bool = True) -> list[Action]:
+        """A node that enters does not get its seat."""
+        if (epoch := self.epoch) is None or node_id not in epoch.entering:
+            return []
+        epoch.drop_entrant(node_id)
+        over = epoch_over([node_id], epoch.number, f"it does not enter: {why}")
+        return [*over, *self._newcomers.fails(node_id, why, is_fault=is_fault)]
+
+    def _leaves_seat(self, epoch: Epoch, node_id: str, why: str, now: float) -> list[Action]:
+        """A node that has just entered fails: the others go on without it."""
+        self._newcomers.fails(node_id, why)
+        self._assigner.vacate(node_id, now)
+        over = epoch_over([node_id], epoch.number, why)
+        return [*over, *self._lose(epoch, node_id, f"node {node_id} failed as it entered: {why}", now)]
+
+    def _seated(self, epoch: Epoch, step: int, now: float) -> list[str]:
+        """Nodes that have their seats from this step on."""
+        nodes = self._newcomers.seated(epoch, step)
+        for node in nodes:
+            place = epoch.entering[node]
+            self._assigner.seat(node, place)
+            self.members[node].stage = place % epoch.stages
+            self._standing.entered(epoch, node, place % epoch.stages)
+        if nodes:
+            self._departures.placed({*epoch.hosts, *nodes}, now)
+        return nodes
+
     # ---- inside: failures
 
     def _failed(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         if message.kind is FailureKind.NON_FINITE:
             return self._not_finite(epoch, node_id, message.message, now)
+        if node_id in epoch.fresh and self.plan.follows and epoch.can_lose(node_id):
+            return self._leaves_seat(epoch, node_id, message.message, now)
         actions = self._complaint(epoch, node_id, message, now)
         if self.epoch is not epoch:
             return actions
@@ -743,7 +835,11 @@ class RunMachine:
         if isinstance(verdict, GiveUp) and not saves:
             return self._end()
         over = [*notes, *self._end_epoch(verdict.kind, verdict.reason)]
-        return over + (self._begin_epoch(epoch.hosts, now) if saves else self._try_place(now))
+        if not saves:
+            return over + self._try_place(now)
+        nodes = tuple(node for row in epoch.whole_rows for node in epoch.row(row))
+        self._assigner.take(nodes, epoch.stages)
+        return over + self._begin_epoch(nodes, now)
 
     def _not_finite(self, epoch: Epoch, node_id: str, what: str, now: float) -> list[Action]:
         """Look for the cause in this order: the node, the codecs, divergence."""
@@ -892,6 +988,8 @@ class RunMachine:
 
     def _unassign(self, node_id: str, reason: str, now: float) -> list[Action]:
         actions = self._newcomers.lost(node_id)
+        if self.epoch is not None:
+            self.epoch.drop_entrant(node_id)
         told = self._states.lost(node_id)
         if self._assigner.vacate(node_id, now):
             # Failures that its neighbours reported were caused by its end.
@@ -900,9 +998,45 @@ class RunMachine:
         if self.epoch is None or not self.epoch.has(node_id):
             return actions + self._agreed(told, now)
         actions += self._stands_out(self.epoch, node_id, now)
-        actions += self._end_epoch(AbortKind.LOST, reason)
+        actions += self._lose(self.epoch, node_id, reason, now)
         # Last: it may end further epochs.
         return actions + self._agreed(told, now)
+
+    def _lose(self, epoch: Epoch, node_id: str, reason: str, now: float) -> list[Action]:
+        """The epoch goes on without a host if it can: nobody else's work is lost."""
+        if not self.plan.follows or not epoch.can_lose(node_id):
+            return self._end_epoch(AbortKind.LOST, reason)
+        phase, row = epoch.phase, epoch.replica_of(node_id)
+        lost = SeatLost(
+            epoch=epoch.number,
+            step=epoch.step,
+            node_id=node_id,
+            row=row,
+            stage=epoch.stage_of(node_id),
+            reason=reason,
+            groups=epoch.groups_of(row) if phase is Phase.STEPPING else (),
+        )
+        outcome = epoch.lose(node_id, now)
+        actions: list[Action] = [replace(lost, portions=epoch.portions), *self._newcomers.seat_lost()]
+        for step in self._snapshots.lost(node_id):
+            actions += self._drop_snapshot(
+                step, f"node {node_id} is gone, which was to hand in its layers", now
+            )
+        if self.epoch is not epoch:
+            return actions
+        match phase:
+            case Phase.STEPPING if epoch.phase is Phase.STEPPING and isinstance(outcome, list):
+                return actions + outcome
+            case Phase.STEPPING:
+                return actions + self._voted(epoch, outcome, now)
+        assert isinstance(outcome, list), "only votes have another outcome"
+        match phase:
+            case Phase.APPLYING:
+                return actions + self._progress(epoch, outcome, now)
+            case Phase.VALIDATING:
+                return actions + outcome
+            case _:
+                return actions
 
     def _stands_out(
         self, epoch: Epoch, node_id: str, now: float, failed_at: int | None = None
@@ -924,7 +1058,7 @@ class RunMachine:
             return []
         self._snapshots.epoch_over()
         self._relieved.clear()
-        here = [node for node in epoch.hosts if node in self.members]
+        here = [node for node in (*epoch.hosts, *epoch.entering) if node in self.members]
         over = Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)
         return [*self._newcomers.epoch_over(), *epoch_over(here, epoch.number, reason), over]
 

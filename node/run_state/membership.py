@@ -101,8 +101,8 @@ class Roster:
     def dispensable(self, epoch: Epoch) -> bool:
         """Whether hosts want to leave, and every stage has another host that stays and is connected."""
         going = self.leaving(epoch.hosts)
-        stays = [node not in going and self.connected([node]) for node in epoch.hosts]
-        return bool(going) and all(any(stays[stage :: epoch.stages]) for stage in range(epoch.stages))
+        stays = {node for node in epoch.hosts if node not in going and self.connected([node])}
+        return bool(going) and all(not stays.isdisjoint(epoch.column(stage)) for stage in range(epoch.stages))
 
     def connected(self, nodes: Iterable[str]) -> bool:
         """Whether all of these members are connected at this moment."""
@@ -119,9 +119,8 @@ def loading_seconds(
     """
     if epoch is None:
         return []
-    rates = [roster.members[node].rate for node in epoch.hosts]
-    stages = epoch.rows * list(sizes(epoch.stages))
-    return [transfer_seconds(size, rate) for size, rate in zip(stages, rates, strict=True)]
+    stages = sizes(epoch.stages)
+    return [transfer_seconds(stages[epoch.stage_of(node)], roster.members[node].rate) for node in epoch.hosts]
 
 
 def prefetch_first(nodes: Iterable[str], roster: Roster, units: Sequence[Sequence[str]]) -> list[Action]:

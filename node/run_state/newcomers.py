@@ -4,8 +4,12 @@ When the nodes without a stage could make another row, a snapshot is taken. Each
 it, then applies the steps that the run commits meanwhile, from the summed gradients that the stage's nodes
 keep. Once all of them are at most `MOST_BEHIND` steps behind, the next epoch begins with them. The other
 nodes wait for that epoch's links and for these last steps, and for no state.
+
+An empty seat of the epoch is filled in the same way, by one node, and nobody waits: its links are opened
+while it follows, and the epoch goes on.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +18,7 @@ from node.run_state.epoch import Epoch, Phase
 from node.run_state.membership import Roster
 from node.run_state.stage_assignment import Candidate, StageAssigner
 from node.run_state.votes import UnitNumbers
-from wire.messages import CoordinatorMessage, Follow, Following, FollowStep, NodeMessage, Placed, PlacedStage
+from wire.messages import CoordinatorMessage, Follow, Following, FollowStep, NodeMessage, Placed, Seat
 
 MOST_BEHIND = 1
 """Steps that a newcomer may still have to apply when its epoch begins."""
@@ -24,13 +28,17 @@ MOST_STEPS = 64
 
 @dataclass(kw_only=True)
 class _Entry:
-    """One attempt to add rows."""
+    """One attempt to add rows, or to fill empty seats."""
 
     snapshot: int
     grid: tuple[str, ...]
-    """The next one, row after row."""
+    """The next one, row after row; empty if seats are filled."""
+    mends: bool = False
+    """Whether empty seats are filled."""
+    seats: dict[str, Seat] = field(default_factory=dict)
+    """By newcomer: the empty seat that it is to have."""
     stages: int
-    orders: Mapping[str, Follow]
+    orders: dict[str, Follow]
     """By newcomer."""
     held: dict[str, int]
     """The step whose state each newcomer holds; -1 for none."""
@@ -57,6 +65,8 @@ class Newcomers:
         """The epoch ends at the snapshot of this step, and nodes enter that could not follow."""
         self._waits = False
         """The last attempt failed: the next one is at a snapshot that is due anyway."""
+        self._expects = False
+        """A seat has become empty: somebody may soon come for it."""
         self._slow: set[str] = set()
         """Nodes that could not keep up with the run."""
         self._refused: set[str] = set()
@@ -72,6 +82,14 @@ class Newcomers:
     def follow(self) -> bool:
         """Whether newcomers follow now, so that nodes keep summed gradients."""
         return self._entry is not None
+
+    def need(self, step: int) -> bool:
+        """Whether newcomers are to load the state of this step, which is not stored yet."""
+        return self._entry is not None and self._entry.snapshot == step and not self._entry.is_stored
+
+    def follows(self, node_id: str) -> bool:
+        """Whether this node follows the run."""
+        return self._entry is not None and node_id in self._entry.orders
 
     def wait_for_them(self) -> None:
         """The epoch ends once its state is on disk, and nodes enter then."""
@@ -92,12 +110,15 @@ class Newcomers:
             able: whether a snapshot of this step is there or may be taken now, and steps go on.
             due: whether a snapshot is due anyway.
         """
-        if self._entry is not None:
-            return []
+        if (entry := self._entry) is not None:
+            return self._extended(entry, epoch, candidates)
+        seats = self._fillers(epoch, candidates) or self._movers(epoch)
+        if able and epoch.step > 0 and (seats or (self._expects and epoch.vacant)):
+            return self._mend(epoch, seats)
         grid = self._next_grid(epoch, candidates, due=due) if able and epoch.step > 0 else None
         orders = None if grid is None else self._orders(epoch, grid)
         if grid is None or orders is None:
-            if due:
+            if due and not epoch.vacant:
                 here = candidates if self._roster.connected(epoch.hosts) else ()
                 self.awaited |= self._assigner.can_grow(epoch.stages, here, epoch.rows)
             return []
@@ -115,7 +136,180 @@ class Newcomers:
 
     def may_begin(self, epoch: Epoch, candidates: Sequence[Candidate]) -> bool:
         """Whether `begin` may find nodes for an attempt though no snapshot is due."""
+        if self._entry is None and self._expects and epoch.vacant:
+            return True
+        if self._fillers(epoch, candidates) or self._movers(epoch):
+            return self._entry is None or self._may_extend(self._entry)
         return self._entry is None and self._next_grid(epoch, candidates, due=False) is not None
+
+    def _fillers(self, epoch: Epoch, candidates: Sequence[Candidate]) -> dict[str, Seat]:
+        """Nodes for empty seats, those of the row that lacks fewest first; who had the stage before goes
+        first."""
+        if not self._follows or not (vacant := epoch.vacant):
+            return {}
+        entry = self._entry
+        known = {} if entry is None else entry.seats
+        spares = [
+            one
+            for one in candidates
+            if not epoch.has(one.node_id) and one.node_id not in self._slow and one.node_id not in known
+        ]
+        lacking = Counter(seat.row for seat in vacant)
+        found: dict[str, Seat] = {}
+        for seat in sorted(vacant, key=lambda one: (lacking[one.row], one)):
+            if seat in known.values():
+                continue
+            able = [one for one in spares if self._assigner.fits(one, seat.stage, epoch.stages)]
+            had = [one for one in able if self._roster.members[one.node_id].stage == seat.stage]
+            if able:
+                taken = (had or able)[0]
+                spares.remove(taken)
+                found[taken.node_id] = seat
+        return found
+
+    def _movers(self, epoch: Epoch) -> dict[str, Seat]:
+        """Hosts of broken rows that make another one whole: of the rows that lack fewest nodes, the first
+        whose empty seats have a node in rows that lack more, or stand behind."""
+        if not self._follows or len(vacant := epoch.vacant) < 2:
+            return {}
+        known = () if self._entry is None else self._entry.seats.values()
+        lacking = Counter(seat.row for seat in vacant)
+        rows = sorted(lacking, key=lambda row: (lacking[row], row))
+        for at, row in enumerate(rows):
+            empty = [seat for seat in vacant if seat.row == row and seat not in known]
+            found: dict[str, Seat] = {}
+            for seat in empty:
+                donors = [epoch.row(other)[seat.stage] for other in reversed(rows[at + 1 :])]
+                able = [node for node in donors if node and node not in self._slow]
+                if able and self._roster.connected(able[:1]):
+                    found[able[0]] = seat
+            if found and len(found) == len(empty):
+                return found
+        return {}
+
+    def moving(self, epoch: Epoch) -> list[str]:
+        """Hosts that are to leave their seats, for those of rows that they make whole."""
+        entry = self._entry
+        return [] if entry is None else [node for node in entry.seats if epoch.has(node)]
+
+    def _mend(self, epoch: Epoch, seats: dict[str, Seat]) -> list[Action]:
+        """Begin an attempt to fill empty seats. Who comes a little later follows from the same state."""
+        orders = self._seat_orders(epoch, seats, epoch.step)
+        self._expects = False
+        held = dict.fromkeys(orders, -1)
+        own = {node: seats[node] for node in orders}
+        self._entry = _Entry(
+            snapshot=epoch.step,
+            grid=(),
+            mends=True,
+            seats=own,
+            stages=epoch.stages,
+            orders=orders,
+            held=held,
+        )
+        return [self._announced(orders, epoch.step)] if orders else []
+
+    def extend(self, epoch: Epoch, candidates: Sequence[Candidate]) -> list[Action]:
+        """Nodes have come: those for whom there is a seat follow at once if others do already."""
+        return [] if self._entry is None else self._extended(self._entry, epoch, candidates)
+
+    def _may_extend(self, entry: _Entry) -> bool:
+        """Whether more nodes may follow from the snapshot that others do."""
+        return entry.mends and len(entry.steps) < MOST_STEPS // 2
+
+    def _extended(self, entry: _Entry, epoch: Epoch, candidates: Sequence[Candidate]) -> list[Action]:
+        """More nodes for other seats, which have become empty or came meanwhile."""
+        if not self._may_extend(entry):
+            return []
+        seats = self._fillers(epoch, candidates)
+        if not seats and epoch.phase is Phase.IDLE:
+            seats = self._movers(epoch)
+        if not seats:
+            return []
+        orders = self._seat_orders(epoch, seats, entry.snapshot)
+        for node, order in orders.items():
+            entry.orders[node], entry.seats[node], entry.held[node] = order, seats[node], -1
+        told = [one for node in orders for one in self._told(entry, node)] if entry.is_stored else []
+        return [self._announced(orders, entry.snapshot), *told] if orders else []
+
+    def _announced(self, nodes: Iterable[str], step: int) -> Action:
+        text = f"{_nodes(nodes)}: to fetch the state of step {step} and follow the run, until they enter"
+        return Announce(text=text)
+
+    def _seat_orders(self, epoch: Epoch, seats: Mapping[str, Seat], snapshot: int) -> dict[str, Follow]:
+        assert epoch.lineage is not None, "the epoch has begun"
+        return {
+            node: Follow(
+                step=snapshot,
+                stage=seat.stage,
+                stages=epoch.stages,
+                lineage=epoch.lineage,
+                sources=sources,
+                storages=epoch.storage_names,
+            )
+            for node, seat in seats.items()
+            if (sources := epoch.sources(seat.stage))
+        }
+
+    def to_seat(self, epoch: Epoch) -> dict[str, Seat]:
+        """Nodes that have caught up, and do not open the links of their seats yet."""
+        entry = self._entry
+        if entry is None:
+            return {}
+        return {
+            node: seat
+            for node, seat in entry.seats.items()
+            if node not in epoch.entering and self._has_caught_up(entry, node, epoch.step)
+        }
+
+    def seated(self, epoch: Epoch, step: int) -> list[str]:
+        """Nodes that get their seats with this step: they no longer follow."""
+        entry = self._entry
+        if entry is None or not entry.mends:
+            return []
+        nodes = [node for node in epoch.linked if self._has_caught_up(entry, node, step)]
+        for node in nodes:
+            self._forget(entry, node)
+        return nodes
+
+    def _has_caught_up(self, entry: _Entry, node: str, step: int) -> bool:
+        is_near = entry.held.get(node, -1) >= max(0, step - MOST_BEHIND)
+        return is_near and self._roster.connected([node])
+
+    def _forget(self, entry: _Entry, node: str) -> None:
+        for known in (entry.orders, entry.seats, entry.held):
+            known.pop(node, None)
+        if not entry.orders:
+            self._entry = None
+
+    def _dropped(self, entry: _Entry, node: str, why: str) -> list[Action]:
+        """A node does not fill its seat; others go on."""
+        self._forget(entry, node)
+        told: list[Action] = [Announce(text=f"node {node} does not enter: {why}")]
+        if node in self._roster.members:
+            told.append(Send(node_id=node, message=Follow(step=entry.snapshot)))
+        return told
+
+    def fails(self, node_id: str, why: str, *, is_fault: bool = True) -> list[Action]:
+        """A node that enters cannot; if it `is_fault` of its own, it does not try again."""
+        if is_fault:
+            self._slow.add(node_id)
+        entry = self._entry
+        return [] if entry is None or node_id not in entry.seats else self._dropped(entry, node_id, why)
+
+    def seat_lost(self) -> list[Action]:
+        """A host is gone and the epoch goes on: a grid with more rows would have it in."""
+        self._expects = True
+        if self._entry is None or self._entry.mends:
+            return []
+        return self._given_up("a node of another row is gone", waits=False)
+
+    def not_stored(self, step: int) -> list[Action]:
+        """There will be no snapshot of this step."""
+        entry = self._entry
+        if entry is None or entry.snapshot != step or entry.is_stored:
+            return []
+        return self._given_up("its state is not saved", waits=False)
 
     def _next_grid(
         self, epoch: Epoch, candidates: Sequence[Candidate], *, due: bool
@@ -123,6 +317,8 @@ class Newcomers:
         """The grid with more rows that these nodes could make."""
         # Counted first: with hosts alone, as in most steps, there is nothing to look for.
         if len(candidates) <= len(epoch.hosts) or not self._follows or (self._waits and not due):
+            return None
+        if epoch.vacant:
             return None
         if not self._roster.connected(epoch.hosts):
             return None
@@ -134,12 +330,12 @@ class Newcomers:
         is_early = epoch.step == 0 and epoch.phase is not Phase.APPLYING
         if not is_early or self._assigner.most_rows == 1 or not self._roster.connected(epoch.hosts):
             return False
-        return self._assigner.can_grow(epoch.stages, candidates, epoch.rows)
+        return self._assigner.can_grow(epoch.stages, candidates, len(epoch.whole_rows))
 
     def ready(self, step: int) -> bool:
         """Whether all newcomers are near enough to enter before this step."""
         entry = self._entry
-        if entry is None or not self._roster.connected(entry.orders):
+        if entry is None or entry.mends or not self._roster.connected(entry.orders):
             return False
         return all(held >= step - MOST_BEHIND for held in entry.held.values())
 
@@ -188,8 +384,10 @@ class Newcomers:
         if len(entry.steps) == MOST_STEPS:
             slow = [node for node, held in entry.held.items() if held < committed.step - 1]
             self._slow.update(slow)
+            if entry.mends and len(slow) < len(entry.orders):
+                return [one for node in slow for one in self._dropped(entry, node, "it cannot keep up")]
             return self._given_up(f"{_nodes(slow)} cannot keep up with the run")
-        norms = {unit: norm for node in epoch.row(0) for unit, norm in epoch.votes[node].norms.items()}
+        norms = {unit: norm for node in epoch.speakers for unit, norm in epoch.votes[node].norms.items()}
         step = FollowStep(
             snapshot=entry.snapshot,
             step=committed.step,
@@ -212,16 +410,20 @@ class Newcomers:
         if node_id not in entry.orders or message.snapshot != entry.snapshot:
             return []
         if message.failed:
+            if entry.mends:
+                return self.fails(node_id, message.failed)
             self._slow.add(node_id)
             return self._given_up(f"node {node_id} does not follow: {message.failed}")
-        was_first = min(entry.held.values()) < 0
+        was_first = entry.held[node_id] < 0 if entry.mends else min(entry.held.values()) < 0
         entry.held[node_id] = message.step
         # Steps that all have applied need not be sent again.
         least = min(entry.held.values())
-        entry.steps = [step for step in entry.steps if step.step >= least or least < 0]
-        if not was_first or least < 0:
+        if not entry.mends:
+            entry.steps = [step for step in entry.steps if step.step >= least or least < 0]
+        if not was_first or (least < 0 and not entry.mends):
             return []
-        return [Announce(text=f"{_nodes(entry.orders)}: the state is here, and the steps since come next")]
+        nodes = [node_id] if entry.mends else entry.orders
+        return [Announce(text=f"{_nodes(nodes)}: the state is here, and the steps since come next")]
 
     def arrived(self, node_id: str) -> list[Action]:
         """A member's connection is open again, and it may have missed messages."""
@@ -235,6 +437,8 @@ class Newcomers:
         self._slow.discard(node_id)
         if self._entry is None or node_id not in self._entry.orders:
             return []
+        if self._entry.mends:
+            return self._dropped(self._entry, node_id, "it is gone")
         return self._given_up(f"node {node_id} is gone")
 
     def epoch_over(self) -> list[Action]:
@@ -251,16 +455,16 @@ class Newcomers:
         assert epoch.lineage is not None, "the epoch has begun"
         for place, node_id in enumerate(grid[len(epoch.hosts) :]):
             stage = place % epoch.stages
-            hosts = epoch.hosts[stage :: epoch.stages], epoch.addresses[stage :: epoch.stages]
-            sources = tuple(
-                PlacedStage(node_id=node, address=address)
-                for node, address in zip(*hosts, strict=True)
-                if address
-            )
+            sources = epoch.sources(stage)
             if not sources:
                 return None
             found[node_id] = Follow(
-                step=epoch.step, stage=stage, stages=epoch.stages, lineage=epoch.lineage, sources=sources
+                step=epoch.step,
+                stage=stage,
+                stages=epoch.stages,
+                lineage=epoch.lineage,
+                sources=sources,
+                storages=epoch.storage_names,
             )
         return found
 
@@ -278,7 +482,9 @@ class Newcomers:
         entry, self._entry = self._entry, None
         if entry is None:
             return []
-        self._waits = waits
+        if entry.mends and not entry.orders:
+            return []
+        self._waits = waits and not entry.mends
         here = [node for node in entry.orders if node in self._roster.members]
         told: list[Action] = [Announce(text=f"no row enters after step {entry.snapshot}: {why}")]
         return told + [Send(node_id=node, message=Follow(step=entry.snapshot)) for node in here]

@@ -159,9 +159,15 @@ class SnapshotSchedule:
         layers: dict[str, Collection[str]] = {node: (HASHES,) for node in epoch.hosts}
         for node, units in zip(nodes, plan.units(epoch.stages), strict=True):
             layers[node] = (HASHES, *units)
-        sizes = dict(zip(epoch.hosts, tuple(plan.state_bytes(epoch.stages)) * epoch.rows, strict=True))
+        of_stages = plan.state_bytes(epoch.stages)
+        sizes = {node: of_stages[epoch.stage_of(node)] for node in epoch.hosts}
         self.ask(epoch.step, layers, sizes, await_it=await_it, now=now)
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot(replica)]
+
+    def lost(self, node_id: str) -> list[int]:
+        """A node is gone. Gives the snapshots of which it has not handed in its layers."""
+        missing = [(asked.step, asked.missing.pop(node_id, set())) for asked in self._asked]
+        return [step for step, units in missing if units - {HASHES}]
 
     def stored(self, step: int) -> None:
         self.newest = max(self.newest, step)

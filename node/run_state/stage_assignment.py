@@ -198,7 +198,7 @@ class StageAssigner:
         self._stage_bytes = stage_bytes
         self._sharing = sharing
         self._remedies = remedies
-        self._holders: list[str | None] = list(previous)
+        self._holders: list[str | None] = [node or None for node in previous]
         """The newest grid; None for a node that is gone for good."""
         self._regroup_at: float | None = None
         """When the stages of missing nodes go to others, or the model is split over fewer nodes."""
@@ -313,6 +313,17 @@ class StageAssigner:
             if found is not None and found[: len(hosts)] == tuple(hosts):
                 return found
         return None
+
+    def fits(self, candidate: Candidate, stage: int, stages: int) -> bool:
+        """Whether a node has room for this one of so many stages."""
+        room = candidate.memory_bytes
+        return room == 0 or room >= self._stage_bytes(stages, candidate.devices)[stage]
+
+    def seat(self, node_id: str, place: int) -> None:
+        """The newest grid has this node in an empty place, counted row after row."""
+        self._holders[place] = node_id
+        if None not in self._holders:
+            self._regroup_at = None
 
     def take(self, grid: tuple[str, ...], stages: int) -> None:
         """The next epoch has this grid, row after row."""

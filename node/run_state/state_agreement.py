@@ -85,7 +85,8 @@ class _Asked:
     step: int
     epoch: int
     stages: int
-    hosts: tuple[str, ...]
+    grid: tuple[str, ...]
+    """Row after row; "" where nobody was."""
     kinds: Mapping[str, Hashable]
     witnesses: frozenset[str]
     """Nodes that held the state before others fetched it."""
@@ -100,7 +101,7 @@ class _Asked:
     """It came to nothing."""
 
     def column(self, stage: int) -> tuple[str, ...]:
-        return self.hosts[stage :: self.stages]
+        return tuple(node for node in self.grid[stage :: self.stages] if node)
 
     def judges(self, stage: int) -> list[str]:
         """Whose word counts on the layers that the stage's maker hands in.
@@ -149,8 +150,8 @@ class StateAgreement:
             step=epoch.step,
             epoch=epoch.number,
             stages=epoch.stages,
-            hosts=epoch.hosts,
-            kinds=dict(zip(epoch.hosts, epoch.kinds, strict=True)),
+            grid=tuple(node for row in range(epoch.rows) for node in epoch.row(row)),
+            kinds=epoch.kinds_of,
             witnesses=frozenset(epoch.hosts) - epoch.newcomers,
             makers=epoch.snapshot_nodes,
             trained=frozenset(epoch.trained),
@@ -161,7 +162,7 @@ class StateAgreement:
         asked = self._asked.get(message.step)
         if asked is None or asked.epoch != message.epoch or node_id not in asked.kinds:
             return None
-        units = self._units(asked.stages)[asked.hosts.index(node_id) % asked.stages]
+        units = self._units(asked.stages)[asked.grid.index(node_id) % asked.stages]
         if message.units.keys() != units:
             return f"its hashes of the state of step {message.step} are not of the layers that it holds"
         return None
@@ -303,7 +304,7 @@ class StateAgreement:
             earlier.update(said)
         if len(words) > 1 or self._doubtful.intersection(words):
             self._doubtful.update(words)
-        nodes = tuple(sorted(words, key=asked.hosts.index))
+        nodes = tuple(sorted(words, key=asked.grid.index))
         what = why or f"the state of stage {stage} after step {asked.step} is not the same in all rows"
         return [*wrong.values()] or [Dispute(step=asked.step, nodes=nodes, what=what)]
 
@@ -372,6 +373,16 @@ class Standing:
         self._proven = known if known and epoch.step > 0 and not epoch.is_loaded else places
         self._left = Counter(dict.fromkeys((node for node, *_ in places - self._proven), PROBATION))
         self._note(epoch)
+
+    def entered(self, epoch: Epoch, node_id: str, stage: int) -> None:
+        """A node gets a seat of the epoch while that is on."""
+        self._proven.discard((node_id, stage, epoch.stages))
+        self._left[node_id] = PROBATION
+
+    def noted(self, epoch: Epoch, nodes: Collection[str]) -> None:
+        """They have their seats."""
+        if nodes:
+            self._note(epoch)
 
     def stepped(self, epoch: Epoch) -> None:
         """The newest step of the epoch is committed."""

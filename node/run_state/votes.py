@@ -364,23 +364,20 @@ class VoteHistory:
         return abs(loss - middle) > max(SPREAD * deviation, LOSS_MARGIN, abs(middle) / 2)
 
 
-def disagreement(votes: Mapping[str, Vote], hosts: Sequence[str], stages: int) -> Disagreement | None:
-    """Nodes of one stage that did not get the same gradient, if there are any; `hosts` are rows of so many
-    stages."""
-    for stage in range(stages):
-        first, *others = column = hosts[stage::stages]
+def disagreement(votes: Mapping[str, Vote], columns: Sequence[Sequence[str]]) -> Disagreement | None:
+    """Nodes of one stage that did not get the same gradient, if there are any. `columns`: the nodes of each
+    stage."""
+    for stage, column in enumerate(columns):
+        first, *others = column
         if any(votes[node].norms != votes[first].norms for node in others):
             norms = {node: votes[node].norms for node in column}
             return Disagreement(f"the gradient of stage {stage} is not the same in all rows", norms)
     return None
 
 
-def step_loss(votes: Sequence[Vote]) -> float:
-    """The step's loss, from the votes of the stage with the head, one a row. Groups are added in order, so
-    it does not depend on the rows."""
-    if votes[0].loss is not None:
-        return votes[0].loss
-    losses = {group: loss for vote in votes for group, loss in vote.group_losses.items()}
+def summed_loss(losses: Mapping[int, float]) -> float:
+    """The step's loss, from the parts of its groups. These are added in order, so it does not depend on who
+    computed which."""
     total = 0.0
     for group in sorted(losses):  # `sum` rounds differently from Python 3.12 on
         total += losses[group]

@@ -52,10 +52,10 @@ class _Doubt:
         """Nodes whose stage others are to compute again: the one that reports, those of its stage in other
         rows, whose gradients are in its sum, then those that send to it."""
         stage, row = epoch.stage_of(node_id), epoch.row(epoch.replica_of(node_id))
-        near = [row[one] for one in sorted(epoch.neighbours(node_id))] if neighbours else []
+        near = [row[one] for one in sorted(epoch.neighbours(node_id)) if row[one]] if neighbours else []
         if epoch.rows == 1:
             return [node for node in (node_id, *near) if epoch.stage_of(node) not in self.retried]
-        column = [node for node in epoch.hosts[stage :: epoch.stages] if node != node_id]
+        column = [node for node in epoch.column(stage) if node != node_id]
         # Newcomers first, wherever they are: what they hold is known least.
         new = [node for node in epoch.hosts if node in epoch.newcomers]
         return [node for node in dict.fromkeys((*new, node_id, *column, *near)) if node not in self.left_out]
@@ -72,8 +72,8 @@ class _Doubt:
         """Whose norms are not those of the commit, where two nodes or more say the same as it does."""
         wrong = []
         for stage, said in self.norms.items():
-            committed = epoch.votes[epoch.hosts[stage]].norms
-            right = {*epoch.hosts[stage :: epoch.stages]}
+            right = {*epoch.column(stage)}
+            committed = epoch.votes[epoch.speakers[stage]].norms
             right |= {node for node, norms in said.items() if norms == committed}
             right -= epoch.newcomers
             wrong += [node for node, norms in said.items() if norms != committed and len(right) > 1]

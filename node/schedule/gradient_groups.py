@@ -67,6 +67,9 @@ class GroupTree:
         """The groups below a node of the tree. Raises KeyError for another number."""
         return range(*self._spans[node])
 
+    def __contains__(self, node: int) -> bool:
+        return node in self._spans
+
     def subtree_count(self, first: int, end: int, node: int = ROOT) -> int:
         """How many `subtrees` the run of groups from `first` to before `end` has below a node."""
         low, high = self._spans[node]
@@ -251,7 +254,8 @@ class RowShare:
         self.subtrees = tuple(self.tree.subtrees(run) for run in runs)
         """The nodes that each row has of its own."""
         self.subtree_counts = tuple(map(len, self.subtrees))
-        self._rows_of = {node: row for row, nodes in enumerate(self.subtrees) for node in nodes}
+        self.whole = StepWork(self, tuple(enumerate(map(tuple, runs))))
+        """Of a step in which every row computes its groups."""
 
     @classmethod
     def of(cls, config: RunConfig, placement: Placement) -> "RowShare":
@@ -259,9 +263,52 @@ class RowShare:
         whole = (tuple(range(config.pipeline.groups)),)
         return cls(config, placement.replica, [row.groups for row in placement.rows] or whole)
 
-    def row_with(self, node: int) -> int | None:
-        """The row that sends this node of the tree to owners; None if no row has it as a whole."""
-        return self._rows_of.get(node)
+    def work(self, portions: Sequence[tuple[int, Sequence[int]]], absent: Collection[int]) -> "StepWork":
+        """That of a step, as `StepWork`; without portions each row computes its groups."""
+        if not portions and not absent:
+            return self.whole
+        return StepWork(self, portions or self.whole.portions, absent)
+
+
+class StepWork:
+    """Who computes which groups of a step, and who sums them up, as one node sees it."""
+
+    def __init__(
+        self, share: RowShare, portions: Sequence[tuple[int, Sequence[int]]], absent: Collection[int] = ()
+    ) -> None:
+        """
+        Args:
+            portions: (row, groups) that together are all groups, each once. A row sends the whole subtrees of
+                each portion by themselves.
+            absent: rows without a node of this stage.
+
+        Raises ValueError for anything else.
+        """
+        groups = sorted(group for _, run in portions for group in run)
+        rows = {row for row, _ in portions}
+        if groups != list(range(share.tree.groups)) or not rows <= set(range(share.rows)):
+            raise ValueError(f"rows are to compute {portions}; expected each group of {share.rows} rows once")
+        self.portions: tuple[tuple[int, tuple[int, ...]], ...] = tuple(
+            (row, tuple(run)) for row, run in portions
+        )
+        self.groups = tuple(group for row, run in self.portions for group in run if row == share.replica)
+        """Of the own row; none if it has lost a node."""
+        self.sources = {node: row for row, run in self.portions for node in share.tree.subtrees(run)}
+        """By node of the tree that is sent as a whole: the row that has it."""
+        self.others = tuple(row for row in range(share.rows) if row != share.replica and row not in absent)
+        """Rows that a sum goes to."""
+        self._rows, self._absent = share.rows, frozenset(absent)
+
+    def owner(self, first: int, piece: int) -> int:
+        """The row that sums up a piece: `first`, or another where that one has no node.
+
+        Whoever owns a piece keeps it, however many other rows lose their nodes.
+        """
+        if first not in self._absent:
+            return first
+        others = self._rows - 1
+        turns = ((first + 1 + (piece + turn) % others) % self._rows for turn in range(others))
+        return next(row for row in turns if row not in self._absent)
 
 
 def sync_bytes(config: RunConfig, units: Iterable[str], share: RowShare, *, of_round: bool = False) -> int:

@@ -43,6 +43,12 @@ class Turns:
         """Of each backward, in their sequence: the number of its forward."""
         self._most_held = held_activations(tuple(action for action in order if action.chunk == 0))
 
+    def extended(self, order: Order) -> "Turns":
+        """The turns of an order that has more microbatches behind those of this one, with what has begun."""
+        more = Turns(order, swap=True)
+        more._begun = list(self._begun)
+        return more
+
     @property
     def left(self) -> int:
         """Actions that have not begun."""

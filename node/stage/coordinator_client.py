@@ -5,7 +5,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -456,6 +456,13 @@ class Batches:
             by_group = dict(zip((*groups, *audited), parts, strict=True))
             return np.concatenate([by_group[group] for group in sorted(by_group)])
         return batch
+
+    async def more(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> Mapping[int, np.ndarray]:
+        """By group: the samples of these as well. None of what `get` gives whole. Raises as `get`."""
+        if part is BatchPart.LABELS and self._masks_labels:
+            return {}
+        found = await self._fetch(step, part, groups=groups)
+        return dict(zip(groups, np.split(found, len(groups)), strict=True))
 
     async def held_out(self, batch: int, rows: int, part: BatchPart) -> np.ndarray:
         """Held-out batch `batch`, [rows, sequence]; fetched once. Raises as `get`."""

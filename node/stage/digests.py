@@ -48,14 +48,19 @@ class StepDigests:
         with self._lock:
             self._pieces.setdefault(group, {})[piece.number] = digest
 
-    def of(self, losses: Mapping[int, float], audited: Collection[int]) -> dict[int, GroupDigests]:
-        """By group, once all is computed. `losses`: of the groups, where the head is."""
-        groups = {}
+    def of(
+        self, groups: Collection[int], losses: Mapping[int, float], audited: Collection[int]
+    ) -> dict[int, GroupDigests]:
+        """Of these groups and of `audited`, once all is computed. `losses`: of the groups, where the head
+        is."""
+        found = {}
         for group, pieces in sorted(self._pieces.items()):
-            ends = {end: _joined(found) for (of, end), found in self._tensors.items() if of == group}
+            if group not in groups and group not in audited:
+                continue
+            ends = {end: _joined(digests) for (of, end), digests in self._tensors.items() if of == group}
             loss = losses.get(group) if group in audited else None
-            groups[group] = GroupDigests(gradient=_joined(pieces), boundaries=ends, loss=loss)
-        return groups
+            found[group] = GroupDigests(gradient=_joined(pieces), boundaries=ends, loss=loss)
+        return found
 
 
 def _sha256(packed: Tensor) -> bytes:

@@ -18,7 +18,7 @@ from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.dialing import connect
-from wire.errors import LinkLostError, ThinwireError, first_error
+from wire.errors import LinkError, LinkLostError, ThinwireError, first_error
 from wire.figures import LinkFigures
 from wire.layer_exchange import LayerServer
 from wire.link import PATH_SECONDS, DialledLink, Link, LinkPath, LinkSettings, dial_link
@@ -115,6 +115,8 @@ class EpochLinks:
         """By neighbour of the current epoch: the paths with a relay's help."""
         self._add: Callable[[Peer, Mapping[str, RelayClient]], None] = lambda peer, found: None
         """Gives a link of the current epoch more of them."""
+        self._renew: Callable[[Placement, Sequence[Peer]], None] = lambda placement, peers: None
+        """Opens links of the current epoch to other nodes."""
 
     async def start(self, listen: str) -> int:
         """Listen on `listen`; returns the port. Raises UserError when the address cannot be bound.
@@ -185,10 +187,20 @@ class EpochLinks:
             self._settings, outbox_bytes=room, held_out_from=config.microbatches * slices_of(config)
         )
         relays = config.coordinator.relay and bool(self._relay_address)
-        clients = {peer: self._relays(placement, peer) if relays else {} for peer in peers}
-        links = {peer: self._make(placement, peer, events, settings, clients[peer]) for peer in peers}
-        for peer, link in links.items():
-            link.lost.add_done_callback(functools.partial(_report_lost, events, peer))
+        clients: dict[Peer, dict[str, RelayClient]] = {}
+        links: dict[Peer, Link] = {}
+
+        def report_lost(peer: Peer, link: Link, lost: "asyncio.Future[ThinwireError]") -> None:
+            if not lost.cancelled() and links.get(peer) is link:
+                events.link_lost(peer, lost.result())
+
+        def make(placement: Placement, peer: Peer) -> None:
+            clients[peer] = self._relays(placement, peer) if relays else {}
+            link = links[peer] = self._make(placement, peer, events, settings, clients[peer])
+            link.lost.add_done_callback(functools.partial(report_lost, peer, link))
+
+        for peer in peers:
+            make(placement, peer)
         try:
             async with asyncio.TaskGroup() as group:
                 for link in links.values():
@@ -210,13 +222,30 @@ class EpochLinks:
                     for path, client in found.items():
                         offers.append(group.create_task(self._offer(client, link, reachable, path)))
 
+                async def open_one(peer: Peer, link: Link) -> None:
+                    try:
+                        await link.ready(LINK_SECONDS)
+                    except LinkError as error:
+                        if links.get(peer) is link:
+                            events.link_lost(peer, error)
+
+                def renew(placement: Placement, peers: Sequence[Peer]) -> None:
+                    for peer in peers:
+                        if (old := links.pop(peer, None)) is not None:
+                            group.create_task(old.close())
+                        make(placement, peer)
+                        group.create_task(links[peer].run())
+                        group.create_task(open_one(peer, links[peer]))
+                        if isinstance(links[peer], AcceptedLink):
+                            offer(peer, clients[peer])
+
                 for peer, link in links.items():
                     if isinstance(link, AcceptedLink):
                         offer(peer, clients[peer])
-                self._add, self._known = add, clients
+                self._add, self._known, self._renew = add, clients, renew
                 self._links = links
                 try:
-                    for peer, link in links.items():
+                    for peer, link in list(links.items()):
                         try:
                             await link.ready(LINK_SECONDS)
                         except LinkLostError as error:
@@ -225,12 +254,18 @@ class EpochLinks:
                     yield links
                 finally:
                     self._links, self._known = {}, {}
+                    self._renew = lambda placement, peers: None
                     for task in offers:
                         task.cancel()
                     for link in links.values():
                         await link.close()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
+
+    def renew(self, placement: Placement, peers: Sequence[Peer]) -> None:
+        """Other nodes have these places of the epoch that is on: drop the links there, and open new ones
+        beside the steps. A link that does not come up is reported as lost."""
+        self._renew(placement, peers)
 
     def learn_relays(self, placement: Placement) -> None:
         """The same placement with more relays: links take them if they are better than what they have."""
@@ -300,7 +335,7 @@ class EpochLinks:
                     *(_path_by(path, client, other.node_id) for path, client in relays.items()),
                 ],
                 expect=expect,
-                on_tensor=events.arrived,
+                on_tensor=functools.partial(events.arrived, peer),
                 settings=settings,
             )
         return self._server.expect_peer(
@@ -309,7 +344,7 @@ class EpochLinks:
             peer_node_id=other.node_id,
             peer_stage=peer.stage,
             expect=expect,
-            on_tensor=events.arrived,
+            on_tensor=functools.partial(events.arrived, peer),
             settings=settings,
         )
 
@@ -337,8 +372,3 @@ def _server_context(key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> ss
         ca_pem=ca_pem,
         protocol=PROTOCOL_NAME,
     )
-
-
-def _report_lost(events: LinkEvents, peer: Peer, lost: "asyncio.Future[ThinwireError]") -> None:
-    if not lost.cancelled():
-        events.link_lost(peer, lost.result())

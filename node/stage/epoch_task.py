@@ -6,16 +6,19 @@ and not executed again.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+import numpy as np
+
+from node.model.labels import BatchPart
 from node.schedule.gradient_groups import RowShare
 from node.schedule.placement import chunks_of
 from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.following import StateServices, load_state
-from node.stage.inbox import Inbox, LinksIO, StepInterrupted, TensorLink
+from node.stage.inbox import Inbox, LinksIO, StepChange, StepInterrupted, TensorLink
 from node.stage.out_of_memory import ran_out
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
@@ -63,8 +66,8 @@ class LinkEvents(Protocol):
         """The exact size in bytes of a tensor that may come from this neighbour, or None."""
         ...
 
-    def arrived(self, key: TensorKey, buffer: bytearray) -> None:
-        """A tensor is complete."""
+    def arrived(self, peer: Peer, key: TensorKey, buffer: bytearray) -> None:
+        """A tensor from this neighbour is complete."""
         ...
 
     def link_lost(self, peer: Peer, error: ThinwireError) -> None:
@@ -127,6 +130,10 @@ class Services(StateServices, Protocol):
         """Links to `peers`, ready on entry and closed on exit. Raises LinkError."""
         ...
 
+    def renew_links(self, placement: Placement, peers: tuple[Peer, ...]) -> None:
+        """Other nodes have these places: the mapping that `open_links` gave has new links there."""
+        ...
+
 
 class EpochTask:
     """Owns the links and the running step of one placement. Implements `LinkEvents`."""
@@ -141,11 +148,26 @@ class EpochTask:
         self._open = contextlib.AsyncExitStack()
         self._placed: Placed | None = None
         self._ready = False
+        self._share = RowShare(
+            services.executor.config, 0, (range(services.executor.config.pipeline.groups),)
+        )
         self._step = -1
+        self._running = -1
+        """The step whose passes run; -1 if none do."""
+        self._newest: Begin | None = None
+        """The newest that has come, which may say who else computes what in the step that runs."""
+        self._news = asyncio.Event()
+        """`_newest` has other work for the step that runs."""
+        self._sampled: set[int] = set()
+        """Groups of which the step that runs has the samples."""
+        self._io: LinksIO | None = None
+        """Of the newest step."""
         self._vote: Vote | None = None
         self._seconds = 0.0
         """Of a microbatch's passes in the newest step; 0 before one."""
         self._validated: Validated | None = None
+        self._has_seat = False
+        """Whether a node that enters has begun its first step."""
         self._failure: StepFailed | None = None
         self._snapshot = -1
         self._other_end = Peer(placement.replica, -1)
@@ -153,33 +175,46 @@ class EpochTask:
         self._over = False
 
     def submit(self, command: CoordinatorMessage) -> None:
+        begin = command.then if isinstance(command, Commit) else command
+        if isinstance(begin, Begin):
+            self._newest = begin
+            if begin.step == self._running:
+                self._news.set()
+                return  # its vote answers this
         self._commands.put_nowait(command)
+
+    def update(self, placement: Placement) -> None:
+        """Other nodes have some places of the epoch: their links are opened beside the steps."""
+        self.placement = replace(placement, enters=self.placement.enters)
+        renewed = tuple(peer for peer in map(Peer._make, placement.renewed) if peer in self._links)
+        if renewed:
+            self._services.renew_links(placement, renewed)
 
     # ---- links
 
     def expect(self, peer: Peer, key: TensorKey) -> int | None:
-        if key.epoch != self.number or self._source(key) != peer:
+        if key.epoch != self.number or not self._may_send(peer, key):
             return None
         # No step begins before every stage is ready.
         if not self._ready:
             return None
         # A neighbour may have begun the next step before this stage has received it.
-        if key.step not in (self._step, self._step + 1):
+        at = self._step if self._has_seat or not self.placement.enters else self._services.executor.state_step
+        if key.step not in (at, at + 1):
             return None
         return self._services.executor.expected_bytes(key)
 
-    def arrived(self, key: TensorKey, buffer: bytearray) -> None:
-        source = self._source(key)
-        if source is None or source.replica == self.placement.replica:
+    def arrived(self, peer: Peer, key: TensorKey, buffer: bytearray) -> None:
+        if peer.replica == self.placement.replica:
             self._services.inbox.put(key, buffer)
             return
         # Pieces of gradients come before this stage asks for them, each once: they must not use up the
         # link's window. A copy, because the link uses a released buffer again.
-        self._services.inbox.put(key, bytearray(buffer))
-        self._links[source].release(key)
+        self._services.inbox.put(key, bytearray(buffer), peer.replica)
+        self._links[peer].release(key)
 
     def link_lost(self, peer: Peer, error: ThinwireError) -> None:
-        if self._over:
+        if self._over or self._is_gone(peer):
             return
         is_at_fault = isinstance(error, ProtocolViolationError)
         if self._other_end.stage < 0 or is_at_fault:
@@ -215,7 +250,8 @@ class EpochTask:
         except NonFiniteError as error:
             self._fail(FailureKind.NON_FINITE, str(error))
         except BadTensorError as error:
-            self._other_end = self._source(error.key) or self._other_end
+            own = Peer(self.placement.replica, source_stage(error.key, len(self.placement.stages)))
+            self._other_end = own if error.row is None else Peer(error.row, self.stage)
             self._fail(FailureKind.PEER, str(error))
         except LinkError as error:
             self._fail(FailureKind.LINK, str(error))
@@ -258,11 +294,12 @@ class EpochTask:
         stages = len(self.placement.stages)
 
         try:
-            share = RowShare.of(executor.config, self.placement)
+            share = self._share = RowShare.of(executor.config, self.placement)
         except ValueError as error:
             raise ProtocolViolationError(f"the coordinator's placement: {error}") from error
 
-        await services.settle()
+        if not self.placement.enters:
+            await services.settle()
 
         def work() -> int:
             # The compute thread has finished with the previous epoch.
@@ -290,6 +327,11 @@ class EpochTask:
         services.progress.doing("connecting to its neighbours")
         peers = (*(Peer(own, stage) for stage in near), *(Peer(row, self.stage) for row in rows))
         self._links = await self._open.enter_async_context(services.open_links(self.placement, peers, self))
+        if self.placement.enters:
+            # It holds a state that follows the run, by the steps' sums.
+            executor.use_codecs(restore.activation_codecs, restore.gradient_codecs)
+            self._ready = True
+            return
         missed = restore.missed
         if executor.lineage != restore.lineage:
             executor.forget()
@@ -306,8 +348,20 @@ class EpochTask:
         self._ready = True
 
     async def _begin(self, begin: Begin) -> None:
-        if self._vote is None or self._vote.step != begin.step:
+        newest, vote = self._newest, self._vote
+        if newest is not None and newest.step == begin.step:
+            begin = newest
+        if self.placement.enters and not self._has_seat:
+            self._has_seat = True
+            await self._services.settle()
+            if self._services.executor.state_step != begin.step:
+                raise RunError(
+                    f"it does not hold the state of step {begin.step}, which it should have followed"
+                )
+        if vote is None or vote.step != begin.step:
             await self._run_step(begin)
+        elif vote.generation != begin.generation:
+            await self._run_more(begin)
         if self._vote is not None:
             # The newest totals, also where the vote is repeated: they only grow.
             self._services.post(replace(self._vote, telemetry=self._services.telemetry()))
@@ -317,19 +371,25 @@ class EpochTask:
         services.step_begins()
         services.progress.step_begins()
         services.keep_sums(wanted=begin.keep_sums)
-        self._step = step
-        rows, batches = self.placement.rows, services.batches
-        groups = rows[self.placement.replica].groups if len(rows) > 1 else ()
-        audited = begin.audited
-        found = {part: await batches.get(step, part, groups, audited) for part in executor.needs}
-        io = self._io()
+        services.inbox.forget_before(step)
+        self._step = self._running = step
+        change = self._change(begin)
+        groups = change.work.groups if len(self.placement.rows) > 1 else ()
+        self._sampled = {*change.work.groups, *begin.audited}
+        found: dict[BatchPart, np.ndarray] = {}
+        for part in executor.needs if change.work.groups else ():
+            found[part] = await services.batches.get(step, part, tuple(sorted(groups)), begin.audited)
+        io = self._io = self._make_io()
+        if not change.work.groups:
+            io.leave_row()
 
         def work() -> Vote:
-            executor.use_windows(begin.link_windows, audited)
+            executor.use_windows(begin.link_windows, begin.audited, change.work.groups)
             executor.wants_digests = begin.digests
             began = _in_passes(executor.clock)
-            vote = executor.run_step(self.number, step, io, found, begin.loss_scale)
-            self._seconds = (_in_passes(executor.clock) - began) / len(executor.microbatch_numbers)
+            vote = executor.run_step(self.number, step, io, found, begin.loss_scale, change)
+            count = len(executor.microbatch_numbers)
+            self._seconds = (_in_passes(executor.clock) - began) / count if count else 0.0
             return vote
 
         def attempt() -> Vote | None:
@@ -344,11 +404,68 @@ class EpochTask:
                 raise failed
             return None
 
-        vote = await services.compute(attempt)
+        await self._voted(attempt)
+
+    async def _run_more(self, begin: Begin) -> None:
+        """Others compute the groups of the step that was voted for, or this row more of them."""
+        executor = self._services.executor
+        self._running = begin.step
+        change = await self._with_samples(self._change(begin))
+        if self._io is not None and not change.work.groups:
+            self._io.leave_row()
+        await self._voted(lambda: executor.run_more(change))
+
+    async def _voted(self, attempt: Callable[[], Vote | None]) -> None:
+        """Compute the vote, and tell the compute thread meanwhile who else has to compute what."""
+        services, step = self._services, self._running
+        computing = asyncio.ensure_future(services.compute(attempt))
+        news = asyncio.ensure_future(self._news.wait())
+        try:
+            while True:
+                await asyncio.wait([computing, news], return_when=asyncio.FIRST_COMPLETED)
+                if computing.done():
+                    break
+                self._news.clear()
+                news = asyncio.ensure_future(self._news.wait())
+                assert self._newest is not None, "it is what the news are of"
+                change = await self._with_samples(self._change(self._newest))
+                services.inbox.announce(change)
+                if self._io is not None and not change.work.groups:
+                    self._io.leave_row()
+        finally:
+            if not computing.done():  # the epoch is over, and so is this soon
+                computing.add_done_callback(lambda done: done.cancelled() or done.exception())
+            news.cancel()
+            self._running = -1
+            self._news.clear()
+        vote = computing.result()
+        services.inbox.take_change()  # what came too late is in `_newest`, too
         if vote is None:
             raise RunError("it ran short of memory, and plans with less from now on")
         points.reach(points.Phase.VOTING, stage=self.stage, step=step)
         self._vote = vote
+        newest = self._newest
+        if newest is not None and newest.step == step and newest.generation != vote.generation:
+            await self._run_more(newest)
+
+    def _change(self, begin: Begin) -> StepChange:
+        """Who computes what in a step."""
+        absent = [row for row, stage in begin.absent if stage == self.stage]
+        try:
+            work = self._share.work(begin.portions, absent)
+        except ValueError as error:
+            raise ProtocolViolationError(f"the coordinator's begin of a step: {error}") from error
+        return StepChange(generation=begin.generation, work=work)
+
+    async def _with_samples(self, change: StepChange) -> StepChange:
+        """With the samples of groups that the row has not computed yet in this step."""
+        executor, batches = self._services.executor, self._services.batches
+        more = tuple(group for group in change.work.groups if group not in self._sampled)
+        self._sampled.update(more)
+        samples: dict[BatchPart, Mapping[int, np.ndarray]] = {}
+        for part in executor.needs if more else ():
+            samples[part] = await batches.more(self._step, part, more)
+        return replace(change, samples=samples)
 
     async def _validate(self, command: Validate) -> None:
         services, executor, done = self._services, self._services.executor, self._validated
@@ -360,7 +477,7 @@ class EpochTask:
             rows = command.microbatches * executor.config.training.microbatch
             batches, batch = services.batches, command.number // 2
             found = {part: await batches.held_out(batch, rows, part) for part in executor.needs}
-            io = self._io()
+            io = self._make_io()
 
             def work() -> float | None:
                 return executor.validate(self.number, command.number, command.microbatches, io, found)
@@ -375,7 +492,7 @@ class EpochTask:
             )
         services.post(done)
 
-    def _io(self) -> LinksIO:
+    def _make_io(self) -> LinksIO:
         own = self.placement.replica
         return LinksIO(
             stages=len(self.placement.stages),
@@ -386,13 +503,21 @@ class EpochTask:
             over=lambda: self._over,
         )
 
-    def _source(self, key: TensorKey) -> Peer | None:
-        """Where a tensor comes from; None if nobody sends such a one."""
+    def _may_send(self, peer: Peer, key: TensorKey) -> bool:
+        """Whether a tensor with this key may come from this neighbour."""
         stage = source_stage(key, len(self.placement.stages))
         if stage != BETWEEN_ROWS:
-            return Peer(self.placement.replica, stage)
-        row = self._services.executor.source_row(key)
-        return None if row is None else Peer(row, self.stage)
+            return peer == Peer(self.placement.replica, stage)
+        return peer.stage == self.stage and peer.replica != self.placement.replica
+
+    def _is_gone(self, peer: Peer) -> bool:
+        """Whether nothing is to be had from a neighbour, or nothing that the own row still needs."""
+        newest = self._newest
+        if newest is None:
+            return False
+        own = self.placement.replica
+        is_broken = bool(newest.portions) and all(row != own for row, _ in newest.portions)
+        return tuple(peer) in newest.absent or (is_broken and peer.replica == own)
 
     async def _apply(self, commit: Commit) -> None:
         services, executor = self._services, self._services.executor

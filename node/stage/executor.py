@@ -21,7 +21,7 @@ from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
 from node.stage.give_way import GiveWay
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncPlan
-from node.stage.inbox import StepInterrupted
+from node.stage.inbox import StepChange, StepInterrupted
 from node.stage.packing_meter import packing_meter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
@@ -43,6 +43,7 @@ from node.telemetry.clock import StageClock, TimeKind
 from node.training.overflow import Overflow
 from node.tuning.memory_plan import Room
 from wire.codecs.base import Codec
+from wire.errors import ProtocolViolationError
 from wire.messages import Vote
 from wire.spec import Direction, TensorKey
 
@@ -110,6 +111,11 @@ class StageExecutor:
         self.model = model
         self.storage = StageStorage(config)
         self._sync = GradientSync(device) if config.pipeline.groups > 1 else None
+        self._digests: StepDigests | None = None
+        self._scale = 1.0
+        """Of the loss, in the newest step."""
+        self._running: StepPasses | None = None
+        """Of the newest step, until its commit; None if it failed."""
         self._overflow = Overflow()
         self.expert_load = (0.0, 0)
         """After the newest step, as `StageModel.expert_load` gives it."""
@@ -157,6 +163,7 @@ class StageExecutor:
             self.state_step = -1
             self.voted = False
         self._order = StepOrder(config, self._place, self._share)
+        self._forget_step()
         self._codecs.forget()
         self._plans.clear()
         return self.state_step
@@ -172,9 +179,14 @@ class StageExecutor:
         """As `StepOrder.numbers`."""
         return self._order.numbers
 
-    def use_windows(self, link_windows: tuple[int, ...], audited: tuple[int, ...] = ()) -> None:
+    def use_windows(
+        self,
+        link_windows: tuple[int, ...],
+        audited: tuple[int, ...] = (),
+        groups: tuple[int, ...] | None = None,
+    ) -> None:
         """As `StepOrder.use`."""
-        self._order.use(link_windows, audited)
+        self._order.use(link_windows, audited, groups)
 
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
         """Use these codecs, one a boundary, until the next placement; empty uses the run file's.
@@ -183,11 +195,12 @@ class StageExecutor:
         """
         self._codecs.plan(activations, gradients, self.stages)
 
-    def use_storages(self, names: tuple[str, ...]) -> None:
+    def use_storages(self, names: tuple[str, ...]) -> bool:
         """Store activations as the coordinator chose; as `StageStorage.choose`. A state that was built
-        otherwise is forgotten."""
-        if self.storage.choose(names, self.stage, self.stages):
+        otherwise is forgotten, and the answer is true."""
+        if is_other := self.storage.choose(names, self.stage, self.stages):
             self.forget()
+        return is_other
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
         """Go to the state of `step`: keep it, or build it from the seed (step 0) and what `fetch` gives.
@@ -243,16 +256,12 @@ class StageExecutor:
     def expected_bytes(self, key: TensorKey) -> int | None:
         """The exact packed size of a tensor that this stage may receive, or None if it may not."""
         if key.direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
-            return None if self.source_row(key) is None else self._sync_plan(key.step).sizes[key.boundary]
+            return None if self._sync is None else self._sync_plan(key.step).bytes_between_rows(key)
         if not self._place.receives(key):
             return None
         tied = key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM)
         boundary = self._boundaries[key.microbatch % len(self._boundaries)]
         return self._codec(key).packed_bytes(self._tied if tied else boundary)
-
-    def source_row(self, key: TensorKey) -> int | None:
-        """The row that may send this stage such a tensor of gradient groups; None if none may."""
-        return None if self._sync is None else self._sync_plan(key.step).source_row(key)
 
     def run_step(
         self,
@@ -261,6 +270,7 @@ class StageExecutor:
         io: StageIO,
         samples: Mapping[BatchPart, np.ndarray],
         loss_scale: float = 0.0,
+        change: StepChange | None = None,
     ) -> Vote:
         """The stage's vote, after forward and backward of every microbatch in the order of `StepOrder`; in a
         round, after local steps.
@@ -269,7 +279,8 @@ class StageExecutor:
         the step: norms are infinite then.
 
         `samples`: what the stage `needs`, [global batch, sequence] or of the groups alone that this row
-        computes, in ascending order; labels of a run that masks some are all, for their weight.
+        computes, in ascending order; labels of a run that masks some are all, for their weight. `change`: who
+        computes what, if that is not as placed.
 
         Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
@@ -277,7 +288,8 @@ class StageExecutor:
         self._newest_step = step
         labels = samples.get(BatchPart.LABELS)
         scale, self._overflow = loss_scale or 1.0, Overflow(loss_scale)
-        self.model.begin_step(scale * (1.0 if labels is None else label_weight(labels)))
+        weight = scale * (1.0 if labels is None else label_weight(labels))
+        self.model.begin_step(weight)
         if self._caches is not None:
             self._caches.rollback()
         given = {
@@ -285,18 +297,34 @@ class StageExecutor:
             for part, batch in samples.items()
         }
         compared = self.config.audit.rate > 0.0 or self.wants_digests or bool(self._order.audited)
-        digests = StepDigests(self.config) if compared and self._share.rows > 1 else None
-        self._transfer.digests = digests
-        is_round = self.config.is_round(step)
+        self._digests = StepDigests(self.config) if compared and self._share.rows > 1 else None
+        self._scale = scale
+        work = self._share.whole if change is None else change.work
         if self._sync is not None:
             plan = self._sync_plan(step)
-            self._sync.begin(plan, epoch, step, io, keep=self.keep_sums, digests=digests)
-        passes = self._passes(epoch, step, io, given)
+            self._sync.begin(plan, epoch, step, io, work=work, keep=self.keep_sums, digests=self._digests)
+        passes = self._passes(epoch, step, io, given, change)
+        passes.loss_weight = weight
+        return self._complete(passes)
+
+    def run_more(self, change: StepChange) -> Vote:
+        """The vote on the step that was voted for, with other work in it. Raises as `run_step`."""
+        passes = self._running
+        if passes is None:
+            raise ProtocolViolationError("the coordinator shares the work of a step that does not run")
+        self.voted = False
+        return self._complete(passes, change)
+
+    def _complete(self, passes: StepPasses, change: StepChange | None = None) -> Vote:
+        digests, io, is_done = self._digests, passes.io, False
+        self._transfer.digests, self._running = digests, None
         try:
-            passes.run()
-            passes.finish()
+            if change is not None:
+                passes.regroup(change)
+            passes.complete()
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
+            is_done = True
         except StepInterrupted:
             # If a tensor could not be packed, raise that error.
             self._transfer.drain()
@@ -311,24 +339,29 @@ class StageExecutor:
             self._transfer.settle()
             self._transfer.digests = None
             if self._sync is not None:
-                self._sync.settle()
-            if is_round:
+                self._sync.settle(forget=not is_done)
+            if self.config.is_round(passes.step):
                 self.model.local.end()
+        self._running = passes
         self.clock.switch(TimeKind.OPTIMIZER)
         sums = {
-            group: float(in_double(torch.stack(shares)).sum()) / scale
+            group: float(in_double(torch.stack(shares)).sum()) / self._scale
             for group, shares in passes.losses.items()
         }
+        counted, audited = passes.work.groups, self._order.audited
         norms = self._overflow.told(self._norms())
         self.expert_load = self.model.expert_load()
         self.voted = True
         return Vote(
-            epoch=epoch,
-            step=step,
+            epoch=passes.epoch,
+            step=passes.step,
             norms=norms,
             loss=sums.get(0) if self._sync is None else None,
-            group_losses={group: loss for group, loss in sums.items() if self._counts(group)},
-            digests={} if digests is None else digests.of(sums, self._order.audited),
+            group_losses=(
+                {} if self._sync is None else {group: sums[group] for group in counted if group in sums}
+            ),
+            digests={} if digests is None else digests.of(counted, sums, audited),
+            generation=passes.generation,
         )
 
     def validate(
@@ -364,6 +397,7 @@ class StageExecutor:
         """Commit: clip, step the optimizer, drop the gradients. A round steps the outer optimizer."""
         self.clock.switch(TimeKind.OPTIMIZER)
         self.voted = False
+        self._forget_step()
         if self.config.is_round(self.state_step):
             self.model.local.apply(self.state_step)
         else:
@@ -386,6 +420,7 @@ class StageExecutor:
         """
         assert self._sync is not None, "only a run with gradient groups packs their sums"
         self.voted = False
+        self._forget_step()
         self.model.begin_step()
         is_round = self.config.is_round(self.state_step)
         for unit, gradients in self._sync.read(self._sync_plan(self.state_step), sums):
@@ -397,17 +432,29 @@ class StageExecutor:
 
     # ---- inside
 
+    def _forget_step(self) -> None:
+        """Drop what the newest step kept for rows that get other work."""
+        self._running = None
+        if self._sync is not None:
+            self._sync.settle(forget=True)
+
     def _norms(self) -> dict[int, float]:
         return {self._unit_index[unit]: norm for unit, norm in self.model.squared_norms().items()}
 
     def _passes(
-        self, epoch: int, step: int, io: StageIO, samples: Mapping[BatchPart, Mapping[int, Tensor]]
+        self,
+        epoch: int,
+        step: int,
+        io: StageIO,
+        samples: Mapping[BatchPart, Mapping[int, Tensor]],
+        change: StepChange | None = None,
     ) -> StepPasses:
         return StepPasses(
             config=self.config,
             layout=self._place,
             order=self._order,
-            share=self._share,
+            work=self._share.whole if change is None else change.work,
+            generation=0 if change is None else change.generation,
             model=self.model,
             clock=self.clock,
             transfer=self._transfer,
@@ -419,6 +466,7 @@ class StageExecutor:
             io=io,
             samples=samples,
             give_way=self.give_way,
+            cut=self._cut,
         )
 
     def _sync_plan(self, step: int) -> SyncPlan:
@@ -437,10 +485,6 @@ class StageExecutor:
 
     def _codec(self, key: TensorKey) -> Codec:
         return self._codecs.of(key, uncompressed=self.uncompressed)
-
-    def _counts(self, group: int) -> bool:
-        """Whether the row's vote has this group's loss."""
-        return self._sync is not None and group not in self._order.audited
 
     def _cut(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
         return cut_samples(part, batch, self.config.training.microbatch, self.device)

@@ -182,13 +182,17 @@ class Follower:
         services, executor = self._services, self._services.executor
         try:
 
-            def place() -> None:
-                executor.place(order.stage, order.stages)
-                executor.forget()
+            def place() -> bool:
+                held = executor.place(order.stage, order.stages)
+                is_other = executor.use_storages(order.storages)
                 executor.uncompressed = False
+                if held >= order.step and executor.lineage == order.lineage and not is_other:
+                    return True  # it had the stage in another row
+                executor.forget()
+                return False
 
-            await services.compute(place)
-            await load_state(services, order.step)
+            if not await services.compute(place):
+                await load_state(services, order.step)
             executor.lineage = order.lineage
             self._tell(
                 f"follows the run from step {order.step}, to take stage {order.stage} of {order.stages}"

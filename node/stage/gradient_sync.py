@@ -3,6 +3,8 @@
 A thread of its own packs each group's gradient as soon as the group's last backward is over, adds up nodes of
 the tree, sends the row's subtrees to the pieces' owners, adds up the pieces that this row owns, and sends
 these sums back. What is left when the stage has no more to compute is time of kind `sync`.
+
+What a row sent it keeps until the commit, packed: an owner may die, and another row then sums up its pieces.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +16,16 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.schedule.gradient_groups import ROOT, Fold, Piece, RowShare, model_pieces, owners, piece_bytes
+from node.schedule.gradient_groups import (
+    ROOT,
+    Fold,
+    Piece,
+    RowShare,
+    StepWork,
+    model_pieces,
+    owners,
+    piece_bytes,
+)
 from node.stage.device_transfer import CudaTransfer
 from node.stage.digests import StepDigests
 from node.stage.inbox import StepInterrupted
@@ -31,8 +42,8 @@ KeepSums = Callable[[int, str, Sequence[Tensor]], None]
 class SyncIO(Protocol):
     """Sends packed pieces to the same stage in other rows, and receives them. Call it from any thread."""
 
-    def take(self, key: TensorKey) -> Tensor:
-        """Wait for the packed tensor under `key`. Raises StepInterrupted."""
+    def take_from_row(self, row: int, key: TensorKey) -> Tensor:
+        """Wait for the packed tensor that a row sends under `key`. Raises StepInterrupted."""
         ...
 
     def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
@@ -104,25 +115,21 @@ class SyncPlan:
             for piece in pieces[unit]
         }
         self.owners = owners(self.sizes, share.subtree_counts)
+        """By piece: the row that sums it up where every row has a node of this stage."""
 
     def unit_bytes(self, unit: str) -> int:
         """Bytes of a unit's packed sum."""
         return sum(self.sizes[piece.number] for piece in self.pieces[unit])
 
-    def is_own(self, piece: Piece) -> bool:
-        """Whether this row sums up the piece."""
-        return self.owners[piece.number] == self.share.replica
+    def bytes_between_rows(self, key: TensorKey) -> int | None:
+        """The packed size of a tensor that another row may send to this stage; None if none may.
 
-    def source_row(self, key: TensorKey) -> int | None:
-        """The row that may send this stage such a tensor; None if none may."""
-        owner = self.owners.get(key.boundary)
-        if owner is None:
-            return None
-        if key.direction is Direction.SYNC_SUM:
-            row = owner if key.microbatch == ROOT else None
-        else:
-            row = self.share.row_with(key.microbatch) if owner == self.share.replica else None
-        return None if row == self.share.replica else row
+        Any node of the tree, whoever owns the piece: rows hear at different times who does what.
+        """
+        is_sum, node = key.direction is Direction.SYNC_SUM, key.microbatch
+        return (
+            self.sizes.get(key.boundary) if node == ROOT or (not is_sum and node in self.share.tree) else None
+        )
 
 
 class GradientSync:
@@ -139,8 +146,20 @@ class GradientSync:
         self._io: SyncIO
         self._keep: KeepSums | None = None
         self._place = 0, 0
+        self._work: StepWork
         self._folds: dict[int, Fold[Tensor]] = {}
+        """Of the own row's groups, by piece."""
+        self._held: dict[int, dict[int, Tensor]] = {}
+        """By piece: whole subtrees of the own row, and those that came from others to be summed up."""
+        self._spare: dict[int, dict[int, Tensor]] = {}
+        """By piece: leaves of groups that others are to compute."""
+        self._sums_of: dict[int, Tensor] = {}
+        """By piece: the sum over all groups. Whoever computes more groups in this step gives them again."""
+        self._sent: set[tuple[int, int, Direction, int]] = set()
+        """Piece, node of the tree, direction and row of what was sent."""
         self._roots: dict[str, Future[None]] = {}
+        self._joined_units: set[str] = set()
+        self._kept_units: set[str] = set()
         self._digests: StepDigests | None = None
 
     def begin(
@@ -150,6 +169,7 @@ class GradientSync:
         step: int,
         io: SyncIO,
         *,
+        work: StepWork,
         keep: KeepSums | None = None,
         digests: StepDigests | None = None,
     ) -> None:
@@ -157,14 +177,36 @@ class GradientSync:
 
         `keep` gets what `finish` unpacks; `digests` notes groups' packed gradients.
         """
+        self._forget()
         self._plan, self._io, self._keep, self._digests = plan, io, keep, digests
-        self._place = epoch, step
+        self._place, self._work = (epoch, step), work
         self._sums = _piece_sums(self._packing, uncompressed=plan.uncompressed)
         self._joined = _piece_sums(self._joining, uncompressed=plan.uncompressed)
         self._folds = {
             piece.number: self._sums.fold(piece) for unit in plan.units for piece in plan.pieces[unit]
         }
-        self._roots = {}
+        self._held = {number: {} for number in self._folds}
+        self._spare = {number: {} for number in self._folds}
+
+    def use(self, work: StepWork) -> None:
+        """Others compute the step's groups from now on, or other rows are there. What `finish` has given
+        stays, unless `again` follows."""
+        self.drain()
+
+        def change() -> None:
+            self._work = work
+            for unit in self._plan.units:
+                for piece in self._plan.pieces[unit]:
+                    for group in work.groups:
+                        if (leaf := self._spare[piece.number].pop(group, None)) is not None:
+                            self._folds[piece.number].put(self._plan.share.tree.leaf(group), leaf)
+                    self._send_subtrees(piece)
+
+        self._submit(change)
+
+    def again(self) -> None:
+        """The gradients that `finish` has given are gone: give them again."""
+        self._joined_units.clear()
 
     def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
         """Take a group's complete gradients of some layer units; of another row's group only for digests.
@@ -195,11 +237,15 @@ class GradientSync:
             self._roots[unit] = self._submit(partial(self._sum_up, unit))
         for unit in plan.units:
             self._roots[unit].result()
+            if unit in self._joined_units:
+                continue
             pieces = plan.pieces[unit]
             roots = [self._root(piece) for piece in pieces]
-            if self._keep is not None and roots:
+            if self._keep is not None and roots and unit not in self._kept_units:
                 self._keep(self._place[1], unit, roots)
+                self._kept_units.add(unit)
             yield unit, self._joined.join(pieces, roots)
+            self._joined_units.add(unit)
         self.drain()
 
     def read(self, plan: SyncPlan, sums: Mapping[str, bytes]) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -227,68 +273,93 @@ class GradientSync:
                 raise error
         self._jobs.clear()
 
-    def settle(self) -> None:
-        """Wait for all jobs; drop their results and errors, and what they hold."""
+    def settle(self, *, forget: bool) -> None:
+        """Wait for all jobs; drop their results and errors, and, unless the step may go on, what they
+        hold."""
+        self._wait()
+        if forget:
+            self._forget()
+
+    def _wait(self) -> None:
         for job in self._jobs:
             job.exception()
         self._jobs.clear()
-        self._folds.clear()
-        self._roots.clear()
+
+    def _forget(self) -> None:
+        for held in (self._folds, self._held, self._spare, self._sums_of, self._roots):
+            held.clear()
+        for names in (self._sent, self._joined_units, self._kept_units):
+            names.clear()
 
     # ---- on the sync thread
 
     def _take_leaf(self, piece: Piece, group: int, gradients: Mapping[str, Gradient]) -> None:
-        plan, fold = self._plan, self._folds[piece.number]
         packed = self._sums.leaf(piece, gradients)
         if self._digests is not None:
             self._digests.note_piece(group, piece, packed)
-        if group not in plan.share.groups:
+        if group not in self._work.groups:
+            self._spare[piece.number][group] = packed
             return
-        fold.put(plan.share.tree.leaf(group), packed)
+        self._folds[piece.number].put(self._plan.share.tree.leaf(group), packed)
         self._send_subtrees(piece)
 
     def _take_leaves(self, pieces: Sequence[Piece], group: int, gradients: Mapping[str, Gradient]) -> None:
         """`_take_leaf` of a unit's pieces, together."""
-        plan = self._plan
         packed = dict(zip(pieces, self._sums.leaves(pieces, gradients), strict=True))
         if self._digests is not None:
             for piece, leaf in packed.items():
                 self._digests.note_piece(group, piece, leaf)
-        if group not in plan.share.groups:
+        if group not in self._work.groups:
+            for piece, leaf in packed.items():
+                self._spare[piece.number][group] = leaf
             return
-        self._sums.put(self._folds, plan.share.tree.leaf(group), packed)
+        self._sums.put(self._folds, self._plan.share.tree.leaf(group), packed)
         for piece in pieces:
             self._send_subtrees(piece)
 
     def _send_subtrees(self, piece: Piece) -> None:
-        """Send what is whole of a piece to its owner, if another row owns it."""
-        plan, fold = self._plan, self._folds[piece.number]
-        if plan.is_own(piece):
-            return
-        for node in plan.share.subtrees[plan.share.replica]:
+        """Keep what is whole of a piece, and send it to its owner, if another row owns it."""
+        fold, held, work = self._folds[piece.number], self._held[piece.number], self._work
+        own = self._plan.share.replica
+        owner = self._owner(piece)
+        for node, row in work.sources.items():
+            if row != own:
+                continue
             if (whole := fold.nodes.pop(node, None)) is not None:
-                key = self._key(piece, node, Direction.SYNC_SHARE)
-                self._io.send_to_row(plan.owners[piece.number], key, whole, piece.elements)
+                held[node] = whole
+            if owner != own and node in held:
+                self._send(owner, piece, node, Direction.SYNC_SHARE, held[node])
+
+    def _send(self, row: int, piece: Piece, node: int, direction: Direction, packed: Tensor) -> None:
+        """Send a row what it was not sent before in this step."""
+        if (sent := (piece.number, node, direction, row)) not in self._sent:
+            self._sent.add(sent)
+            self._io.send_to_row(row, self._key(piece, node, direction), packed, piece.elements)
 
     def _sum_up(self, unit: str) -> None:
         """Add other rows' subtrees to the pieces that this row owns, and send the sums."""
-        plan, share = self._plan, self._plan.share
-        own = [piece for piece in plan.pieces[unit] if plan.is_own(piece)]
-        others = [node for row in range(share.rows) if row != share.replica for node in share.subtrees[row]]
-        if self._sums.together:
-            for node in others:
-                taken = {piece: self._take(piece, node, Direction.SYNC_SHARE) for piece in own}
-                self._sums.put(self._folds, node, taken)
-        for piece in own:
-            if not self._sums.together:
-                for node in others:
-                    self._folds[piece.number].put(node, self._take(piece, node, Direction.SYNC_SHARE))
-            for row in range(share.rows):
-                if row != share.replica:
-                    root = self._folds[piece.number].nodes[ROOT]
-                    self._io.send_to_row(
-                        row, self._key(piece, ROOT, Direction.SYNC_SUM), root, piece.elements
-                    )
+        work, own = self._work, self._plan.share.replica
+        pieces = [piece for piece in self._plan.pieces[unit] if self._is_own(piece)]
+        unsummed = [piece for piece in pieces if piece.number not in self._sums_of]
+        for several in [unsummed] if self._sums.together else [[piece] for piece in unsummed]:
+            folds = {piece.number: self._sums.fold(piece) for piece in several}
+            # The own row's first: they are here.
+            for node, row in sorted(work.sources.items(), key=lambda source: source[1] != own):
+                for piece in several:
+                    held = self._held[piece.number]
+                    if node not in held:
+                        held[node] = self._take(row, piece, node, Direction.SYNC_SHARE)
+                if self._sums.together:
+                    self._sums.put(folds, node, {piece: self._held[piece.number][node] for piece in several})
+                else:
+                    for piece in several:
+                        folds[piece.number].put(node, self._held[piece.number][node])
+            for piece in several:
+                self._sums_of[piece.number] = folds[piece.number].nodes[ROOT]
+                self._held[piece.number].clear()
+        for piece in pieces:
+            for row in work.others:
+                self._send(row, piece, ROOT, Direction.SYNC_SUM, self._sums_of[piece.number])
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
         def job() -> None:
@@ -307,19 +378,28 @@ class GradientSync:
 
     # ---- on either thread
 
-    def _root(self, piece: Piece) -> Tensor:
-        if self._plan.is_own(piece):
-            return self._folds[piece.number].nodes.pop(ROOT)
-        return self._take(piece, ROOT, Direction.SYNC_SUM)
+    def _owner(self, piece: Piece) -> int:
+        """The row that sums up a piece."""
+        return self._work.owner(self._plan.owners[piece.number], piece.number)
 
-    def _take(self, piece: Piece, node: int, direction: Direction) -> Tensor:
+    def _is_own(self, piece: Piece) -> bool:
+        return self._owner(piece) == self._plan.share.replica
+
+    def _root(self, piece: Piece) -> Tensor:
+        if piece.number not in self._sums_of:
+            self._sums_of[piece.number] = self._take(self._owner(piece), piece, ROOT, Direction.SYNC_SUM)
+        if self._plan.share.rows == 1:
+            return self._sums_of.pop(piece.number)  # nobody asks for it again
+        return self._sums_of[piece.number]
+
+    def _take(self, row: int, piece: Piece, node: int, direction: Direction) -> Tensor:
         """A packed piece from another row. Raises BadTensorError if no encoder makes it."""
         key = self._key(piece, node, direction)
-        packed = self._io.take(key)
+        packed = self._io.take_from_row(row, key)
         try:
             self._sums.check(piece, packed)
         except (PackedMismatchError, NonFiniteError) as error:
-            raise BadTensorError(key, error) from error
+            raise BadTensorError(key, error, row) from error
         return packed
 
     def _key(self, piece: Piece, node: int, direction: Direction) -> TensorKey:

@@ -5,14 +5,19 @@ never block a stage. A link's thread puts, the compute thread takes; an interrup
 """
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from node.schedule.routing import BETWEEN_ROWS, source_stage, target_stage
+from node.model.labels import BatchPart
+from node.schedule.gradient_groups import StepWork
+from node.schedule.routing import source_stage, target_stage
 from wire.errors import LinkError, LinkLostError
 from wire.spec import TensorKey
 
@@ -20,6 +25,7 @@ STALL_SECONDS = 600.0
 """A neighbour that answers pings but sends no tensor for this long counts as stuck."""
 WANT_SECONDS = 0.02
 """A tensor that comes within this time is not asked for: a full window is the exception."""
+OWN_ROW = -1
 
 
 class StepInterrupted(Exception):
@@ -30,19 +36,36 @@ class StepInterrupted(Exception):
         self.cause = cause
 
 
+class RegroupedError(StepInterrupted):
+    """Others compute the step's groups from now on: `Inbox.take_change` says who."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepChange:
+    """Other work in the step that runs."""
+
+    generation: int
+    """As in `wire.messages.Begin`."""
+    work: StepWork
+    samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
+    """By part: of each group that the row gets to compute as well."""
+
+
 class Inbox:
-    """Complete packed tensors by key. Thread-safe."""
+    """Complete packed tensors by key, those of other rows by row too. Thread-safe."""
 
     def __init__(self) -> None:
-        self._buffers: dict[TensorKey, bytearray] = {}
+        self._buffers: dict[tuple[int, TensorKey], bytearray] = {}
+        """By row, `OWN_ROW` for tensors of this one, and key."""
         self._watched: dict[TensorKey, Callable[[bytearray], None]] = {}
         self._arrived = threading.Condition()
         self._interruption: StepInterrupted | None = None
+        self._change: StepChange | None = None
 
-    def put(self, key: TensorKey, buffer: bytearray) -> None:
+    def put(self, key: TensorKey, buffer: bytearray, row: int = OWN_ROW) -> None:
         with self._arrived:
-            self._buffers[key] = buffer
-            call = self._watched.pop(key, None)
+            self._buffers[row, key] = buffer
+            call = self._watched.pop(key, None) if row == OWN_ROW else None
             self._arrived.notify_all()
         if call is not None:
             call(buffer)
@@ -50,7 +73,7 @@ class Inbox:
     def watch(self, key: TensorKey, call: Callable[[bytearray], None]) -> None:
         """Call with a tensor that stays here, now or on the thread that puts it."""
         with self._arrived:
-            buffer = self._buffers.get(key)
+            buffer = self._buffers.get((OWN_ROW, key))
             if buffer is None:
                 self._watched[key] = call
         if buffer is not None:
@@ -58,30 +81,32 @@ class Inbox:
 
     def holds(self, key: TensorKey) -> bool:
         with self._arrived:
-            return key in self._buffers
+            return (OWN_ROW, key) in self._buffers
 
-    def take(self, key: TensorKey, timeout: float = STALL_SECONDS) -> bytearray:
+    def take(self, key: TensorKey, timeout: float = STALL_SECONDS, row: int = OWN_ROW) -> bytearray:
         """Wait for a tensor and remove it. Raises as `wait_any`."""
         with self._arrived:
-            self.wait_any((key,), timeout)
-            return self._buffers.pop(key)
+            self.wait_any((key,), timeout, row)
+            return self._buffers.pop((row, key))
 
-    def comes(self, keys: Sequence[TensorKey], timeout: float) -> bool:
+    def comes(self, keys: Sequence[TensorKey], timeout: float, row: int = OWN_ROW) -> bool:
         """Whether one of these tensors is here within `timeout` seconds. Raises StepInterrupted."""
         with self._arrived:
             arrived = self._arrived.wait_for(
-                lambda: self._interruption is not None or any(key in self._buffers for key in keys), timeout
+                lambda: self._stops(row) is not None or any((row, key) in self._buffers for key in keys),
+                timeout,
             )
-            if self._interruption is not None:
-                raise self._interruption
+            if (stop := self._stops(row)) is not None:
+                raise stop
             return arrived
 
-    def wait_any(self, keys: Sequence[TensorKey], timeout: float = STALL_SECONDS) -> None:
+    def wait_any(self, keys: Sequence[TensorKey], timeout: float = STALL_SECONDS, row: int = OWN_ROW) -> None:
         """Wait until one of these tensors is here.
 
-        Raises StepInterrupted when the step was called off, LinkLostError after `timeout` seconds.
+        Raises StepInterrupted when the step was called off, RegroupedError when other work is announced that
+        ends this wait, LinkLostError after `timeout` seconds.
         """
-        if not self.comes(keys, timeout):
+        if not self.comes(keys, timeout, row):
             key = keys[0]
             raise LinkLostError(
                 f"no {key.direction.name.lower()} of microbatch {key.microbatch} came over boundary "
@@ -91,8 +116,39 @@ class Inbox:
     def check(self) -> None:
         """Raise the pending interruption, if any; called between actions that never wait."""
         with self._arrived:
-            if self._interruption is not None:
-                raise self._interruption
+            if (stop := self._stops(OWN_ROW)) is not None:
+                raise stop
+
+    def _stops(self, row: int) -> StepInterrupted | None:
+        """What ends a wait for a tensor of this row."""
+        if self._interruption is not None:
+            return self._interruption
+        # Who still has groups to compute goes on with them.
+        if self._change is not None and (row != OWN_ROW or not self._change.work.groups):
+            return RegroupedError("others compute the step's groups from now on")
+        return None
+
+    def announce(self, change: StepChange) -> None:
+        """The step that runs has other work; the newest counts."""
+        with self._arrived:
+            before = {} if self._change is None else self._change.samples
+            samples = {part: {**before.get(part, {}), **found} for part, found in change.samples.items()}
+            self._change = replace(change, samples={**before, **samples})
+            self._arrived.notify_all()
+
+    def take_change(self) -> StepChange | None:
+        """The other work that was announced last, once."""
+        with self._arrived:
+            change, self._change = self._change, None
+            return change
+
+    def forget_before(self, step: int) -> None:
+        """Drop tensors of earlier steps: what came twice, or too late."""
+        with self._arrived:
+            for place in [place for place in self._buffers if place[1].step < step]:
+                del self._buffers[place]
+            for key in [key for key in self._watched if key.step < step]:
+                del self._watched[key]
 
     def interrupt(self, reason: str, cause: Exception | None = None) -> None:
         """End the running step's waits; the first reason wins until `reset`."""
@@ -106,7 +162,7 @@ class Inbox:
         with self._arrived:
             self._buffers.clear()
             self._watched.clear()
-            self._interruption = None
+            self._interruption = self._change = None
 
 
 class TensorLink(Protocol):
@@ -149,6 +205,13 @@ class LinksIO:
         self._links = links
         self._inbox = inbox
         self._over = over
+        self._neighbours = tuple(links.values())
+        """What goes to other rows waits until these have what is queued for them."""
+        self._behind: dict[int, Callable[[], None]] = {}
+        """What waits so, by number."""
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        """Of what waits."""
 
     def holds(self, key: TensorKey) -> bool:
         return self._inbox.holds(key)
@@ -172,13 +235,22 @@ class LinksIO:
 
     def take(self, key: TensorKey) -> Tensor:
         """Called on the compute thread, or the sync thread. Raises what `Inbox.take` raises."""
-        # Tensors between rows have their credit back when they arrive: nothing waits for one to be taken.
-        if source_stage(key, self._stages) != BETWEEN_ROWS and not self._inbox.holds(key):
+        if not self._inbox.holds(key):
             self._links[source_stage(key, self._stages)].want(key)
         return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
 
     def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
         self._inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
+
+    def take_from_row(self, row: int, key: TensorKey) -> Tensor:
+        """Called on the compute thread, or the sync thread. Raises what `Inbox.take` raises.
+
+        These tensors have their credit back when they arrive: nothing waits for one to be taken.
+        """
+        return torch.frombuffer(self._inbox.take(key, row=row), dtype=torch.uint8)
+
+    def take_change(self) -> StepChange | None:
+        return self._inbox.take_change()
 
     def release(self, key: TensorKey) -> None:
         self._links[source_stage(key, self._stages)].release(key)
@@ -192,8 +264,7 @@ class LinksIO:
         """Behind what is queued for neighbours: the last gradients go through all stages before it, while
         nothing but the vote waits for sums. On a line that they share, each would slow the other down."""
         payload = memoryview(packed.numpy().data)
-        send = functools.partial(self._send, self._rows[row], key, payload, elements)
-        self._after(tuple(self._links.values()), send)
+        self._send_behind(functools.partial(self._send_to_row, self._rows[row], key, payload, elements))
 
     def interrupt(self, error: Exception) -> None:
         self._inbox.interrupt(str(error), error)
@@ -201,12 +272,38 @@ class LinksIO:
     def check(self) -> None:
         self._inbox.check()
 
-    def _after(self, links: Sequence[TensorLink], send: Callable[[], None]) -> None:
-        """Send once these neighbours have what is queued for them."""
-        if links:
-            links[0].after_delivery(functools.partial(self._after, links[1:], send))
-        else:
+    def leave_row(self) -> None:
+        """A node of the own row is gone, so nothing waits for neighbours."""
+        with self._lock:
+            self._neighbours, behind = (), list(self._behind.values())
+            self._behind.clear()
+        for send in behind:
             send()
+
+    def _send_behind(self, send: Callable[[], None]) -> None:
+        number = next(self._numbers)
+        with self._lock:
+            self._behind[number], neighbours = send, self._neighbours
+        self._after(neighbours, number)
+
+    def _after(self, links: Sequence[TensorLink], number: int) -> None:
+        """Send what has this number once these neighbours have what is queued for them."""
+        if links:
+            links[0].after_delivery(functools.partial(self._after, links[1:], number))
+            return
+        with self._lock:
+            send = self._behind.pop(number, None)
+        if send is not None:
+            send()
+
+    def _send_to_row(self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int) -> None:
+        try:
+            link.send(key, payload, elements)
+        except LinkLostError:
+            pass  # that was reported; the coordinator may know that the other end is dead
+        except LinkError as error:
+            if not self._over():
+                self._inbox.interrupt(str(error), error)
 
     def _send(self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int) -> None:
         try:

@@ -133,6 +133,8 @@ class RunMember:
                 self._begin_epoch(message)
             case Placement():
                 self._links.learn_relays(message)
+                if self._running is not None:
+                    self._running[0].update(message)
             case Abort():
                 if self._running is not None and self.epoch == message.epoch:
                     self._tell(f"epoch {message.epoch} is over: {message.reason}")
@@ -243,6 +245,9 @@ class RunMember:
         self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
     ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
         return self._links.open(placement, peers, self.executor.config, events)
+
+    def renew_links(self, placement: Placement, peers: tuple[Peer, ...]) -> None:
+        self._links.renew(placement, peers)
 
     # ---- epochs
 

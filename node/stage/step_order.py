@@ -10,6 +10,9 @@ from node.schedule.routing import StageLayout
 from node.schedule.schedule import Action, Kind, Order, held_activations
 from wire.errors import ProtocolViolationError
 
+MOST_FOUND = 64
+"""Orders that are kept."""
+
 
 class StepOrder:
     """Of one placement."""
@@ -18,6 +21,8 @@ class StepOrder:
         self._config = config
         self._layout = layout
         self._share = share
+        self.groups = share.groups
+        """That the row computes in the step."""
         self.windows: tuple[int, ...] = ()
         """Extra microbatches in flight on each link; empty: the run file's."""
         self.audited: tuple[int, ...] = ()
@@ -27,12 +32,18 @@ class StepOrder:
         self._found: dict[tuple[int, ...], Order] = {}
         """By microbatches."""
 
-    def use(self, link_windows: tuple[int, ...], audited: tuple[int, ...] = ()) -> None:
+    def use(
+        self,
+        link_windows: tuple[int, ...],
+        audited: tuple[int, ...] = (),
+        groups: tuple[int, ...] | None = None,
+    ) -> None:
         """Use these extra microbatches, or slices, in flight on each link from now on; empty uses the run
         file's.
 
         Args:
             audited: groups of another row to compute after the own ones, only for their digests.
+            groups: those of the row; by default as it was placed.
 
         Raises ProtocolViolationError for windows or groups that do not fit the placement.
         """
@@ -42,24 +53,33 @@ class StepOrder:
             raise ProtocolViolationError(
                 f"the coordinator plans windows {link_windows}; expected {links} of at most {most}"
             )
-        others = set(range(config.pipeline.groups)).difference(self._share.groups)
+        groups = self._share.groups if groups is None else groups
+        others = set(range(config.pipeline.groups)).difference(groups)
         if not others.issuperset(audited):
             raise ProtocolViolationError(f"the coordinator asks for an audit of the groups {audited}")
-        if (link_windows, audited) == (self.windows, self.audited):
+        self.audited, self.groups = audited, groups
+        if link_windows == self.windows:
             return
         self._orders.clear()
         self._found.clear()
-        self.windows, self.audited = link_windows, audited
+        self.windows = link_windows
 
     @property
     def numbers(self) -> list[int]:
         """The microbatches that a step computes, in their order: the row's, then the audited ones."""
-        audited = [number for group in self.audited for number in microbatches_of(self._config, [group])]
-        return [*self._share.microbatches, *audited]
+        return self.numbers_of((*self.groups, *self.audited))
+
+    def numbers_of(self, groups: Sequence[int]) -> list[int]:
+        """The microbatches of these groups."""
+        return [number for group in groups for number in microbatches_of(self._config, [group])]
 
     def whole(self) -> Order:
         """All of an exact step."""
         return self._of(self.numbers)
+
+    def of(self, groups: Sequence[int]) -> Order:
+        """These groups of an exact step, one after another."""
+        return self._of(self.numbers_of(groups))
 
     def parts(self, group: int, count: int) -> list[Order]:
         """A group of a round, an order for each of its `count` local steps."""
@@ -84,8 +104,12 @@ class StepOrder:
 
     def _of(self, microbatches: Sequence[int]) -> Order:
         numbers, layout = tuple(microbatches), self._layout
+        if not numbers:
+            return ()
         if (found := self._found.get(numbers)) is not None:
             return found
+        if len(self._found) >= MOST_FOUND:
+            self._found.clear()
         count = len(numbers)
         if count not in self._orders:
             orders = stage_orders(self._config, layout.stages, self.windows or None, count)

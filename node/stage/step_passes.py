@@ -8,19 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart
 from node.model.units import EMBED, HEAD
-from node.schedule.gradient_groups import RowShare, group_of
+from node.schedule.gradient_groups import StepWork, group_of
 from node.schedule.placement import boundary_shapes, slice_ranges
 from node.schedule.routing import StageLayout
 from node.schedule.schedule import Action, Kind, Order
 from node.schedule.turns import Turns
 from node.stage.give_way import GiveWay
 from node.stage.gradient_sync import GradientSync, SyncIO
+from node.stage.inbox import RegroupedError, StepChange
 from node.stage.stage_model import StageCompute
 from node.stage.step_order import StepOrder
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
@@ -42,6 +44,10 @@ class StageIO(PackedIO, SyncIO, Protocol):
 
     def check(self) -> None:
         """Raise if the step was interrupted."""
+        ...
+
+    def take_change(self) -> StepChange | None:
+        """The other work that was announced last, once."""
         ...
 
 
@@ -77,8 +83,8 @@ class StepPasses:
     config: RunConfig
     layout: StageLayout
     order: StepOrder
-    share: RowShare
-    """The gradient groups of this row."""
+    work: StepWork
+    """The gradient groups of this row, and of the others."""
     model: StageCompute
     clock: StageClock
     transfer: TensorTransfer
@@ -91,8 +97,14 @@ class StepPasses:
     io: StageIO
     samples: Mapping[BatchPart, Mapping[int, Tensor]]
     """By microbatch."""
+    cut: Callable[[BatchPart, np.ndarray], Sequence[Tensor]]
+    """Cuts samples into microbatches."""
     give_way: GiveWay | None = None
     """Pauses between microbatches while other programs use the GPU."""
+    loss_weight: float = 1.0
+    """As for `StageCompute.begin_step`."""
+    generation: int = 0
+    """As in `wire.messages.Begin`."""
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     """The microbatches' shares of the loss, by group; on the stage with the head."""
 
@@ -102,15 +114,73 @@ class StepPasses:
         self._is_round = self.config.is_round(self.step)
         self._running: Mark | None = None
         """After the newest action, which the device may still compute; None where each ends as it returns."""
+        self._given = {part: dict(found) for part, found in self.samples.items()}
+        self._waiting = [*self.work.groups, *self.order.audited]
+        """Groups that have not begun."""
+        self._known = set(self._waiting)
+        """Groups that have begun or wait."""
+        self._computes = False
+        """Whether passes run, so that some may be half done."""
+        self._has_sums = False
+        """Whether the model has sums of gradients already."""
 
-    def run(self) -> None:
-        """Forward and backward of every microbatch; in a round, local steps."""
-        if self._is_round:
-            self._run_round()
-        else:
-            self._run_order(self.order.whole())
+    def complete(self) -> None:
+        """Forward and backward of every microbatch that the row has to compute, in a round local steps; then
+        the sum over all groups. What the row gets to compute meanwhile is part of that."""
+        while True:
+            try:
+                self._compute()
+                self._finish()
+            except RegroupedError:
+                assert self.sync is not None, "only a run with gradient groups has rows"
+                self.sync.drain()  # while the change waits to be taken, all waits end
+                if (change := self.io.take_change()) is not None:
+                    self.regroup(change)
+            else:
+                return
 
-    def finish(self) -> None:
+    def regroup(self, change: StepChange) -> None:
+        """Others compute the step's groups from now on: the row more than before, or none at all."""
+        assert self.sync is not None, "only a run with gradient groups has rows"
+        self.work, self.generation = change.work, change.generation
+        more = [group for group in change.work.groups if group not in self._known]
+        for part, found in change.samples.items():
+            for group, batch in found.items():
+                numbers = self.order.numbers_of([group])
+                self._given[part].update(zip(numbers, self.cut(part, batch), strict=True))
+        if not change.work.groups:
+            self._drop()
+        self.sync.use(change.work)
+        if more and self._has_sums:
+            # The passes to come add to gradients, which begin at 0.
+            self.model.begin_step(self.loss_weight)
+            self._has_sums = False
+            self.sync.again()
+        self._waiting += more
+        self._known.update(more)
+
+    def _drop(self) -> None:
+        """The row has lost a node: what it has not computed completely it never will."""
+        self._waiting.clear()
+        self._end_action()
+        if self._computes:
+            self._computes = False
+            self.transfer.settle()
+            if self._is_round:
+                self.model.local.end()
+            self.model.begin_step()
+
+    def _compute(self) -> None:
+        while self._waiting:
+            self._computes = True
+            if self._is_round:
+                self._run_round()
+            else:
+                groups, self._waiting = self._waiting, []
+                self._run_order(self.order.of(groups), groups)
+            self._computes = False
+
+    def _finish(self) -> None:
         """Complete the gradients: the sum over all groups, and over both copies of a tied weight."""
         if self.sync is None:
             self.model.finish_step()
@@ -121,6 +191,7 @@ class StepPasses:
                 if index == 0:
                     points.reach(points.Phase.SYNC, stage=self.layout.stage, step=self.step)
                 put_group_sums(self.model, unit, gradients, of_round=self._is_round)
+                self._has_sums = True
         if not self._is_round:
             self._exchange_tied()
 
@@ -141,12 +212,23 @@ class StepPasses:
 
     # ---- actions
 
-    def _run_order(self, order: Order) -> None:
+    def _run_order(self, order: Order, groups: Sequence[int] = ()) -> None:
+        """`groups`: that these are; others may be added while it runs."""
+        extends = bool(groups) and not self.layout.interleaved
         needed = [self._needed(action) for action in order]
         # With several chunks, tensors do not arrive in the order in which they are needed.
         turns = Turns(order, swap=not self.layout.interleaved)
         while turns.left:
             self.io.check()
+            if extends and (change := self.io.take_change()) is not None:
+                self.regroup(change)
+                if not change.work.groups:
+                    raise RegroupedError("the row has lost a node")
+                # The pipeline does not drain before what comes in addition.
+                groups, self._waiting = (*groups, *self._waiting), []
+                order = self.order.of(groups)
+                needed = [self._needed(action) for action in order]
+                turns = turns.extended(order)
             upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
             self.transfer.look_ahead(upcoming, self.codec, self.io)
             # While the device computes, it is given the next action too, if that is the order's: another one
@@ -175,13 +257,14 @@ class StepPasses:
         """The row's groups, one after another, each from the weights that the round began with."""
         assert self.sync is not None, "a run with local steps has several groups"
         local = self.model.local
-        for group in self.share.groups:
+        while self._waiting:
+            group = self._waiting.pop(0)
             local.begin_group()
             for number, order in enumerate(self.order.parts(group, self.config.sync.every)):
                 self._run_order(order)
                 if self.layout.sums_tie_alone:
                     sum_own_tie(self.model)
-                if number == 0 and group == self.share.groups[0]:
+                if number == 0 and group == self.work.groups[0]:
                     self._computed(points.Phase.BACKWARD, self.model.any_gradient())
                 self.clock.switch(TimeKind.OPTIMIZER)
                 local.step(self.step)
@@ -201,7 +284,7 @@ class StepPasses:
     def _forward(self, action: Action) -> Tensor:
         """The chunk's output, or the microbatch's share of the loss."""
         index, number = self.layout.global_chunk(action), self.layout.number(action)
-        own = {part: batches[action.microbatch] for part, batches in self.samples.items()}
+        own = {part: batches[action.microbatch] for part, batches in self._given.items()}
         positions = self._slices[action.slice]
         tokens = slice(positions.start, positions.stop)
         if index == 0:
@@ -267,7 +350,7 @@ class StepPasses:
             return
         self._end_action()
         self.clock.switch(TimeKind.ENCODE)
-        if action.microbatch == self.share.microbatches[-1]:
+        if not self._waiting and group == self.work.groups[-1]:
             self._computed(points.Phase.BACKWARD, self.model.any_gradient())
             # Other stages wait for the last gradient, and none for the sums: those are packed after it.
             self.transfer.drain()

@@ -95,9 +95,11 @@ class Incoming:
 class BadTensorError(ProtocolViolationError):
     """A received tensor cannot be unpacked although its frames are sound: the sender packed it wrongly."""
 
-    def __init__(self, key: TensorKey, error: CodecError) -> None:
+    def __init__(self, key: TensorKey, error: CodecError, row: int | None = None) -> None:
+        """`row`: that it comes from; None: it comes from another stage."""
         super().__init__(_named(key, "received", error))
         self.key = key
+        self.row = row
 
 
 Beside = Callable[[str, TensorKey], AbstractContextManager[None]]

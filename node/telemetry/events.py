@@ -336,6 +336,51 @@ class StepAborted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeatLost(Event):
+    """A node that hosted a stage is gone, and the steps go on: rows that are whole do its row's work."""
+
+    event: ClassVar[str] = "seat-lost"
+    epoch: int
+    step: int
+    """Counted like `StepDone.step`."""
+    node_id: str
+    row: int
+    stage: int
+    reason: str
+    groups: tuple[int, ...] = ()
+    """That its row had in the step that ran; empty between two steps, or if all of it was done."""
+    takers: tuple[int, ...] = ()
+    """The row that computes each of these now."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        whose = f"stage {self.stage} of row {self.row} is empty: {self.reason}"
+        if not self.groups:
+            return f"{whose}; steps go on"
+        each = [f"group {group} by row {row}" for group, row in zip(self.groups, self.takers, strict=True)]
+        return f"{whose}; step {self.step} goes on, {', '.join(each)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeatFilled(Event):
+    """A node that followed the run has an empty seat; its row works again once it is whole."""
+
+    event: ClassVar[str] = "seat-filled"
+    epoch: int
+    step: int
+    """The first with it, counted like `StepDone.step`."""
+    node_id: str
+    row: int
+    stage: int
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"{self.node_id} has stage {self.stage} of row {self.row} from step {self.step} on"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotStored(Event):
     """A complete snapshot is on the coordinator's disk."""
 

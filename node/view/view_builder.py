@@ -451,6 +451,10 @@ def _listed(event: events.Event, names: Mapping[str, str]) -> tuple[str, str, st
             if event.is_planned:
                 return "planned", "info", f"planned change of placement before step {event.step}"
             return "aborted", "warning", f"step {event.step} aborted and runs again: {event.reason}"
+        case events.SeatLost():
+            return "lost", "warning", event.text
+        case events.SeatFilled():
+            return "filled", "info", event.text
         case events.Recovered():
             return "recovered", "info", f"back at step {event.step} in {duration_text(event.seconds)}"
         case events.HeldOutLoss():

@@ -43,7 +43,7 @@ class NoEvents:
     def expect(self, peer: Peer, key: TensorKey) -> int | None:
         return None
 
-    def arrived(self, key: TensorKey, buffer: bytearray) -> None:
+    def arrived(self, peer: Peer, key: TensorKey, buffer: bytearray) -> None:
         raise AssertionError(f"{key} was not expected")
 
     def link_lost(self, peer: Peer, error: ThinwireError) -> None:

@@ -9,7 +9,7 @@ votes. So a stage that applied something twice, or late, or on the wrong state, 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from typing import Protocol
@@ -111,6 +111,14 @@ def chain(step: int) -> int:
 MASK = 2**64 - 1
 
 
+def groups_of(placement: Placement, begin: Begin) -> tuple[int, ...]:
+    """What a node's row computes in a step."""
+    if not begin.portions:
+        return placement.rows[placement.replica].groups
+    portions = [groups for row, groups in begin.portions if row == placement.replica]
+    return tuple(group for groups in portions for group in groups)
+
+
 @dataclass
 class Disk:
     last_epoch: int = 0
@@ -149,7 +157,7 @@ class Surroundings(Protocol):
     disk: Disk
     plan: RunPlan
     nodes: "list[SimNode]"
-    cast: dict[tuple[int, int], dict[str, Placement]]
+    cast: dict[tuple[int, int], dict[str, tuple[Placement, Begin]]]
     failures: int
     poisoned_step: int | None
     poisoned_always: bool
@@ -278,9 +286,13 @@ class SimNode:
             case Placement():
                 if number != message.epoch:
                     self.epoch = epoch = SimEpoch(message)
-                    self.followed = None
-                assert epoch is not None
-                epoch.commands.append(message)
+                    if not message.enters:
+                        self.followed = None
+                    epoch.commands.append(message)
+                elif epoch is not None and message.renewed:
+                    epoch.placement = replace(message, enters=epoch.placement.enters)
+                elif epoch is not None:
+                    epoch.commands.append(message)
             case Abort():
                 if number == message.epoch:
                     self.epoch = None
@@ -363,11 +375,15 @@ class SimNode:
                 raise AssertionError(f"no command: {command}")
 
     def _begin(self, epoch: SimEpoch, begin: Begin) -> None:
-        if epoch.vote is None or epoch.vote.step != begin.step:
+        vote = epoch.vote
+        if vote is None or (vote.step, vote.generation) != (begin.step, begin.generation):
+            if epoch.placement.enters:
+                self.followed = None
             assert self.state_step == begin.step, "a step begins on its own state"
             assert epoch.ready
             self.voted = True
             epoch.vote = self._vote(epoch, begin)
+        assert epoch.vote is not None
         self.outbox.append(epoch.vote)
 
     def fail(self, kind: FailureKind, peer_stage: int = -1) -> None:
@@ -396,6 +412,8 @@ class SimNode:
         self.outbox.append(epoch.placed)
 
     def _restore(self, epoch: SimEpoch, restore: Restore) -> None:
+        if epoch.placement.enters:
+            epoch.ready = True
         if not epoch.ready:
             missed = restore.missed
             if self.lineage != restore.lineage:
@@ -429,10 +447,10 @@ class SimNode:
         if self.stage == self.stages - 1 and not placement.rows:
             loss = loss_of(self.state, 0)
         elif self.stage == self.stages - 1:
-            losses = {group: loss_of(self.state, group) for group in placement.rows[placement.replica].groups}
+            losses = {group: loss_of(self.state, group) for group in groups_of(placement, begin)}
         digests = {}
         if begin.digests or begin.audited or (world.plan.audit_rate > 0.0 and len(placement.rows) > 1):
-            own = placement.rows[placement.replica].groups
+            own = groups_of(placement, begin)
             digests = {
                 group: self._digests(placement, step, group, group in begin.audited)
                 for group in (*own, *begin.audited)
@@ -444,8 +462,9 @@ class SimNode:
             loss=loss,
             group_losses=losses,
             digests=digests,
+            generation=begin.generation,
         )
-        world.cast.setdefault((vote.epoch, step), {})[self.node_id] = epoch.placement
+        world.cast.setdefault((vote.epoch, step), {})[self.node_id] = epoch.placement, begin
         return vote
 
     @property

@@ -18,6 +18,9 @@ from node.run_state.actions import (
     RecordRestored,
     RefuseSnapshot,
     Released,
+    SeatFilled,
+    SeatLost,
+    SeatOffered,
     Send,
     SnapshotAgreed,
     SnapshotDropped,
@@ -38,6 +41,7 @@ from tests.support.machine_nodes import (
     Session,
     SimNode,
     chain,
+    groups_of,
     layers_of,
     outcome,
     step_plan,
@@ -104,8 +108,8 @@ class World:
         self.disk = Disk()
         self.nodes: list[SimNode] = []
         self.sessions: list[Session] = []
-        self.cast: dict[tuple[int, int], dict[str, Placement]] = {}
-        """Who has voted for a step of an epoch, and in which place."""
+        self.cast: dict[tuple[int, int], dict[str, tuple[Placement, Begin]]] = {}
+        """Who has voted for a step of an epoch, in which place, and for which work."""
         self.restored: dict[int, int] = {}
         self.begun: set[tuple[int, int]] = set()
         self.failures = 0
@@ -116,6 +120,8 @@ class World:
         self.notes: list[str] = []
         """What the operator reads."""
         self.events = 0
+        self.lost = self.filled = 0
+        """Seats that were emptied and filled while their epoch went on."""
         self.machine: RunMachine | None = None
         self.start_coordinator()
 
@@ -209,6 +215,24 @@ class World:
                 self.failures = 0
             case Announce():
                 self.notes.append(action.text)
+            case SeatOffered():
+                pass
+            case SeatFilled():
+                assert action.epoch == self.disk.last_epoch and action.node_id in machine.members
+                assert (
+                    action.nodes[action.row * (len(action.nodes) // action.rows) + action.stage]
+                    == action.node_id
+                )
+                node = next(one for one in self.nodes if one.node_id == action.node_id)
+                if self._is_in(node, action.epoch):
+                    assert action.step - 1 <= node.state_step <= action.step, "it holds the state, nearly"
+                self.disk.hosts = action.nodes
+                self.filled += 1
+            case SeatLost():
+                self.lost += 1
+                shared = [group for _, groups in action.portions for group in groups]
+                assert sorted(shared) == list(range(self.plan.groups)), "every group is somebody's"
+                assert set(action.groups) <= set(shared)
             case Aborted():
                 pass
 
@@ -225,7 +249,8 @@ class World:
             case Begin() if (message.epoch, message.step) not in self.begun:
                 self.begun.add((message.epoch, message.step))
                 assert self.restored[message.epoch] <= message.step
-                assert not any(machine.members[node].leaving for node in self.disk.hosts)
+                here = [machine.members[node] for node in self.disk.hosts if node in machine.members]
+                assert not any(member.leaving for member in here if member.stage >= 0)
             case _:
                 pass
 
@@ -250,15 +275,31 @@ class World:
     def _record_commit(self, commit: RecordCommit) -> None:
         assert commit.epoch == self.disk.last_epoch, "only the newest epoch commits"
         assert commit.epoch in self.restored
-        voters = self.cast.get((commit.epoch, commit.step), {})
-        assert voters.keys() == set(self.disk.hosts), "a commit comes after every stage's vote"
-        counted: dict[int, list[int]] = {}
-        for place in voters.values():
-            of_row = place.rows[place.replica].groups if place.rows else (0,)
-            counted.setdefault(place.stage, []).extend(of_row)
-        assert len(counted) == len(self.disk.hosts) // len(self.disk.groups)
-        for groups in counted.values():
-            assert sorted(groups) == list(range(self.plan.groups)), "every group counts once at every stage"
+        epoch = self.machine.epoch if self.machine is not None else None
+        assert epoch is not None
+        cast = self.cast.get((commit.epoch, commit.step), {})
+        # The next step may have begun already, with nodes that were none of this one's.
+        new = epoch.fresh if epoch.step > commit.step else ()
+        hosts = [node for node in epoch.hosts if node not in new]
+        assert cast.keys() >= set(hosts), "a commit comes after every stage's vote"
+        assert set(self.disk.hosts) >= set(hosts)
+        voters = {node: cast[node] for node in hosts}
+        # Who computed what, as the newest that all have answered says. Of a node that is gone the sums had
+        # come already, or the others' votes would not be there.
+        newest = max(begin.generation for _, begin in voters.values())
+        counted: dict[int, dict[int, int]] = {}
+        for place, begin in cast.values():
+            if begin.generation == newest:
+                of_row = groups_of(place, begin) if place.rows else (0,)
+                for group in of_row:
+                    counted.setdefault(place.stage, {})[group] = (
+                        counted.get(place.stage, {}).get(group, 0) + 1
+                    )
+        for stage in range(epoch.stages):
+            groups = counted[stage]
+            assert set(groups.values()) == {1}, "every group counts once at every stage"
+        losses = counted[epoch.loss_stage]
+        assert sorted(losses) == list(range(self.plan.groups))
         assert commit.loss == total_loss(commit.step, self.plan.groups)
         assert commit.step <= len(self.disk.commits), "steps are committed in order, without a gap"
         assert commit.step != self.poisoned_step
@@ -272,8 +313,11 @@ class World:
         assert len(machine._snapshots._asked) <= MAX_ASKED + 1, "the due ones, and one that the run waits for"
         assert machine.newest_snapshot == max(self.disk.snapshots, default=0)
         if self.stopped is None and epoch is not None:
-            assert epoch.number == self.disk.last_epoch and epoch.hosts == self.disk.hosts
+            assert epoch.number == self.disk.last_epoch and set(epoch.hosts) <= set(self.disk.hosts)
             assert set(epoch.hosts) <= machine.members.keys()
+            assert epoch.whole_rows, "every stage has a node"
+            if not self.plan.follows:
+                assert epoch.hosts == self.disk.hosts
             for node_id, member in machine.members.items():
                 assert not member.leaving or node_id in epoch.hosts, "only a stage keeps who wants to leave"
 
@@ -399,8 +443,8 @@ class World:
             node.outbox.append(
                 StepFailed(epoch=upload.epoch, step=step, kind=FailureKind.INTERNAL, message="not stored")
             )
-            current = machine.epoch is not None and machine.epoch.number == upload.epoch
-            assert not current, "what an epoch asked for is wanted"
+            current = machine.epoch if machine.epoch and machine.epoch.number == upload.epoch else None
+            assert current is None or not current.has(node.node_id), "what an epoch asked for is wanted"
             return
         unit = upload.units[0]
         self.happen(lambda machine: machine.layer_received(step, unit, self.now))

@@ -24,7 +24,7 @@ from node.model.units import unit_names
 from node.schedule.gradient_groups import RowShare
 from node.schedule.routing import BETWEEN_ROWS, source_stage, target_stage
 from node.stage.executor import StageExecutor, UnitState
-from node.stage.inbox import Inbox, StepInterrupted
+from node.stage.inbox import Inbox, StepChange, StepInterrupted
 from node.stage.stage_model import StageModel
 from node.state.manifest import unit_weights_sha256, weights_sha256
 from node.telemetry.clock import StageClock
@@ -69,8 +69,10 @@ class MemoryIO:
         executors: Sequence[StageExecutor],
         inboxes: Sequence[Inbox],
         rows: Sequence[tuple[StageExecutor, Inbox]] = (),
+        row: int = 0,
     ) -> None:
-        """`rows`: the same stage in every row."""
+        """`rows`: the same stage in every row; `row`: the own one."""
+        self.row = row
         self.held: set[TensorKey] = set()
         """Taken and not yet released."""
         self._early: set[TensorKey] = set()
@@ -90,16 +92,23 @@ class MemoryIO:
 
     def take(self, key: TensorKey) -> Tensor:
         source = source_stage(key, len(self._inboxes))
-        assert source != self._stage
+        assert source not in (self._stage, BETWEEN_ROWS)
         if key in self._early:
             self._early.remove(key)
-        elif source != BETWEEN_ROWS:
+        else:
             self.held.add(key)
         return torch.frombuffer(self._inboxes[self._stage].take(key, TAKE_SECONDS), dtype=torch.uint8)
 
     def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
         inbox = self._inboxes[self._stage]
         inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
+
+    def take_from_row(self, row: int, key: TensorKey) -> Tensor:
+        found = self._inboxes[self._stage].take(key, TAKE_SECONDS, row)
+        return torch.frombuffer(found, dtype=torch.uint8)
+
+    def take_change(self) -> StepChange | None:
+        return self._inboxes[self._stage].take_change()
 
     def release(self, key: TensorKey) -> None:
         if key in self.held:
@@ -117,7 +126,7 @@ class MemoryIO:
         executor, inbox = self._rows[row]
         assert executor.expected_bytes(key) == packed.numel()
         self.sent.append((key, packed.numel()))
-        inbox.put(key, bytearray(packed.numpy()))
+        inbox.put(key, bytearray(packed.numpy()), self.row)
 
     def interrupt(self, error: Exception) -> None:
         self._inboxes[self._stage].interrupt(str(error), error)
@@ -167,6 +176,7 @@ class MemoryPipeline:
                 # The list itself in one row: a test puts another inbox in its place.
                 self.inboxes if self.rows == 1 else self.inboxes[place - place % stages :][:stages],
                 members[place % stages :: stages],
+                place // stages,
             )
             for place in range(len(members))
         ]

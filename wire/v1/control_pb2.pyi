@@ -88,7 +88,7 @@ class UnitNorm(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., squared_norm: _Optional[float] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses", "digests", "telemetry")
+    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses", "digests", "telemetry", "generation")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class Vote(_message.Message):
     GROUP_LOSSES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     norms: _containers.RepeatedCompositeFieldContainer[UnitNorm]
@@ -105,7 +106,8 @@ class Vote(_message.Message):
     group_losses: _containers.RepeatedCompositeFieldContainer[GroupLoss]
     digests: _containers.RepeatedCompositeFieldContainer[GroupDigests]
     telemetry: Telemetry
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
+    generation: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class GroupDigests(_message.Message):
     __slots__ = ("group", "gradient", "boundaries", "loss", "has_loss")
@@ -486,7 +488,7 @@ class PlacedRow(_message.Message):
     def __init__(self, node: _Optional[_Union[PlacedStage, _Mapping]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays", "also")
+    __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays", "also", "enters", "renewed")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
@@ -494,6 +496,8 @@ class Placement(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     ALSO_FIELD_NUMBER: _ClassVar[int]
+    ENTERS_FIELD_NUMBER: _ClassVar[int]
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
@@ -501,7 +505,9 @@ class Placement(_message.Message):
     rows: _containers.RepeatedCompositeFieldContainer[PlacedRow]
     relays: _containers.RepeatedCompositeFieldContainer[PeerRelays]
     also: _containers.RepeatedCompositeFieldContainer[PeerAddresses]
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ..., also: _Optional[_Iterable[_Union[PeerAddresses, _Mapping]]] = ...) -> None: ...
+    enters: bool
+    renewed: _containers.RepeatedCompositeFieldContainer[Seat]
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ..., also: _Optional[_Iterable[_Union[PeerAddresses, _Mapping]]] = ..., enters: bool = ..., renewed: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ...) -> None: ...
 
 class PeerAddresses(_message.Message):
     __slots__ = ("node_id", "addresses")
@@ -568,7 +574,7 @@ class Restore(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ..., storages: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds", "loss_scale", "digests")
+    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds", "loss_scale", "digests", "generation", "portions", "absent")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINK_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -577,6 +583,9 @@ class Begin(_message.Message):
     WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PORTIONS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     link_windows: _containers.RepeatedScalarFieldContainer[int]
@@ -585,7 +594,26 @@ class Begin(_message.Message):
     waited_seconds: float
     loss_scale: float
     digests: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ..., loss_scale: _Optional[float] = ..., digests: bool = ...) -> None: ...
+    generation: int
+    portions: _containers.RepeatedCompositeFieldContainer[Portion]
+    absent: _containers.RepeatedCompositeFieldContainer[Seat]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ..., loss_scale: _Optional[float] = ..., digests: bool = ..., generation: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ...) -> None: ...
+
+class Portion(_message.Message):
+    __slots__ = ("row", "groups")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, row: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Seat(_message.Message):
+    __slots__ = ("row", "stage")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    stage: int
+    def __init__(self, row: _Optional[int] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class Validate(_message.Message):
     __slots__ = ("epoch", "step", "number", "microbatches", "waited_seconds")
@@ -650,18 +678,20 @@ class Commit(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., then: _Optional[_Union[Begin, _Mapping]] = ...) -> None: ...
 
 class Follow(_message.Message):
-    __slots__ = ("step", "stage", "stages", "lineage", "sources")
+    __slots__ = ("step", "stage", "stages", "lineage", "sources", "storages")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    STORAGES_FIELD_NUMBER: _ClassVar[int]
     step: int
     stage: int
     stages: int
     lineage: int
     sources: _containers.RepeatedCompositeFieldContainer[PlacedStage]
-    def __init__(self, step: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., lineage: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ...) -> None: ...
+    storages: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., lineage: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., storages: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FollowStep(_message.Message):
     __slots__ = ("snapshot", "step", "clip_coefficient", "lr", "norms")

@@ -116,9 +116,33 @@ def test_every_node_that_is_sent_names_its_row(rows: list[list[int]]) -> None:
     shares = [RowShare(config, row, rows) for row in range(len(rows))]
 
     for row, nodes in enumerate(shares[0].subtrees):
-        assert {shares[0].row_with(node) for node in nodes} == {row}
+        assert {shares[0].whole.sources[node] for node in nodes} == {row}
     assert sorted(m for share in shares for m in share.microbatches) == list(range(2 * groups))
-    assert shares[0].row_with(2**20) is None
+    assert 2**20 not in shares[0].whole.sources
+
+
+def test_an_owner_changes_only_if_it_has_no_node() -> None:
+    share = RowShare(CONFIG, 0, [(0,), (1,), (2,), (3,)])
+    absent: set[int] = set()
+    owner = {piece: share.whole.owner(piece % 4, piece) for piece in range(24)}
+    assert owner == {piece: piece % 4 for piece in range(24)}
+    for lost in (2, 0):
+        absent.add(lost)
+        work = share.work([(1, (1, 0)), (3, (3, 2))], absent)
+        now = {piece: work.owner(piece % 4, piece) for piece in range(24)}
+        assert all(now[piece] == row for piece, row in owner.items() if row != lost)
+        assert {now[piece] for piece, row in owner.items() if row == lost} == {0, 1, 3} - absent
+        owner = now
+
+
+def test_work_has_each_group_once() -> None:
+    share = RowShare(CONFIG, 0, [(0, 1), (2, 3)])
+    taken = share.work([(0, (0, 1)), (0, (2, 3))], [1])
+    assert (taken.groups, taken.others) == ((0, 1, 2, 3), ())
+    assert taken.sources == {2: 0, 3: 0}, "what a row takes over is sent by itself"
+    for portions in ([(0, (0, 1))], [(0, (0, 1, 2)), (1, (2, 3))], [(0, (0, 1)), (2, (2, 3))]):
+        with pytest.raises(ValueError, match="each group"):
+            share.work(portions, [])
 
 
 def test_microbatches_of_groups() -> None:

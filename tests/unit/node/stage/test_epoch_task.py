@@ -15,7 +15,7 @@ from node.schedule.gradient_groups import RowShare
 from node.schedule.routing import Peer
 from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
-from node.stage.inbox import LinksIO, StepInterrupted
+from node.stage.inbox import LinksIO, StepChange, StepInterrupted
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
@@ -107,7 +107,9 @@ class Stage:
         self.log.append("forget")
         self.state_step = -1
 
-    def use_windows(self, link_windows: tuple[int, ...], audited: tuple[int, ...]) -> None:
+    def use_windows(
+        self, link_windows: tuple[int, ...], audited: tuple[int, ...], groups: tuple[int, ...]
+    ) -> None:
         self.windows = link_windows
 
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
@@ -120,6 +122,7 @@ class Stage:
         io: LinksIO,
         samples: Mapping[BatchPart, object],
         loss_scale: float = 0.0,
+        change: StepChange | None = None,
     ) -> Vote:
         self.io = io
         if self.trouble is not None:

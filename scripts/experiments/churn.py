@@ -1,0 +1,392 @@
+"""Goodput while nodes die and come back: the run's real state machine, with nodes that take a set time.
+
+    python -m scripts.experiments.churn                    writes scripts/results/churn.json
+
+Each case is a grid of stages and rows. A row computes a gradient group in a set time, one after another; sums
+over groups take a set time more. Nodes die at random (exponential times), their connection closes at once,
+and a process of the same node is back some seconds later. It fetches its state and follows the steps that are
+committed meanwhile, then has its seat again. Times of messages are a set round trip.
+
+Goodput is committed steps over those of a run without deaths in the same time. The same deaths are put to a
+machine that ends the epoch at each of them, as one does whose rows cannot follow.
+"""
+
+import argparse
+import heapq
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from node.lab.results import commit, hardware
+from node.run_state.actions import (
+    Action,
+    OpenSnapshot,
+    RecordCommit,
+    Released,
+    SeatFilled,
+    SeatLost,
+    Send,
+    SnapshotAgreed,
+    SnapshotDropped,
+)
+from node.run_state.machine import RunMachine
+from node.run_state.run_plan import Past, RunPlan
+from node.run_state.stage_assignment import Candidate
+from node.schedule.routing import neighbours
+from scripts.report import RESULTS, write
+from wire.messages import (
+    Abort,
+    Applied,
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    Follow,
+    Following,
+    FollowStep,
+    NodeMessage,
+    Placed,
+    Placement,
+    Ready,
+    Restore,
+    StateHashes,
+    TakeSnapshot,
+    UnitHash,
+    Vote,
+)
+from wire.telemetry import Telemetry
+
+OUT = RESULTS / "churn.json"
+PERIOD = 1.0
+"""Seconds between two ticks of the machine."""
+DEATHS_A_MINUTE = {
+    "0.2 node-hours": 1 / 12,
+    "1 node-hour": 1 / 60,
+    "2.6 node-hours": 1 / 156,
+    "5 % a minute": 0.05,
+}
+"""Of one node, by the name of the rate."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A grid, and how long things take, in seconds."""
+
+    stages: int
+    rows: int
+    groups: int
+    step: float
+    """A step without deaths."""
+    sync: float
+    """Of it, what rows take to sum up gradients."""
+    back: float = 10.0
+    """From a death until the node is there again."""
+    fetch: float = 20.0
+    """To fetch a stage's state."""
+    delay: float = 0.05
+    """Of a message."""
+
+    @property
+    def group(self) -> float:
+        """Of a gradient group in a row."""
+        return (self.step - self.sync) / math.ceil(self.groups / self.rows)
+
+
+@dataclass(eq=False)
+class Node:
+    """What a node has to do next, and what it holds."""
+
+    name: str
+    nonce: int = 0
+    here: bool = True
+    placement: Placement | None = None
+    state: int = -1
+    begun: Begin | None = None
+    done: dict[int, float] = field(default_factory=dict)
+    """By group of the step: when the node's row is done with it."""
+    busy_until: float = 0.0
+    voted: tuple[int, int] = (-1, -1)
+    vote: tuple[int, int] = (-1, -1)
+    """Step and generation of the vote that is due."""
+    follow: Follow | None = None
+
+
+class Churn:
+    """One run."""
+
+    def __init__(self, case: Case, rate: float, seed: int, *, follows: bool) -> None:
+        """`rate`: deaths of a node in a second. `follows`: steps go on without who dies."""
+        self.case, self.now = case, 0.0
+        self._chance = random.Random(seed)
+        self._rate = rate
+        units = [f"unit.{stage}" for stage in range(case.stages)]
+        self.plan = RunPlan(
+            stages=case.stages,
+            groups=case.groups,
+            most_rows=case.rows,
+            follows=follows,
+            min_stages=case.stages,
+            total_steps=10**9,
+            snapshot_every=10**9,
+            silent_seconds=14.0,
+            reconnect_seconds=1.0,
+            regroup_seconds=10.0,
+            units=lambda stages: [(unit,) for unit in units],
+            unit_numbers=lambda stages: [frozenset((stage,)) for stage in range(stages)],
+            neighbours=lambda stage, stages: neighbours(stage, stages, 1, False),
+            stage_bytes=lambda stages, _devices: [1] * stages,
+        )
+        self.machine = RunMachine(self.plan, lambda step, norm: (1.0, 0.1), Past())
+        self.nodes = {f"n{number}": Node(f"n{number}") for number in range(case.stages * case.rows)}
+        self.commits: list[float] = []
+        self.deaths = self.lost = self.filled = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = 0
+        self._agreed: set[int] = set()
+
+    # ---- the clock
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        self._numbers += 1
+        heapq.heappush(self._events, (when, self._numbers, what))
+
+    def run(self, seconds: float) -> None:
+        for node in self.nodes.values():
+            self._join(node)
+            self._mourn(node)
+        self.at(PERIOD, self._tick)
+        while self._events and self._events[0][0] <= seconds:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+
+    def _tick(self) -> None:
+        for node in self.nodes.values():
+            if node.here:
+                self.machine.heard(node.name, self.now)
+        self._happen(lambda: self.machine.tick(self.now))
+        self.at(self.now + PERIOD, self._tick)
+
+    # ---- deaths
+
+    def _mourn(self, node: Node) -> None:
+        if self._rate:
+            self.at(self.now + self._chance.expovariate(self._rate), partial(self._die, node))
+
+    def _die(self, node: Node) -> None:
+        self.deaths += 1
+        node.here = False
+        self._happen(lambda: self.machine.disconnected(node.name, self.now))
+        self.at(self.now + self.case.back, partial(self._return, node))
+
+    def _return(self, node: Node) -> None:
+        self.nodes[node.name] = again = Node(node.name, nonce=node.nonce + 1)
+        self._join(again)
+        self._mourn(again)
+
+    def _join(self, node: Node) -> None:
+        self._happen(
+            lambda: self.machine.hello(
+                Candidate(node_id=node.name, memory_bytes=0),
+                address=f"{node.name}:1",
+                process_nonce=node.nonce,
+                epoch=0,
+                now=self.now,
+            )
+        )
+
+    # ---- the coordinator
+
+    def _happen(self, event: Callable[[], list[Action]]) -> None:
+        for action in event():
+            match action:
+                case Send():
+                    node = self.nodes[action.node_id]
+                    self.at(self.now + self.case.delay, partial(self._hear, node, action.message))
+                case RecordCommit():
+                    self.commits.append(self.now)
+                case SeatLost():
+                    self.lost += 1
+                case SeatFilled():
+                    self.filled += 1
+                case SnapshotAgreed():
+                    self.at(self.now + 1.0, partial(self._store, action.step))
+                case OpenSnapshot() | SnapshotDropped() | Released():
+                    pass
+                case _:
+                    pass
+
+    def _store(self, step: int) -> None:
+        self._happen(lambda: self.machine.snapshot_stored(step, self.now))
+
+    def _say(self, node: Node, message: NodeMessage, after: float = 0.0) -> None:
+        def said() -> None:
+            if node.here:
+                self._happen(lambda: self.machine.message(node.name, message, self.now))
+
+        self.at(self.now + after + self.case.delay, said)
+
+    # ---- a node
+
+    def _hear(self, node: Node, message: CoordinatorMessage) -> None:
+        if not node.here:
+            return
+        epoch = node.placement.epoch if node.placement is not None else 0
+        match message:
+            case Placement() if message.epoch != epoch:
+                node.placement, node.begun, node.voted, node.vote = message, None, (-1, -1), (-1, -1)
+                if not message.enters:
+                    node.follow = None
+                self._say(node, Placed(epoch=message.epoch, held_step=node.state, voted=False, lineage=1))
+            case Abort() if message.epoch == epoch:
+                node.placement = None
+            case Restore() if message.epoch == epoch and node.placement is not None:
+                after = 3 * self.case.delay
+                if not node.placement.enters and node.state != message.step:
+                    after += self.case.fetch if message.step else 0.0
+                    node.state = message.step
+                self._say(node, Ready(epoch=epoch, telemetry=Telemetry()), after)
+            case Begin() if message.epoch == epoch:
+                self._begin(node, message)
+            case Commit() if message.epoch == epoch:
+                if node.state == message.step:
+                    node.state += 1
+                if message.then is not None:
+                    self._begin(node, message.then)
+                else:
+                    self._say(node, Applied(epoch=epoch, step=message.step, telemetry=Telemetry()))
+            case TakeSnapshot() if message.epoch == epoch and node.placement is not None:
+                stage = node.placement.stage
+                digest = UnitHash(f"{message.step:064x}", 1.0, 1.0, 1.0)
+                self._say(node, StateHashes(epoch=epoch, step=message.step, units={stage: digest}))
+            case Follow() if message != node.follow:
+                node.follow = message if message.sources else None
+                if node.follow is not None:
+                    self.at(self.now + self.case.fetch, partial(self._fetched, node, message))
+            case FollowStep() if node.follow is not None and message.step == node.state:
+                node.state += 1
+                self._say(node, Following(snapshot=message.snapshot, step=node.state))
+            case _:
+                pass
+
+    def _fetched(self, node: Node, order: Follow) -> None:
+        if node.here and node.follow == order:
+            node.state = order.step
+            self._say(node, Following(snapshot=order.step, step=order.step))
+            # It was told of the steps since while it fetched.
+            for step in range(order.step, len(self.commits)):
+                node.state = step + 1
+            self._say(node, Following(snapshot=order.step, step=node.state))
+
+    def _begin(self, node: Node, begin: Begin) -> None:
+        if node.placement is None or node.vote == (begin.step, begin.generation):
+            return
+        if node.placement.enters:
+            node.state, node.follow = begin.step, None
+        if node.begun is None or node.begun.step != begin.step:
+            node.done, node.busy_until = {}, self.now
+        node.begun, node.vote = begin, (begin.step, begin.generation)
+        row = node.placement.replica
+        portions = begin.portions or [(at, one.groups) for at, one in enumerate(node.placement.rows)]
+        portions = portions or [(0, tuple(range(self.case.groups)))]
+        for of, groups in portions:
+            for group in groups:
+                if of == row and group not in node.done:
+                    node.busy_until = max(node.busy_until, self.now) + self.case.group
+                    node.done[group] = node.busy_until
+        own = {group for of, groups in portions for group in groups if of == row}
+        node.done = {group: when for group, when in node.done.items() if group in own}
+        self.at(max(node.done.values(), default=self.now), partial(self._computed, node, begin))
+
+    def _computed(self, node: Node, begin: Begin) -> None:
+        """The node's row is done; the sums come once all rows are, as far as they are still in the step."""
+        if not node.here or node.vote != (begin.step, begin.generation) or node.placement is None:
+            return
+        epoch = self.machine.epoch
+        if epoch is None or epoch.number != begin.epoch:
+            return
+        last = max(
+            (max(other.done.values(), default=0.0) for other in self._peers(node, begin)), default=self.now
+        )
+        self._say(node, self._ballot(node, begin), max(0.0, last - self.now) + self.case.sync)
+
+    def _peers(self, node: Node, begin: Begin) -> list[Node]:
+        epoch = self.machine.epoch
+        assert epoch is not None and node.placement is not None
+        return [self.nodes[name] for name in epoch.column(node.placement.stage)]
+
+    def _ballot(self, node: Node, begin: Begin) -> Vote:
+        assert node.placement is not None
+        stage = node.placement.stage
+        is_last, several = stage == self.case.stages - 1, self.case.groups > 1
+        losses = dict.fromkeys(sorted(node.done), 0.5) if is_last and several else {}
+        return Vote(
+            epoch=begin.epoch,
+            step=begin.step,
+            norms={stage: 1.0},
+            loss=None if several or not is_last else 0.5,
+            group_losses=losses,
+            generation=begin.generation,
+        )
+
+
+def goodput(case: Case, rate: float, seconds: float, seed: int, *, follows: bool) -> dict[str, Any]:
+    """Of one run, with its counts."""
+    run = Churn(case, rate, seed, follows=follows)
+    run.run(seconds)
+    # A step's time once there were enough.
+    calm = case.step + 2 * case.delay
+    steps = len(run.commits)
+    return {
+        "committed": steps,
+        "goodput": steps * calm / seconds,
+        "deaths": run.deaths,
+        "deaths_a_step": run.deaths * calm / seconds,
+        "seconds_a_death": max(0.0, seconds - steps * calm) / run.deaths if run.deaths else 0.0,
+        "seats_lost": run.lost,
+        "seats_filled": run.filled,
+    }
+
+
+CASES = {
+    "8 x 4": Case(stages=8, rows=4, groups=16, step=20.0, sync=2.0),
+    "8 x 16": Case(stages=8, rows=16, groups=64, step=24.0, sync=2.4),
+    "2 x 4": Case(stages=2, rows=4, groups=16, step=20.0, sync=2.0),
+    "4 x 4": Case(stages=4, rows=4, groups=16, step=20.0, sync=2.0),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hours", type=float, default=6.0, help="simulated, of each run")
+    parser.add_argument("--runs", type=int, default=3, help="of each rate and grid")
+    parser.add_argument("--out", default=str(OUT))
+    options = parser.parse_args(arguments)
+    found = []
+    began = time.monotonic()
+    for name, case in CASES.items():
+        for rate, a_minute in {"none": 0.0, **DEATHS_A_MINUTE}.items():
+            for follows in (True, False):
+                runs = [
+                    goodput(case, a_minute / 60, 3600 * options.hours, seed, follows=follows)
+                    for seed in range(options.runs)
+                ]
+                found.append({"grid": name, "a_node_dies": rate, "goes_on": follows, "runs": runs})
+                mean = sum(run["goodput"] for run in runs) / len(runs)
+                cost = sum(run["seconds_a_death"] for run in runs) / len(runs)
+                print(
+                    f"{name:7} {rate:15} {'goes on' if follows else 'aborts':8} {mean:.3f} {cost:6.1f} s",
+                    flush=True,
+                )
+    write(
+        options.out,
+        {"commit": commit(), "hardware": hardware(), "cases": found, "took": time.monotonic() - began},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""A node dies within a step: others compute what its row was to, and no bit changes."""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+import pytest
+from torch import Tensor
+
+from node.config.schema import RunConfig
+from node.data.samples import part_of
+from node.model.labels import BatchPart, from_bytes, to_bytes
+from node.run_state.grid import take_over
+from node.schedule.gradient_groups import RowShare, microbatches_of
+from node.stage.inbox import StepChange, StepInterrupted
+from tests.support.memory_pipeline import MemoryPipeline, corpus, reference_run
+from tests.unit.node.stage.test_gradient_sync import CONFIG, ROWS, changed
+from wire.messages import Vote
+from wire.spec import Direction, TensorKey
+
+STAGES = CONFIG.pipeline.stages
+
+
+class DeadError(Exception):
+    """The node has died."""
+
+
+class Deaths:
+    """A step of a `MemoryPipeline` in which nodes die, with the coordinator's part of it."""
+
+    def __init__(self, stages: MemoryPipeline, rows: list[tuple[int, ...]]) -> None:
+        self.stages, self.rows = stages, rows
+        self.dead: set[int] = set()
+        """Places, row after row."""
+        self.generation = 0
+        self.portions = list(enumerate(rows))
+        self.votes: dict[int, Vote] = {}
+        self.running: dict[Future[Vote], int] = {}
+        self.shares = [RowShare(stages.config, row, rows) for row in range(len(rows))]
+        self._data = corpus(stages.config)
+
+    def whole(self) -> list[int]:
+        broken = {place // STAGES for place in self.dead}
+        return [row for row in range(len(self.rows)) if row not in broken]
+
+    def samples(self, place: int, groups: tuple[int, ...]) -> dict[BatchPart, dict[int, object]]:
+        config, found = self.stages.config, {}
+        size = config.training.microbatch
+        for part in self.stages.executors[place].needs:
+            rows = part_of(self._data, self.stages.step, part)
+            batch = from_bytes(part, to_bytes(part, rows), *rows.shape)
+            numbers = {group: microbatches_of(config, [group]) for group in groups}
+            found[part] = {g: batch[of.start * size : of.stop * size] for g, of in numbers.items()}
+        return found
+
+    def change(self, place: int) -> StepChange:
+        row, stage = divmod(place, STAGES)
+        absent = [one // STAGES for one in self.dead if one % STAGES == stage]
+        work = self.shares[row].work(self.portions, absent)
+        return StepChange(generation=self.generation, work=work, samples=self.samples(place, work.groups))
+
+    def die(self, place: int) -> None:
+        """It is gone: its row's groups go to rows that are whole, and all others hear of it."""
+        row = place // STAGES
+        self.dead.add(place)
+        self.generation += 1
+        lost = [group for one, groups in self.portions for group in groups if one == row]
+        whole = self.whole()
+        kept = [portion for portion in self.portions if portion[0] != row]
+        taken = take_over(lost, dict.fromkeys(whole, 0.0), dict.fromkeys(whole, 1.0))
+        self.portions = [*kept, *sorted(taken.items())]
+        self.votes.pop(place, None)
+        for other in set(range(len(self.stages.executors))) - self.dead:
+            if other in self.running.values():
+                self.stages.inboxes[other].announce(self.change(other))
+            else:
+                self.more(other)
+
+    def more(self, place: int) -> None:
+        executor, change = self.stages.executors[place], self.change(place)
+        self.running[self.stages.submit(lambda: executor.run_more(change))] = place
+
+    def run(self) -> list[Vote]:
+        for place in range(len(self.stages.executors)):
+            self.running[self.stages.submit(lambda place=place: self._step(place))] = place
+        while self.running:
+            done, _ = wait(self.running, return_when=FIRST_COMPLETED, timeout=60)
+            assert done, "the step does not end"
+            for future in done:
+                place = self.running.pop(future)
+                if isinstance(future.exception(), DeadError | StepInterrupted):
+                    self.die(place)
+                    continue
+                self.stages.inboxes[place].take_change()
+                vote = self.votes[place] = future.result()
+                if vote.generation != self.generation:
+                    self.more(place)
+        return [self.votes[place] for place in sorted(self.votes)]
+
+    def _step(self, place: int) -> Vote:
+        executor, row = self.stages.executors[place], place // STAGES
+        executor.use_windows((), (), self.rows[row])
+        parts = self.samples(place, tuple(range(CONFIG.pipeline.groups)))
+        whole = {part: numpy_joined(found) for part, found in parts.items()}
+        return executor.run_step(1, self.stages.step, self.stages.ios[place], whole)
+
+
+def numpy_joined(found: dict[int, object]) -> object:
+    import numpy as np
+
+    return np.concatenate([found[group] for group in sorted(found)])
+
+
+def dies(stages: MemoryPipeline, place: int, when: Callable[[TensorKey], bool], skip: int = 0) -> None:
+    """The node at a place dies as it sends such a tensor."""
+    io, left = stages.ios[place], [skip]
+    send, to_row = io.send, io.send_to_row
+
+    def look(key: TensorKey) -> None:
+        if when(key):
+            left[0] -= 1
+            if left[0] < 0:
+                # Its other threads end, too.
+                stages.inboxes[place].interrupt("dead", DeadError())
+                raise DeadError
+
+    def one(key: TensorKey, packed: Tensor, elements: int) -> None:
+        look(key)
+        send(key, packed, elements)
+
+    def other(row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+        look(key)
+        to_row(row, key, packed, elements)
+
+    io.send, io.send_to_row = one, other  # type: ignore[method-assign]
+
+
+def ended(stages: MemoryPipeline, deaths: Deaths) -> str:
+    """The hash of the weights after one step of the survivors, which all are the same."""
+    votes = deaths.run()
+    alive = [place for place in range(len(stages.executors)) if place not in deaths.dead]
+    executors = [stages.executors[place] for place in alive]
+    stages.executors = [*executors]
+    stages.commit(votes)
+    by_stage: dict[int, list[StageState]] = {}
+    for executor in executors:
+        by_stage.setdefault(executor.stage, []).append(executor)
+    for column in by_stage.values():
+        for other in column[1:]:
+            for unit in other.units:
+                ours, theirs = column[0].copy_unit(unit), other.copy_unit(unit)
+                assert all(ours[name].equal(theirs[name]) for name in ours)
+    stages.executors = [column[0] for _, column in sorted(by_stage.items())]
+    stages.rows = 1
+    return stages.weights_sha256()
+
+
+StageState = object
+
+WHEN = {
+    "forward": lambda key: key.direction is Direction.ACTIVATION,
+    "backward": lambda key: key.direction is Direction.GRADIENT,
+    "share": lambda key: key.direction is Direction.SYNC_SHARE,
+    "sum": lambda key: key.direction is Direction.SYNC_SUM,
+}
+
+
+def once(config: RunConfig) -> str:
+    return reference_run(config, 1)[1]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("rows", "place", "when", "skip"),
+    [
+        (2, 2, "forward", 0),
+        (2, 3, "backward", 2),
+        (2, 0, "share", 1),
+        (2, 1, "sum", 0),
+        (3, 0, "forward", 3),
+        (3, 2, "sum", 0),
+        (3, 5, "share", 0),
+        (4, 7, "sum", 0),
+        (4, 4, "forward", 1),
+    ],
+)
+def test_a_death_changes_no_bit(rows: int, place: int, when: str, skip: int) -> None:
+    config = changed(pipeline={"sync_codec": "fixed-8"})
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        dies(stages, place, WHEN[when], skip)
+        deaths = Deaths(stages, ROWS[rows])
+        assert ended(stages, deaths) == once(config)
+        assert deaths.dead == {place}
