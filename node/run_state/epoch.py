@@ -188,7 +188,7 @@ class Epoch:
         self._group_count = sum(map(len, assignment.groups))
         self.portions = self._placed_portions
         """Who computes which groups of the step that runs: each group once."""
-        self._generation = 0
+        self.generation = 0
         """How often these were shared anew, or a seat changed."""
         self.opened_at = 0.0
         """When the step that runs began."""
@@ -402,7 +402,7 @@ class Epoch:
                 at = self.entering.pop(node)
                 self._grid[at], self._seats[node] = node, at
                 self.fresh.add(node)
-                self._generation += 1
+                self.generation += 1
             self._count_hosts()
         self.phase = Phase.STEPPING
         self._rules.history.begins(self.step)
@@ -640,7 +640,7 @@ class Epoch:
         """Once all have voted: what their votes come to. After a commit `apply` or `go_on` is next."""
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
-        if vote.generation != self._generation:
+        if vote.generation != self.generation:
             return []  # the node is about to hear that it has other work
         groups = self.groups_of(self.replica_of(node_id)) if self._group_count > 1 else None
         stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
@@ -708,7 +708,7 @@ class Epoch:
         self.fresh.discard(node_id)
         self.newcomers = self.newcomers.difference([node_id])
         self._count_hosts()
-        self._generation += 1
+        self.generation += 1
         self._answered.discard(node_id)
         match self.phase:
             case Phase.STEPPING:
@@ -928,7 +928,7 @@ class Epoch:
             audited=self._extra(node_id),
             digests=self.audit is not None and not self._rules.auditor.is_on,
             loss_scale=0.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor,
-            generation=self._generation,
+            generation=self.generation,
             portions=() if self.portions == self._placed_portions else self.portions,
             absent=tuple(self.vacant),
         )

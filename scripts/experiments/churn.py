@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from node.lab.results import commit, hardware
@@ -383,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     flush=True,
                 )
     write(
-        options.out,
+        Path(options.out),
         {"commit": commit(), "hardware": hardware(), "cases": found, "took": time.monotonic() - began},
     )
 

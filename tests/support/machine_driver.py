@@ -221,7 +221,7 @@ class Driver:
         if loss is None and stage == epoch.stages - 1:
             loss = 2.0
         if loss is not None and self.plan.groups > 1:
-            losses = dict.fromkeys(epoch.groups[epoch.replica_of(node_id)], loss / self.plan.groups)
+            losses = dict.fromkeys(epoch.groups_of(epoch.replica_of(node_id)), loss / self.plan.groups)
             loss = None
         first, *others = sorted(unit_numbers(epoch.stages)[stage])
         norms = {first: norm, **dict.fromkeys(others, 0.0)}
@@ -232,6 +232,7 @@ class Driver:
             loss=loss,
             group_losses=losses,
             telemetry=Telemetry(seconds=times or {}),
+            generation=epoch.generation,
         )
         actions = self.machine.message(node_id, answer, self.time)
         self._went_on = actions if of_kind(actions, StepDone) else []

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from node.run_state.actions import Action, Announce, OpenSnapshot, RecordPlacement
+from node.run_state.actions import Action, Announce, OpenSnapshot, RecordPlacement, SeatLost, Send
 from node.run_state.epoch import Phase
 from node.run_state.newcomers import MOST_STEPS
 from tests.support.machine_driver import (
@@ -153,16 +153,21 @@ def test_one_that_cannot_keep_up_is_told_to_stop() -> None:
     assert follows(run.all_vote()) == {"x": [Follow(step=2)], "y": [Follow(step=2)]}
 
 
-def test_a_host_that_dies_ends_the_attempt_and_the_next_one_begins_at_once() -> None:
+def test_a_host_that_dies_ends_the_attempt_and_a_newcomer_follows_for_its_seat() -> None:
     run = Driver(stages=2, groups=4, every=EVERY, steps=200, follows=True).started("abcd", 1)
     followed(run)
+    epoch, step = run.epoch, run.epoch.step
     actions = run.die("c")
-    assert follows(actions)["x"] == [Follow(step=2)] and placement_of(actions) == ("a", "b")
-    run.placed("a", 2)
-    run.placed("b", 2)
-    actions = run.all_ready()
-    assert follows(actions).keys() == {"d", "x"}, "the snapshot is there: the nodes of the broken row too"
-    assert keeps_sums(actions) == {True}
+    assert follows(actions)["x"] == [Follow(step=2)], "no row is added"
+    assert run.epoch is epoch and epoch.step == step and of_kind(actions, RecordPlacement) == []
+    (lost,) = of_kind(actions, SeatLost)
+    assert (lost.node_id, lost.row, lost.stage, lost.groups) == ("c", 1, 0, (2, 3))
+    assert epoch.hosts == ("a", "b", "d") and epoch.groups_of(0) == (0, 1, 2, 3) and epoch.groups_of(1) == ()
+    begun = {one.node_id: one.message for one in of_kind(actions, Send) if one.node_id in "abd"}
+    assert begun.keys() == {"a", "b", "d"}
+    run.all_vote()
+    run.all_applied()
+    assert epoch.step == step + 1 and run.epoch is epoch, "all that are left have voted"
 
 
 def test_a_newcomer_that_reconnects_is_told_again() -> None:
