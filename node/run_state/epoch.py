@@ -171,7 +171,7 @@ class Epoch:
         self.addresses = list(assignment.addresses)
         self.placed_nodes = list(assignment.hosts)
         """Who was given each seat last."""
-        self._grid = list(assignment.hosts)
+        self.grid = list(assignment.hosts)
         """By seat; "" where nobody is."""
         self.entering: dict[str, int] = {}
         """Nodes that open the links of a seat, which they get as soon as they hold the run's state."""
@@ -241,16 +241,16 @@ class Epoch:
 
     def row(self, replica: int) -> tuple[str, ...]:
         """The nodes of a row, by stage; "" where nobody is."""
-        return tuple(self._grid[replica * self.stages : (replica + 1) * self.stages])
+        return tuple(self.grid[replica * self.stages : (replica + 1) * self.stages])
 
     def column(self, stage: int) -> list[str]:
         """The nodes of a stage, one a row."""
-        return [node for node in self._grid[stage :: self.stages] if node]
+        return [node for node in self.grid[stage :: self.stages] if node]
 
     @property
     def kinds_of(self) -> dict[str, Hashable]:
         """By host: what the bits of its results depend on."""
-        return {node: kind for node, kind in zip(self._grid, self.kinds, strict=True) if node}
+        return {node: kind for node, kind in zip(self.grid, self.kinds, strict=True) if node}
 
     @property
     def speakers(self) -> tuple[str, ...]:
@@ -262,13 +262,13 @@ class Epoch:
     @property
     def vacant(self) -> list[Seat]:
         """Seats where nobody is."""
-        if len(self.hosts) == len(self._grid):
+        if len(self.hosts) == len(self.grid):
             return []
-        return [Seat(*divmod(at, self.stages)) for at, node in enumerate(self._grid) if not node]
+        return [Seat(*divmod(at, self.stages)) for at, node in enumerate(self.grid) if not node]
 
     def sources(self, stage: int) -> tuple[PlacedStage, ...]:
         """The nodes of a stage that others can reach."""
-        places = zip(self._grid[stage :: self.stages], self.addresses[stage :: self.stages], strict=True)
+        places = zip(self.grid[stage :: self.stages], self.addresses[stage :: self.stages], strict=True)
         return tuple(
             PlacedStage(node_id=node, address=address) for node, address in places if node and address
         )
@@ -400,7 +400,7 @@ class Epoch:
             self._linked.difference_update(seated)
             for node in seated:
                 at = self.entering.pop(node)
-                self._grid[at], self._seats[node] = node, at
+                self.grid[at], self._seats[node] = node, at
                 self.fresh.add(node)
                 self.generation += 1
             self._count_hosts()
@@ -423,7 +423,7 @@ class Epoch:
 
     def _count_hosts(self) -> None:
         """Seats have changed."""
-        self.hosts = tuple(node for node in self._grid if node)
+        self.hosts = tuple(node for node in self.grid if node)
         rows = map(self.row, range(self.rows))
         self.whole_rows = [number for number, row in enumerate(rows) if all(row)]
 
@@ -432,14 +432,14 @@ class Epoch:
     def enter(self, node_id: str, seat: Seat, address: str, kind: Hashable, now: float) -> list[Action]:
         """A node that follows the run is to have an empty seat: it and its neighbours open links."""
         at = seat.row * self.stages + seat.stage
-        assert not self._grid[at] and at not in self.entering.values(), "the seat is empty"
+        assert not self.grid[at] and at not in self.entering.values(), "the seat is empty"
         self.entering[node_id] = at
         self._entering_since[node_id] = now
         self.placed_nodes[at], self.addresses[at], self.kinds[at] = node_id, address, kind
         self.__dict__.pop("_rows", None)
         near = [seat.row * self.stages + stage for stage in self._rules.neighbours(seat.stage, self.stages)]
-        column = range(seat.stage, len(self._grid), self.stages)
-        known = {**{at: node for node, at in self.entering.items()}, **dict(enumerate(self._grid))}
+        column = range(seat.stage, len(self.grid), self.stages)
+        known = {**{at: node for node, at in self.entering.items()}, **dict(enumerate(self.grid))}
         peers = [known.get(one) for one in dict.fromkeys((*near, *column)) if one != at]
         told: list[Action] = [
             Send(node_id=node, message=replace(self._placement(node), renewed=(seat,)))
@@ -480,7 +480,7 @@ class Epoch:
             node_id=node_id,
             row=self.replica_of(node_id),
             stage=self.stage_of(node_id),
-            nodes=tuple(self._grid),
+            nodes=tuple(self.grid),
             addresses=tuple(self.addresses),
             rows=self.rows,
         )
@@ -704,7 +704,7 @@ class Epoch:
         """
         row, asked = self.replica_of(node_id), self.asked
         vote = self.votes.pop(node_id, None)
-        self._grid[self._seats.pop(node_id)] = ""
+        self.grid[self._seats.pop(node_id)] = ""
         self.fresh.discard(node_id)
         self.newcomers = self.newcomers.difference([node_id])
         self._count_hosts()

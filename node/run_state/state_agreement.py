@@ -150,7 +150,7 @@ class StateAgreement:
             step=epoch.step,
             epoch=epoch.number,
             stages=epoch.stages,
-            grid=tuple(node for row in range(epoch.rows) for node in epoch.row(row)),
+            grid=tuple(epoch.grid),
             kinds=epoch.kinds_of,
             witnesses=frozenset(epoch.hosts) - epoch.newcomers,
             makers=epoch.snapshot_nodes,
