@@ -8,7 +8,8 @@ and a process of the same node is back some seconds later. It fetches its state 
 committed meanwhile, then has its seat again. Times of messages are a set round trip.
 
 Goodput is committed steps over those of a run without deaths in the same time. The same deaths are put to a
-machine that ends the epoch at each of them, as one does whose rows cannot follow.
+machine that ends the epoch at each of them: then rows that are whole, or that survivors make, begin the step
+anew.
 """
 
 import argparse
@@ -17,10 +18,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from node.lab.results import commit, hardware
 from node.run_state.actions import (
@@ -34,6 +37,7 @@ from node.run_state.actions import (
     SnapshotAgreed,
     SnapshotDropped,
 )
+from node.run_state.epoch import Epoch
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
 from node.run_state.stage_assignment import Candidate
@@ -105,11 +109,14 @@ class Node:
     here: bool = True
     placement: Placement | None = None
     state: int = -1
+    lineage: int = 0
+    """Of the state: the epoch that it grew from."""
     begun: Begin | None = None
     done: dict[int, float] = field(default_factory=dict)
     """By group of the step: when the node's row is done with it."""
     busy_until: float = 0.0
-    voted: tuple[int, int] = (-1, -1)
+    voted: int = -1
+    """The newest step that it has voted for."""
     vote: tuple[int, int] = (-1, -1)
     """Step and generation of the vote that is due."""
     follow: Follow | None = None
@@ -118,8 +125,8 @@ class Node:
 class Churn:
     """One run."""
 
-    def __init__(self, case: Case, rate: float, seed: int, *, follows: bool) -> None:
-        """`rate`: deaths of a node in a second. `follows`: steps go on without who dies."""
+    def __init__(self, case: Case, rate: float, seed: int) -> None:
+        """`rate`: deaths of a node in a second."""
         self.case, self.now = case, 0.0
         self._chance = random.Random(seed)
         self._rate = rate
@@ -128,10 +135,10 @@ class Churn:
             stages=case.stages,
             groups=case.groups,
             most_rows=case.rows,
-            follows=follows,
+            follows=True,
             min_stages=case.stages,
             total_steps=10**9,
-            snapshot_every=10**9,
+            snapshot_every=15,
             silent_seconds=14.0,
             reconnect_seconds=1.0,
             regroup_seconds=10.0,
@@ -142,7 +149,8 @@ class Churn:
         )
         self.machine = RunMachine(self.plan, lambda step, norm: (1.0, 0.1), Past())
         self.nodes = {f"n{number}": Node(f"n{number}") for number in range(case.stages * case.rows)}
-        self.commits: list[float] = []
+        self.committed = 0
+        """Steps that are committed, and were not lost again."""
         self.deaths = self.lost = self.filled = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = 0
@@ -207,7 +215,7 @@ class Churn:
                     node = self.nodes[action.node_id]
                     self.at(self.now + self.case.delay, partial(self._hear, node, action.message))
                 case RecordCommit():
-                    self.commits.append(self.now)
+                    self.committed = action.step + 1
                 case SeatLost():
                     self.lost += 1
                 case SeatFilled():
@@ -225,6 +233,8 @@ class Churn:
     def _say(self, node: Node, message: NodeMessage, after: float = 0.0) -> None:
         def said() -> None:
             if node.here:
+                if isinstance(message, Vote):
+                    node.voted = message.step
                 self._happen(lambda: self.machine.message(node.name, message, self.now))
 
         self.at(self.now + after + self.case.delay, said)
@@ -237,17 +247,25 @@ class Churn:
         epoch = node.placement.epoch if node.placement is not None else 0
         match message:
             case Placement() if message.epoch != epoch:
-                node.placement, node.begun, node.voted, node.vote = message, None, (-1, -1), (-1, -1)
+                node.placement, node.begun, node.vote = message, None, (-1, -1)
                 if not message.enters:
                     node.follow = None
-                self._say(node, Placed(epoch=message.epoch, held_step=node.state, voted=False, lineage=1))
+                voted = node.voted == node.state
+                placed = Placed(epoch=message.epoch, held_step=node.state, voted=voted, lineage=node.lineage)
+                self._say(node, placed)
             case Abort() if message.epoch == epoch:
                 node.placement = None
             case Restore() if message.epoch == epoch and node.placement is not None:
                 after = 3 * self.case.delay
-                if not node.placement.enters and node.state != message.step:
+                if message.missed is not None and (node.state, node.lineage) == (
+                    message.missed.step,
+                    message.lineage,
+                ):
+                    node.state += 1
+                is_there = (node.state, node.lineage) == (message.step, message.lineage)
+                if not node.placement.enters and not is_there:
                     after += self.case.fetch if message.step else 0.0
-                    node.state = message.step
+                    node.state, node.lineage = message.step, message.lineage
                 self._say(node, Ready(epoch=epoch, telemetry=Telemetry()), after)
             case Begin() if message.epoch == epoch:
                 self._begin(node, message)
@@ -274,11 +292,8 @@ class Churn:
 
     def _fetched(self, node: Node, order: Follow) -> None:
         if node.here and node.follow == order:
-            node.state = order.step
-            self._say(node, Following(snapshot=order.step, step=order.step))
             # It was told of the steps since while it fetched.
-            for step in range(order.step, len(self.commits)):
-                node.state = step + 1
+            node.state, node.lineage = max(order.step, self.committed), order.lineage
             self._say(node, Following(snapshot=order.step, step=node.state))
 
     def _begin(self, node: Node, begin: Begin) -> None:
@@ -333,13 +348,14 @@ class Churn:
         )
 
 
-def goodput(case: Case, rate: float, seconds: float, seed: int, *, follows: bool) -> dict[str, Any]:
-    """Of one run, with its counts."""
-    run = Churn(case, rate, seed, follows=follows)
-    run.run(seconds)
+def goodput(case: Case, rate: float, seconds: float, seed: int, *, goes_on: bool) -> dict[str, Any]:
+    """Of one run, with its counts. `goes_on`: steps go on without who dies."""
+    run = Churn(case, rate, seed)
+    with nullcontext() if goes_on else patch.object(Epoch, "can_lose", return_value=False):
+        run.run(seconds)
     # A step's time once there were enough.
     calm = case.step + 2 * case.delay
-    steps = len(run.commits)
+    steps = run.committed
     return {
         "committed": steps,
         "goodput": steps * calm / seconds,
@@ -371,16 +387,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     for name, case in CASES.items():
         for rate, a_minute in {"none": 0.0, **DEATHS_A_MINUTE}.items():
-            for follows in (True, False):
+            for goes_on in (True, False):
                 runs = [
-                    goodput(case, a_minute / 60, 3600 * options.hours, seed, follows=follows)
+                    goodput(case, a_minute / 60, 3600 * options.hours, seed, goes_on=goes_on)
                     for seed in range(options.runs)
                 ]
-                found.append({"grid": name, "a_node_dies": rate, "goes_on": follows, "runs": runs})
+                found.append({"grid": name, "a_node_dies": rate, "goes_on": goes_on, "runs": runs})
                 mean = sum(run["goodput"] for run in runs) / len(runs)
                 cost = sum(run["seconds_a_death"] for run in runs) / len(runs)
                 print(
-                    f"{name:7} {rate:15} {'goes on' if follows else 'aborts':8} {mean:.3f} {cost:6.1f} s",
+                    f"{name:7} {rate:15} {'goes on' if goes_on else 'aborts':8} {mean:.3f} {cost:6.1f} s",
                     flush=True,
                 )
     write(
