@@ -36,6 +36,7 @@ from node.run_state.actions import (
     Send,
     SnapshotAgreed,
     SnapshotDropped,
+    StepDone,
 )
 from node.run_state.epoch import Epoch
 from node.run_state.machine import RunMachine
@@ -111,6 +112,8 @@ class Node:
     state: int = -1
     lineage: int = 0
     """Of the state: the epoch that it grew from."""
+    stage: int = -1
+    """That it holds the state of."""
     begun: Begin | None = None
     done: dict[int, float] = field(default_factory=dict)
     """By group of the step: when the node's row is done with it."""
@@ -216,6 +219,9 @@ class Churn:
                     self.at(self.now + self.case.delay, partial(self._hear, node, action.message))
                 case RecordCommit():
                     self.committed = action.step + 1
+                case StepDone() if (epoch := self.machine.epoch) and not epoch.was_uneven(action.step):
+                    speeds = dict.fromkeys(action.nodes, self.case.group)
+                    self.at(self.now, partial(self._measured, speeds))
                 case SeatLost():
                     self.lost += 1
                 case SeatFilled():
@@ -226,6 +232,9 @@ class Churn:
                     pass
                 case _:
                     pass
+
+    def _measured(self, speeds: dict[str, float]) -> None:
+        self._happen(lambda: self.machine.row_speeds(speeds, self.case.step, self.now))
 
     def _store(self, step: int) -> None:
         self._happen(lambda: self.machine.snapshot_stored(step, self.now))
@@ -262,10 +271,10 @@ class Churn:
                     message.lineage,
                 ):
                     node.state += 1
-                is_there = (node.state, node.lineage) == (message.step, message.lineage)
-                if not node.placement.enters and not is_there:
+                held = message.step, message.lineage, node.placement.stage
+                if not node.placement.enters and (node.state, node.lineage, node.stage) != held:
                     after += self.case.fetch if message.step else 0.0
-                    node.state, node.lineage = message.step, message.lineage
+                    node.state, node.lineage, node.stage = held
                 self._say(node, Ready(epoch=epoch, telemetry=Telemetry()), after)
             case Begin() if message.epoch == epoch:
                 self._begin(node, message)
@@ -283,7 +292,9 @@ class Churn:
             case Follow() if message != node.follow:
                 node.follow = message if message.sources else None
                 if node.follow is not None:
-                    self.at(self.now + self.case.fetch, partial(self._fetched, node, message))
+                    here = (node.lineage, node.stage) == (message.lineage, message.stage)
+                    fetch = 0.0 if here and node.state >= message.step else self.case.fetch
+                    self.at(self.now + fetch, partial(self._fetched, node, message))
             case FollowStep() if node.follow is not None and message.step == node.state:
                 node.state += 1
                 self._say(node, Following(snapshot=message.snapshot, step=node.state))
@@ -294,6 +305,7 @@ class Churn:
         if node.here and node.follow == order:
             # It was told of the steps since while it fetched.
             node.state, node.lineage = max(order.step, self.committed), order.lineage
+            node.stage = order.stage
             self._say(node, Following(snapshot=order.step, step=node.state))
 
     def _begin(self, node: Node, begin: Begin) -> None:

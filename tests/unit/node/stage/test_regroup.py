@@ -1,5 +1,6 @@
-"""A node dies within a step: others compute what its row was to, and no bit changes."""
+"""Nodes die within a step: others compute what their rows were to, and no bit changes."""
 
+import random
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
@@ -10,7 +11,8 @@ from node.config.schema import RunConfig
 from node.data.samples import part_of
 from node.model.labels import BatchPart, from_bytes, to_bytes
 from node.run_state.grid import take_over
-from node.schedule.gradient_groups import RowShare, microbatches_of
+from node.schedule.gradient_groups import RowShare, group_of, microbatches_of
+from node.stage.executor import StageExecutor
 from node.stage.inbox import StepChange, StepInterrupted
 from tests.support.memory_pipeline import MemoryPipeline, corpus, reference_run
 from tests.unit.node.stage.test_gradient_sync import CONFIG, ROWS, changed
@@ -141,20 +143,19 @@ def ended(stages: MemoryPipeline, deaths: Deaths) -> str:
     executors = [stages.executors[place] for place in alive]
     stages.executors = [*executors]
     stages.commit(votes)
-    by_stage: dict[int, list[StageState]] = {}
+    by_stage: dict[int, list[StageExecutor]] = {}
     for executor in executors:
         by_stage.setdefault(executor.stage, []).append(executor)
     for column in by_stage.values():
-        for other in column[1:]:
-            for unit in other.units:
-                ours, theirs = column[0].copy_unit(unit), other.copy_unit(unit)
-                assert all(ours[name].equal(theirs[name]) for name in ours)
+        ours, *others = (executor.copy_state() for executor in column)
+        for other in others:
+            for unit in ours.units:
+                mine, theirs = ours.whole(unit), other.whole(unit)
+                assert all(mine[name].equal(theirs[name]) for name in mine)
     stages.executors = [column[0] for _, column in sorted(by_stage.items())]
     stages.rows = 1
     return stages.weights_sha256()
 
-
-StageState = object
 
 WHEN = {
     "forward": lambda key: key.direction is Direction.ACTIVATION,
@@ -190,3 +191,52 @@ def test_a_death_changes_no_bit(rows: int, place: int, when: str, skip: int) -> 
         deaths = Deaths(stages, ROWS[rows])
         assert ended(stages, deaths) == once(config)
         assert deaths.dead == {place}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(("rows", "first", "second"), [(3, 1, 2), (3, 4, 3), (4, 6, 1)])
+def test_who_took_the_groups_may_die_as_well(rows: int, first: int, second: int, when: str) -> None:
+    """In every phase of the passes that it took over."""
+    config = changed(pipeline={"sync_codec": "fixed-8"})
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        deaths = Deaths(stages, ROWS[rows])
+        own = ROWS[rows][second // STAGES]
+        passes = WHEN[when]
+
+        def takes(key: TensorKey) -> bool:
+            is_pass = key.direction in (Direction.ACTIVATION, Direction.GRADIENT)
+            return deaths.generation > 0 and passes(key) and not (is_pass and taken_by(own, key))
+
+        def taken_by(groups: tuple[int, ...], key: TensorKey) -> bool:
+            return group_of(config, key.microbatch) in groups
+
+        dies(stages, first, WHEN["forward" if first % STAGES == 0 else "backward"])
+        dies(stages, second, takes)
+        assert ended(stages, deaths) == once(config)
+        assert first in deaths.dead and deaths.generation == len(deaths.dead)
+
+
+VARIANTS = (
+    {"pipeline": {"sync_codec": "fixed-8"}},
+    {"pipeline": {"sync_codec": "bf16", "sequence_chunks": 2}},
+    {"pipeline": {"sync_codec": "fixed-8"}, "sync": {"every": 2}},
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(12))
+def test_deaths_at_any_instants_of_a_step_change_no_bit(seed: int) -> None:
+    """Up to three nodes, one row of which is left; also of one row, and while others take over its groups."""
+    chance = random.Random(seed)
+    rows = chance.choice((3, 4))
+    config = changed(**VARIANTS[seed % len(VARIANTS)])
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        deaths = Deaths(stages, ROWS[rows])
+        spared = chance.randrange(rows)
+        places = [place for place in range(rows * STAGES) if place // STAGES != spared]
+        doomed = chance.sample(places, chance.choice((2, 3)))
+        for place in doomed:
+            dies(stages, place, chance.choice((*WHEN.values(), lambda key: True)), chance.randrange(4))
+        assert ended(stages, deaths) == once(config)
+        assert deaths.dead <= set(doomed)
