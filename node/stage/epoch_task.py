@@ -199,7 +199,8 @@ class EpochTask:
         if not self._ready:
             return None
         # A neighbour may have begun the next step before this stage has received it.
-        at = self._step if self._has_seat or not self.placement.enters else self._services.executor.state_step
+        follows = self.placement.enters and self._step < 0
+        at = self._services.executor.state_step if follows else self._step
         if key.step not in (at, at + 1):
             return None
         return self._services.executor.expected_bytes(key)
