@@ -184,6 +184,10 @@ def _live_lines(
         lines.append(status.held_out.line)
     if status.aborted:
         lines.append(f"aborted   {counted(status.aborted, 'step')}, which ran again")
+    if status.lost:
+        lines.append(f"lost      {counted(status.lost, 'node')} while steps went on")
+    if status.work.lost and status.work.goodput is not None:
+        lines.append(f"goodput   {100 * status.work.goodput:.1f} % of the nodes' work in steps is on record")
     if status.planned:
         lines.append(f"planned   {status.planned} changes of placement")
     if status.page and not status.finished and alive is not False:

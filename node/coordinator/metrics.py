@@ -12,7 +12,7 @@ from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
 from node.run_state.actions import AbortKind
 from node.telemetry import events
-from node.telemetry.costs import Ledger
+from node.telemetry.costs import Ledger, Work
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from node.view.run_view import RunView
 from wire.figures import LinkFigures, LinkKey, Place, StageFigures
@@ -29,6 +29,9 @@ COUNTED = (
     "recovery_seconds_total",
     "nodes_joined_total",
     "nodes_left_total",
+    "nodes_lost_in_steps_total",
+    "step_node_seconds_total",
+    "step_node_seconds_lost_total",
 )
 """Counters of events."""
 STATES = ("starting", "waiting for nodes", "restoring", "training", "stopped", "finished", "failed")
@@ -49,18 +52,24 @@ class RunMetrics:
         self._volunteers = _VolunteerTotals()
         self._view = view
         self._counts = dict.fromkeys(COUNTED, 0.0)
+        self._work = Work()
         self._step_seconds = Histogram()
         self._last_step = 0.0
 
     def apply(self, event: events.Event, at: float) -> None:
         """Count an event that happened at the Unix time `at`."""
         counts = self._counts
+        self._work = self._work.after(event)
+        counts["step_node_seconds_total"] = self._work.spent
+        counts["step_node_seconds_lost_total"] = self._work.lost
         match event:
             case events.StepDone():
                 counts["steps_total"] += 1
                 counts["tokens_total"] += event.tokens_per_second * event.seconds
                 self._step_seconds.add(event.seconds)
                 self._last_step = at
+            case events.SeatLost():
+                counts["nodes_lost_in_steps_total"] += 1
             case events.StepAborted():
                 counts["steps_aborted_total"] += not event.is_planned
                 counts["non_finite_total"] += event.kind == AbortKind.NOT_FINITE

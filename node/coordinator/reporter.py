@@ -207,6 +207,9 @@ class Reporter:
                 reason=lost.reason,
                 groups=moved,
                 takers=tuple(taker[group] for group in moved),
+                lost_seconds=self.step_seconds * len(self.accounting.hosts) / self.accounting.rows
+                if moved
+                else 0.0,
             )
         )
 

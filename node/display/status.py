@@ -4,10 +4,11 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
+from node.telemetry.costs import Work
 from node.telemetry.events import (
     DiskRoom,
     Event,
@@ -62,6 +63,7 @@ class RunStatus(Event):
     """Number of aborted steps."""
     lost: int = 0
     """Nodes that were lost while steps went on."""
+    work: Work = field(default_factory=Work)
     planned: int = 0
     """Number of planned changes of placement."""
     snapshot: SnapshotStored | None = None
@@ -75,6 +77,8 @@ class RunStatus(Event):
 
 def after(status: RunStatus, event: Event) -> RunStatus:
     """The status after `event`."""
+    if (work := status.work.after(event)) != status.work:
+        status = replace(status, work=work)
     match event:
         case NodeJoined():
             nodes, gone = _without(event.node_id, status)

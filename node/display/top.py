@@ -238,12 +238,15 @@ def _nodes(view: RunView, now: float) -> str:
         age = duration_text(max(0.0, now - view.snapshot.at))
         parts.append(f"snapshot of step {view.snapshot.step}, {age} old")
     for count, word in (
+        (view.lost, "lost in a step"),
         (view.aborted, "aborted"),
         (view.replayed, "replayed"),
         (view.recoveries, "recoveries"),
     ):
         if count:
             parts.append(f"{count} {word}")
+    if view.goodput is not None and view.goodput < 1.0:
+        parts.append(f"goodput {_percent(view.goodput)}")
     return ";  ".join(parts)
 
 

@@ -154,6 +154,8 @@ class EpochTask:
         self._step = -1
         self._running = -1
         """The step whose passes run; -1 if none do."""
+        self._generation = 0
+        """Of the newest `Begin` that the passes know of."""
         self._newest: Begin | None = None
         """The newest that has come, which may say who else computes what in the step that runs."""
         self._news = asyncio.Event()
@@ -179,7 +181,8 @@ class EpochTask:
         if isinstance(begin, Begin):
             self._newest = begin
             if begin.step == self._running:
-                self._news.set()
+                if begin.generation != self._generation:  # else it was sent again
+                    self._news.set()
                 return  # its vote answers this
         self._commands.put_nowait(command)
 
@@ -451,6 +454,7 @@ class EpochTask:
 
     def _change(self, begin: Begin) -> StepChange:
         """Who computes what in a step."""
+        self._generation = begin.generation
         absent = [row for row, stage in begin.absent if stage == self.stage]
         try:
             work = self._share.work(begin.portions, absent)

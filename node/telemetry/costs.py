@@ -8,12 +8,12 @@ and processes change.
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from node.telemetry.clock import WAITS, TimeKind
-from node.telemetry.events import StepCosts
+from node.telemetry.events import Event, SeatLost, StepCosts
 from wire.figures import FlowFigures, LinkFigures, LinkKey, Place, StageFigures, counters_of, flow_sum
 from wire.made import made
 from wire.spec import Direction
@@ -109,6 +109,38 @@ def summed(before: StepCosts, costs: StepCosts) -> StepCosts | None:
         stages=tuple([old + new for old, new in zip(before.stages, costs.stages, strict=True)]),
         links=tuple([old + new for old, new in zip(before.links, costs.links, strict=True)]),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What nodes spent on steps, as the events of a run tell it, in seconds times nodes."""
+
+    spent: float = 0.0
+    lost: float = 0.0
+    """Of it: what deaths, aborts and rollbacks undid."""
+    highest: int = 0
+    """The newest step that was ever committed."""
+
+    @property
+    def goodput(self) -> float | None:
+        """The share that steps on record were made of; None before there was any work."""
+        return max(0.0, 1.0 - self.lost / self.spent) if self.spent else None
+
+    def after(self, event: Event) -> "Work":
+        """With what `event` adds."""
+        match event:
+            case SeatLost():
+                return replace(self, lost=self.lost + event.lost_seconds)
+            case StepCosts():
+                spent = event.seconds * len(event.stages)
+                again = event.aborted or event.step <= self.highest
+                return Work(
+                    spent=self.spent + spent,
+                    lost=self.lost + (spent if again else 0.0),
+                    highest=self.highest if event.aborted else max(self.highest, event.step),
+                )
+            case _:
+                return self
 
 
 OTHER_CODEC = "other"

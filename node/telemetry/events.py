@@ -351,6 +351,8 @@ class SeatLost(Event):
     """That its row had in the step that ran; empty between two steps, or if all of it was done."""
     takers: tuple[int, ...] = ()
     """The row that computes each of these now."""
+    lost_seconds: float = 0.0
+    """What the row's nodes had spent on them, seconds times nodes."""
 
     @property
     def text(self) -> str:

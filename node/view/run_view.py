@@ -278,6 +278,10 @@ class RunView:
     """Oldest first."""
     aborted: int
     """Steps aborted and run again; planned changes of placement are none."""
+    lost: int = 0
+    """Nodes that were lost while their step went on."""
+    goodput: float | None = None
+    """The share of nodes' work in steps that deaths, aborts and rollbacks did not undo; None before any."""
     recoveries: int
     replaced: tuple[str, ...] = ()
     """Who lost a stage or was shut out, and why, a line for each node; the newest last."""

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
+from node.telemetry.costs import Work
 from node.telemetry.format import bytes_text, duration_text, named, printable, without_addresses
 from node.view.bottleneck import Evidence, bottleneck
 from node.view.link_views import NOT_LISTENING, NOT_REACHED, alike, link_views
@@ -78,6 +79,8 @@ class RunViewBuilder:
     highest_step: int = 0
     replayed: int = 0
     aborted: int = 0
+    lost: int = 0
+    work: Work = field(default_factory=Work)
     recoveries: int = 0
     snapshots: tuple[SnapshotView, ...] = ()
     """By step, pruned ones included: the newest counts if later ones are damaged."""
@@ -104,6 +107,7 @@ class RunViewBuilder:
     def apply(self, event: events.Event, at: float) -> None:
         """Apply `event` of Unix time `at`; kinds that are not in a view are ignored."""
         self.updated = max(self.updated, at)
+        self.work = self.work.after(event)
         match event:
             case events.RunStarted():
                 self._start(event, at)
@@ -127,6 +131,10 @@ class RunViewBuilder:
             case events.StepAborted():
                 self.aborted += not event.is_planned
                 self.restoring = True
+            case events.SeatLost():
+                self.lost += 1
+            case events.SeatFilled():
+                self._fill(event)
             case events.Recovered():
                 self.recoveries += 1
             case events.TokenUses():
@@ -244,6 +252,8 @@ class RunViewBuilder:
             samples=self.samples,
             scores=self.scores,
             aborted=self.aborted,
+            lost=self.lost,
+            goodput=self.work.goodput,
             recoveries=self.recoveries,
             replaced=tuple(self.replaced.values()),
             dropped=self.dropped,
@@ -323,6 +333,13 @@ class RunViewBuilder:
         self.placement = event
         self.steps_done = event.resume_step
         self.restoring = False
+
+    def _fill(self, event: events.SeatFilled) -> None:
+        """A seat of the placement has another node."""
+        if self.placement is not None and self.placement.epoch == event.epoch:
+            nodes = list(self.placement.nodes)
+            nodes[event.row * self.placement.stages + event.stage] = event.node_id
+            self.placement = replace(self.placement, nodes=tuple(nodes))
 
     def _count(self, costs: events.StepCosts) -> None:
         sums = {link.ends: link for link in self.links}

@@ -93,12 +93,15 @@ function drawHead(view) {
   const codecs = view.forward_codec ? `activations ${view.forward_codec}, gradients ${view.backward_codec}` : "";
   byId("pipeline-note").textContent = [view.stages.length ? `epoch ${view.epoch}` : "", codecs].filter(Boolean).join(" · ");
   const troubles = [
+    [view.lost, "node lost in a step", "nodes lost in steps"],
     [view.aborted, "step aborted", "steps aborted"],
     [view.recoveries, "recovery", "recoveries"],
     [view.replayed, "step replayed", "steps replayed"],
     [view.coordinator_starts - 1, "restart", "restarts"],
   ];
-  byId("counts").textContent = troubles.filter(([many]) => many > 0).map(([many, one, more]) => `${many} ${many > 1 ? more : one}`).join(", ");
+  const counts = troubles.filter(([many]) => many > 0).map(([many, one, more]) => `${many} ${many > 1 ? more : one}`);
+  if (view.goodput !== null && view.goodput < 1) counts.push(`goodput ${(100 * view.goodput).toFixed(1)} %`);
+  byId("counts").textContent = counts.join(", ");
 }
 
 function drawBottleneck(view) {

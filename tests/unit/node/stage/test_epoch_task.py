@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -228,6 +229,57 @@ async def test_a_command_that_comes_again_is_answered_again_and_not_done_again()
         talk.task.submit(take)
         await talk.ask(Begin(epoch=4, step=1))
         assert talk.node.uploads == [(4, 1)]
+
+
+async def test_a_begin_that_comes_again_while_its_step_runs_changes_no_work() -> None:
+    """As after a control connection broke."""
+    go_on = threading.Event()
+    async with epoch() as talk:
+        await talk.begun()
+        stage, inbox = talk.node.stage, talk.node.inbox
+        run_step, begun, loop = stage.run_step, asyncio.Event(), asyncio.get_running_loop()
+
+        def held(*arguments: Any) -> Vote:
+            loop.call_soon_threadsafe(begun.set)
+            assert go_on.wait(SECONDS)
+            inbox.check()
+            assert inbox.take_change() is None
+            return run_step(*arguments)
+
+        stage.run_step = held  # type: ignore[method-assign]
+        begin = Begin(epoch=4, step=0)
+        talk.task.submit(begin)
+        await begun.wait()
+        talk.task.submit(begin)
+        await asyncio.sleep(0)
+        go_on.set()
+        assert isinstance(await talk.hear(), Vote)
+
+
+async def test_a_node_that_enters_takes_tensors_while_it_applies_the_steps_before() -> None:
+    key = TensorKey(epoch=4, step=3, microbatch=0, boundary=0, direction=Direction.ACTIVATION)
+    stage = Stage()
+    stage.state_step = 2
+    node, applies = Node(stage), asyncio.Event()
+
+    async def settle() -> None:
+        await applies.wait()
+        stage.state_step = 3
+
+    node.settle = settle  # type: ignore[method-assign]
+    task = EpochTask(replace(PLACEMENT, enters=True), node)
+    running = asyncio.create_task(task.run())
+    talk = Talk(node, task)
+    await talk.hear()
+    assert isinstance(await talk.ask(Restore(epoch=4, step=2)), Ready)
+    task.submit(Begin(epoch=4, step=3))
+    for _ in range(9):
+        await asyncio.sleep(0)
+        assert task.expect(Peer(0, 0), key) == 64
+    applies.set()
+    assert isinstance(await talk.hear(), Vote)
+    running.cancel()
+    await asyncio.wait([running], timeout=SECONDS)
 
 
 async def test_a_commit_that_carries_the_next_step_is_answered_by_its_vote() -> None:
