@@ -7,10 +7,9 @@ over groups take a set time more. Nodes die at random (exponential times), their
 and a process of the same node is back some seconds later. It fetches its state and follows the steps that are
 committed meanwhile, then has its seat again. Times of messages are a set round trip.
 
-Goodput is committed steps, each once, over those of a run without deaths in the same time. Runs of a grid
-have the same deaths per node, and a snapshot is due every 15 steps. The same deaths are put to a
-machine that ends the epoch at each of them: then rows that are whole, or that survivors make, begin the step
-anew.
+Goodput is committed steps, each once, over those of a run without deaths in the same time; a snapshot is due
+every 15 steps. The same deaths are put to a machine that ends the epoch at each of them: then rows that are
+whole, or that survivors make, begin the step anew.
 """
 
 import argparse
@@ -408,16 +407,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found.append({"grid": name, "a_node_dies": rate, "goes_on": goes_on, **figures})
                 way = "goes on" if goes_on else "aborts"
                 print(f"{name:7} {rate:15} {way:8} {mean:.3f} {cost:6.1f} s", flush=True)
-    report = {
-        "commit": commit(),
-        "hardware": hardware(),
-        "versions": {"python": platform.python_version()},
-        "seeds": list(range(options.runs)),
-        "grids": {name: asdict(case) for name, case in CASES.items()},
-        "cases": found,
-        "took": time.monotonic() - began,
-    }
-    write(Path(options.out), report)
+        # After each grid: what is measured is kept, however long the next one takes.
+        report = {
+            "commit": commit(),
+            "hardware": hardware(),
+            "versions": {"python": platform.python_version()},
+            "seeds": list(range(options.runs)),
+            "node_hours": options.node_hours,
+            "grids": {one: asdict(CASES[one]) for one in dict.fromkeys(case["grid"] for case in found)},
+            "cases": found,
+            "took": time.monotonic() - began,
+        }
+        write(Path(options.out), report)
 
 
 if __name__ == "__main__":
