@@ -43,6 +43,7 @@ from wire.version import VERSION
 RECORD = RESULTS / "faults.json"
 SOAK = RESULTS / "soak.json"
 ATTACK = RESULTS / "attack.json"
+CHURN = RESULTS / "churn.json"
 STATES = RESULTS / "state_attacks.json"
 DOCUMENT = ROOT / "deploy" / "FAULTS.md"
 STEP, SNAPSHOT = 3, 2
@@ -314,6 +315,8 @@ coordinator. `coordinator.heartbeat_seconds` is {report["heartbeat_seconds"]:g} 
 again loads its libraries first. A dash: the coordinator has no reason to notice, because the link itself
 reconnects or asks for the frame again, or because it is the coordinator that died.
 
+{_churn()}
+
 ## Soak
 
 `make soak` kills processes by seeded random schedules and compares every run with an undisturbed one.
@@ -328,6 +331,43 @@ their absence was noticed, and their return is what was. `coordinator.silent_sec
 {soak["silent_seconds"]:g}.
 
 {_attacks()}"""
+
+
+def _churn() -> str:
+    """What a death costs, by how often nodes die."""
+    report = json.loads(CHURN.read_text(encoding="utf-8"))
+    found = {(case["grid"], case["a_node_dies"], case["goes_on"]): case for case in report["cases"]}
+    rows = [
+        [
+            grid,
+            rate if "minute" in rate else f"every {rate}",
+            f"{case['goodput']:.2f}",
+            f"{found[grid, rate, False]['goodput']:.2f}",
+            f"{case['seconds_a_death']:.1f}",
+        ]
+        for (grid, rate, goes_on), case in found.items()
+        if goes_on and rate != "none"
+    ]
+    columns = [("stages x rows", "left"), ("a node dies", "left"), ("goodput", "right")]
+    columns += [("if each death ended the step", "right"), ("seconds of the run a death", "right")]
+    steps = sorted({grid["step"] for grid in report["grids"].values()})
+    return f"""## What a death costs
+
+A node that dies in a step costs its row's work of that step, and then the row until somebody has its seat.
+Rows that are whole take the groups of its row at once; the step's losses and weights are those of a step
+without a death. A node that comes for the seat fetches its state and catches up beside the steps, and has it
+between two of them. With one row a death ends the step, which runs again.
+
+Goodput is the share of a calm run's steps that are committed in the same time, each counted once. Simulated
+by `python -m scripts.experiments.churn` with the run's real state machine and nodes that take a set time:
+steps of {" or ".join(f"{step:g}" for step in steps)} s, a dead node back after 10 s, 20 s to fetch its state,
+seeds {report["seeds"][0]} to {report["seeds"][-1]} of {report["node_hours"]:g} node-hours each.
+
+{markdown(columns, rows)}
+
+Take several times as many groups as rows, a number that one row less shares evenly too: 12 for four rows,
+which three share as four each. Where nodes die every few minutes, most of the loss is rows that wait for a
+seat."""
 
 
 def _attacks() -> str:
