@@ -410,11 +410,14 @@ class EpochTask:
 
         await self._voted(attempt)
 
-    async def _run_more(self, begin: Begin) -> None:
-        """Others compute the groups of the step that was voted for, or this row more of them."""
+    async def _run_more(self, begin: Begin, late: StepChange | None = None) -> None:
+        """Others compute the groups of the step that was voted for, or this row more of them.
+
+        `late`: a change that came when the vote was computed.
+        """
         executor = self._services.executor
         self._running = begin.step
-        change = await self._with_samples(self._change(begin))
+        change = (await self._with_samples(self._change(begin))).after(late)
         if self._io is not None and not change.work.groups:
             self._io.leave_row()
         await self._voted(lambda: executor.run_more(change))
@@ -443,14 +446,14 @@ class EpochTask:
             self._running = -1
             self._news.clear()
         vote = computing.result()
-        services.inbox.take_change()  # what came too late is in `_newest`, too
+        late = services.inbox.take_change()  # who computes what is in `_newest`, too
         if vote is None:
             raise RunError("it ran short of memory, and plans with less from now on")
         points.reach(points.Phase.VOTING, stage=self.stage, step=step)
         self._vote = vote
         newest = self._newest
         if newest is not None and newest.step == step and newest.generation != vote.generation:
-            await self._run_more(newest)
+            await self._run_more(newest, late)
 
     def _change(self, begin: Begin) -> StepChange:
         """Who computes what in a step."""

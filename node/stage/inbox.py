@@ -50,6 +50,14 @@ class StepChange:
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
     """By part: of each group that the row gets to compute as well."""
 
+    def after(self, before: "StepChange | None") -> "StepChange":
+        """With the samples of an earlier change that was not taken, too: they are asked for once."""
+        if before is None:
+            return self
+        parts = {*before.samples, *self.samples}
+        samples = {part: {**before.samples.get(part, {}), **self.samples.get(part, {})} for part in parts}
+        return replace(self, samples=samples)
+
 
 class Inbox:
     """Complete packed tensors by key, those of other rows by row too. Thread-safe."""
@@ -131,9 +139,7 @@ class Inbox:
     def announce(self, change: StepChange) -> None:
         """The step that runs has other work; the newest counts."""
         with self._arrived:
-            before = {} if self._change is None else self._change.samples
-            samples = {part: {**before.get(part, {}), **found} for part, found in change.samples.items()}
-            self._change = replace(change, samples={**before, **samples})
+            self._change = change.after(self._change)
             self._arrived.notify_all()
 
     def take_change(self) -> StepChange | None:

@@ -23,6 +23,8 @@ from node.telemetry.events import (
     Notice,
     PlacementMade,
     RunFinished,
+    SeatFilled,
+    SeatLost,
     SnapshotStored,
     StepAborted,
     StepDone,
@@ -339,13 +341,24 @@ def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Se
         bits_equal=ended and _as_undisturbed(run),
         steps_again=len(run.all(StepAborted)),
         longest_wait=round(max((after - before for before, after in pairwise(done)), default=0.0), 2),
-        replaced=liar_id not in run.all(PlacementMade)[-1].nodes,
+        replaced=not _has_stage(run, liar_id),
         honest_harmed=tuple(honest),
         line=_line(run, liar_id, stuck=stuck),
         status=() if stuck else _status(run, liar_id),
         is_exact=chosen.is_exact,
         missed=_missed(run) if chosen.saves else (),
     )
+
+
+def _has_stage(run: LyingRun, node_id: str) -> bool:
+    """At the end of the run."""
+    has = False
+    for _, event in run.heard_at:
+        if isinstance(event, PlacementMade):
+            has = node_id in event.nodes
+        elif isinstance(event, SeatLost | SeatFilled) and event.node_id == node_id:
+            has = isinstance(event, SeatFilled)
+    return has
 
 
 def _missed(run: LyingRun) -> tuple[int, ...]:

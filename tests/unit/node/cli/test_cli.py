@@ -84,7 +84,7 @@ def test_user_mistakes_are_one_line_and_exit_code_2(line: str, words: str, capsy
     [
         ("--listen nowhere", "'nowhere' is not host:port"),
         ("--advertise a:b", "'a:b' has no port"),
-        ("--device gpu", "--device must be auto, cpu or cuda:N, got 'gpu'"),
+        ("--device gpu", "--device must be auto, cpu, mps or cuda:N, got 'gpu'"),
         ("--listen 10.0.0..5:0", "'10.0.0..5:0' names no host"),
         (
             "--max-memory 1e300",

@@ -442,7 +442,7 @@ async def test_a_layer_that_all_rows_hand_in_wrong_is_given_up(tmp_path: Path) -
         for node in ("node-a", "node-b"):
             permit = handler.permit(node, 4, UNITS[0])
             with pytest.raises(WrongLayerError):
-                await handler.put(permit, files(1)[UNITS[0]])
+                await handler.put(permit, LayerFile.of(files(1)[UNITS[0]]))
             await handler.refused(permit)
         with pytest.raises(NotDueError, match="nobody asked"):
             handler.permit("node-b", 4, UNITS[0])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from node.processes.doctor import Status, healthy
 from node.processes.reach_check import Findings, Seen, check_reach, judged, nat_words
@@ -125,4 +126,4 @@ def test_the_paths_of_the_runs_links_are_said() -> None:
 
 
 def test_a_token_that_cannot_be_read_is_left_to_its_own_check() -> None:
-    assert list(check_reach("tw1_truncated")) == []
+    assert list(check_reach("tw1_truncated", torch.device("cpu"))) == []

@@ -40,8 +40,10 @@ from wire.messages import (
     FailureKind,
     NodeMessage,
     Placed,
+    PlacedRow,
     PlacedStage,
     Placement,
+    Portion,
     Ready,
     Restore,
     StepFailed,
@@ -254,6 +256,51 @@ async def test_a_begin_that_comes_again_while_its_step_runs_changes_no_work() ->
         await asyncio.sleep(0)
         go_on.set()
         assert isinstance(await talk.hear(), Vote)
+
+
+async def test_work_that_comes_when_the_vote_is_computed_has_its_samples() -> None:
+    """They are asked for once, when the coordinator first gives the row a group of another."""
+    go_on, begun, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+    stage, asked = Stage(), []
+    stage.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3, groups=2))
+    stage.needs = (BatchPart.INPUTS,)
+    node = Node(stage)
+
+    class Samples:
+        async def get(self, step: int, part: BatchPart, groups: tuple[int, ...], audited: object) -> str:
+            return "its own"
+
+        async def more(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> dict[int, str]:
+            asked.append(groups)
+            return dict.fromkeys(groups, "another row's")
+
+    def too_soon(*arguments: Any) -> Vote:
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(SECONDS)
+        return Vote(epoch=4, step=0, norms={1: 2.0}, loss=None)
+
+    def run_more(change: StepChange) -> Vote:
+        stage.log.append(change.samples)
+        return Vote(epoch=4, step=0, norms={1: 3.0}, loss=None, generation=change.generation)
+
+    node.batches = cast(Any, Samples())
+    stage.run_step, stage.run_more = too_soon, run_more  # type: ignore[method-assign, attr-defined]
+    rows = tuple(PlacedRow(node=STAGES[1], groups=(group,)) for group in (0, 1))
+    task = EpochTask(replace(PLACEMENT, rows=rows), node)
+    running = asyncio.create_task(task.run())
+    talk = Talk(node, task)
+    await talk.begun()
+    task.submit(Begin(epoch=4, step=0))
+    await begun.wait()
+    task.submit(Begin(epoch=4, step=0, generation=1, portions=(Portion(0, (0, 1)),)))
+    while not asked:
+        await asyncio.sleep(0)
+    go_on.set()
+    vote = await talk.hear()
+    assert isinstance(vote, Vote) and vote.generation == 1
+    assert stage.log[-1] == {BatchPart.INPUTS: {1: "another row's"}} and asked == [(1,)]
+    running.cancel()
+    await asyncio.wait([running], timeout=SECONDS)
 
 
 async def test_a_node_that_enters_takes_tensors_while_it_applies_the_steps_before() -> None:
