@@ -261,7 +261,7 @@ async def test_a_begin_that_comes_again_while_its_step_runs_changes_no_work() ->
 async def test_work_that_comes_when_the_vote_is_computed_has_its_samples() -> None:
     """They are asked for once, when the coordinator first gives the row a group of another."""
     go_on, begun, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
-    stage, asked = Stage(), []
+    stage, asked, is_asked = Stage(), [], asyncio.Event()
     stage.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3, groups=2))
     stage.needs = (BatchPart.INPUTS,)
     node = Node(stage)
@@ -272,6 +272,7 @@ async def test_work_that_comes_when_the_vote_is_computed_has_its_samples() -> No
 
         async def more(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> dict[int, str]:
             asked.append(groups)
+            is_asked.set()
             return dict.fromkeys(groups, "another row's")
 
     def too_soon(*arguments: Any) -> Vote:
@@ -293,8 +294,7 @@ async def test_work_that_comes_when_the_vote_is_computed_has_its_samples() -> No
     task.submit(Begin(epoch=4, step=0))
     await begun.wait()
     task.submit(Begin(epoch=4, step=0, generation=1, portions=(Portion(0, (0, 1)),)))
-    while not asked:
-        await asyncio.sleep(0)
+    await is_asked.wait()
     go_on.set()
     vote = await talk.hear()
     assert isinstance(vote, Vote) and vote.generation == 1
