@@ -40,8 +40,8 @@ from wire.errors import DataError
 LIMIT_SECONDS = 10.0
 """Of computing for one conversation; usual ones take less than a thousandth."""
 LIMIT_BYTES = 2 << 30
-LIMIT_CHARACTERS = 64 << 20
-"""Of a rendered conversation."""
+SURE_CHARACTERS, MOST_EXPANSION = 256 << 10, 100
+"""A rendered conversation may have so many characters, or so many times those that went into it."""
 _MARKS = re.compile("[\U000f0000-\U000ffffd]")
 """Private characters of Unicode, by which messages are found again."""
 _MOST_MESSAGES = 0x7FFF
@@ -240,13 +240,15 @@ class Template:
         self._blocks.clear()
         values = {**self._tokens, "tools": None, "documents": None, **extra}
         values.update(messages=list(messages), add_generation_prompt=prompt)
-        size = 0
+        size, most = 0, SURE_CHARACTERS
         try:
             for block in self._template.generate(values):
                 self._blocks.append(block)
                 size += len(block)
-                if size > LIMIT_CHARACTERS:
-                    raise TemplateError(f"writes more than {LIMIT_CHARACTERS} characters for a conversation")
+                if size > most:
+                    most = max(most, MOST_EXPANSION * len(str((messages, extra))))
+                if size > most:
+                    raise TemplateError(f"writes more than {most:,} characters for a conversation")
         except (TemplateError, MemoryError):
             raise
         except RecursionError as error:

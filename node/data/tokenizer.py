@@ -6,6 +6,7 @@
 coordinator needs.
 """
 
+import base64
 import json
 import logging
 import math
@@ -108,11 +109,19 @@ class BpeTokenizer(Tokenizer):
         import tokenizers
 
         self._bpe = bpe
+        self._folder = folder
         self._bpe.encode_special_tokens = True
+        if getattr(bpe.model, "dropout", None):
+            self._bpe.model.dropout = None  # with it the same text gives other ids each time
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
         self.begin = _begin(bpe, folder)
+        if max(self.begin, default=0) >= self.vocabulary:
+            raise DataError(
+                f"the tokenizer in {folder} begins texts with token {max(self.begin)}, and has tokens below "
+                f"{self.vocabulary}; copy its files again"
+            )
         default = bpe.token_to_id(END_OF_TEXT)
         known = _known_ends(bpe, folder)
         template = _template_text(folder)
@@ -136,10 +145,9 @@ class BpeTokenizer(Tokenizer):
         self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
-        texts = [piece for piece in pieces if piece != SEPARATOR]
-        encoded = iter(
-            self._bpe.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-        )
+        texts = [piece.decode() for piece in pieces if piece != SEPARATOR]
+        with _one_line(self._folder, "cannot encode this text"):
+            encoded = iter(self._bpe.encode_batch_fast(texts, add_special_tokens=False))
         return [
             self._between if piece == SEPARATOR else np.array(next(encoded).ids, dtype=self.dtype)
             for piece in pieces
@@ -148,7 +156,8 @@ class BpeTokenizer(Tokenizer):
     def prompt(self, text: str) -> list[int]:
         self._bpe.encode_special_tokens = False
         try:
-            ids = tuple(self._bpe.encode(text, add_special_tokens=False).ids)
+            with _one_line(self._folder, "cannot encode this text"):
+                ids = tuple(self._bpe.encode(text, add_special_tokens=False).ids)
             return list(ids if self.begin and ids[: len(self.begin)] == self.begin else self.begin + ids)
         finally:
             self._bpe.encode_special_tokens = True
@@ -163,7 +172,8 @@ class BpeTokenizer(Tokenizer):
         return END_OF_TEXT if self._bpe.token_to_id(END_OF_TEXT) is not None else ""
 
     def decode(self, ids: np.ndarray) -> str:
-        return str(self._bpe.decode(ids.tolist(), skip_special_tokens=False))
+        with _one_line(self._folder, "cannot decode these tokens"):
+            return str(self._bpe.decode(ids.tolist(), skip_special_tokens=False))
 
 
 BPE_FORMAT = "1"
@@ -213,6 +223,8 @@ def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokeniz
             for rules in filter(None, (made.normalizer, made.decoder)):
                 if (growth := _growth(json.loads(rules.__getstate__()))) > MOST_GROWTH:
                     raise DataError(f"{files[0]} makes {growth:.3g} characters of one, as no tokenizer does")
+            if (added := made.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
+                raise DataError(f"{files[0]} puts {added:,} tokens around a text, as no tokenizer does")
             return made
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -221,14 +233,21 @@ def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokeniz
 
 
 def _growth(rules: Mapping[str, Any]) -> float:
-    """The most characters that a normalizer or a decoder makes of one by what it puts in their place."""
+    """The most characters that a normalizer or a decoder makes of one, by what it puts in their place or
+    before them."""
     parts = rules.get("normalizers") or rules.get("decoders") or ()
-    return max(1, len(rules.get("content") or "")) * math.prod(map(_growth, parts), start=1.0)
+    own = max(len(rules.get("content") or ""), 1 + len(rules.get("prepend") or ""))
+    if charsmap := base64.b64decode(rules.get("precompiled_charsmap") or ""):
+        # SentencePiece's: the size of a search tree, the tree, and the texts that it leads to.
+        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+        own = max(own, *map(len, texts.split(b"\0")))
+    return own * math.prod(map(_growth, parts), start=1.0)
 
 
 @contextmanager
-def _one_line(path: Path) -> Iterator[None]:
-    """What is wrong with tables comes as bare Exception from the package, or as a panic of its Rust."""
+def _one_line(path: Path, what: str = "cannot be read") -> Iterator[None]:
+    """What is wrong with tables comes as bare Exception from the package, or as a panic of its Rust: of a
+    pattern that backtracks too often, for instance."""
     try:
         yield
     except DataError:
@@ -237,7 +256,7 @@ def _one_line(path: Path) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"the tokenizer in {path} cannot be read ({reason}); copy its files again") from error
+        raise DataError(f"the tokenizer in {path} {what} ({reason}); copy its files again") from error
 
 
 def of_tables(name: str) -> BpeTokenizer | None:

@@ -343,9 +343,22 @@ LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
         ("{{ lipsum(n=10 ** 8) }}", "takes more than 0.5 s"),
         ("{{ 'a' * 10 ** 11 }}", "takes more than 2 GiB"),
         ("{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "writes more than"),
+        ("{{ 'http://a.b ' * 50000 }}", "writes more than 262,144 characters"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
     ],
-    ids=["syntax", "sandbox", "zero", "range", "recursion", "loops", "text", "memory", "output", "deep"],
+    ids=[
+        "syntax",
+        "sandbox",
+        "zero",
+        "range",
+        "recursion",
+        "loops",
+        "text",
+        "memory",
+        "output",
+        "growth",
+        "deep",
+    ],
 )
 def test_bad_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str) -> None:
     monkeypatch.setattr(templates, "LIMIT_SECONDS", 0.5)

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,14 +143,75 @@ def test_a_word_without_end_is_cut_between_characters(monkeypatch: pytest.Monkey
     assert max(map(len, pieces)) <= 31
 
 
-@pytest.mark.parametrize("place", ["normalizer", "decoder"])
-def test_rules_that_let_text_grow_without_bound_are_refused(tables: Path, tmp_path: Path, place: str) -> None:
+_REPLACE = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 50}
+_CHARSMAP = (8).to_bytes(4, "little") + bytes(8) + b"e" * 5000 + b"\0"
+_A, _B = ({"Sequence": {"id": one, "type_id": 0}} for one in "AB")
+_SINGLE_AND_PAIR = {"single": [{"SpecialToken": {"id": "E", "type_id": 0}}, _A], "pair": [_A, _B]}
+_ENDS = {"id": "E", "ids": [0] * 5000, "tokens": ["E"] * 5000}
+
+
+@pytest.mark.parametrize(
+    "place,rule,says",
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [_REPLACE] * 6}, r"makes 1.56e\+10 characters"),
+        ("decoder", {"type": "Sequence", "decoders": [_REPLACE] * 6}, r"makes 1.56e\+10 characters"),
+        ("normalizer", {"type": "Prepend", "prepend": "e" * 10**5}, r"makes 1e\+05 characters"),
+        (
+            "normalizer",
+            {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(_CHARSMAP).decode()},
+            r"makes 5e\+03 characters",
+        ),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "E", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                ],
+                "pair": [{"Sequence": {"id": one, "type_id": 0}} for one in "AB"],
+                "special_tokens": {"E": _ENDS},
+            },
+            "puts 5,000 tokens",
+        ),
+    ],
+)
+def test_rules_that_let_text_grow_without_bound_are_refused(
+    tables: Path, tmp_path: Path, place: str, rule: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(DataError, match=says):
+        load_tokenizer(_with_rule(tables, tmp_path, place, rule))
+
+
+def _with_rule(tables: Path, folder: Path, place: str, rule: dict[str, Any]) -> str:
     rules = json.loads((tables / "hugging-face" / "tokenizer.json").read_bytes())
-    grows = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 50}
-    rules[place] = {"type": "Sequence", f"{place}s": [grows] * 6}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
-    with pytest.raises(DataError, match=r"makes 1.56e\+10 characters of one"):
-        load_tokenizer(str(tmp_path))
+    (folder / "tokenizer.json").write_text(json.dumps({**rules, place: rule}))
+    return str(folder)
+
+
+def test_a_pattern_that_backtracks_without_end_is_one_error(tables: Path, tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    both = {"type": "Sequence", "pretokenizers": [split, as_bytes]}
+    found = load_tokenizer(_with_rule(tables, tmp_path, "pre_tokenizer", both))
+    with pytest.raises(DataError, match="cannot encode this text"):
+        found.encode([b"a" * 60_000])
+    with pytest.raises(DataError, match="cannot encode this text"):
+        found.prompt("a" * 60_000)
+
+
+def test_the_same_text_gives_the_same_ids_whatever_the_tables_say(tables: Path, tmp_path: Path) -> None:
+    rules = json.loads((tables / "hugging-face" / "tokenizer.json").read_bytes())
+    name = _with_rule(tables, tmp_path, "model", {**rules["model"], "dropout": 0.9})
+    plain = load_tokenizer(str(tables / "hugging-face")).encode([PROSE.encode()])
+    assert [ids.tolist() for ids in load_tokenizer(name).encode([PROSE.encode()])] == [plain[0].tolist()]
+
+
+def test_a_first_token_that_the_tables_do_not_have_is_refused(tables: Path, tmp_path: Path) -> None:
+    first = {"E": {"id": "E", "ids": [4_000_000_000], "tokens": ["E"]}}
+    rule = {"type": "TemplateProcessing", **_SINGLE_AND_PAIR, "special_tokens": first}
+    with pytest.raises(DataError, match="token 4000000000"):
+        load_tokenizer(_with_rule(tables, tmp_path, "post_processor", rule))
 
 
 def test_text_that_looks_like_a_special_token_stays_text(tables: Path) -> None:
