@@ -75,7 +75,7 @@ def damage(directory: Path) -> str | None:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
                 return f"{path} is empty"
-            if version > SCHEMA_VERSION:
+            if version != SCHEMA_VERSION:
                 return None
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok" or db.execute("SELECT count(*) FROM run").fetchone()[0] != 1:

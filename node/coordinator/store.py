@@ -253,10 +253,6 @@ class Store:
         try:
             with store.reading() as db:
                 version: int = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 1:
-                with store.writing() as db:
-                    _create_tables(db)
-                return store
         except BaseException:
             store.close()
             raise

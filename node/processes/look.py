@@ -109,8 +109,6 @@ async def look(
                 up=sent / max(1e-6, time.monotonic() - began),
             )
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise LinkError("the coordinator is of a version that tells nothing of paths") from None
         raise LinkError(f"the coordinator did not tell what it sees ({error.details()})") from None
 
 

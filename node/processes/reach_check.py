@@ -18,6 +18,7 @@ from cryptography import x509
 from node.config.schema import PLANNED, TrainingSection
 from node.processes.doctor import CONTACT_SECONDS, Check, Status
 from node.processes.look import look
+from node.run_file.validate import COMPUTES, PRECISIONS
 from node.stage.machine_info import cannot_compute
 from node.telemetry.format import printable
 from wire import event_loop
@@ -149,8 +150,16 @@ def judged(found: Findings) -> Iterator[Check]:
 
 def judge_precision(precision: str, compute: str, device: torch.device) -> Iterator[Check]:
     """Whether a device computes in what a run needs, by the coordinator's words."""
-    if not precision:
-        return  # of an older version
+    if precision not in PRECISIONS or compute not in COMPUTES:
+        yield Check(
+            name="precision",
+            status=Status.FAIL,
+            detail=printable(f"the coordinator says that the run computes in {precision!r}, {compute!r}")[
+                :200
+            ],
+            fix="nobody knows what that is here: use the version of thinwire that the coordinator runs",
+        )
+        return
     training = TrainingSection(precision=precision, compute=compute)
     if line := cannot_compute(training, device):
         detail, _, fix = line.partition(": ")

@@ -1,6 +1,5 @@
 """The coordinator's database: records, refusals, and concurrent access."""
 
-import contextlib
 import math
 import os
 import resource
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.decisions import recorded_codecs
 from node.coordinator.store import (
     DATABASE_FILE,
     NORMS_KEPT,
@@ -27,7 +25,6 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
-from node.tuning.decisions import StepHistory
 from wire.errors import RefusalCode, RunError, UserError
 from wire.identity.enrolment import Hardware
 from wire.identity.names import node_id_of
@@ -109,26 +106,16 @@ def test_a_folder_that_is_not_a_run_is_reported(tmp_path: Path) -> None:
 
 def test_another_schema_says_so(directory: Path) -> None:
     create(directory).close()
-    for version, expected in ((7, "has schema 7 and this thinwire reads schema 2"), (0, "never finished")):
+    for version, expected in (
+        (7, "has schema 7 and this"),
+        (1, "has schema 1 and this"),
+        (0, "never finished"),
+    ):
         database = sqlite3.connect(directory / DATABASE_FILE)
         database.execute(f"PRAGMA user_version = {version}")
         database.close()
         with pytest.raises(UserError, match=expected):
             Store.open(directory)
-
-
-def test_a_run_of_schema_1_gets_the_tables_that_it_had_no_use_for(directory: Path) -> None:
-    with create(directory) as store:
-        store.record_step(STEP)
-    with contextlib.closing(sqlite3.connect(directory / DATABASE_FILE)) as database:
-        for table in ("unclaimed", "placed_rows", "unit_norms", "held_out", "snapshot_layers", "decisions"):
-            database.execute(f"DROP TABLE {table}")
-        database.execute("PRAGMA user_version = 1")
-    for _ in range(2):
-        with Store.open(directory) as store:
-            assert store.steps() == [STEP]
-            assert store.held_out() == [] and store.unit_norms(after=-1) == {} and store.placement(1) == []
-            assert recorded_codecs(store) == StepHistory()
 
 
 def test_a_creation_that_was_cut_short_can_be_done_again(directory: Path) -> None:

@@ -400,7 +400,9 @@ def test_a_token_says_what_the_device_must_compute_in(monkeypatch: pytest.Monkey
     for precision in ("float16", "float32", "auto"):
         (good,) = judge_precision(precision, "precision", device)
         assert good.status is Status.OK
-    assert list(judge_precision("", "", device)) == []
+    for precision, compute in (("", ""), ("float99", "precision"), ("float32", "\x1b[31m" * 999)):
+        (bad,) = judge_precision(precision, compute, device)
+        assert bad.status is Status.FAIL and len(bad.detail) <= 200 and bad.detail.isprintable()
 
 
 def test_a_card_without_bfloat16_is_told_which_runs_it_computes() -> None:
