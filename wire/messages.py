@@ -492,6 +492,8 @@ class SendLayers:
 
     step: int
     units: tuple[str, ...]
+    place: str = ""
+    """The folder in an object store that they go to instead."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv = sys.argv[1:] if argv is None else argv
         args = build_parser(argv[0] if argv else "").parse(argv)
-        if argv[0] in _STARTS_NATIVE_THREADS:
-            _refuse_small_address_space()
+        _refuse_small_address_space(1000 if argv[0] in _STARTS_NATIVE_THREADS else 300)
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -144,17 +143,20 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 _STARTS_NATIVE_THREADS = ("demo", "coordinator", "join", "resume", "lab")
-_LEAST_ADDRESS_SPACE = 10**9
-"""Bytes. Below it gRPC's and torch's own threads abort the process, where no exception can be caught: a
-coordinator aborts at 0.5 GB and runs with 0.8 GB."""
 
 
-def _refuse_small_address_space() -> None:
+def _refuse_small_address_space(least: int) -> None:
+    """Raises MemoryExhaustedError below `least` MB.
+
+    There gRPC's, torch's and numpy's own threads abort the process or wait for ever, where no exception can
+    be caught: a coordinator aborts with 500 MB and runs with 800, numpy aborts with 120, and a plan waits
+    with 200.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
+    if limit != resource.RLIM_INFINITY and limit < least * 10**6:
         raise MemoryExhaustedError(
-            f"this process may use {limit / 1e6:.0f} MB of addresses, and needs at least "
-            f"{_LEAST_ADDRESS_SPACE / 1e6:.0f} MB: raise the limit (`ulimit -v`)"
+            f"this process may use {limit / 1e6:.0f} MB of addresses, and needs at least {least} MB: raise "
+            "the limit (`ulimit -v`)"
         )
 
 

@@ -433,8 +433,6 @@ class Coordinator:
         # Layers do not go by the relay: a node that others cannot reach hands its own in here.
         reachable = self.addresses().keys() >= {*epoch.snapshot_nodes}
         place = snapshot_place(self.config, step, [one.hello.download_rate for one in self._sessions])
-        if is_url(place):
-            return self._kept.expect(step, [epoch.snapshot_nodes], place)
         # Other rows hold the same state, and a second one saves its own copy: nothing has to be sent to hold
         # two, or if a layer is refused. One of the same kind: its layers have the same bits.
         kinds = epoch.kinds_of
@@ -447,7 +445,9 @@ class Coordinator:
             )
         ][:1]
         to_nodes, rows = reachable and place == NODES, [epoch.snapshot_nodes, *second]
-        if to_nodes:
+        if is_url(place):
+            self._kept.expect(step, rows, place)
+        elif to_nodes:
             self._kept.expect(step, rows)
         else:
             await self._snapshots.expect(step, rows)

@@ -29,7 +29,7 @@ from node.state.snapshot import list_snapshots, write_errors
 from node.training.loss_scale import ScaleOf, no_scale
 from wire.errors import NotYetError, ProtocolViolationError, RunError, WrongLayerError
 from wire.identity.files import write_private
-from wire.messages import NODES, CoordinatorMessage, HeldLayer, PlacedStage, Prefetch, Retain
+from wire.messages import NODES, CoordinatorMessage, HeldLayer, PlacedStage, Prefetch, Retain, SendLayers
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class KeptSnapshots:
 
     def expect(self, step: int, rows: Sequence[Sequence[str]], url: str = "") -> None:
         """The nodes of these rows, by stage, are about to save the state of `step`: on their disks, or in the
-        object store that is named."""
+        object store that is named, where the first row saves it, and others layers that are refused."""
         makers: dict[str, list[str]] = {unit: [] for unit in self._units}
         for nodes in rows:
             for node, units in zip(nodes, stage_units(self._config, len(nodes)), strict=True):
@@ -212,7 +212,10 @@ class KeptSnapshots:
     def agreed(self, step: int, hashes: Mapping[str, str]) -> list[tuple[str, str]]:
         """As `LayerPlaces.agreed`."""
         self._changed.set()
-        return self._places.agreed(step, hashes)
+        wrong = self._places.agreed(step, hashes)
+        for node_id, _ in wrong:
+            self._ask_others(node_id, step)
+        return wrong
 
     def drop(self, step: int) -> None:
         """No snapshot of `step` is taken."""
@@ -236,10 +239,12 @@ class KeptSnapshots:
         unknown = []
         for file in layers:
             if file.bytes > self._book.most_bytes(file.unit):
+                self._ask_others(node_id, file.step)
                 raise ProtocolViolationError(f"layer {file.unit} cannot have {file.bytes} bytes")
             if self._places.held(node_id, file):
                 self._run.layer_received(file.step, file.unit)
             elif self._places.is_wrong(node_id, file):
+                self._ask_others(node_id, file.step)
                 raise WrongLayerError(node_id, file.step, file.unit)
             elif file.step in self._places or file.step not in known:
                 unknown.append((file.step, file.unit))
@@ -292,6 +297,13 @@ class KeptSnapshots:
         return Retain(steps=tuple(sorted({*steps})), record=json.dumps(record) if manifests else "")
 
     # ---- inside
+
+    def _ask_others(self, node_id: str, step: int) -> None:
+        """What a node saved is refused: in an object store, another row is asked to save its own."""
+        for other, units in self._places.others(node_id, step).items():
+            self._run.send(other, SendLayers(step=step, units=units, place=self._places.url(step)))
+            for unit in units:
+                self._run.layer_received(step, unit)  # nobody waits for the first node any more
 
     def _wait_for(self, step: int, unit: str, holders: Sequence[str]) -> None:
         """Nobody here holds the layer: wait a while, then go on from an older snapshot if there is one."""

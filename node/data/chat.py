@@ -21,6 +21,7 @@ from node.data.templates import ChatTemplate, Rendered
 from node.data.text import expanded
 from node.data.tokenizer import (
     json_object,
+    one_line,
     parsed_tokenizer,
     read_bounded,
     special_tokens,
@@ -89,9 +90,12 @@ class ChatEncoder:
         bpe: "tokenizers.Tokenizer",
         template: ChatTemplate,
         fingerprint: str,
+        path: Path,
         marker: Marker | None = None,
     ) -> None:
+        """`path` is the tokenizer's, for messages."""
         self._bpe = bpe
+        self._path = path
         self._template = template
         self._marker = marker
         self.fingerprint = fingerprint
@@ -132,7 +136,7 @@ class ChatEncoder:
         return normalized(row, place, self._template.forms)
 
     def _tokens(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
-        encoded = self._bpe.encode(rendered.text, add_special_tokens=False)
+        encoded = self._encoded(rendered.text)
         ids = np.array(encoded.ids, dtype=np.int64)
         offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), dtype=bool)
@@ -145,7 +149,7 @@ class ChatEncoder:
     @property
     def turn_ends(self) -> frozenset[int]:
         """The special token with which the assistant's turns end; empty if they end otherwise."""
-        ids = self._bpe.encode(self._template.turn_end, add_special_tokens=False).ids
+        ids = self._encoded(self._template.turn_end).ids
         return frozenset(ids[:1]) & self._bpe.get_added_tokens_decoder().keys()
 
     def question(self, text: str) -> list[int]:
@@ -157,7 +161,11 @@ class ChatEncoder:
             rendered = self._template.prompt([{"role": "user", "content": text}])
         except Dropped as error:
             raise DataError(f"the chat template cannot render the prompt: {error}") from error
-        return list(self._bpe.encode(rendered, add_special_tokens=False).ids)
+        return list(self._encoded(rendered).ids)
+
+    def _encoded(self, text: str) -> "tokenizers.Encoding":
+        with one_line(self._path, "cannot encode this text"):
+            return self._bpe.encode(text, add_special_tokens=False)
 
 
 def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = None) -> ChatEncoder:
@@ -178,10 +186,10 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
     source, where = _template_source(folder, template) if marker is None else (MARKED_TEXT, "thinwire")
     tokens = special_tokens(folder)
     rendering = _template(source, tuple(sorted(tokens.items())), where)
-    parts = [*tables, source.encode(), json.dumps(tokens, sort_keys=True).encode()]
+    parts = [*tables, source.encode(errors="surrogatepass"), json.dumps(tokens, sort_keys=True).encode()]
     parts += [repr(marker).encode()] if marker is not None else []
     fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-    return ChatEncoder(bpe, rendering, fingerprint, marker)
+    return ChatEncoder(bpe, rendering, fingerprint, path, marker)
 
 
 def chat_encoder(data: DataSection) -> ChatEncoder:

@@ -1,9 +1,9 @@
 """Render chat templates, in a process of their own: they come with models from anywhere.
 
 A template is a program. The sandbox keeps it from files and from Python's insides, and the process keeps it
-from time and memory: the system ends it at `LIMIT_SECONDS` of computing for a conversation, and refuses it
-more than `LIMIT_BYTES`. `ChatTemplate` starts the process and asks it, a line of JSON for a conversation;
-`Template` is what answers there.
+from time and memory: the system ends it at `LIMIT_SECONDS` of computing for a conversation, or
+`MEAN_SECONDS` for each of many, and refuses it more than `LIMIT_BYTES`. `ChatTemplate` starts the process and
+asks it, a line of JSON for a conversation; `Template` is what answers there.
 
 Which text is the assistant's: what the template marks by `{% generation %}`. A template without marks is
 rendered up to each message: what the assistant's message adds to the prompt is the assistant's. A template
@@ -39,6 +39,8 @@ from wire.errors import DataError
 
 LIMIT_SECONDS = 10.0
 """Of computing for one conversation; usual ones take less than a thousandth."""
+MEAN_SECONDS = 1.0
+"""Of computing for each of many conversations."""
 LIMIT_BYTES = 2 << 30
 SURE_CHARACTERS, MOST_EXPANSION = 256 << 10, 100
 """A rendered conversation may have so many characters, or so many times those that went into it."""
@@ -84,7 +86,7 @@ class ChatTemplate:
         self._where = where
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [*program("data.templates"), str(LIMIT_SECONDS)],
+            [*program("data.templates"), str(LIMIT_SECONDS), str(MEAN_SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -145,7 +147,8 @@ class ChatTemplate:
 
     def _ending(self) -> str:
         if self._process.wait() == -signal.SIGPROF:
-            return f"takes more than {LIMIT_SECONDS:g} s for a conversation"
+            each = f"{MEAN_SECONDS:g} s for each of many"
+            return f"takes more than {LIMIT_SECONDS:g} s for a conversation, or {each}"
         return "ended the process that renders it"
 
 
@@ -544,16 +547,21 @@ def _rendered(template: Template, given: dict[str, Any], begin: Callable[[], obj
     return {"text": found.text, "spans": found.assistant}
 
 
-def main(seconds: float) -> None:
+def main(seconds: float, mean: float) -> None:
     """Answer until the parent closes the pipe."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-    # The clock of the limit runs while a conversation is rendered.
-    for answer in _answers(iter(sys.stdin.buffer), lambda: signal.setitimer(signal.ITIMER_PROF, seconds)):
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    # This clock runs while the process computes.
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+    def begin() -> None:
+        left, _ = signal.getitimer(signal.ITIMER_PROF)
+        signal.setitimer(signal.ITIMER_PROF, min(seconds, left + mean))
+
+    for answer in _answers(iter(sys.stdin.buffer), begin):
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(*map(float, sys.argv[1:]))

@@ -111,8 +111,6 @@ class BpeTokenizer(Tokenizer):
         self._bpe = bpe
         self._folder = folder
         self._bpe.encode_special_tokens = True
-        if getattr(bpe.model, "dropout", None):
-            self._bpe.model.dropout = None  # with it the same text gives other ids each time
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
@@ -146,7 +144,7 @@ class BpeTokenizer(Tokenizer):
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         texts = [piece.decode() for piece in pieces if piece != SEPARATOR]
-        with _one_line(self._folder, "cannot encode this text"):
+        with one_line(self._folder, "cannot encode this text"):
             encoded = iter(self._bpe.encode_batch_fast(texts, add_special_tokens=False))
         return [
             self._between if piece == SEPARATOR else np.array(next(encoded).ids, dtype=self.dtype)
@@ -156,7 +154,7 @@ class BpeTokenizer(Tokenizer):
     def prompt(self, text: str) -> list[int]:
         self._bpe.encode_special_tokens = False
         try:
-            with _one_line(self._folder, "cannot encode this text"):
+            with one_line(self._folder, "cannot encode this text"):
                 ids = tuple(self._bpe.encode(text, add_special_tokens=False).ids)
             return list(ids if self.begin and ids[: len(self.begin)] == self.begin else self.begin + ids)
         finally:
@@ -172,7 +170,7 @@ class BpeTokenizer(Tokenizer):
         return END_OF_TEXT if self._bpe.token_to_id(END_OF_TEXT) is not None else ""
 
     def decode(self, ids: np.ndarray) -> str:
-        with _one_line(self._folder, "cannot decode these tokens"):
+        with one_line(self._folder, "cannot decode these tokens"):
             return str(self._bpe.decode(ids.tolist(), skip_special_tokens=False))
 
 
@@ -201,7 +199,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     tables = [read_bounded(file) for file in found]
     bpe = parsed_tokenizer(found, tables)
-    with _one_line(path):
+    with one_line(path):
         made = BpeTokenizer(bpe, tables, found[0].parent)
         _check_bytes(made, path)
     return made
@@ -215,7 +213,7 @@ def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokeniz
         raise DataError(
             f"[data] tokenizer {files[0]} needs the tokenizers package on the coordinator's machine: {_EXTRA}"
         ) from error
-    with _one_line(files[0]):
+    with one_line(files[0]):
         if files[0].suffix == ".model":
             return sentencepiece_tokenizer(tables[0], _added_tokens(files[0].parent))
         if len(files) == 1:
@@ -223,6 +221,8 @@ def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokeniz
             for rules in filter(None, (made.normalizer, made.decoder)):
                 if (growth := _growth(json.loads(rules.__getstate__()))) > MOST_GROWTH:
                     raise DataError(f"{files[0]} makes {growth:.3g} characters of one, as no tokenizer does")
+            if getattr(made.model, "dropout", None):
+                made.model.dropout = None  # with it the same text gives other ids each time
             if (added := made.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
                 raise DataError(f"{files[0]} puts {added:,} tokens around a text, as no tokenizer does")
             return made
@@ -245,7 +245,7 @@ def _growth(rules: Mapping[str, Any]) -> float:
 
 
 @contextmanager
-def _one_line(path: Path, what: str = "cannot be read") -> Iterator[None]:
+def one_line(path: Path, what: str = "cannot be read") -> Iterator[None]:
     """What is wrong with tables comes as bare Exception from the package, or as a panic of its Rust: of a
     pattern that backtracks too often, for instance."""
     try:

@@ -23,8 +23,9 @@ LEAST_RATE = 62_500.0
 
 @dataclass
 class _Layer:
-    makers: frozenset[str] = frozenset()
-    """Nodes that hold the state itself: one of them says first what the file is."""
+    makers: tuple[str, ...] = ()
+    """Nodes that hold the state itself: one of them says first what the file is. In an object store the first
+    one saves it."""
     agreed: str = ""
     """The SHA-256 that the file must have; empty while that is not agreed on."""
     said: dict[str, HeldLayer] = field(default_factory=dict)
@@ -186,12 +187,11 @@ class LayerPlaces:
         """Nodes are about to save the state of `step`; an earlier attempt at it is forgotten.
 
         Args:
-            makers: by unit, the nodes that have its state.
+            makers: by unit, the nodes that have its state; the first one saves it.
             url: the folder in an object store that they save it in; by default their own disks.
         """
         layers = {
-            unit: _Layer(frozenset(makers[unit]), asked=dict.fromkeys(makers[unit], now))
-            for unit in self._units
+            unit: _Layer(tuple(makers[unit]), asked=dict.fromkeys(makers[unit], now)) for unit in self._units
         }
         self._snapshots[step] = _Snapshot(layers, url=url)
         for other in [one for one in self.under_way if one != step][: 1 - MOST_UNDER_WAY]:
@@ -237,6 +237,19 @@ class LayerPlaces:
             said, layer.said = layer.said, {}
             wrong += [(node, unit) for node, file in said.items() if not self.held(node, file)]
         return wrong
+
+    def others(self, node_id: str, step: int) -> dict[str, tuple[str, ...]]:
+        """A node saves no more in an object store: whom to ask instead, for units that are not there."""
+        snapshot = self._snapshots.get(step)
+        asked: dict[str, tuple[str, ...]] = {}
+        if snapshot is None or not snapshot.url:
+            return asked
+        for unit, layer in snapshot.layers.items():
+            if layer.entry is None and layer.makers[:1] == (node_id,):
+                layer.makers = layer.makers[1:]
+                for other in layer.makers[:1]:
+                    asked[other] = (*asked.get(other, ()), unit)
+        return asked
 
     def is_wrong(self, node_id: str, file: HeldLayer) -> bool:
         """Whether this node saved another layer than the one that was agreed on, as one of its makers."""

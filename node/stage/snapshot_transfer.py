@@ -486,6 +486,10 @@ class SnapshotTransfer:
         for unit in wanted.units:
             if (kept := await asyncio.to_thread(self._cache.get, wanted.step, unit)) is None:
                 await self._client.hold_layers([], [(wanted.step, unit)])
+            elif wanted.place:
+                held = await asyncio.to_thread(self._held, wanted.step, unit, kept.data)
+                await self._put(wanted.place, wanted.step, unit, kept.data)
+                await self._client.hold_layers([held])
             else:
                 await self._client.put_layer(wanted.step, unit, kept)
 

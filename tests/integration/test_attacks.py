@@ -31,6 +31,7 @@ SAYS = {
     "zero-layers": "is not the one that 2 other nodes hold",
     "layer-of-another": "is not the one of step",
     "late-layer-of-another": "is not the one of step",
+    "stored-layer-of-another": "is not the one of step",
     "late-huge-layers": "bytes, not 67108864: other rows take stage",
 }
 """What the operator reads about the liar."""

@@ -29,6 +29,7 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
+from node.tuning.snapshot_place import is_url
 from tests.support.fault_run import FaultRun, small
 from tests.support.faults import Fault, Kind, Phase
 from tests.support.liar import LATE
@@ -36,6 +37,7 @@ from tests.support.process import Process, StuckError
 from tests.support.run_harness import Launch, undisturbed
 
 STEPS, SNAPSHOT_EVERY, LIES_FROM = 10, 3, 4
+STORE = "store"
 STAGES = 3
 STUCK_SECONDS = 60.0
 """Without any line from the coordinator a run counts as stuck."""
@@ -62,7 +64,7 @@ class Attack:
     audits: bool = True
     """Whether every step of several rows is audited."""
     keep: str = "coordinator"
-    """Where snapshots are kept."""
+    """Where snapshots are kept; `STORE`: an object store's folder on this machine."""
     gateways: int = 0
     """Processes that keep the control sessions in place of the coordinator."""
     steps: int = STEPS
@@ -172,6 +174,17 @@ STATES = tuple(
         ("huge-layers", "hands in layers of 64 MB, when steps have gone on"),
     )
 )
+STORED = Attack(
+    name="stored-layer-of-another",
+    what="saves other layers than it says in an object store",
+    lie="layer-of-another",
+    rows=3,
+    spares=0,
+    audits=False,
+    keep=STORE,
+    steps=14,
+    saves=True,
+)
 SLOWLY = (
     Attack(
         name="growing-norms",
@@ -193,7 +206,7 @@ SLOWLY = (
     ),
 )
 """Longer ones: what they do shows in many steps."""
-MEMBERS = (*MEMBERS, _AT_A_GATEWAY, *STATES, *SLOWLY)
+MEMBERS = (*MEMBERS, _AT_A_GATEWAY, *STATES, STORED, *SLOWLY)
 
 
 # ---- members that lie
@@ -211,7 +224,8 @@ class LyingRun(FaultRun):
                 config.pipeline, stages=2, groups=groups, replicas=chosen.rows, sync_codec="fixed-8"
             )
             config = replace(config, pipeline=rows, audit=AuditSection(rate=float(chosen.audits)))
-            config = replace(config, snapshots=replace(config.snapshots, keep=chosen.keep))
+            keep = f"file://{directory}/{STORE}" if chosen.keep == STORE else chosen.keep
+            config = replace(config, snapshots=replace(config.snapshots, keep=keep))
         config = replace(config, coordinator=replace(config.coordinator, gateways=chosen.gateways))
         self.hosts = config.pipeline.stages * chosen.rows
         # Rows join before the first step is done, or at a snapshot.
@@ -252,7 +266,9 @@ class LyingRun(FaultRun):
             lie = self._chosen.lie, str(self._chosen.step), str(self.marker)
             self.program = ("tests.support.liar", *lie)
         try:
-            node = super().add_node(token, state_dir=state_dir)
+            keep = self.config.snapshots.keep
+            options = ("--store", keep) if is_url(keep) else ()
+            node = super().add_node(token, state_dir=state_dir, options=options)
         finally:
             self.program = ("node.cli.main",)
         self._again += [node] * comes_back

@@ -654,12 +654,14 @@ class ShutOut(_message.Message):
     def __init__(self, node_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SendLayers(_message.Message):
-    __slots__ = ("step", "units")
+    __slots__ = ("step", "units", "place")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     step: int
     units: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ...) -> None: ...
+    place: str
+    def __init__(self, step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("epoch", "step", "clip_coefficient", "lr", "waited_seconds", "then")

@@ -367,6 +367,14 @@ def test_bad_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template
         load_chat_encoder(str(folder), "").encode(conversations(1)[0], "here")
 
 
+def test_characters_that_no_text_has_are_one_error(tmp_path: Path) -> None:
+    """Half of a pair, in a template's source or by its rules."""
+    for template in ("\ud800{{ messages[0].content }}", "{{ '\\ud800' }}{{ messages[0].content }}"):
+        encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t", template)), "")
+        with pytest.raises((DataError, Dropped)):
+            encoder.encode(conversations(1)[0], "here")
+
+
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t")
     (folder / "tokenizer_config.json").write_text("{}")

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from node.data import templates
 from node.data.conversations import Dropped, normalized
 from node.data.templates import Template
+from wire.errors import DataError
 
 HEAD = "{% for m in messages %}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -80,3 +82,14 @@ def test_a_mark_of_the_data_is_never_taken_for_one_of_ours() -> None:
     messages = [{"role": "user", "content": "a\U000f0003b"}, *TWO[1:]]
     with pytest.raises(Dropped, match="private characters"):
         template.render(normalized({"messages": messages}, "", template.forms))
+
+
+def test_a_template_that_is_slow_for_each_of_many_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "LIMIT_SECONDS", 0.4)
+    monkeypatch.setattr(templates, "MEAN_SECONDS", 0.001)
+    loop = "{% for a in range(30000) %}{% endfor %}"
+    slow = templates.ChatTemplate(loop + "{{ messages[1].content }}", {}, "here")
+    one = normalized({"messages": TWO}, "here", slow.forms)
+    assert slow.prompt(TWO) == "<think>x</think>One."
+    with pytest.raises(DataError, match="for each of many"):
+        slow.render_all([one] * 2000)

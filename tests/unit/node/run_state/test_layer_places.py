@@ -112,6 +112,25 @@ def test_a_layer_that_is_not_the_one_agreed_on_is_nobodys_to_fetch() -> None:
     assert not places.is_wrong("c", file("head")) and not places.is_wrong("b", lie), "b made no head"
 
 
+def test_in_an_object_store_another_row_saves_what_was_refused() -> None:
+    places = LayerPlaces(UNITS)
+    places.expect(4, {unit: (f"{node}1", f"{node}2") for unit, (node,) in MAKERS.items()}, 0.0, "s3://b/run")
+    bad = file("embed", content="bad")
+    assert places.held("a1", bad)  # nobody knows yet what it is
+    assert places.agreed(4, agreed()) == [("a1", "embed")]
+    assert places.others("a1", 4) == {"a2": ("embed",)}
+    assert places.others("a1", 4) == {} and not places.held("a1", file("embed"))
+    assert places.held("b1", file("block.0000")) and places.others("b1", 4) == {}
+    assert not places.held("c1", file("head", content="bad"))
+    assert places.is_wrong("c1", file("head", content="bad"))
+    assert places.others("c1", 4) == {"c2": ("head",)}
+    for node, unit in (("a2", "embed"), ("c2", "head")):
+        assert not places.is_whole(4, HERE, 1.0)
+        assert places.held(node, file(unit))
+    assert places.is_whole(4, HERE, 1.0)
+    assert places.others("c2", 4) == {} == saved().others("a", 4) == places.others("a1", 5)
+
+
 def test_a_node_alone_holds_the_only_copy() -> None:
     places = LayerPlaces(UNITS)
     places.expect(4, dict.fromkeys(UNITS, ("a",)), 0.0)
