@@ -539,6 +539,8 @@ class TakeSnapshot:
     only_hashes: bool = False
     """Hand in nothing: another row does. Say what the layers are and, if their place is `NODES`, keep a copy
     where there is room: a layer that the other row hands in may be refused."""
+    attempt: int = 0
+    """Of this epoch at this step. What a node handed in or said in an earlier one is forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -451,7 +451,7 @@ class Coordinator:
             self._kept.expect(step, rows)
         else:
             await self._snapshots.expect(step, rows)
-        copy = TakeSnapshot(epoch=epoch.number, step=step, place=NODES, only_hashes=not to_nodes)
+        copy = replace(epoch.taken_snapshot, place=NODES, only_hashes=not to_nodes)
         for node in (node for row in second for node in row):
             self.send(node, copy)
 

@@ -527,14 +527,21 @@ class Epoch:
     def take_snapshot(self, replica: int = 0) -> list[Action]:
         """Ask one row for the state that every stage holds now, and all others what theirs is. Call in
         `IDLE` only."""
-        self._snapshot = TakeSnapshot(epoch=self.number, step=self.step)
+        before = self._snapshot
+        attempt = before.attempt + 1 if before is not None and before.step == self.step else 0
+        self._snapshot = TakeSnapshot(epoch=self.number, step=self.step, attempt=attempt)
         self.snapshot_nodes = self.row(replica)
         others = [node for node in self.hosts if node not in self.snapshot_nodes]
         return [Send(node_id=node, message=self._take(node)) for node in (*self.snapshot_nodes, *others)]
 
+    @property
+    def taken_snapshot(self) -> TakeSnapshot:
+        """As those are asked who hand it in. Call it once one is taken."""
+        assert self._snapshot is not None
+        return self._snapshot
+
     def _take(self, node_id: str) -> TakeSnapshot:
-        assert self._snapshot is not None, "called once one is taken"
-        return replace(self._snapshot, only_hashes=node_id not in self.snapshot_nodes)
+        return replace(self.taken_snapshot, only_hashes=node_id not in self.snapshot_nodes)
 
     def validate(self, passes: Sequence[HeldOutPass], microbatch: int, label_weight: float) -> list[Action]:
         """Measure the held-out loss of the state that every stage holds. Call in `IDLE` only.

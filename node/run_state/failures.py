@@ -708,6 +708,8 @@ class Stragglers:
     def _awaited(self, phase: _Phase, node: str, least: float) -> list[str]:
         """The neighbours for which a node says that it waited so long in a step."""
         epoch, spent = phase.epoch, phase.waited.get(node, {})
+        if not epoch.has(node):
+            return []  # it is gone since
         row, stage = epoch.row(epoch.replica_of(node)), epoch.stage_of(node)
         long = [by for kind, by in _WAITS.items() if spent.get(kind, 0.0) > least]
         peers = epoch.column(stage) if spent.get(TimeKind.SYNC, 0.0) > least else ()

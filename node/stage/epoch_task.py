@@ -171,7 +171,7 @@ class EpochTask:
         self._has_seat = False
         """Whether a node that enters has begun its first step."""
         self._failure: StepFailed | None = None
-        self._snapshot = -1
+        self._snapshot = (-1, 0)
         self._other_end = Peer(placement.replica, -1)
         """The neighbour whose link was lost first, or the neighbour at fault."""
         self._over = False
@@ -548,12 +548,13 @@ class EpochTask:
 
     async def _take_snapshot(self, take: TakeSnapshot) -> None:
         services, executor, step = self._services, self._services.executor, take.step
-        if executor.state_step != step or (self._snapshot == step and services.uploading(step)):
+        asked = step, take.attempt
+        if executor.state_step != step or (self._snapshot == asked and services.uploading(step)):
             return
-        if take.only_hashes and self._snapshot >= step:
+        if take.only_hashes and self._snapshot >= asked:
             return
         state = await services.compute(executor.copy_state)
-        self._snapshot = step
+        self._snapshot = asked
         services.take(self.number, take, state)
 
     def _fail(self, kind: FailureKind, message: str) -> None:

@@ -192,7 +192,7 @@ class SimEpoch:
     uncompressed: bool = False
     vote: Vote | None = None
     failure: StepFailed | None = None
-    snapshot: int = -1
+    snapshot: tuple[int, int] = (-1, 0)
 
 
 @dataclass
@@ -366,8 +366,9 @@ class SimNode:
                 assert self.state_step == command.step + 1
                 self.outbox.append(Applied(epoch=command.epoch, step=command.step, telemetry=Telemetry()))
             case TakeSnapshot():
-                if self.state_step == command.step and epoch.snapshot != command.step:
-                    epoch.snapshot = command.step
+                asked = command.step, command.attempt
+                if self.state_step == command.step and epoch.snapshot != asked:
+                    epoch.snapshot = asked
                     if not command.only_hashes:
                         self._upload(epoch, command.step)
                     self._witness(epoch, command.step)

@@ -710,16 +710,18 @@ class FollowStep(_message.Message):
     def __init__(self, snapshot: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ...) -> None: ...
 
 class TakeSnapshot(_message.Message):
-    __slots__ = ("epoch", "step", "place", "only_hashes")
+    __slots__ = ("epoch", "step", "place", "only_hashes", "attempt")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     ONLY_HASHES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     place: str
     only_hashes: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., place: _Optional[str] = ..., only_hashes: bool = ...) -> None: ...
+    attempt: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., place: _Optional[str] = ..., only_hashes: bool = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("epoch", "reason")

@@ -247,6 +247,9 @@ def test_a_snapshot_is_repeated_until_the_step_after_it_is_done() -> None:
     one.take_snapshot()
     take = TakeSnapshot(epoch=4, step=4)
     assert one.outstanding("a") == [take]
+    one.take_snapshot()
+    take = replace(take, attempt=1)
+    assert one.outstanding("a") == [take], "what came of the first attempt does not count"
     one.begin()
     assert one.outstanding("a") == [take, Begin(epoch=4, step=4)]
     for node in "ab":

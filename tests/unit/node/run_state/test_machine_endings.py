@@ -4,10 +4,19 @@ Between two epochs too: the links of the next may never come up, and a snapshot 
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from node.run_state.actions import Aborted, Action, Announce, OpenSnapshot, Released, StepDone
+from node.run_state.actions import (
+    Aborted,
+    Action,
+    Announce,
+    OpenSnapshot,
+    Released,
+    SnapshotAgreed,
+    StepDone,
+)
 from node.run_state.epoch import PLACING_SECONDS, Phase
 from node.run_state.failures import MAX_RETRIES
 from tests.support.machine_driver import (
@@ -362,3 +371,19 @@ def test_a_node_that_leaves_by_itself_is_not_asked_back() -> None:
     run = Driver(every=2).started("abc", 2)
     run.failed("a")
     assert goodbyes(run.leave("b")) == {Finish(reason=LEFT, failed=False)}
+
+
+def test_who_dies_before_it_has_handed_in_the_last_snapshot_is_replaced_by_another_row() -> None:
+    run = Driver(stages=1, steps=2, groups=3, follows=True).started("abc")
+    run.step()
+    run.step()
+    assert run.epoch.snapshot_nodes == ("a",)
+    run.holds("b")
+    run.holds("c")
+    actions = run.die("a")
+    # Both have to say again what they hold.
+    again = TakeSnapshot(epoch=run.epoch.number, step=2, attempt=1)
+    assert sent(actions) == [again, replace(again, only_hashes=True)]
+    assert of_kind(run.holds("b"), SnapshotAgreed) == []
+    assert [one.step for one in of_kind(run.holds("c"), SnapshotAgreed)] == [2]
+    assert not stop_of(run.stored(2)).failed

@@ -221,3 +221,13 @@ def test_hashes_of_other_layers_are_refused() -> None:
             break
         run.holds("b", step=4)
     assert "not of the layers that it holds" in run.machine.quarantined["a"]
+
+
+def test_who_is_gone_when_a_steps_lateness_is_judged_harms_nobody() -> None:
+    seen = attack_state("stale", 3, audits=False, seed=12)
+    assert seen.good and seen.lied, seen
+
+
+def test_a_placement_that_the_same_event_ends_is_followed_by_another() -> None:
+    seen = attack_state("norms-and-hashes", 4, audits=False, seed=14)
+    assert seen.good and seen.lied, seen

@@ -359,6 +359,20 @@ async def test_a_snapshot_that_did_not_arrive_is_sent_when_it_is_asked_for_again
             talk.node.arrives = arrives
 
 
+async def test_a_snapshot_that_is_taken_again_is_handed_in_again() -> None:
+    """What came of the attempt before counts no more, whatever this node did for it."""
+    async with epoch() as talk:
+        await talk.begun(1)
+        talk.node.arrives = True
+        for only_hashes in (False, True):
+            for attempt, uploads in ((0, 1), (0, 1), (1, 2), (1, 2)):
+                attempt += 2 * only_hashes
+                take = TakeSnapshot(epoch=4, step=1, only_hashes=only_hashes, attempt=attempt)
+                talk.task.submit(take)
+                await talk.ask(Begin(epoch=4, step=1))
+                assert len(talk.node.uploads) == uploads + 2 * only_hashes
+
+
 async def test_links_are_up_before_a_state_is_fetched() -> None:
     """Fetching may take longer than neighbours wait for a link."""
     async with epoch() as talk:
