@@ -144,7 +144,6 @@ MEMBERS = tuple(
         ("negative-layers", "hands in layers whose second moments are negative"),
         ("unasked-layers", "hands in layers that nobody asked for"),
         ("flood-heartbeats", "sends heartbeats that name 4,000 links"),
-        ("flood-spans", "sends spans that nobody asked for"),
         ("huge-loss", "reports a loss of -1e300, whether it has the head or not"),
         ("norms-of-others", "votes norms of layers that it does not hold"),
         ("huge-norm", "votes norms of 1e60"),
@@ -168,7 +167,16 @@ STATES = tuple(
         ("layer-of-another", 0, "nodes", "saves other layers than it says"),
     )
 ) + tuple(
-    Attack(name=f"late-{lie}", what=what, lie=f"{lie}{LATE}", rows=3, spares=0, audits=False, saves=True)
+    Attack(
+        name=f"late-{lie}",
+        what=what,
+        lie=f"{lie}{LATE}",
+        rows=3,
+        spares=0,
+        audits=False,
+        steps=14,
+        saves=True,
+    )
     for lie, what in (
         ("layer-of-another", "hands in other layers than it says, when steps have gone on"),
         ("huge-layers", "hands in layers of 64 MB, when steps have gone on"),
@@ -206,7 +214,9 @@ SLOWLY = (
     ),
 )
 """Longer ones: what they do shows in many steps."""
-MEMBERS = (*MEMBERS, _AT_A_GATEWAY, *STATES, STORED, *SLOWLY)
+_SPANS = Attack(name="flood-spans", what="sends spans that nobody asked for", lie="flood-spans", steps=60)
+"""It takes three, and fast steps are over before."""
+MEMBERS = (*MEMBERS, _SPANS, _AT_A_GATEWAY, *STATES, STORED, *SLOWLY)
 
 
 # ---- members that lie
