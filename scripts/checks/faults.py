@@ -463,9 +463,10 @@ Such members are in the table, in three rows of two stages without audits.
   time, it is shut out. Until then its word decides nothing against nodes that held the state before.
 - *A refused layer*, of another size, another hash or malformed, is asked of another row at once. One row of
   the same kind keeps a copy of its layers on its disks, where there is room, so that snapshot is complete
-  all the same. Without such a row, and where layers go to an object store, the snapshot is taken at the next
-  step, from another row. A file in an object store is compared with its hash when a node loads it, not
-  before.
+  all the same, at the coordinator, on nodes or in an object store. Without such a row, and where a node is
+  shut out or gone before it has handed in its layers, the snapshot is taken again, of the next step or, at
+  the run's end, of the same one, from another row. A file in an object store is compared with its hash when
+  a node loads it, not before.
 - *Restarts and ends*: a coordinator that starts again has forgotten the hashes of an unfinished snapshot, and
   who was shut out; such a node is found again at its next lie. Hashes that arrive after the last agreed
   snapshot, or in an attempt that ends before all nodes have reported, name nobody and change nothing.
