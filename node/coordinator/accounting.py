@@ -196,10 +196,8 @@ def _stage_cost(place: Place, node_id: str, sums: StageFigures) -> StageCost:
 
 def _without_held_out(link: LinkFigures) -> LinkFigures:
     """What steps sent: part of what held-out samples sent may be reported with them."""
-    if not (size := link.held_out_bytes):
-        return link
     flows = tuple(flow for flow in link.flows if flow.direction is not Direction.HELD_OUT)
-    return replace(link, bytes=max(0, link.bytes - size), flows=flows)
+    return replace(link, bytes=max(0, link.bytes - link.held_out_bytes), flows=flows)
 
 
 class Answers:

@@ -47,14 +47,14 @@ class Terminal:
                 self.lines.append((round(time.monotonic() - self.began, 1), line.rstrip("\n")))
                 self.changed.notify_all()
 
-    def wait_for(self, words: str) -> str:
+    def wait_for(self, words: str, seconds: float = LIMIT_SECONDS) -> str:
         """The first line with these words. Raises SystemExit if it does not come."""
 
         def found() -> str | None:
             return next((line for _, line in self.lines if words in line), None)
 
         with self.changed:
-            if not self.changed.wait_for(lambda: found() is not None, LIMIT_SECONDS):
+            if not self.changed.wait_for(lambda: found() is not None, seconds):
                 raise SystemExit(f"{self.who} never printed {words!r}: {self.lines}")
             line = found()
             assert line is not None
@@ -127,7 +127,7 @@ def play(scene: Scene) -> None:
         terminal.process.wait(LIMIT_SECONDS)
 
 
-def wait_for_step(terminal: Terminal, least: int) -> None:
+def wait_for_step(terminal: Terminal, least: int, seconds: float = LIMIT_SECONDS) -> None:
     """Until a line of this step or a later one is there; not every step has a line."""
 
     def reached() -> bool:
@@ -135,7 +135,7 @@ def wait_for_step(terminal: Terminal, least: int) -> None:
         return any(int(step) >= least for step in steps)
 
     with terminal.changed:
-        if not terminal.changed.wait_for(reached, LIMIT_SECONDS):
+        if not terminal.changed.wait_for(reached, seconds):
             raise SystemExit(f"step {least} never came: {terminal.lines[-5:]}")
 
 

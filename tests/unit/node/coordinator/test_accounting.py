@@ -146,6 +146,19 @@ def test_a_step_costs_the_difference_of_totals() -> None:
     assert costs.stages[0].memory_bytes == 5000 and costs.stages[1].node_id == "b"
 
 
+def test_what_held_out_samples_send_is_no_part_of_a_step() -> None:
+    """Nor is their total of earlier measurements, which did not grow."""
+    books = accounting()
+    began(books)
+    held_out = FlowFigures(direction=Direction.HELD_OUT, codec="tah", bytes=400, elements=700)
+    for step in (1, 2):
+        now = totals(step)
+        links = [replace(link, bytes=link.bytes + 400, flows=(*link.flows, held_out)) for link in now.links]
+        books.report("a", replace(now, links=tuple(links)))
+        (link,) = (link for link in books.step(step, seconds=2.0).links if link.source == 0)
+        assert link.bytes == 1000 and [flow.kind for flow in link.flows] == ["activation"]
+
+
 @pytest.mark.parametrize(("said", "shown"), [("direct",) * 2, ("relay",) * 2, ("", ""), ("owned", "")])
 def test_a_link_costs_by_the_path_that_its_sender_names(said: str, shown: str) -> None:
     books = accounting()
