@@ -235,5 +235,5 @@ def run_file(found: FirstRun) -> str:
         lines += ["", f"[{name}]"]
         for key in keys:
             line = f"{key} = {toml_value(getattr(section, key))}"
-            lines.append(f"{line:<30}# {notes[key]}" if notes.get(key) else line)
+            lines.append(f"{line:<29} # {notes[key]}" if notes.get(key) else line)
     return "\n".join(lines) + "\n"

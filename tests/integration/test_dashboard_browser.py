@@ -232,7 +232,7 @@ async def test_held_out_losses_are_on_the_chart_and_routine_events_are_folded(tm
             " - document.querySelector(\".stage[data-stage='1']\").getBoundingClientRect().right"
         ) == pytest.approx(0, abs=1)
         folds = await tab.texts("#events .folded button")
-        assert folds == ["3 held-out, 1 snapshot"] * 2
+        assert folds == ["3 held-out losses, 1 snapshot"] * 2
         await tab.evaluate("document.querySelector('#events .folded button').click()")
         assert await tab.texts("#events .folded button") == folds[1:]
         assert "held-out loss at step 240" in await tab.text("#events")

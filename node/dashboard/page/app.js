@@ -10,7 +10,8 @@ import { Stream } from "./stream.js";
 const FEW_EVENTS = 12;
 const SILENT_SECONDS = 60;
 const LOST_SECONDS = 5;
-const ROUTINE = ["held-out", "snapshot", "planned"];
+// Kinds of events that are folded, as one and as several.
+const ROUTINE = { "held-out": ["held-out loss", "held-out losses"], snapshot: ["snapshot", "snapshots"], planned: ["plan", "plans"] };
 const FOLDED = "important";
 const ALL = "all";
 const ACTIVE = ["starting", "waiting for nodes", "restoring", "training"];
@@ -248,7 +249,7 @@ function folded(newestFirst) {
   const rows = [];
   let open = null;
   newestFirst.forEach((event, i) => {
-    if (i === 0 || event.level !== "info" || !ROUTINE.includes(event.kind)) {
+    if (i === 0 || event.level !== "info" || !(event.kind in ROUTINE)) {
       open = null;
       rows.push([event]);
     } else if (open) open.push(event);
@@ -263,7 +264,7 @@ const foldKey = (row) => row[row.length - 1].at;
 function foldedRow(row) {
   const counts = new Map();
   for (const event of row) counts.set(event.kind, (counts.get(event.kind) ?? 0) + 1);
-  const words = [...counts].map(([kind, many]) => `${many} ${kind}`).join(", ");
+  const words = [...counts].map(([kind, many]) => `${many} ${ROUTINE[kind][many > 1 ? 1 : 0]}`).join(", ");
   const button = element("button", { type: "button", class: "quiet", "aria-expanded": "false" }, words);
   button.addEventListener("click", () => {
     unfolded.add(foldKey(row));

@@ -60,7 +60,7 @@ export class Chart {
       this.svg.append(shape("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
       this.svg.append(text(LEFT - 8, y + 4, axis(row, rows[1] - rows[0]), "end"));
     }
-    const columns = ticks(first, last, Math.max(2, Math.floor(width / 110))).filter((step) => step >= first && step <= last && Number.isInteger(step));
+    const columns = ticks(first, last, Math.max(4, Math.floor(width / 110))).filter((step) => step >= first && step <= last && Number.isInteger(step));
     for (const column of columns) {
       const x = Math.round(this.x(column)) + 0.5;
       this.svg.append(shape("line", { class: "tick", x1: x, x2: x, y1: height - BOTTOM, y2: height - BOTTOM + 4 }));
