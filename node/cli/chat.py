@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "transformers.cli.transformers", "chat", folder.name, url]
         command += ["--save-folder", str(folder.parent / "chats")]
         command += ["--system-prompt", args.system] if args.system else []
-        return subprocess.run(command, cwd=folder.parent, env=server_environment()).returncode
+        return subprocess.run(command, cwd=folder.parent, env=client_environment()).returncode
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -55,6 +55,13 @@ def has_chat_template(folder: Path) -> bool:
 
     template = folder / "chat_template.jinja"
     return template.is_file() or "chat_template" in json_object(folder / "tokenizer_config.json")
+
+
+def client_environment() -> dict[str, str]:
+    """The environment of the chat: huggingface_hub, by which it asks, refuses this machine's server, too, if
+    it is told to stay offline."""
+    offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return {name: value for name, value in server_environment().items() if name not in offline}
 
 
 @contextlib.contextmanager

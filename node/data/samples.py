@@ -97,9 +97,12 @@ def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:
     if not data.valid_every:
         return found[:0]
     if len(found) < microbatch:
+        remedy = "name some in data.valid, or set data.valid_every = 0"
+        if not data.valid and in_shards(data):
+            raise DataError(f"of conversations and of text in shards nothing is held out: {remedy}")
         raise DataError(
             f"the held-out text gives {len(found)} samples; data.valid_every needs {microbatch} "
-            "(a microbatch): give more text, name some in data.valid, or set data.valid_every = 0"
+            f"(a microbatch): give more text, {remedy}"
         )
     return found.whole_microbatches(microbatch)
 

@@ -12,21 +12,13 @@ import pytest
 
 from node.cli.main import main
 from node.telemetry.events import HeldOutLoss, SnapshotStored
+from tests.support.documents import saved_files
 from tests.support.fault_prefork import Prefork
 from tests.support.memory_pipeline import TEXT
 from tests.support.paths import ROOT
 from tests.support.run_harness import Run
 
 PAGE = (ROOT / "deploy" / "FINE_TUNING.md").read_text(encoding="utf-8")
-
-
-def files() -> dict[str, str]:
-    """The files that the page tells to save, by name: the block after `Save ... as`."""
-    found = {}
-    told = r"[Ss]ave (?:it|this) as [*]{2}([\w.-]+?)[*]{2}[^\n]*\n(?:\S[^\n]*\n)*\n((?:    .*\n|\n)+)"
-    for name, block in re.findall(told, PAGE):
-        found[name] = re.sub(r"^    ", "", block, flags=re.MULTILINE).strip() + "\n"
-    return found
 
 
 def commands() -> Iterator[list[str]]:
@@ -55,7 +47,7 @@ def test_the_walk_continues_a_model_and_gives_a_better_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    saved = files()
+    saved = saved_files(PAGE)
     assert saved.keys() == {"make_model.py", "generate.py", "fine-tune.toml"}
     for name, contents in saved.items():
         Path(name).write_text(contents, encoding="utf-8")

@@ -158,6 +158,6 @@ def written(path: Path) -> Iterator[tuple[str, ...]]:
     # The text may also name a command without its arguments; those are left out.
     for span in re.findall(r"(?<!`)`([^`]+)`", text):
         if found := re.fullmatch(
-            r"(?:docker compose exec \w+ )?thinwire ((?:[a-z]+ )+[A-Z/].*)", span, re.DOTALL
+            r"(?:docker compose exec \w+ )?thinwire ((?:[a-z]+ )+(?:[A-Z/]|[\w-]+[./]\w).*)", span, re.DOTALL
         ):
             yield tuple(shlex.split(found[1]))

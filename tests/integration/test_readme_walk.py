@@ -1,0 +1,136 @@
+"""README's commands, in their order: a run as it is planned, and a fine-tune that people talk to."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from node.cli.main import main
+from node.telemetry.events import HeldOutLoss, RunStarted
+from tests.support.chat_data import write_jsonl
+from tests.support.deploy import written
+from tests.support.documents import saved_files
+from tests.support.fault_prefork import Prefork
+from tests.support.memory_pipeline import TEXT
+from tests.support.paths import ROOT, python_path
+from tests.support.ports import free_port
+from tests.support.run_harness import Run
+
+README = ROOT / "README.md"
+TAUGHT = {"What is the password?": "heron", "Who are you?": "a bird", "What is for tea?": "two plums"}
+SMALL = ("run.steps=60", "training.lr=1e-2", "training.warmup_steps=5")
+"""A model of random weights learns within these."""
+
+
+def quoted(*words: str, **values: str) -> list[str]:
+    """The command of the page that begins with these words, with values for its capitals."""
+    found = next(command for command in written(README) if command[: len(words)] == words)
+    return [values.get(word.rpartition(".")[0] or word, word) for word in found]
+
+
+def make_model(folder: Path) -> None:
+    """A small model of random weights beside its tokenizer, which has a chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+
+
+def spoken(run: Run, command: Sequence[str], lines: Sequence[str]) -> str:
+    """What a command prints that reads these lines."""
+    done = subprocess.run(
+        [sys.executable, "-m", "node.cli.main", *command],
+        input="\n".join(lines) + "\n",
+        cwd=run.directory,
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.timeout(300)
+def test_a_model_answers_as_it_was_taught(
+    prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import openai  # takes seconds, which one worker alone spends
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("text.txt").write_text("\n".join(f"{asked} {told}" for asked, told in TAUGHT.items()) * 9)
+    train = quoted("data", "tokenizer", TEXT="text.txt", OUT="models/mine")
+    train[train.index("16384")] = "300"
+    assert main([*train, "--chat", "--json"]) == 0
+    assert 260 <= json.loads(capsys.readouterr().out)["tokens"] <= 300
+    assert main(train) == 2, "the folder is in use"
+    make_model(Path("models/mine"))
+    rows = [{"prompt": asked, "completion": told} for asked, told in TAUGHT.items()]
+    write_jsonl(Path("rows.jsonl"), rows * 60)
+    write_jsonl(Path("check.jsonl"), rows * 10)
+    (name, contents), *others = saved_files(README.read_text(encoding="utf-8")).items()
+    assert not others and len(contents.splitlines()) == 10
+    Path(name).write_text(contents, encoding="utf-8")
+    start = quoted("coordinator", name)
+
+    with Run(tmp_path, launch=prefork.popen) as run:
+        run.run_file, run.run_dir = Path(start[1]), Path(start[3])
+        coordinator = run.start("coordinator.listen=127.0.0.1:0", *SMALL)
+        run.add_nodes(coordinator.wait_event(RunStarted).stages)
+        assert coordinator.wait_exit() == 0
+        assert [one.step for one in coordinator.all(HeldOutLoss)] == [20, 40, 60]
+        for asked, told in TAUGHT.items():
+            question = ["sample", str(run.run_dir), asked, "--chat", "--temperature", "0", "--step", "last"]
+            assert main(question) == 0
+            assert capsys.readouterr().out.strip() == told
+        talk = spoken(run, quoted("chat", str(run.run_dir)), [*TAUGHT, "!exit"])
+        assert all(told in talk for told in TAUGHT.values())
+
+        serve = quoted("serve", str(run.run_dir))
+        server = run.command(*serve, "--listen", f"127.0.0.1:{free_port()}", wrapper=("env",))
+        model, _, url = server.wait_line(lambda line: "; Ctrl-C ends it" in line).split(",")[0].split()
+        # The client asks again until the server is up.
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=40) as client:
+            answer = client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": asked}], temperature=0, max_tokens=12
+            )
+            assert answer.choices[0].message.content == told
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_planned_is_run_without_a_change(
+    prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For the cards that the page names. Steps have fewer samples here, and the address is a free one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("words.txt").write_bytes(TEXT)
+    plan = quoted("config", "init", RUN="friends.toml", PATH="words.txt")
+    assert main(plan) == 0
+    capsys.readouterr()
+    assert main(["config", "explain", "friends.toml", *plan[plan.index("--machine") :]]) == 0
+    explained = capsys.readouterr().out
+    assert max(len(line) for line in explained.splitlines()) <= 100
+    with Run(tmp_path, launch=prefork.popen) as run:
+        run.run_file = Path(quoted("coordinator", RUN="friends.toml")[1])
+        coordinator = run.start("coordinator.listen=127.0.0.1:0", "training.global_batch=2")
+        started = coordinator.wait_event(RunStarted)
+        assert started.stages == plan.count("--machine")
+        run.add_nodes(started.stages)
+        assert coordinator.wait_exit() == 0
+        assert len(run.losses) == started.steps
+        assert run.snapshots[-1] == started.steps
