@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from math import ceil
+from textwrap import fill
 
 import torch
 
@@ -13,7 +14,7 @@ from node.schedule.placement import stage_units
 from node.tuning.device_memory import Devices
 from node.tuning.memory import stage_bytes
 from scripts.docs.losses import CONVERGENCE
-from scripts.docs.markdown import Tables, read_report
+from scripts.docs.markdown import Tables, read_report, spaced
 from scripts.docs.memory import STORED_ACTIVATIONS, plain_rows
 from scripts.experiments.paper_tables import tables_beside
 from scripts.report import RESULTS, markdown
@@ -23,6 +24,7 @@ from wire.spec import TensorSpec
 
 MODELS = ((12, 768, 12), (24, 1024, 16), (24, 2048, 16))
 """Blocks, width and heads."""
+FIRST_MODEL = RESULTS / "page.json"
 STAGES = 4
 UPLOADS_MBIT = (20, 100)
 TOKENS = 1_000_000_000
@@ -35,6 +37,25 @@ def first_hour() -> str:
     one = next(terminal for terminal in recording["terminals"] if "--name" in terminal["typed"])
     lines = [f"{at:6.1f}  {line}" for at, line in one["lines"]]
     return "\n".join(f"    {line}".rstrip() for line in (f"$ {one['typed']}", *lines))
+
+
+def first_model() -> str:
+    """What came out of a recorded run from nothing, and what its model writes after the first prompt."""
+    report = read_report(FIRST_MODEL)
+    held_out = report["held_out"]
+    sent, plain = (report[key] / 1e6 for key in ("link_bytes", "link_bytes_fp32"))
+    parameters = report["parameters"] / 1e6
+    newest = report["samples"][-1]["step"]
+    sample = next(sample for sample in report["samples"] if sample["step"] == newest)
+    facts = (
+        f"A run from nothing ([record](scripts/results/{FIRST_MODEL.name})): {parameters:.1f} "
+        f"million parameters, two stages on one {spaced(report['hardware'])}, {report['tokens'] / 1e6:.1f} "
+        f"million tokens of {report['text']} in {report['seconds'] / 60:.0f} minutes. {sent:.0f} MB crossed "
+        f"the link, in FP32 {plain:.0f} MB. Its held-out loss fell from {max(held_out.values()):.2f} to "
+        f"{min(held_out.values()):.2f}, and it writes:"
+    )
+    lines = filter(None, f"**{sample['prompt']}**{sample['text']}".splitlines())
+    return f"{fill(facts, 118)}\n\n" + "  \n".join(f"> {line}" for line in lines)
 
 
 def worth() -> str:
@@ -144,4 +165,4 @@ def _framed(name: str, config: RunConfig) -> int:
     return size + HEADER_BYTES * ceil(size / PAYLOAD_BYTES)
 
 
-TABLES: Tables = {"first_hour": first_hour, "worth": worth, "planning": planning}
+TABLES: Tables = {"first_hour": first_hour, "first_model": first_model, "worth": worth, "planning": planning}
