@@ -12,9 +12,11 @@ import asyncio
 import io
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -112,7 +114,11 @@ def train(scene: Scene, args: argparse.Namespace) -> Path:
     if args.pictures:
         wait_for_step(coordinator, config.run.steps * 4 // 5, LIMIT_SECONDS)
         asyncio.run(photograph(address, args.json.with_name(f"{args.pictures}_running")))
-    coordinator.wait_for("finished: ", LIMIT_SECONDS)
+    if args.seconds:
+        stop = threading.Timer(args.seconds, coordinator.process.send_signal, [signal.SIGINT])
+        stop.daemon = True
+        stop.start()
+    coordinator.wait_for("where time went", LIMIT_SECONDS)
     if args.pictures:
         asyncio.run(photograph(address, args.json.with_name(f"{args.pictures}_finished")))
     return run
@@ -148,12 +154,17 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="other values of the run file")
     parser.add_argument("--json", type=Path, required=True, help="write the record there")
     parser.add_argument("--pictures", metavar="NAME", help="photograph the page, into files of this name")
+    parser.add_argument("--seconds", type=float, help="stop by Ctrl-C after this time")
     parser.add_argument("--device", default="cpu", help="of both machines")
     args = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(Path(folder))
         try:
             report = record(train(scene, args), args.text)
+        except SystemExit:
+            for terminal in scene.terminals:
+                print(terminal.typed, *(f"{at:6.1f}  {line}" for at, line in terminal.lines), sep="\n")
+            raise
         finally:
             scene.end()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
