@@ -1,4 +1,7 @@
-"""README's commands, in their order: a run as it is planned, and a fine-tune that people talk to."""
+"""README's commands, in their order: a run as it is planned, and a fine-tune that people talk to.
+
+What the guide says of looking at a run is run on that one.
+"""
 
 import json
 import os
@@ -20,7 +23,8 @@ from tests.support.paths import ROOT, python_path
 from tests.support.ports import free_port
 from tests.support.run_harness import Run
 
-README = ROOT / "README.md"
+README, GUIDE = ROOT / "README.md", ROOT / "deploy" / "GUIDE.md"
+LOOKS = ("compare", "eval", "export", "plan", "sample", "status", "token", "top", "trace")
 TAUGHT = {"What is the password?": "heron", "Who are you?": "a bird", "What is for tea?": "two plums"}
 SMALL = ("run.steps=60", "training.lr=1e-2", "training.warmup_steps=5")
 """A model of random weights learns within these."""
@@ -64,7 +68,7 @@ def spoken(run: Run, command: Sequence[str], lines: Sequence[str]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_model_answers_as_it_was_taught(
     prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +101,12 @@ def test_a_model_answers_as_it_was_taught(
             question = ["sample", str(run.run_dir), asked, "--chat", "--temperature", "0", "--step", "last"]
             assert main(question) == 0
             assert capsys.readouterr().out.strip() == told
+        for command in written(GUIDE):
+            if command[0] in LOOKS and "--tasks" not in command:
+                values = {"RUN_DIR": start[3], "OTHER_RUN_DIR": start[3], "RUN.toml": name, "50": "last"}
+                once = ["--once"] if command[0] == "top" else []
+                assert main([*(values.get(word, word) for word in command), *once]) == 0, command
+        capsys.readouterr()
         talk = spoken(run, quoted("chat", str(run.run_dir)), [*TAUGHT, "!exit"])
         assert all(told in talk for told in TAUGHT.values())
 
