@@ -513,6 +513,8 @@ def test_held_out_conversations_have_labels_and_begin_where_they_begin(tmp_path:
     config = replace(config, data=data)
     corpus = corpus_of(config)
     held_out = held_out_samples(config, corpus)
+    with pytest.raises(DataError, match=r"nothing is held out: name some in data\.valid"):
+        held_out_samples(replace(config, data=replace(data, valid="")), corpus)
     corpus.close()
     assert held_out.windows.shape == (8, 33)
     encoder = load_chat_encoder(data.tokenizer, "")
