@@ -425,9 +425,12 @@ class Begin:
     generation: int = 0
     """How often the work of this epoch was shared anew; the vote repeats it."""
     portions: tuple[Portion, ...] = ()
-    """Who computes which groups of the step, each group once; empty: as the placement says."""
+    """Who computes which groups of the step, each group once; empty: as the placement says. Groups of one
+    more row than there are wait: they are given out later."""
     absent: tuple[Seat, ...] = ()
     """Seats of the placement without a node: nothing comes from them, and nothing goes to them."""
+    late: tuple[Seat, ...] = ()
+    """Seats that were filled within this step: they sum up no other rows' gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

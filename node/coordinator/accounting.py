@@ -31,7 +31,7 @@ class Accounting:
 
     def __init__(self, codecs: Collection[str]) -> None:
         self.hosts: tuple[str, ...] = ()
-        """Who hosts the stages of the epoch that runs, row after row; empty between epochs."""
+        """Who hosts the stages of the epoch that runs, row after row, "" for nobody; empty between epochs."""
         self.rows = 1
         self.newest = Newest()
         self._codecs = frozenset(codecs)
@@ -184,7 +184,7 @@ class Accounting:
         self.hosts, self.rows = tuple(hosts), rows
         stages = len(hosts) // rows
         self._places = {Place(*divmod(index, stages)): node for index, node in enumerate(hosts)}
-        self._place_of = {node: place for place, node in self._places.items()}
+        self._place_of = {node: place for place, node in self._places.items() if node}
 
 
 _NO_TIME = StageFigures()

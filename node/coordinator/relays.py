@@ -101,7 +101,9 @@ def pairs_to_relay(rows: Sequence[Sequence[PlacedStage]]) -> list[Pair]:
     beside = [ends for row in rows for ends in (*pairwise(row), (row[-1], row[0]))]
     beside += [ends for column in zip(*rows, strict=True) for ends in combinations(column, 2)]
     for one, other in beside:
-        if not one.address and not other.address and one.node_id != other.node_id:
+        # A place without a name is empty.
+        is_pair = bool(one.node_id and other.node_id) and one.node_id != other.node_id
+        if is_pair and not one.address and not other.address:
             low, high = sorted((one.node_id, other.node_id))
             found[low, high] = None
     return sorted(found)
@@ -171,7 +173,7 @@ class RelayDesk:
         places = [PlacedStage(node_id=n, address=a) for n, a in zip(nodes, addresses, strict=True)]
         self._rows = [places[row * stages : (row + 1) * stages] for row in range(rows)]
         self.plan.place(self._rows)
-        self._allowed = tuple(dict.fromkeys(nodes))
+        self._allowed = tuple(dict.fromkeys(filter(None, nodes)))
         self.allow_here(self._allowed)
         for relay in self.plan.offers:
             self._send(relay, RelayFor(nodes=self._allowed))

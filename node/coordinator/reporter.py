@@ -195,8 +195,10 @@ class Reporter:
 
     def seat_lost(self, lost: SeatLost) -> None:
         """A host is gone, and the steps go on."""
-        taker = {group: row for row, groups in lost.portions for group in groups}
-        moved = tuple(group for group in lost.groups if taker[group] != lost.row)
+        taker = {
+            group: row for row, groups in lost.portions for group in groups if row < self.accounting.rows
+        }
+        moved = tuple(group for group in lost.groups if taker.get(group) != lost.row)
         self._emit(
             events.SeatLost(
                 epoch=lost.epoch,
@@ -206,7 +208,7 @@ class Reporter:
                 stage=lost.stage,
                 reason=lost.reason,
                 groups=moved,
-                takers=tuple(taker[group] for group in moved),
+                takers=tuple(taker.get(group, events.WAITS) for group in moved),
                 lost_seconds=self.step_seconds * len(self.accounting.hosts) / self.accounting.rows
                 if moved
                 else 0.0,

@@ -185,7 +185,7 @@ class SeatOffered:
     """A node and its neighbours are about to open the links of an empty seat."""
 
     nodes: tuple[str, ...]
-    """Who has, had last or is to have each seat, row after row."""
+    """Who has or is to have each seat, row after row; "" where nobody is."""
     addresses: tuple[str, ...]
     rows: int
 

@@ -13,10 +13,9 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from statistics import median
 
 from node.model.labels import BatchPart
 from node.run_state.actions import (
@@ -26,12 +25,13 @@ from node.run_state.actions import (
     RecordHeldOut,
     RecordRestored,
     SeatFilled,
+    SeatLost,
     SeatOffered,
     Send,
     StepDone,
 )
 from node.run_state.audits import Audit, Auditor, Contradiction, Difference, rows_alike
-from node.run_state.grid import ONE_ROW, Groups, row_seconds, share_groups, take_over
+from node.run_state.grid import ONE_ROW, Groups, StepGroups, row_seconds, share_groups
 from node.run_state.held_out import HeldOutPass, pass_losses
 from node.run_state.votes import (
     FiniteUncompressed,
@@ -163,7 +163,7 @@ class Epoch:
     ) -> None:
         """`windows`: as for `plan_windows`."""
         self.number = number
-        self.hosts = assignment.hosts
+        self.hosts = tuple(node for node in assignment.hosts if node)
         """Who hosts a stage now, row after row."""
         self.groups = assignment.groups
         self.kinds = list(assignment.kinds or ("",) * len(assignment.hosts))
@@ -180,18 +180,22 @@ class Epoch:
         """Those of them whose links are open."""
         self.fresh: set[str] = set()
         """Nodes in their first step of the epoch, which they entered while it was on."""
-        self._seats = {node: seat for seat, node in enumerate(assignment.hosts)}
+        self._seats = {node: seat for seat, node in enumerate(assignment.hosts) if node}
         self.rows = len(assignment.groups)
-        self.whole_rows = [*range(self.rows)]
+        self.whole_rows: list[int]
         """Rows that have a node for every stage."""
         self.stages = len(assignment.hosts) // self.rows
+        self._count_hosts()
         self._group_count = sum(map(len, assignment.groups))
-        self.portions = self._placed_portions
-        """Who computes which groups of the step that runs: each group once."""
+        self._late: dict[Seat, None] = {}
+        """Seats that were filled within the step that runs, in the order in which they were."""
         self.generation = 0
         """How often these were shared anew, or a seat changed."""
         self.opened_at = 0.0
         """When the step that runs began."""
+        self._rules = rules
+        self._shared = self._as_placed()
+        """Who computes which groups of the step that runs."""
         self.step = max(record.newest_snapshot, record.newest_state)
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
@@ -212,7 +216,6 @@ class Epoch:
         self._record = record
         self._newest_state = self.step
         self.steps_done = 0
-        self._rules = rules
         self.audit: Audit | None = None
         """What is audited in the step that runs."""
         self._uneven: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
@@ -275,16 +278,40 @@ class Epoch:
 
     def groups_of(self, replica: int) -> tuple[int, ...]:
         """What a row computes in the step that runs."""
-        return tuple(group for row, groups in self.portions for group in groups if row == replica)
+        return self._shared.of(replica)
 
     @property
     def most_groups(self) -> int:
         """Of any row, in the step that runs."""
         return max(len(self.groups_of(row)) for row in self.whole_rows)
 
+    def takes_groups(self, row: int) -> bool:
+        """Whether groups of the step that runs wait that this row would compute if it were whole."""
+        return self._shared.is_for(row)
+
+    @property
+    def waits(self) -> bool:
+        """Whether some groups of the step that runs have no row yet."""
+        return bool(self._shared.waiting)
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """Who computes which groups of the step that runs: each group once. What no row has yet is the
+        portion of one more row than there are."""
+        waiting = ((self.rows, tuple(self._shared.waiting)),) if self.waits else ()
+        return tuple(Portion(row, groups) for row, groups in (*self._shared.runs, *waiting))
+
     @property
     def _placed_portions(self) -> tuple[Portion, ...]:
         return tuple(Portion(row, groups) for row, groups in enumerate(self.groups))
+
+    def _as_placed(self) -> StepGroups:
+        return StepGroups(dict(enumerate(self.groups)), self.opened_at)
+
+    def _seconds(self, rows: Iterable[int]) -> dict[int, float | None]:
+        """What rows usually take for a group; None where that is not known."""
+        known = {node: one for node in self.hosts if (one := self._rules.group_seconds(node)) is not None}
+        return {row: row_seconds(self.row(row), 1, known)[0] for row in rows}
 
     def has(self, node_id: str) -> bool:
         """Whether a node hosts a stage."""
@@ -395,15 +422,10 @@ class Epoch:
         self.planned_windows = windows
 
     def _open_step(self, keep_sums: bool, seated: Collection[str]) -> list[Action]:
+        self._late.clear()
         if self.fresh or seated:
             self.fresh.clear()
-            self._linked.difference_update(seated)
-            for node in seated:
-                at = self.entering.pop(node)
-                self.grid[at], self._seats[node] = node, at
-                self.fresh.add(node)
-                self.generation += 1
-            self._count_hosts()
+            self._seat(seated)
         self.phase = Phase.STEPPING
         self._rules.history.begins(self.step)
         # All stages must run the step with the same windows, also one that receives it again.
@@ -412,7 +434,7 @@ class Epoch:
         self.votes.clear()
         self._known_losses = {}
         self.audit = None
-        self.portions = self._shared()
+        self._shared = self._share()
         if not self.uncompressed:
             new = [row for row in self.whole_rows if row not in self.proven_rows]
             groups = tuple(map(self.groups_of, range(self.rows)))
@@ -420,6 +442,16 @@ class Epoch:
         if self.audit is not None or self.fresh or len(self.whole_rows) < self.rows:
             self._uneven.append(self.step)
         return [self._filled(node) for node in seated]
+
+    def _seat(self, nodes: Collection[str]) -> None:
+        """Nodes that enter have their seats."""
+        self._linked.difference_update(nodes)
+        for node in nodes:
+            at = self.entering.pop(node)
+            self.grid[at], self._seats[node] = node, at
+            self.fresh.add(node)
+            self.generation += 1
+        self._count_hosts()
 
     def _count_hosts(self) -> None:
         """Seats have changed."""
@@ -446,7 +478,12 @@ class Epoch:
             for node in peers
             if node
         ]
-        offered = SeatOffered(nodes=tuple(self.placed_nodes), addresses=tuple(self.addresses), rows=self.rows)
+        places = [place for row in self._rows for place in row]
+        offered = SeatOffered(
+            nodes=tuple(place.node_id for place in places),
+            addresses=tuple(place.address for place in places),
+            rows=self.rows,
+        )
         return [offered, *told, Send(node_id=node_id, message=replace(self._placement(node_id), enters=True))]
 
     def entrant_placed(self, node_id: str) -> list[Action]:
@@ -463,15 +500,40 @@ class Epoch:
         """Its links are open."""
         self._linked.add(node_id)
 
+    def entering_seat(self, node_id: str) -> Seat:
+        """The seat that a node is to have."""
+        return Seat(*divmod(self.entering[node_id], self.stages))
+
     def drop_entrant(self, node_id: str) -> None:
         """It does not get its seat."""
         self.entering.pop(node_id, None)
+        self.__dict__.pop("_rows", None)
         self._linked.discard(node_id)
 
     @property
     def linked(self) -> list[str]:
         """Nodes that may have their seats from the next step on."""
         return [node for node in self.entering if node in self._linked]
+
+    def seat(self, nodes: Collection[str], now: float) -> list[Action]:
+        """Nodes that hold the state of the step that runs, and whose links are open, have their seats within
+        it: a row that they make whole gets groups that wait."""
+        self._seat(nodes)
+        self._late.update((Seat(*divmod(self._seats[node], self.stages)), None) for node in nodes)
+        self._note_uneven()
+        self._shared.give(self._seconds(self.whole_rows), now)
+        self.votes.clear()
+        return [*map(self._filled, nodes), *self._to_rows(self._step_message)]
+
+    def give(self, now: float) -> list[Action]:
+        """Give groups that wait to rows that are about to need more; call it about twice a second."""
+        if self.phase is not Phase.STEPPING or not self.waits:
+            return []
+        if not self._shared.give(self._seconds(self.whole_rows), now):
+            return []
+        self.generation += 1
+        self.votes.clear()
+        return self._to_rows(self._step_message)
 
     def _filled(self, node_id: str) -> Action:
         return SeatFilled(
@@ -485,15 +547,15 @@ class Epoch:
             rows=self.rows,
         )
 
-    def _shared(self) -> tuple[Portion, ...]:
+    def _share(self) -> StepGroups:
         """Who computes what: as placed while all rows are whole, else whole rows share all groups."""
         if len(self.whole_rows) == self.rows:
-            return self._placed_portions
-        known = {node: seconds for node in self.hosts if (seconds := self._rules.group_seconds(node))}
-        nodes = [node for row in self.whole_rows for node in self.row(row)]
-        rows = len(self.whole_rows)
-        shared = share_groups(self._group_count, row_seconds(nodes, rows, known))
-        return tuple(Portion(row, groups) for row, groups in zip(self.whole_rows, shared, strict=True))
+            return self._as_placed()
+        seconds = self._seconds(self.whole_rows)
+        shared = share_groups(self._group_count, [*seconds.values()])
+        groups = StepGroups(dict(zip(seconds, shared, strict=True)), self.opened_at)
+        groups.hold_back(seconds)
+        return groups
 
     @property
     def all_hold_it(self) -> bool:
@@ -641,13 +703,14 @@ class Epoch:
         if not self._all_answered(node_id, Phase.RESTORING):
             return []
         self.phase = Phase.IDLE
-        return [RecordRestored(epoch=self.number, step=self.step, nodes=self.hosts, groups=self.groups)]
+        nodes = tuple(self.grid)
+        return [RecordRestored(epoch=self.number, step=self.step, nodes=nodes, groups=self.groups)]
 
     def vote(self, node_id: str, vote: Vote) -> Outcome:
         """Once all have voted: what their votes come to. After a commit `apply` or `go_on` is next."""
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
-        if vote.generation != self.generation:
+        if vote.generation != self.generation or self.waits:
             return []  # the node is about to hear that it has other work
         groups = self.groups_of(self.replica_of(node_id)) if self._group_count > 1 else None
         stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
@@ -701,7 +764,25 @@ class Epoch:
         """Whether the epoch goes on without this host: its steps have begun, and a row is whole without
         it."""
         has_begun = self.phase not in (Phase.PLACING, Phase.RESTORING) and not self.uncompressed
-        return has_begun and any(row != self.replica_of(node_id) for row in self.whole_rows)
+        row = self.replica_of(node_id)
+        others = [one for one in self.whole_rows if one != row]
+        if not has_begun or not others:
+            return False
+        return self.phase is not Phase.STEPPING or self._shared.can_give(others, self.groups_of(row))
+
+    def seat_lost(self, node_id: str, reason: str) -> SeatLost:
+        """What is said of a host that the epoch is about to `lose`."""
+        row = self.replica_of(node_id)
+        return SeatLost(
+            epoch=self.number,
+            step=self.step,
+            node_id=node_id,
+            row=row,
+            stage=self.stage_of(node_id),
+            reason=reason,
+            groups=self.groups_of(row) if self.phase is Phase.STEPPING else (),
+            portions=self.portions,
+        )
 
     def lose(self, node_id: str, now: float) -> Outcome:
         """A host is gone, which the epoch `can_lose`: what follows.
@@ -711,7 +792,10 @@ class Epoch:
         """
         row, asked = self.replica_of(node_id), self.asked
         vote = self.votes.pop(node_id, None)
-        self.grid[self._seats.pop(node_id)] = ""
+        at = self._seats.pop(node_id)
+        self.grid[at] = ""
+        self._late.pop(Seat(*divmod(at, self.stages)), None)
+        self.__dict__.pop("_rows", None)
         self.fresh.discard(node_id)
         self.newcomers = self.newcomers.difference([node_id])
         self._count_hosts()
@@ -733,38 +817,20 @@ class Epoch:
         """A node of this row is gone in the step, after its vote if it gave one."""
         if self.audit is not None and row in self.audit.rows:
             self.audit = None
-        if self.step not in self._uneven:
-            self._uneven.append(self.step)
+        self._note_uneven()
         if len(self.votes) == len(self.hosts):
             # All sums are complete, and so is what is known of the loss, unless that was for it to say.
             said = {**self._group_losses(), **({} if vote is None else vote.group_losses)}
             if len(said) == self._group_count:
                 return self._commit_step(losses=said)
-        lost = self.groups_of(row)
-        if lost:
-            known = [self._row_seconds(one) for one in self.whole_rows]
-            usual = median([one for one in known if one is not None] or [1.0])
-            seconds = {
-                one: usual if taken is None else taken
-                for one, taken in zip(self.whole_rows, known, strict=True)
-            }
-            passed = now - self.opened_at
-            loads = {
-                one: 0.0
-                if all(node in self.votes for node in self.row(one))
-                else max(0.0, len(self.groups_of(one)) * seconds[one] - passed)
-                for one in self.whole_rows
-            }
-            kept = [portion for portion in self.portions if portion.row != row]
-            taken_over = take_over(lost, loads, seconds)
-            self.portions = (*kept, *(Portion(one, groups) for one, groups in sorted(taken_over.items())))
+        self._shared.lose(row)
+        self._shared.give(self._seconds(self.whole_rows), now)
         self.votes.clear()
         return self._to_rows(self._step_message)
 
-    def _row_seconds(self, row: int) -> float | None:
-        """What a row usually takes for a group; None if that is not known."""
-        times = [self._rules.group_seconds(node) for node in self.row(row)]
-        return max((one for one in times if one is not None), default=None) if None not in times else None
+    def _note_uneven(self) -> None:
+        if self.step not in self._uneven:
+            self._uneven.append(self.step)
 
     def applied(self, node_id: str, step: int) -> list[Action]:
         if step != self.step or not self._all_answered(node_id, Phase.APPLYING):
@@ -936,8 +1002,9 @@ class Epoch:
             digests=self.audit is not None and not self._rules.auditor.is_on,
             loss_scale=0.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor,
             generation=self.generation,
-            portions=() if self.portions == self._placed_portions else self.portions,
+            portions=() if (portions := self.portions) == self._placed_portions else portions,
             absent=tuple(self.vacant),
+            late=tuple(self._late),
         )
 
     def _step_message(self, node_id: str) -> Begin | Commit:
@@ -954,9 +1021,10 @@ class Epoch:
 
     @functools.cached_property
     def _rows(self) -> tuple[tuple[PlacedStage, ...], ...]:
+        taken = {*self._seats.values(), *self.entering.values()}
         places = [
-            PlacedStage(node_id=node, address=address)
-            for node, address in zip(self.placed_nodes, self.addresses, strict=True)
+            PlacedStage(node_id=node, address=address) if at in taken else PlacedStage(node_id="", address="")
+            for at, (node, address) in enumerate(zip(self.placed_nodes, self.addresses, strict=True))
         ]
         return tuple(tuple(places[row * self.stages :][: self.stages]) for row in range(self.rows))
 

@@ -6,7 +6,7 @@ that a grid of one row is the sequence of its stages.
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from statistics import median
 
@@ -24,6 +24,10 @@ REMEMBERED_STEPS = 30
 """A node is as fast as in the median of so many steps. Groups move only once there are so many."""
 LEAST_STEPS = 5
 """A node's speed counts as known after this many steps."""
+HELD_GROUPS = 2
+"""Groups of a row as a step begins that has broken rows: one that it computes, and the next one."""
+PROMPT_SECONDS = 2.0
+"""Groups that take less do not wait: messages about them would cost more than is gained."""
 MOST_TRIALS = 2**20
 """Sharings are searched through up to so many trials; beyond, longer runs stand before shorter ones."""
 
@@ -134,23 +138,87 @@ def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -
     return [max(one or 0.0 for one in row) if None not in row else None for row in times]
 
 
-def take_over(
-    groups: Sequence[int], loads: Mapping[int, float], seconds: Mapping[int, float]
-) -> dict[int, tuple[int, ...]]:
-    """Who computes groups that nobody does any longer: each goes where it is done soonest.
+class StepGroups:
+    """Who computes which groups of one step.
 
-    Args:
-        loads: by row that may take some, the seconds until it is done with what it has.
-        seconds: what each of these takes for a group.
-
-    Returns the groups of each row that gets any.
+    While rows are broken, a row has the group that it computes and the next one. The others wait: a row that
+    becomes whole within the step takes its part of them. A row does not get a group again that it has had in
+    the step, because its nodes keep what they have computed of it.
     """
-    free_at, taken = dict(loads), {row: list[int]() for row in loads}
-    for group in groups:
-        row = min(free_at, key=lambda one: (free_at[one] + seconds[one], one))
-        free_at[row] += seconds[row]
-        taken[row].append(group)
-    return {row: tuple(run) for row, run in taken.items() if run}
+
+    def __init__(self, shared: Mapping[int, Sequence[int]], now: float) -> None:
+        """`shared`: the groups of each row that computes some, from `now` on."""
+        self.runs = [(row, tuple(groups)) for row, groups in shared.items()]
+        """Groups that a row got at a time."""
+        self.waiting: list[int] = []
+        """Groups that no row has."""
+        self._began = now
+        self._had: dict[int, set[int]] = {}
+        """By row: groups that it has lost."""
+        self._free_at: dict[int, float] = {}
+        """When a row is done with what it has, as far as is known; else since it began."""
+
+    def hold_back(self, seconds: Mapping[int, float | None]) -> None:
+        """Let groups wait that no row computes soon. Call it as the step begins."""
+        known = _known_seconds(seconds)
+        for at, (row, groups) in enumerate(self.runs):
+            if known[row] >= PROMPT_SECONDS:
+                self.runs[at] = row, groups[:HELD_GROUPS]
+                self.waiting += groups[HELD_GROUPS:]
+        self.waiting.sort()
+
+    def of(self, row: int) -> tuple[int, ...]:
+        """The groups of a row."""
+        return tuple(group for one, groups in self.runs for group in groups if one == row)
+
+    def lose(self, row: int) -> None:
+        """A row computes nothing any more: its groups wait."""
+        lost = self.of(row)
+        self.waiting = sorted((*lost, *self.waiting))
+        self._had.setdefault(row, set()).update(lost)
+        self.runs = [(one, groups) for one, groups in self.runs if one != row]
+        self._free_at.pop(row, None)
+
+    def is_for(self, row: int) -> bool:
+        """Whether a group waits that a row may take."""
+        return any(group not in self._had.get(row, ()) for group in self.waiting)
+
+    def can_give(self, rows: Collection[int], lost: Iterable[int] = ()) -> bool:
+        """Whether these rows may compute all groups that wait, and those of `lost`."""
+        return all(
+            any(group not in self._had.get(row, ()) for row in rows) for group in (*self.waiting, *lost)
+        )
+
+    def give(self, seconds: Mapping[int, float | None], now: float) -> bool:
+        """Give groups that wait to the rows that are done with them soonest, once these need them; whether
+        any row got some.
+
+        Args:
+            seconds: by row that may take some, what it takes for a group.
+        """
+        known, left = _known_seconds(seconds), list[int]()
+        given: dict[int, list[int]] = {}
+        done = {
+            row: max(now, self._free_at.get(row, self._began + len(self.of(row)) * one))
+            for row, one in known.items()
+        }
+        for group in self.waiting:
+            free_at = {row: one for row, one in done.items() if group not in self._had.get(row, ())}
+            row = min(free_at, key=lambda one: (free_at[one] + known[one], one), default=None)
+            if row is None or (known[row] >= PROMPT_SECONDS and free_at[row] - now > known[row]):
+                left.append(group)
+                continue
+            done[row] = self._free_at[row] = done[row] + known[row]
+            given.setdefault(row, []).append(group)
+        self.waiting = left
+        self.runs += [(row, tuple(groups)) for row, groups in sorted(given.items())]
+        return bool(given)
+
+
+def _known_seconds(seconds: Mapping[int, float | None]) -> dict[int, float]:
+    """What rows take for a group: the usual time where it is not known, and a second if none is."""
+    usual = median([one for one in seconds.values() if one is not None] or [1.0])
+    return {row: usual if one is None else one for row, one in seconds.items()}
 
 
 class GroupSharing:

@@ -22,7 +22,6 @@ from node.run_state.actions import (
     RecordRestored,
     RefuseSnapshot,
     Released,
-    SeatLost,
     Send,
     SnapshotAgreed,
     SnapshotDropped,
@@ -82,9 +81,11 @@ from node.telemetry.events import QUARANTINED
 from wire.messages import (
     Applied,
     FailureKind,
+    Following,
     NodeMessage,
     Placed,
     Ready,
+    Seat,
     StateHashes,
     StepFailed,
     Validated,
@@ -133,6 +134,7 @@ class RunMachine:
             previous=past.hosts,
             most_rows=plan.most_rows,
             previous_rows=past.rows,
+            follows=plan.follows,
         )
         self.codecs = plan.codecs(past.codecs, past.committed.step + 1 if past.committed else 0)
         self._quarantine = Quarantine()
@@ -254,6 +256,8 @@ class RunMachine:
             actions += self._replace_straggler(node_id, line, now)
         if late.deadlock is not None and self.epoch is not None:
             actions += self._failed(self.epoch, *late.deadlock, now)
+        if self.epoch is not None:
+            actions += self.epoch.give(now)
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
@@ -311,7 +315,7 @@ class RunMachine:
         if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
             return self._complaint(ended, node_id, message, now)
         if epoch is not None and node_id in epoch.entering:
-            return self._entering(epoch, node_id, message)
+            return [*self._entering(epoch, node_id, message), *self._take_seats(epoch, now)]
         if self.stopped or epoch is None or not epoch.has(node_id):
             told = self._newcomers.message(node_id, message)
             return told if self.stopped or epoch is None else [*told, *self._enter(epoch, now)]
@@ -552,7 +556,8 @@ class RunMachine:
                 return self._after_failure(epoch, self._failures.finite_uncompressed(epoch), now)
             case RefusedVote():
                 actions = self.refused(outcome.node_id, outcome.why, now)
-                return actions + (epoch.ask_again(outcome.node_id) if self.epoch is epoch else [])
+                stays = self.epoch is epoch and epoch.has(outcome.node_id)
+                return actions + (epoch.ask_again(outcome.node_id) if stays else [])
             case Disagreement() | Difference():
                 return self._rows_differ(epoch, outcome, now)
             case Contradiction():
@@ -569,7 +574,8 @@ class RunMachine:
                     # Before the step that it is seated with, a newcomer hears of the one before.
                     follows = self._newcomers.committed(epoch)
                     told = [*self._settle_doubt(epoch, now), *self._relieve_slow(epoch, now)]
-                    return [*outcome, *follows, *self._apply(epoch, now), *told]
+                    late = self._late_movers()
+                    return [*outcome, *follows, *late, *self._apply(epoch, now), *told]
                 return outcome
 
     def _apply(self, epoch: Epoch, now: float) -> list[Action]:
@@ -586,7 +592,7 @@ class RunMachine:
         # The sums of the step before are kept for those, too.
         told = epoch.go_on(keep_sums=self._newcomers.follow or bool(seated), seated=seated)
         self._standing.noted(epoch, seated)
-        return told
+        return told + self._complete_rows(epoch, now)
 
     def _step_applied(self, epoch: Epoch, step: int) -> None:
         """All stages of the epoch have applied this step of it."""
@@ -612,10 +618,6 @@ class RunMachine:
         due = self._snapshots.due(epoch.step, now - self._unseen)
         able = self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
         began = self._newcomers.begin(epoch, self._candidates(), able=able, due=due)
-        for node in self._newcomers.moving(epoch):
-            self._assigner.vacate(node, now)
-            epoch.lose(node, now)
-            began = [*epoch_over([node], epoch.number, "it makes another row whole"), *began]
         if self._snapshots.newest == epoch.step:
             return began + self._newcomers.stored(epoch.step)
         wanted = self._newcomers.need(epoch.step) or self._snapshots.wanted(epoch.step, now - self._unseen)
@@ -652,7 +654,7 @@ class RunMachine:
             seated = self._seated(epoch, epoch.step, now)
             told = epoch.begin(keep_sums=self._newcomers.follow or bool(seated), seated=seated)
             self._standing.noted(epoch, seated)
-            return told
+            return told + self._complete_rows(epoch, now)
         if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
             return self._take_snapshot(epoch, now, await_it=True)
         if epoch.step >= self.plan.total_steps:
@@ -734,10 +736,12 @@ class RunMachine:
         """Nodes that have caught up open the links of their seats."""
         actions: list[Action] = []
         for node, seat in self._newcomers.to_seat(epoch).items():
-            member = self.members[node]
-            kind = self._roster.kinds([node])[0]
-            actions += epoch.enter(node, seat, member.address, kind, now - self._unseen)
+            actions += self._offer_seat(epoch, node, seat, now)
         return actions
+
+    def _offer_seat(self, epoch: Epoch, node_id: str, seat: Seat, now: float) -> list[Action]:
+        address, kind = self.members[node_id].address, self._roster.kinds([node_id])[0]
+        return epoch.enter(node_id, seat, address, kind, now - self._unseen)
 
     def _entering(self, epoch: Epoch, node_id: str, message: NodeMessage) -> list[Action]:
         """What a node says that opens the links of its seat."""
@@ -750,11 +754,13 @@ class RunMachine:
             case StepFailed() if message.epoch == epoch.number:
                 is_fault = message.kind is not FailureKind.LINK
                 return self._no_entrant(node_id, message.message, is_fault=is_fault)
-            case _:
+            case Following():
                 told = self._newcomers.message(node_id, message)
                 if self._newcomers.follows(node_id):
                     return told
                 return told + self._no_entrant(node_id, "it follows no longer")
+            case _:
+                return []  # of the seat that it had before
 
     def _no_entrant(self, node_id: str, why: str, *, is_fault: bool = True) -> list[Action]:
         """A node that enters does not get its seat."""
@@ -771,9 +777,45 @@ class RunMachine:
         over = epoch_over([node_id], epoch.number, why)
         return [*over, *self._lose(epoch, node_id, f"node {node_id} failed as it entered: {why}", now)]
 
+    def _complete_rows(self, epoch: Epoch, now: float) -> list[Action]:
+        """In a step: hosts of broken rows leave their seats, to make other rows whole within it."""
+        actions: list[Action] = []
+        while epoch.phase is Phase.STEPPING and (moves := self._newcomers.move(epoch)):
+            told: Outcome = []
+            for node, seat in moves.items():
+                why = f"node {node} makes row {seat.row} whole"
+                actions += [epoch.seat_lost(node, why), *epoch_over([node], epoch.number, why)]
+                self._assigner.vacate(node, now)
+                told = epoch.lose(node, now)
+                actions += self._offer_seat(epoch, node, seat, now)
+            assert isinstance(told, list), "no row that was whole has lost a node"
+            actions += told
+        return actions
+
+    def _take_seats(self, epoch: Epoch, now: float) -> list[Action]:
+        """In a step: nodes that hold its state have seats where there is work for them."""
+        if self.epoch is not epoch or epoch.phase is not Phase.STEPPING:
+            return []
+        nodes = self._newcomers.holding(epoch)
+        if not nodes:
+            return []
+        self._note_seated(epoch, nodes, now)
+        told = epoch.seat(nodes, now)
+        self._standing.noted(epoch, nodes)
+        return told
+
+    def _late_movers(self) -> list[Action]:
+        """A step is over: who was to have a seat in it holds the state of the one before."""
+        why = "its links did not open before the step was done"
+        return [one for node in self._newcomers.late() for one in self._no_entrant(node, why, is_fault=False)]
+
     def _seated(self, epoch: Epoch, step: int, now: float) -> list[str]:
         """Nodes that have their seats from this step on."""
         nodes = self._newcomers.seated(epoch, step)
+        self._note_seated(epoch, nodes, now)
+        return nodes
+
+    def _note_seated(self, epoch: Epoch, nodes: Sequence[str], now: float) -> None:
         for node in nodes:
             place = epoch.entering[node]
             self._assigner.seat(node, place)
@@ -781,7 +823,6 @@ class RunMachine:
             self._standing.entered(epoch, node, place % epoch.stages)
         if nodes:
             self._departures.placed({*epoch.hosts, *nodes}, now)
-        return nodes
 
     # ---- inside: failures
 
@@ -1006,16 +1047,7 @@ class RunMachine:
         """The epoch goes on without a host if it can: nobody else's work is lost."""
         if not self.plan.follows or not epoch.can_lose(node_id):
             return self._end_epoch(AbortKind.LOST, reason)
-        phase, row = epoch.phase, epoch.replica_of(node_id)
-        lost = SeatLost(
-            epoch=epoch.number,
-            step=epoch.step,
-            node_id=node_id,
-            row=row,
-            stage=epoch.stage_of(node_id),
-            reason=reason,
-            groups=epoch.groups_of(row) if phase is Phase.STEPPING else (),
-        )
+        phase, lost = epoch.phase, epoch.seat_lost(node_id, reason)
         outcome = epoch.lose(node_id, now)
         actions: list[Action] = [replace(lost, portions=epoch.portions), *self._newcomers.seat_lost()]
         for step in self._snapshots.lost(node_id):
@@ -1026,7 +1058,8 @@ class RunMachine:
             return actions
         match phase:
             case Phase.STEPPING if epoch.phase is Phase.STEPPING and isinstance(outcome, list):
-                return actions + outcome
+                actions += outcome + self._complete_rows(epoch, now)
+                return actions + self._take_seats(epoch, now)
             case Phase.STEPPING:
                 return actions + self._voted(epoch, outcome, now)
         assert isinstance(outcome, list), "only votes have another outcome"
@@ -1084,7 +1117,7 @@ class RunMachine:
         self._departures.placed(nodes, now)
         assignment = Assignment(
             hosts=nodes,
-            addresses=tuple(self.members[node].address for node in nodes),
+            addresses=tuple(self.members[node].address if node else "" for node in nodes),
             groups=self._sharing.groups_for(nodes, rows=self._assigner.rows, now=now),
             kinds=self._roster.kinds(nodes),
         )

@@ -84,11 +84,13 @@ class Roster:
         """These nodes have the stages of a grid, row after row."""
         stages = len(hosts) // rows
         for place, node_id in enumerate(hosts):
-            self.members[node_id].stage = place % stages
+            if node_id:
+                self.members[node_id].stage = place % stages
 
     def kinds(self, hosts: Sequence[str]) -> list[Hashable]:
-        """What the bits of each host's results depend on."""
-        return [(self.members[node].offer.kind, self.members[node].offer.devices) for node in hosts]
+        """What the bits of each host's results depend on; for "" nothing."""
+        offers = [self.members[node].offer if node else None for node in hosts]
+        return ["" if one is None else (one.kind, one.devices) for one in offers]
 
     def spares(self, hosts: Collection[str]) -> list[str]:
         """Candidates without a stage."""

@@ -6,7 +6,8 @@ keep. Once all of them are at most `MOST_BEHIND` steps behind, the next epoch be
 nodes wait for that epoch's links and for these last steps, and for no state.
 
 An empty seat of the epoch is filled in the same way, by one node, and nobody waits: its links are opened
-while it follows, and the epoch goes on.
+while it follows, and the epoch goes on. A node of another broken row holds the state already: it moves at
+once, within the step.
 """
 
 from collections import Counter
@@ -22,6 +23,8 @@ from wire.messages import CoordinatorMessage, Follow, Following, FollowStep, Nod
 
 MOST_BEHIND = 1
 """Steps that a newcomer may still have to apply when its epoch begins."""
+OPEN_STEPS = 8
+"""So long after a snapshot nodes that come for an empty seat follow from it at once; then from a new one."""
 MOST_STEPS = 64
 """A newcomer with so many steps to apply is too slow: it enters at a snapshot that the others wait for."""
 
@@ -67,6 +70,8 @@ class Newcomers:
         """The last attempt failed: the next one is at a snapshot that is due anyway."""
         self._expects = False
         """A seat has become empty: somebody may soon come for it."""
+        self._moving: dict[str, Seat] = {}
+        """Nodes that held a seat in the step that runs, and are to have another one in it."""
         self._slow: set[str] = set()
         """Nodes that could not keep up with the run."""
         self._refused: set[str] = set()
@@ -110,9 +115,9 @@ class Newcomers:
             able: whether a snapshot of this step is there or may be taken now, and steps go on.
             due: whether a snapshot is due anyway.
         """
-        if (entry := self._entry) is not None:
+        if (entry := self._entry) is not None and (entry.orders or epoch.vacant):
             return self._extended(entry, epoch, candidates)
-        seats = self._fillers(epoch, candidates) or self._movers(epoch)
+        seats = self._fillers(epoch, candidates)
         if able and epoch.step > 0 and (seats or (self._expects and epoch.vacant)):
             return self._mend(epoch, seats)
         grid = self._next_grid(epoch, candidates, due=due) if able and epoch.step > 0 else None
@@ -138,9 +143,10 @@ class Newcomers:
         """Whether `begin` may find nodes for an attempt though no snapshot is due."""
         if self._entry is None and self._expects and epoch.vacant:
             return True
-        if self._fillers(epoch, candidates) or self._movers(epoch):
+        if self._fillers(epoch, candidates):
             return self._entry is None or self._may_extend(self._entry)
-        return self._entry is None and self._next_grid(epoch, candidates, due=False) is not None
+        is_free = self._entry is None or not self._entry.orders
+        return is_free and self._next_grid(epoch, candidates, due=False) is not None
 
     def _fillers(self, epoch: Epoch, candidates: Sequence[Candidate]) -> dict[str, Seat]:
         """Nodes for empty seats, those of the row that lacks fewest first; who had the stage before goes
@@ -167,30 +173,35 @@ class Newcomers:
                 found[taken.node_id] = seat
         return found
 
-    def _movers(self, epoch: Epoch) -> dict[str, Seat]:
-        """Hosts of broken rows that make another one whole: of the rows that lack fewest nodes, the first
-        whose empty seats have a node in rows that lack more, or stand behind."""
+    def move(self, epoch: Epoch) -> dict[str, Seat]:
+        """Hosts of broken rows that leave their seats to make another one whole: of the rows that lack fewest
+        nodes, the first whose empty seats have a node in rows that lack more, or stand behind. Who follows
+        the run to have such a seat gets the one that is left."""
         if not self._follows or len(vacant := epoch.vacant) < 2:
             return {}
-        known = () if self._entry is None else self._entry.seats.values()
-        lacking = Counter(seat.row for seat in vacant)
-        rows = sorted(lacking, key=lambda row: (lacking[row], row))
+        taken = {*map(epoch.entering_seat, epoch.entering)}
+        lacking = Counter(seat.row for seat in vacant if seat not in taken)
+        rows = sorted(lacking, key=lambda row: (not epoch.takes_groups(row), lacking[row], row))
         for at, row in enumerate(rows):
-            empty = [seat for seat in vacant if seat.row == row and seat not in known]
+            empty = [seat for seat in vacant if seat.row == row and seat not in taken]
             found: dict[str, Seat] = {}
             for seat in empty:
                 donors = [epoch.row(other)[seat.stage] for other in reversed(rows[at + 1 :])]
                 able = [node for node in donors if node and node not in self._slow]
                 if able and self._roster.connected(able[:1]):
                     found[able[0]] = seat
-            if found and len(found) == len(empty):
+            if len(found) == len(empty):
+                for node, seat in found.items():
+                    self._swap(seat, Seat(epoch.replica_of(node), seat.stage))
+                self._moving.update(found)
                 return found
         return {}
 
-    def moving(self, epoch: Epoch) -> list[str]:
-        """Hosts that are to leave their seats, for those of rows that they make whole."""
-        entry = self._entry
-        return [] if entry is None else [node for node in entry.seats if epoch.has(node)]
+    def _swap(self, seat: Seat, other: Seat) -> None:
+        """Who follows the run to have a seat is to have another one of the same stage."""
+        known = {} if self._entry is None else self._entry.seats
+        for node in [node for node, one in known.items() if one == seat]:
+            known[node] = other
 
     def _mend(self, epoch: Epoch, seats: dict[str, Seat]) -> list[Action]:
         """Begin an attempt to fill empty seats. Who comes a little later follows from the same state."""
@@ -222,8 +233,6 @@ class Newcomers:
         if not self._may_extend(entry):
             return []
         seats = self._fillers(epoch, candidates)
-        if not seats and epoch.phase is Phase.IDLE:
-            seats = self._movers(epoch)
         if not seats:
             return []
         orders = self._seat_orders(epoch, seats, entry.snapshot)
@@ -272,6 +281,31 @@ class Newcomers:
             self._forget(entry, node)
         return nodes
 
+    def holding(self, epoch: Epoch) -> list[str]:
+        """Nodes whose links are open and that hold the state of the step that runs: they are to have their
+        seats in it. Who follows can also have them in the next step, where nobody waits for it."""
+        held = {} if self._entry is None else self._entry.held
+        found = [
+            node
+            for node in epoch.linked
+            if node in self._moving
+            or (epoch.takes_groups(epoch.entering_seat(node).row) and held.get(node) == epoch.step)
+        ]
+        for node in found:
+            self._leaves_entry(node)
+        return found
+
+    def late(self) -> list[str]:
+        """Nodes that moved, and did not have their seats before the step was done: they do not hold the state
+        any more."""
+        moving, self._moving = [*self._moving], {}
+        return moving
+
+    def _leaves_entry(self, node: str) -> None:
+        self._moving.pop(node, None)
+        if self._entry is not None:
+            self._forget(self._entry, node)
+
     def _has_caught_up(self, entry: _Entry, node: str, step: int) -> bool:
         is_near = entry.held.get(node, -1) >= max(0, step - MOST_BEHIND)
         return is_near and self._roster.connected([node])
@@ -279,8 +313,12 @@ class Newcomers:
     def _forget(self, entry: _Entry, node: str) -> None:
         for known in (entry.orders, entry.seats, entry.held):
             known.pop(node, None)
-        if not entry.orders:
+        if not entry.orders and not self._is_open(entry):
             self._entry = None
+
+    def _is_open(self, entry: _Entry) -> bool:
+        """Whether an attempt goes on although nobody is in it."""
+        return entry.mends and len(entry.steps) < OPEN_STEPS
 
     def _dropped(self, entry: _Entry, node: str, why: str) -> list[Action]:
         """A node does not fill its seat; others go on."""
@@ -294,6 +332,7 @@ class Newcomers:
         """A node that enters cannot; if it `is_fault` of its own, it does not try again."""
         if is_fault:
             self._slow.add(node_id)
+        self._moving.pop(node_id, None)
         entry = self._entry
         return [] if entry is None or node_id not in entry.seats else self._dropped(entry, node_id, why)
 
@@ -396,6 +435,8 @@ class Newcomers:
             norms=norms,
         )
         entry.steps.append(step)
+        if not entry.orders and not self._is_open(entry):
+            self._entry = None
         if not entry.is_stored:
             return []
         return [
@@ -435,6 +476,7 @@ class Newcomers:
     def lost(self, node_id: str) -> list[Action]:
         """The node, or what it held, is gone."""
         self._slow.discard(node_id)
+        self._moving.pop(node_id, None)
         if self._entry is None or node_id not in self._entry.orders:
             return []
         if self._entry.mends:
@@ -445,6 +487,7 @@ class Newcomers:
         """The epoch that they follow is over; unless they `enter`, their attempt is."""
         self._entered, self._entering = self._entering, {}
         self.awaited = False
+        self._moving.clear()
         return self._given_up("the placement has changed", waits=False)
 
     # ---- inside

@@ -183,17 +183,20 @@ class StageAssigner:
         previous: Sequence[str] = (),
         most_rows: int = 1,
         previous_rows: int = 1,
+        follows: bool = False,
     ) -> None:
         """
         Args:
             previous: the newest grid, row after row.
             most_rows: rows of the grid if there are nodes for them.
+            follows: nodes can follow the run and take empty seats while steps go on.
         """
         self.rows = previous_rows
         """Of the newest grid."""
         self._stages = stages
         self._min_stages = min_stages
         self.most_rows = most_rows
+        self._follows = follows
         self._regroup_seconds = regroup_seconds
         self._stage_bytes = stage_bytes
         self._sharing = sharing
@@ -366,6 +369,10 @@ class StageAssigner:
             return None
         by_stage = holders_by_stage(holders, self.rows, {c.node_id for c in candidates})
         rows = min(self.most_rows, *map(len, by_stage))
+        if rows and self._follows:
+            # Rows that are broken stay: their nodes hold the state, and seats are filled while steps go on.
+            all_rows = min(self.most_rows, max(map(len, by_stage)))
+            return tuple(node or "" for node in by_row(by_stage, all_rows))
         kept = set(by_row(by_stage, rows))
         those = [candidate for candidate in candidates if candidate.node_id in kept]
         if rows == 0:
@@ -391,7 +398,7 @@ class StageAssigner:
         return max(1, min(self.most_rows, len(candidates) // stages))
 
     def _chosen(self, nodes: tuple[str, ...], stages: int) -> tuple[str, ...]:
-        self._holders, self.rows = list(nodes), len(nodes) // stages
+        self._holders, self.rows = [node or None for node in nodes], len(nodes) // stages
         self._regroup_at = self._told = None
         self._grows = False
         return nodes

@@ -263,30 +263,42 @@ class RowShare:
         whole = (tuple(range(config.pipeline.groups)),)
         return cls(config, placement.replica, [row.groups for row in placement.rows] or whole)
 
-    def work(self, portions: Sequence[tuple[int, Sequence[int]]], absent: Collection[int]) -> "StepWork":
+    def work(
+        self,
+        portions: Sequence[tuple[int, Sequence[int]]],
+        absent: Collection[int],
+        late: Sequence[int] = (),
+    ) -> "StepWork":
         """That of a step, as `StepWork`; without portions each row computes its groups."""
-        if not portions and not absent:
+        if not portions and not absent and not late:
             return self.whole
-        return StepWork(self, portions or self.whole.portions, absent)
+        return StepWork(self, portions or self.whole.portions, absent, late)
 
 
 class StepWork:
     """Who computes which groups of a step, and who sums them up, as one node sees it."""
 
     def __init__(
-        self, share: RowShare, portions: Sequence[tuple[int, Sequence[int]]], absent: Collection[int] = ()
+        self,
+        share: RowShare,
+        portions: Sequence[tuple[int, Sequence[int]]],
+        absent: Collection[int] = (),
+        late: Sequence[int] = (),
     ) -> None:
         """
         Args:
             portions: (row, groups) that together are all groups, each once. A row sends the whole subtrees of
-                each portion by themselves.
+                each portion by themselves. Those of one more row than there are wait: nobody computes them,
+                and no sum is complete, before other work follows.
             absent: rows without a node of this stage.
+            late: rows whose node of this stage came within the step, in the order in which they came. They
+                own no piece, so that whoever does keeps it; the first owns all where no other node is left.
 
         Raises ValueError for anything else.
         """
         groups = sorted(group for _, run in portions for group in run)
         rows = {row for row, _ in portions}
-        if groups != list(range(share.tree.groups)) or not rows <= set(range(share.rows)):
+        if groups != list(range(share.tree.groups)) or not rows <= set(range(share.rows + 1)):
             raise ValueError(f"rows are to compute {portions}; expected each group of {share.rows} rows once")
         self.portions: tuple[tuple[int, tuple[int, ...]], ...] = tuple(
             (row, tuple(run)) for row, run in portions
@@ -297,18 +309,21 @@ class StepWork:
         """By node of the tree that is sent as a whole: the row that has it."""
         self.others = tuple(row for row in range(share.rows) if row != share.replica and row not in absent)
         """Rows that a sum goes to."""
-        self._rows, self._absent = share.rows, frozenset(absent)
+        self._rows, self._no_owners = share.rows, frozenset((*absent, *late))
+        self._late = late
 
     def owner(self, first: int, piece: int) -> int:
         """The row that sums up a piece: `first`, or another where that one has no node.
 
         Whoever owns a piece keeps it, however many other rows lose their nodes.
         """
-        if first not in self._absent:
+        if first not in self._no_owners:
             return first
         others = self._rows - 1
         turns = ((first + 1 + (piece + turn) % others) % self._rows for turn in range(others))
-        return next(row for row in turns if row not in self._absent)
+        return next(
+            (row for row in turns if row not in self._no_owners), self._late[0] if self._late else first
+        )
 
 
 def sync_bytes(config: RunConfig, units: Iterable[str], share: RowShare, *, of_round: bool = False) -> int:

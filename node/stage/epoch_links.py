@@ -13,7 +13,7 @@ from node.config.schema import RunConfig
 from node.schedule.gradient_groups import model_pieces
 from node.schedule.placement import boundary_bytes, chunks_of, head_first, slices_of, stage_units
 from node.schedule.routing import Peer
-from node.stage.epoch_task import LinkEvents
+from node.stage.epoch_task import LinkEvents, placed_node
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
@@ -75,14 +75,9 @@ def dials(placement: Placement, peer: Peer) -> bool:
     """Whether this node dials the link to `peer`: if one of the two can be dialled, the other does; else the
     lower row or stage. Both find the same, as an epoch's addresses do not change."""
     reachable = bool(placement.stages[placement.stage].address)
-    if reachable != bool(_placed(placement, peer).address):
+    if reachable != bool(placed_node(placement, peer).address):
         return not reachable
     return (placement.replica, placement.stage) < peer
-
-
-def _placed(placement: Placement, peer: Peer) -> PlacedStage:
-    own_row = peer.replica == placement.replica
-    return placement.stages[peer.stage] if own_row else placement.rows[peer.replica].node
 
 
 class EpochLinks:
@@ -181,7 +176,7 @@ class EpochLinks:
         """Links to `peers`, ready (`dials` says who dials). Raises the error of a lost link."""
         stages = len(placement.stages)
         room = max(self._settings.outbox_bytes, outbox_bytes(config, stages))
-        if any(peer.replica != placement.replica for peer in peers):
+        if len(placement.rows) > 1:
             room = max(room, sync_outbox_bytes(config, stages, placement.stage))
         settings = replace(
             self._settings, outbox_bytes=room, held_out_from=config.microbatches * slices_of(config)
@@ -210,7 +205,7 @@ class EpochLinks:
 
                 def add(peer: Peer, found: Mapping[str, RelayClient]) -> None:
                     clients[peer] |= found
-                    link, other = links[peer], _placed(placement, peer).node_id
+                    link, other = links[peer], placed_node(placement, peer).node_id
                     if isinstance(link, DialledLink):
                         link.add_paths([_path_by(name, client, other) for name, client in found.items()])
                     else:
@@ -291,7 +286,7 @@ class EpochLinks:
         """The paths to a neighbour with a relay's help, the best first, and whose help."""
         own = self._client("", self._relay_address)
         found = {TOGETHER: own}
-        for relay in placement.relays.get(_placed(placement, peer).node_id, ()):
+        for relay in placement.relays.get(placed_node(placement, peer).node_id, ()):
             found[relay_path(relay.node_id)] = self._client(relay.node_id, relay.address)
         return {**found, RELAY: own}
 
@@ -313,7 +308,7 @@ class EpochLinks:
         settings: LinkSettings,
         relays: Mapping[str, RelayClient],
     ) -> Link:
-        other = _placed(placement, peer)
+        other = placed_node(placement, peer)
 
         def expect(key: TensorKey) -> int | None:
             return events.expect(peer, key)

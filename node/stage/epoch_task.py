@@ -42,6 +42,7 @@ from wire.messages import (
     FailureKind,
     NodeMessage,
     Placed,
+    PlacedStage,
     Placement,
     Ready,
     Restore,
@@ -146,6 +147,8 @@ class EpochTask:
         self._commands: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
         self._links: Mapping[Peer, TensorLink] = {}
         self._open = contextlib.AsyncExitStack()
+        self._renewed: set[Peer] = set()
+        """Neighbours that came while this node's links were opened."""
         self._placed: Placed | None = None
         self._ready = False
         self._share = RowShare(
@@ -189,9 +192,17 @@ class EpochTask:
     def update(self, placement: Placement) -> None:
         """Other nodes have some places of the epoch: their links are opened beside the steps."""
         self.placement = replace(placement, enters=self.placement.enters)
-        renewed = tuple(peer for peer in map(Peer._make, placement.renewed) if peer in self._links)
-        if renewed:
-            self._services.renew_links(placement, renewed)
+        self._renewed |= {*map(Peer._make, placement.renewed)}.intersection(self._near())
+        self._renew_links()
+
+    def _renew_links(self) -> None:
+        """Open links to nodes that came since this node's links were opened."""
+        if not self._ready or not self._renewed:
+            return
+        self._services.renew_links(self.placement, tuple(sorted(self._renewed)))
+        self._renewed.clear()
+        if self._io is not None:
+            self._io.use(*self._own_and_other_rows())
 
     # ---- links
 
@@ -323,18 +334,15 @@ class EpochTask:
     async def _restore(self, restore: Restore) -> None:
         services, executor, step = self._services, self._services.executor, restore.step
         # Links first: they must come up within a limit, and fetching a state may take longer.
-        stages = len(self.placement.stages)
-        chunks = chunks_of(executor.config, stages)
-        own = self.placement.replica
-        near = neighbours(self.stage, stages, chunks, executor.config.sums_tied_gradients)
-        rows = [row for row in range(len(self.placement.rows)) if row != own]
         services.progress.doing("connecting to its neighbours")
-        peers = (*(Peer(own, stage) for stage in near), *(Peer(row, self.stage) for row in rows))
-        self._links = await self._open.enter_async_context(services.open_links(self.placement, peers, self))
+        placement = self.placement
+        peers = tuple(peer for peer in self._near() if is_taken(placement, peer))
+        self._links = await self._open.enter_async_context(services.open_links(placement, peers, self))
         if self.placement.enters:
             # It holds a state that follows the run, by the steps' sums.
             executor.use_codecs(restore.activation_codecs, restore.gradient_codecs)
             self._ready = True
+            self._renew_links()
             return
         missed = restore.missed
         if executor.lineage != restore.lineage:
@@ -350,6 +358,15 @@ class EpochTask:
         services.progress.doing("waiting for the other stages")
         self._step = step
         self._ready = True
+        self._renew_links()
+
+    def _near(self) -> tuple[Peer, ...]:
+        """The places that this node has links with: its neighbours', and its stage's in other rows."""
+        config, own = self._services.executor.config, self.placement.replica
+        stages = len(self.placement.stages)
+        near = neighbours(self.stage, stages, chunks_of(config, stages), config.sums_tied_gradients)
+        rows = [row for row in range(len(self.placement.rows)) if row != own]
+        return (*(Peer(own, stage) for stage in near), *(Peer(row, self.stage) for row in rows))
 
     async def _begin(self, begin: Begin) -> None:
         newest, vote = self._newest, self._vote
@@ -381,7 +398,10 @@ class EpochTask:
         groups = change.work.groups if len(self.placement.rows) > 1 else ()
         self._sampled = {*change.work.groups, *begin.audited}
         found: dict[BatchPart, np.ndarray] = {}
-        for part in executor.needs if change.work.groups else ():
+        for part in executor.needs:
+            # All labels of a run that masks some say what a group weighs that the row may get later.
+            if not (change.work.groups or (part is BatchPart.LABELS and executor.config.data.masks_labels)):
+                continue
             found[part] = await services.batches.get(step, part, tuple(sorted(groups)), begin.audited)
         io = self._io = self._make_io()
         if not change.work.groups:
@@ -458,9 +478,11 @@ class EpochTask:
     def _change(self, begin: Begin) -> StepChange:
         """Who computes what in a step."""
         self._generation = begin.generation
-        absent = [row for row, stage in begin.absent if stage == self.stage]
+        absent, late = (
+            [row for row, stage in seats if stage == self.stage] for seats in (begin.absent, begin.late)
+        )
         try:
-            work = self._share.work(begin.portions, absent)
+            work = self._share.work(begin.portions, absent, late)
         except ValueError as error:
             raise ProtocolViolationError(f"the coordinator's begin of a step: {error}") from error
         return StepChange(generation=begin.generation, work=work)
@@ -501,14 +523,22 @@ class EpochTask:
         services.post(done)
 
     def _make_io(self) -> LinksIO:
-        own = self.placement.replica
+        links, rows = self._own_and_other_rows()
         return LinksIO(
             stages=len(self.placement.stages),
-            replica=own,
-            links={peer.stage: link for peer, link in self._links.items() if peer.replica == own},
-            rows={peer.replica: link for peer, link in self._links.items() if peer.replica != own},
+            replica=self.placement.replica,
+            links=links,
+            rows=rows,
             inbox=self._services.inbox,
             over=lambda: self._over,
+        )
+
+    def _own_and_other_rows(self) -> tuple[dict[int, TensorLink], dict[int, TensorLink]]:
+        """The links to the own row, by stage, and to others, by row."""
+        own, links = self.placement.replica, self._links.items()
+        return (
+            {peer.stage: link for peer, link in links if peer.replica == own},
+            {peer.replica: link for peer, link in links if peer.replica != own},
         )
 
     def _may_send(self, peer: Peer, key: TensorKey) -> bool:
@@ -522,7 +552,7 @@ class EpochTask:
         """Whether nothing is to be had from a neighbour, or nothing that the own row still needs."""
         newest = self._newest
         if newest is None:
-            return False
+            return not is_taken(self.placement, peer)
         own = self.placement.replica
         is_broken = bool(newest.portions) and all(row != own for row, _ in newest.portions)
         return tuple(peer) in newest.absent or (is_broken and peer.replica == own)
@@ -570,6 +600,17 @@ class EpochTask:
             peer_replica=self._other_end.replica,
         )
         self._services.post(self._failure)
+
+
+def placed_node(placement: Placement, peer: Peer) -> PlacedStage:
+    """Who has a neighbour's place."""
+    own_row = peer.replica == placement.replica
+    return placement.stages[peer.stage] if own_row else placement.rows[peer.replica].node
+
+
+def is_taken(placement: Placement, peer: Peer) -> bool:
+    """Whether anybody has a neighbour's place."""
+    return bool(placed_node(placement, peer).node_id)
 
 
 def _in_passes(clock: StageClock) -> float:

@@ -278,6 +278,10 @@ class LinksIO:
     def check(self) -> None:
         self._inbox.check()
 
+    def use(self, links: Mapping[int, TensorLink], rows: Mapping[int, TensorLink]) -> None:
+        """Other nodes have some places, and these are the links from now on, as in the constructor."""
+        self._links, self._rows = links, rows
+
     def leave_row(self) -> None:
         """A node of the own row is gone, so nothing waits for neighbours."""
         with self._lock:

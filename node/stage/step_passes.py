@@ -147,7 +147,7 @@ class StepPasses:
         for part, found in change.samples.items():
             for group, batch in found.items():
                 numbers = self.order.numbers_of([group])
-                self._given[part].update(zip(numbers, self.cut(part, batch), strict=True))
+                self._given.setdefault(part, {}).update(zip(numbers, self.cut(part, batch), strict=True))
         if not change.work.groups:
             self._drop()
         self.sync.use(change.work)

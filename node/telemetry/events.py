@@ -133,7 +133,7 @@ class PlacementMade(Event):
     event: ClassVar[str] = "placement"
     epoch: int
     nodes: tuple[str, ...]
-    """Node ids by stage; row after row, if there are several."""
+    """Node ids by stage; row after row, if there are several. "" where nobody is."""
     resume_step: int
     blocks: tuple[int, ...] = ()
     """Transformer blocks by stage."""
@@ -150,7 +150,7 @@ class PlacementMade(Event):
         """Who is where, for people."""
         stages = self.stages
         rows = [self.nodes[first : first + stages] for first in range(0, len(self.nodes), max(1, stages))]
-        texts = [", ".join(f"{stage} {node}" for stage, node in enumerate(row)) for row in rows]
+        texts = [", ".join(f"{stage} {node or 'nobody'}" for stage, node in enumerate(row)) for row in rows]
         if len(texts) < 2:
             return "".join(texts)
         shares = [f"{len(run)} group{'s' if len(run) > 1 else ''}" for run in self.groups]
@@ -335,6 +335,10 @@ class StepAborted(Event):
         return self.kind == "placement"
 
 
+WAITS = -1
+"""In place of a row: none has the group yet."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeatLost(Event):
     """A node that hosted a stage is gone, and the steps go on: rows that are whole do its row's work."""
@@ -350,7 +354,7 @@ class SeatLost(Event):
     groups: tuple[int, ...] = ()
     """That its row had in the step that ran; empty between two steps, or if all of it was done."""
     takers: tuple[int, ...] = ()
-    """The row that computes each of these now."""
+    """The row that computes each of these now; `WAITS` for the one that needs more work first."""
     lost_seconds: float = 0.0
     """What the row's nodes had spent on them, seconds times nodes."""
 
@@ -360,7 +364,10 @@ class SeatLost(Event):
         whose = f"stage {self.stage} of row {self.row} is empty: {self.reason}"
         if not self.groups:
             return f"{whose}; steps go on"
-        each = [f"group {group} by row {row}" for group, row in zip(self.groups, self.takers, strict=True)]
+        takers = dict(zip(self.groups, self.takers, strict=True))
+        each = [f"group {group} by row {row}" for group, row in takers.items() if row != WAITS]
+        if waiting := [str(group) for group, row in takers.items() if row == WAITS]:
+            each.append(f"group{'s' if len(waiting) > 1 else ''} {', '.join(waiting)} by who is done first")
         return f"{whose}; step {self.step} goes on, {', '.join(each)}"
 
 

@@ -133,8 +133,9 @@ class RunViewBuilder:
                 self.restoring = True
             case events.SeatLost():
                 self.lost += 1
+                self._seat(event, "")
             case events.SeatFilled():
-                self._fill(event)
+                self._seat(event, event.node_id)
             case events.Recovered():
                 self.recoveries += 1
             case events.TokenUses():
@@ -198,7 +199,8 @@ class RunViewBuilder:
         done = self.steps_done
         tokens = started.tokens_per_step if started else 0
         state = self._state(done, steps)
-        placed = {node: seat for seat, node in enumerate(self.placement.nodes)} if self.placement else {}
+        nodes = self.placement.nodes if self.placement is not None else ()
+        placed = {node: seat for seat, node in enumerate(nodes) if node}
         across = max(1, self.placement.stages if self.placement else 1)
         members = tuple(
             MemberView(
@@ -334,11 +336,11 @@ class RunViewBuilder:
         self.steps_done = event.resume_step
         self.restoring = False
 
-    def _fill(self, event: events.SeatFilled) -> None:
-        """A seat of the placement has another node."""
+    def _seat(self, event: events.SeatFilled | events.SeatLost, node_id: str) -> None:
+        """A seat of the placement has another node, or "" for none."""
         if self.placement is not None and self.placement.epoch == event.epoch:
             nodes = list(self.placement.nodes)
-            nodes[event.row * self.placement.stages + event.stage] = event.node_id
+            nodes[event.row * self.placement.stages + event.stage] = node_id
             self.placement = replace(self.placement, nodes=tuple(nodes))
 
     def _count(self, costs: events.StepCosts) -> None:
@@ -387,7 +389,8 @@ class RunViewBuilder:
             return "finished" if done >= steps else "stopped"
         if self.started is None:
             return "starting"
-        if self.placement is None or not set(self.placement.nodes) <= self.members.keys():
+        hosts = set(self.placement.nodes if self.placement is not None else ()) - {""}
+        if not hosts or not hosts <= self.members.keys():
             return "waiting for nodes"
         return "restoring" if self.restoring else "training"
 

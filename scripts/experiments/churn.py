@@ -18,10 +18,12 @@ import math
 import platform
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -322,6 +324,8 @@ class Churn:
                     node.done[group] = node.busy_until
         own = {group for of, groups in portions for group in groups if of == row}
         node.done = {group: when for group, when in node.done.items() if group in own}
+        if any(of == len(node.placement.rows) for of, _ in portions):
+            return  # some groups wait, and so does the vote
         self.at(max(node.done.values(), default=self.now), partial(self._computed, node, begin))
 
     def _computed(self, node: Node, begin: Begin) -> None:
@@ -378,10 +382,30 @@ def goodput(case: Case, rate: float, seconds: float, seed: int, *, goes_on: bool
 CASES = {
     # Groups that four rows and three share evenly.
     "8 x 4": Case(stages=8, rows=4, groups=12, step=20.0, sync=2.0),
+    "8 x 4, 24 groups": Case(stages=8, rows=4, groups=24, step=20.0, sync=2.0),
     "4 x 4": Case(stages=4, rows=4, groups=12, step=20.0, sync=2.0),
     "2 x 4": Case(stages=2, rows=4, groups=12, step=20.0, sync=2.0),
     "8 x 16": Case(stages=8, rows=16, groups=64, step=24.0, sync=2.4),
 }
+THOUSAND = "8 x 125"
+"""A thousand members at 5 % a minute for half an hour, if asked for."""
+THOUSAND_CASE, THOUSAND_SECONDS = Case(stages=8, rows=125, groups=250, step=20.0, sync=2.0), 1800.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some runs of a grid at a rate."""
+
+    grid: str
+    case: Case
+    rate: str
+    seconds: float
+    seed: int
+    goes_on: bool
+
+    def run(self) -> dict[str, Any]:
+        a_minute = DEATHS_A_MINUTE.get(self.rate, 0.0)
+        return goodput(self.case, a_minute / 60, self.seconds, self.seed, goes_on=self.goes_on)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -390,35 +414,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--node-hours", type=float, default=64.0, help="simulated, of each run")
     parser.add_argument("--runs", type=int, default=3, help="of each rate and grid")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--thousand", action="store_true", help="a thousand members, too")
     parser.add_argument("--out", default=str(OUT))
     options = parser.parse_args(arguments)
-    began, found = time.monotonic(), []
-    for name, case in CASES.items():
-        seconds = 3600 * options.node_hours / (case.stages * case.rows)
-        for rate, a_minute in {"none": 0.0, **DEATHS_A_MINUTE}.items():
-            for goes_on in (True, False):
-                runs = [
-                    goodput(case, a_minute / 60, seconds, seed, goes_on=goes_on)
-                    for seed in range(options.runs)
-                ]
-                mean = sum(run["goodput"] for run in runs) / len(runs)
-                cost = sum(run["seconds_a_death"] for run in runs) / len(runs)
-                figures = {"goodput": mean, "seconds_a_death": cost, "runs": runs}
-                found.append({"grid": name, "a_node_dies": rate, "goes_on": goes_on, **figures})
-                way = "goes on" if goes_on else "aborts"
-                print(f"{name:7} {rate:15} {way:8} {mean:.3f} {cost:6.1f} s", flush=True)
-        # After each grid: what is measured is kept, however long the next one takes.
-        report = {
-            "commit": commit(),
-            "hardware": hardware(),
-            "versions": {"python": platform.python_version()},
-            "seeds": list(range(options.runs)),
-            "node_hours": options.node_hours,
-            "grids": {one: asdict(CASES[one]) for one in dict.fromkeys(case["grid"] for case in found)},
-            "cases": found,
-            "took": time.monotonic() - began,
-        }
-        write(Path(options.out), report)
+    jobs = [
+        Job(name, case, rate, 3600 * options.node_hours / (case.stages * case.rows), seed, goes_on)
+        for name, case in CASES.items()
+        for rate in ("none", *DEATHS_A_MINUTE)
+        for goes_on in (True, False)
+        for seed in range(options.runs if rate != "none" else 1)
+    ]
+    if options.thousand:
+        jobs.insert(0, Job(THOUSAND, THOUSAND_CASE, "5 % a minute", THOUSAND_SECONDS, 0, True))
+    began, done = time.monotonic(), dict[Job, dict[str, Any]]()
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(job.run): job for job in jobs}
+        for future in as_completed(futures):
+            done[futures[future]] = future.result()
+            # What is measured is kept, however long the others take.
+            write(Path(options.out), report(jobs, done, options.node_hours, time.monotonic() - began))
+
+
+def report(
+    jobs: Sequence[Job], done: Mapping[Job, dict[str, Any]], node_hours: float, took: float
+) -> dict[str, Any]:
+    """Of the runs that are done."""
+    cases: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
+    for job in jobs:
+        if job in done:
+            cases.setdefault((job.grid, job.rate, job.goes_on), []).append(done[job])
+    return {
+        "commit": commit(),
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version()},
+        "node_hours": node_hours,
+        "grids": {job.grid: asdict(job.case) for job in jobs},
+        "cases": [
+            {
+                "grid": grid,
+                "a_node_dies": rate,
+                "goes_on": goes_on,
+                "goodput": sum(run["goodput"] for run in runs) / len(runs),
+                "seconds_a_death": sum(run["seconds_a_death"] for run in runs) / len(runs),
+                "runs": runs,
+            }
+            for (grid, rate, goes_on), runs in cases.items()
+        ],
+        "took": took,
+    }
 
 
 if __name__ == "__main__":

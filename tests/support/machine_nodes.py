@@ -382,6 +382,8 @@ class SimNode:
                 self.followed = None
             assert self.state_step == begin.step, "a step begins on its own state"
             assert epoch.ready
+            if any(row == len(epoch.placement.rows) for row, _ in begin.portions):
+                return  # groups wait, so that no sum is complete
             self.voted = True
             epoch.vote = self._vote(epoch, begin)
         assert epoch.vote is not None
@@ -476,7 +478,7 @@ class SimNode:
     def _digests(self, placement: Placement, step: int, group: int, extra: bool) -> GroupDigests:
         """What a group's tensors are depends on the states of all stages that they have gone through."""
         nodes = {node.node_id: node for node in self.world.nodes}
-        row = [nodes[place.node_id].strays for place in placement.stages]
+        row = [nodes[place.node_id].strays for place in placement.stages if place.node_id]
         stage, last = placement.stage, len(row) - 1
 
         def digest(*what: object) -> bytes:

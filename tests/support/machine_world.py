@@ -83,7 +83,9 @@ class World:
         most_rows: int = 1,
         follows: bool = False,
         audit_rate: float = 0.0,
+        group_seconds: float = 0.0,
     ) -> None:
+        """`group_seconds`: what every node is measured to take for a gradient group; 0: that is not known."""
         self.plan = RunPlan(
             stages=stages,
             groups=groups,
@@ -104,6 +106,7 @@ class World:
             stage_bytes=lambda count, _devices: [len(units) for units in units_of(count)],
         )
         self.poisoned_step, self.poisoned_always = poisoned_step, poisoned_always
+        self.group_seconds = group_seconds
         self.now = 0.0
         self.disk = Disk()
         self.nodes: list[SimNode] = []
@@ -193,6 +196,9 @@ class World:
                     if node.node_id in action.nodes and self._is_in(node, action.epoch):
                         will_apply = node.state_step == action.step and node.voted
                         assert node.state_step > action.step or will_apply, "a step is done by all"
+                if self.group_seconds:
+                    speeds = dict.fromkeys(action.nodes, self.group_seconds)
+                    machine.row_speeds(speeds, self.group_seconds, self.now)
             case OpenSnapshot():
                 assert action.step not in self.disk.snapshots
                 self.wanted.add(action.step)
@@ -259,16 +265,19 @@ class World:
 
     def _record_placement(self, machine: RunMachine, placement: RecordPlacement) -> None:
         assert placement.epoch > self.disk.last_epoch, "epoch numbers only grow"
-        assert len(set(placement.nodes)) == len(placement.nodes), "a node has one stage"
+        hosts = [node for node in placement.nodes if node]
+        assert len(set(hosts)) == len(hosts), "a node has one stage"
         rows = len(placement.groups)
         stages, rest = divmod(len(placement.nodes), rows)
         assert rest == 0 and self.plan.min_stages <= stages <= self.plan.stages
         assert rows <= self.plan.most_rows and all(placement.groups)
         shared = [group for groups in placement.groups for group in groups]
         assert shared == list(range(self.plan.groups)), "every group is in one row"
+        if not self.plan.follows:
+            assert len(hosts) == len(placement.nodes), "no seat is empty as an epoch begins"
         # One that the same event has ended again is sent all the same, and its end after it.
         is_over = machine.epoch is None or machine.epoch.number > placement.epoch
-        for node_id in () if is_over else placement.nodes:
+        for node_id in () if is_over else hosts:
             assert node_id in machine.members and node_id not in machine.quarantined
             assert not machine.members[node_id].leaving
         self.disk.last_epoch, self.disk.hosts = placement.epoch, placement.nodes

@@ -50,6 +50,7 @@ class RunWorld(RuleBasedStateMachine):
         groups=st.sampled_from([1, 1, 2, 4]),
         rows=st.integers(1, 3),
         follows=st.booleans(),
+        group_seconds=st.sampled_from([0.0, 3.0]),
     )
     def begin(
         self,
@@ -63,6 +64,7 @@ class RunWorld(RuleBasedStateMachine):
         groups: int,
         rows: int,
         follows: bool,
+        group_seconds: float,
     ) -> None:
         self.world = World(
             stages=stages,
@@ -74,6 +76,7 @@ class RunWorld(RuleBasedStateMachine):
             groups=groups,
             most_rows=min(groups, rows),
             follows=follows,
+            group_seconds=group_seconds,
         )
         for _ in range(min(MOST_NODES, max(1, stages * min(groups, rows) + nodes))):
             self.world.add_node()

@@ -20,6 +20,7 @@ from tests.support.machine_driver import (
 from tests.support.machine_world import World
 from wire.messages import Follow, FollowStep, PlacedStage
 
+SEEDS = 12
 EVERY = 50
 SOURCES = {0: (PlacedStage(node_id="a", address="a:1"),), 1: (PlacedStage(node_id="b", address="b:1"),)}
 
@@ -187,7 +188,7 @@ def test_there_is_nothing_to_follow_where_gradients_are_not_summed_by_groups() -
     assert of_kind(run.step(), OpenSnapshot) == []
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_replicas_die_and_join_by_seeded_schedules(seed: int) -> None:
     """Whatever they do, every step ends with the one right outcome, which the world asserts."""
     rng = random.Random(seed)
@@ -199,6 +200,7 @@ def test_replicas_die_and_join_by_seeded_schedules(seed: int) -> None:
         groups=4,
         most_rows=3,
         follows=True,
+        group_seconds=rng.choice([0.0, 3.0]),
     )
     for _ in range(2):
         world.add_node()

@@ -133,6 +133,10 @@ def test_an_owner_changes_only_if_it_has_no_node() -> None:
         assert all(now[piece] == row for piece, row in owner.items() if row != lost)
         assert {now[piece] for piece, row in owner.items() if row == lost} == {0, 1, 3} - absent
         owner = now
+    came = share.work([(1, (0, 1, 2, 3))], absent - {2}, [2])
+    assert {came.owner(piece % 4, piece) for piece in range(24)} == {1, 3}, "who comes late owns nothing"
+    assert came.others == (1, 2, 3)
+    assert share.work([(2, (0, 1, 2, 3))], [1, 3], [2, 0]).owner(3, 7) == 2, "unless nobody else is there"
 
 
 def test_work_has_each_group_once() -> None:
@@ -140,7 +144,9 @@ def test_work_has_each_group_once() -> None:
     taken = share.work([(0, (0, 1)), (0, (2, 3))], [1])
     assert (taken.groups, taken.others) == ((0, 1, 2, 3), ())
     assert taken.sources == {2: 0, 3: 0}, "what a row takes over is sent by itself"
-    for portions in ([(0, (0, 1))], [(0, (0, 1, 2)), (1, (2, 3))], [(0, (0, 1)), (2, (2, 3))]):
+    waits = share.work([(0, (0, 1)), (2, (2, 3))], [])
+    assert waits.groups == (0, 1) and waits.sources[3] == 2, "of nobody"
+    for portions in ([(0, (0, 1))], [(0, (0, 1, 2)), (1, (2, 3))], [(0, (0, 1)), (3, (2, 3))]):
         with pytest.raises(ValueError, match="each group"):
             share.work(portions, [])
 

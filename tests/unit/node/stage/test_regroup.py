@@ -1,7 +1,7 @@
-"""Nodes die within a step: others compute what their rows were to, and no bit changes."""
+"""Nodes die and come within a step: others compute what their rows were to, and no bit changes."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor
 from node.config.schema import RunConfig
 from node.data.samples import part_of
 from node.model.labels import BatchPart, from_bytes, to_bytes
-from node.run_state.grid import take_over
+from node.run_state.grid import StepGroups
 from node.schedule.gradient_groups import RowShare, group_of, microbatches_of
 from node.stage.executor import StageExecutor
 from node.stage.inbox import StepChange, StepInterrupted
@@ -27,14 +27,22 @@ class DeadError(Exception):
 
 
 class Deaths:
-    """A step of a `MemoryPipeline` in which nodes die, with the coordinator's part of it."""
+    """A step of a `MemoryPipeline` in which nodes die and come, with the coordinator's part of it."""
 
-    def __init__(self, stages: MemoryPipeline, rows: list[tuple[int, ...]]) -> None:
-        self.stages, self.rows = stages, rows
-        self.dead: set[int] = set()
+    def __init__(
+        self, stages: MemoryPipeline, rows: list[tuple[int, ...]], comes: Mapping[int, Future[None]] = {}
+    ) -> None:
+        """`comes`: by place, row after row, when a node takes the seat, which is empty until then. Groups
+        that its row had been placed with wait for it, and one of each other row."""
+        self.stages, self.rows, self.comes = stages, rows, dict(comes)
+        self.dead: set[int] = {*comes}
         """Places, row after row."""
+        self.late: list[int] = []
         self.generation = 0
-        self.portions = list(enumerate(rows))
+        self.shared = StepGroups({row: rows[row] for row in self.whole()}, 0.0)
+        if comes:
+            self.shared.hold_back(dict.fromkeys(self.whole(), 2.0))
+            self.shared.waiting += [group for place in comes for group in rows[place // STAGES]]
         self.votes: dict[int, Vote] = {}
         self.running: dict[Future[Vote], int] = {}
         self.shares = [RowShare(stages.config, row, rows) for row in range(len(rows))]
@@ -56,22 +64,37 @@ class Deaths:
 
     def change(self, place: int) -> StepChange:
         row, stage = divmod(place, STAGES)
-        absent = [one // STAGES for one in self.dead if one % STAGES == stage]
-        work = self.shares[row].work(self.portions, absent)
+        absent, late = (
+            [one // STAGES for one in places if one % STAGES == stage] for places in (self.dead, self.late)
+        )
+        waiting = [(len(self.rows), tuple(self.shared.waiting))] if self.shared.waiting else []
+        work = self.shares[row].work([*self.shared.runs, *waiting], absent, late)
         return StepChange(generation=self.generation, work=work, samples=self.samples(place, work.groups))
 
     def die(self, place: int) -> None:
         """It is gone: its row's groups go to rows that are whole, and all others hear of it."""
-        row = place // STAGES
         self.dead.add(place)
-        self.generation += 1
-        lost = [group for one, groups in self.portions for group in groups if one == row]
-        whole = self.whole()
-        kept = [portion for portion in self.portions if portion[0] != row]
-        taken = take_over(lost, dict.fromkeys(whole, 0.0), dict.fromkeys(whole, 1.0))
-        self.portions = [*kept, *sorted(taken.items())]
+        self.late = [one for one in self.late if one != place]
         self.votes.pop(place, None)
+        self.shared.lose(place // STAGES)
+        self._give()
+
+    def come(self, place: int) -> None:
+        """A node that holds the state has an empty seat."""
+        del self.comes[place]
+        self.dead.remove(place)
+        self.late.append(place)
+        self._give()
+        change = self.change(place)
+        self.running[self.stages.submit(lambda: self._step(place, change))] = place
+
+    def _give(self) -> None:
+        self.generation += 1
+        if not self.comes:
+            self.shared.give(dict.fromkeys(self.whole(), 1.0), 0.0)
         for other in set(range(len(self.stages.executors))) - self.dead:
+            if other not in self.running.values() and other not in self.votes:
+                continue  # it is about to begin
             if other in self.running.values():
                 self.stages.inboxes[other].announce(self.change(other))
             else:
@@ -82,13 +105,19 @@ class Deaths:
         self.running[self.stages.submit(lambda: executor.run_more(change))] = place
 
     def run(self) -> list[Vote]:
-        for place in range(len(self.stages.executors)):
-            self.running[self.stages.submit(lambda place=place: self._step(place))] = place
+        for place in set(range(len(self.stages.executors))) - self.dead:
+            change = self.change(place) if self.dead else None
+            self.running[self.stages.submit(lambda place=place, of=change: self._step(place, of))] = place
+        coming = {future: place for place, future in self.comes.items()}
+        self.running.update(coming)  # type: ignore[arg-type]
         while self.running:
             done, _ = wait(self.running, return_when=FIRST_COMPLETED, timeout=60)
             assert done, "the step does not end"
             for future in done:
                 place = self.running.pop(future)
+                if future in coming:
+                    self.come(place)
+                    continue
                 if isinstance(future.exception(), DeadError | StepInterrupted):
                     self.die(place)
                     continue
@@ -98,12 +127,13 @@ class Deaths:
                     self.more(place)
         return [self.votes[place] for place in sorted(self.votes)]
 
-    def _step(self, place: int) -> Vote:
+    def _step(self, place: int, change: StepChange | None) -> Vote:
         executor, row = self.stages.executors[place], place // STAGES
-        executor.use_windows((), (), self.rows[row])
-        parts = self.samples(place, tuple(range(CONFIG.pipeline.groups)))
-        whole = {part: numpy_joined(found) for part, found in parts.items()}
-        return executor.run_step(1, self.stages.step, self.stages.ios[place], whole)
+        groups = self.rows[row] if change is None else change.work.groups
+        executor.use_windows((), (), groups)
+        parts = self.samples(place, tuple(range(CONFIG.pipeline.groups)) if change is None else groups)
+        whole = {part: numpy_joined(found) for part, found in parts.items() if found}
+        return executor.run_step(1, self.stages.step, self.stages.ios[place], whole, change=change)
 
 
 def numpy_joined(found: dict[int, object]) -> object:
@@ -134,6 +164,25 @@ def dies(stages: MemoryPipeline, place: int, when: Callable[[TensorKey], bool], 
         to_row(row, key, packed, elements)
 
     io.send, io.send_to_row = one, other  # type: ignore[method-assign]
+
+
+def seen(stages: MemoryPipeline, place: int, when: Callable[[TensorKey], bool]) -> Future[None]:
+    """Done once the node at a place sends such a tensor."""
+    io, found = stages.ios[place], Future[None]()
+    send, to_row = io.send, io.send_to_row
+
+    def one(key: TensorKey, packed: Tensor, elements: int) -> None:
+        if when(key) and not found.done():
+            found.set_result(None)
+        send(key, packed, elements)
+
+    def other(row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+        if when(key) and not found.done():
+            found.set_result(None)
+        to_row(row, key, packed, elements)
+
+    io.send, io.send_to_row = one, other  # type: ignore[method-assign]
+    return found
 
 
 def ended(stages: MemoryPipeline, deaths: Deaths) -> str:
@@ -240,3 +289,40 @@ def test_deaths_at_any_instants_of_a_step_change_no_bit(seed: int) -> None:
             dies(stages, place, chance.choice((*WHEN.values(), lambda key: True)), chance.randrange(4))
         assert ended(stages, deaths) == once(config)
         assert deaths.dead <= set(doomed)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("rows", "place", "sender", "when"),
+    [
+        (2, 1, 2, "forward"),
+        (2, 0, 3, "backward"),
+        (3, 2, 0, "forward"),
+        (3, 5, 1, "share"),
+        (4, 0, 7, "backward"),
+        (4, 7, 0, "share"),
+    ],
+)
+def test_a_row_that_is_whole_again_within_a_step_takes_groups_that_wait(
+    rows: int, place: int, sender: int, when: str
+) -> None:
+    config = changed(pipeline={"sync_codec": "fixed-8"})
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        deaths = Deaths(stages, ROWS[rows], {place: seen(stages, sender, WHEN[when])})
+        assert ended(stages, deaths) == once(config)
+        assert deaths.shared.of(place // STAGES) and not deaths.dead
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_node_comes_and_others_die_at_any_instants_of_a_step(seed: int) -> None:
+    """Who comes may die, too."""
+    chance = random.Random(seed)
+    config = changed(**VARIANTS[seed % len(VARIANTS)])
+    with MemoryPipeline(config, rows=ROWS[4]) as stages:
+        place, doomed = chance.sample(range(2 * STAGES), 2)
+        spared = chance.randrange(2, 4) * STAGES
+        deaths = Deaths(stages, ROWS[4], {place: seen(stages, spared, WHEN["forward"])})
+        for one in (place, doomed) if chance.random() < 0.3 else (doomed,):
+            dies(stages, one, chance.choice((*WHEN.values(), lambda key: True)), chance.randrange(4))
+        assert ended(stages, deaths) == once(config)
