@@ -342,7 +342,7 @@ def _churn() -> str:
             grid,
             rate if "minute" in rate else f"every {rate}",
             f"{case['goodput']:.2f}",
-            f"{found[grid, rate, False]['goodput']:.2f}",
+            f"{other['goodput']:.2f}" if (other := found.get((grid, rate, False))) else "-",
             f"{case['seconds_a_death']:.1f}",
         ]
         for (grid, rate, goes_on), case in found.items()
@@ -353,21 +353,25 @@ def _churn() -> str:
     steps = sorted({grid["step"] for grid in report["grids"].values()})
     return f"""## What a death costs
 
-A node that dies in a step costs its row's work of that step, and then the row until somebody has its seat.
-Rows that are whole take the groups of its row at once; the step's losses and weights are those of a step
-without a death. A node that comes for the seat fetches its state and catches up beside the steps, and has it
-between two of them. With one row a death ends the step, which runs again.
+A node that dies in a step costs its row's work of that step, and then a row until somebody has its seat.
+Rows that are whole take the groups of its row; the step's losses and weights are those of a step without a
+death. Two rows that have lost nodes of different stages become one at once, within the step: a node of one
+moves to the other. So as many rows compute as the stage with fewest nodes has nodes. While seats are empty,
+a row has the group that it computes and the next one. The other groups wait, and a row that becomes whole in
+the step takes its part of them. A node that comes for a seat fetches its state and catches up beside the
+steps. If no row is whole any more, the step runs again, with the same nodes in their seats. With one row a
+death ends the step, which runs again.
 
 Goodput is the share of a calm run's steps that are committed in the same time, each counted once. Simulated
 by `python -m scripts.experiments.churn` with the run's real state machine and nodes that take a set time:
 steps of {" or ".join(f"{step:g}" for step in steps)} s, a dead node back after 10 s, 20 s to fetch its state,
-seeds {report["seeds"][0]} to {report["seeds"][-1]} of {report["node_hours"]:g} node-hours each.
+{max(len(case["runs"]) for case in report["cases"])} runs of {report["node_hours"]:g} node-hours each.
 
 {markdown(columns, rows)}
 
-Take several times as many groups as rows, a number that one row less shares evenly too: 12 for four rows,
-which three share as four each. Where nodes die every few minutes, most of the loss is rows that wait for a
-seat."""
+Take many times as many groups as rows, a number that one row less shares evenly too: 12 or 24 for four rows,
+which three share as four or eight each. Where nodes die every few minutes, most of the loss is rows that wait
+for a seat: as long as a node takes to come back and to fetch its state."""
 
 
 def _attacks() -> str:

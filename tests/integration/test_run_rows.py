@@ -97,6 +97,10 @@ def five_steps_are_done(event: Event) -> bool:
     return isinstance(event, StepDone) and event.step >= 5
 
 
+def a_seat_is_filled(event: Event) -> bool:
+    return isinstance(event, SeatFilled)
+
+
 def the_state_is_here(event: Event) -> bool:
     return isinstance(event, Notice) and "the state is here" in event.text
 
@@ -128,6 +132,25 @@ def test_a_node_that_is_started_again_is_back_in_its_row_before_the_next_snapsho
         (lost,), (filled,) = run.all(SeatLost), run.all(SeatFilled)
         assert (filled.row, filled.stage, filled.node_id) == (lost.row, lost.stage, lost.node_id)
         assert lost.step < filled.step < 30
+
+
+def test_two_rows_that_have_lost_a_node_make_one_within_the_step(prefork: Prefork, tmp_path: Path) -> None:
+    first = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=2)
+    # Rows that are broken compute nothing, so that this is another row's.
+    second = Fault(kind=Kind.KILL, phase=Phase.FORWARD, stage=0, step=4)
+    with FaultRun(tmp_path, LONG, [HOLD, first, second], launch=prefork.popen) as run:
+        with held(run, HOLD):
+            run.start()
+            run.add_nodes(6)
+            assert run.tend(until=until_joined(6)) is None
+        assert run.tend(until=a_seat_is_filled, restart=False) is None
+        run.assert_ends_undisturbed()
+        assert not [aborted for aborted in run.all(StepAborted) if not aborted.is_planned]
+        one, other, moved = run.all(SeatLost)[:3]
+        filled = run.all(SeatFilled)[0]
+        assert moved.node_id == filled.node_id, "a node of one broken row makes the other one whole"
+        assert {(lost.row, lost.stage) for lost in (one, other)} >= {(filled.row, filled.stage)}
+        assert other.step <= filled.step <= other.step + 1
 
 
 def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefork, tmp_path: Path) -> None:

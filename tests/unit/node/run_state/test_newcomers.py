@@ -4,11 +4,21 @@ import random
 
 import pytest
 
-from node.run_state.actions import Action, Announce, OpenSnapshot, RecordPlacement, SeatLost, Send
+from node.run_state.actions import (
+    Action,
+    Announce,
+    OpenSnapshot,
+    RecordPlacement,
+    SeatFilled,
+    SeatLost,
+    Send,
+)
 from node.run_state.epoch import Phase
+from node.run_state.grid import LEAST_STEPS
 from node.run_state.newcomers import MOST_STEPS
 from tests.support.machine_driver import (
     Driver,
+    aborts,
     begins,
     follows,
     of_kind,
@@ -18,7 +28,7 @@ from tests.support.machine_driver import (
     sent,
 )
 from tests.support.machine_world import World
-from wire.messages import Follow, FollowStep, PlacedStage
+from wire.messages import Follow, FollowStep, Placed, PlacedStage, Placement, Seat
 
 SEEDS = 12
 EVERY = 50
@@ -227,3 +237,46 @@ def test_replicas_die_and_join_by_seeded_schedules(seed: int) -> None:
                 pass
     assert world.settle().reason == "all steps are done"
     assert max(world.disk.snapshots) == 30 == len(world.disk.commits)
+
+
+def test_a_node_of_a_broken_row_makes_another_one_whole_within_the_step() -> None:
+    """Groups that nobody needs yet wait for it."""
+    run = Driver(stages=2, groups=12, every=EVERY, steps=200, follows=True).started("abcdef", 1)
+    for _ in range(LEAST_STEPS):
+        run.machine.row_speeds(dict.fromkeys("abcdef", 6.0), 24.0, run.time)
+    epoch = run.epoch
+    lost = of_kind(run.die("a"), SeatLost)[0]
+    assert lost.groups == (0, 1, 2, 3)
+    assert epoch.waits and epoch.groups_of(0) == () and epoch.portions[-1] == (3, (0, 1, 2, 3))
+    actions = run.die("d")
+    assert of_kind(actions, SeatLost)[1].node_id == "c", "which holds the state of row 0's empty seat"
+    assert not aborts(run.tick(0.5)) and run.epoch is epoch
+    assert [one.enters for one in sent(actions, "c") if isinstance(one, Placement)] == [True]
+    run.machine.message("c", Placed(epoch=epoch.number, held_step=1, voted=False, lineage=1), run.time)
+    actions = run.ready("c")
+    (filled,) = of_kind(actions, SeatFilled)
+    assert (filled.node_id, filled.row, filled.stage, filled.step) == ("c", 0, 0, 1)
+    (begin,) = begins(actions, "b")
+    assert begin.late == (Seat(0, 0),) and {*begin.absent} == {Seat(1, 0), Seat(1, 1)}
+    assert epoch.groups_of(0) == (4, 5), "none that the row has had, and one ahead"
+    assert run.vote("e") == [], "groups wait"
+    given = {*epoch.groups_of(0)}
+    for _ in range(60):
+        run.tick(1.0)
+        given |= {*epoch.groups_of(0)}
+    assert not epoch.waits and given >= {4, 5} and given.isdisjoint({0, 1, 2, 3})
+    shared = [group for _, groups in epoch.portions for group in groups]
+    assert sorted(shared) == [*range(12)]
+    run.all_vote()
+    run.all_applied()
+    assert (run.epoch, run.epoch.step) == (epoch, 2) and epoch.whole_rows == [0, 2]
+
+
+def test_an_epoch_begins_with_the_empty_seats_of_broken_rows() -> None:
+    run = Driver(stages=2, groups=4, every=EVERY, steps=200, follows=True).started("abcdef", 1)
+    run.die("a")
+    placed = placement_of(run.failed("c"))
+    assert placed == ("c", "d", "e", "f", "", "b")
+    assert run.epoch.whole_rows == [0, 1] and run.epoch.vacant == [Seat(2, 0)]
+    (own,) = [one for one in sent(run.epoch.announce(), "b") if isinstance(one, Placement)]
+    assert [stage.node_id for stage in own.stages] == ["", "b"]
