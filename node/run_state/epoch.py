@@ -194,6 +194,7 @@ class Epoch:
         self.opened_at = 0.0
         """When the step that runs began."""
         self._rules = rules
+        self._placed_runs = [*enumerate(self.groups)]
         self._shared = self._as_placed()
         """Who computes which groups of the step that runs."""
         self.step = max(record.newest_snapshot, record.newest_state)
@@ -300,10 +301,6 @@ class Epoch:
         portion of one more row than there are."""
         waiting = ((self.rows, tuple(self._shared.waiting)),) if self.waits else ()
         return tuple(Portion(row, groups) for row, groups in (*self._shared.runs, *waiting))
-
-    @property
-    def _placed_portions(self) -> tuple[Portion, ...]:
-        return tuple(Portion(row, groups) for row, groups in enumerate(self.groups))
 
     def _as_placed(self) -> StepGroups:
         return StepGroups(dict(enumerate(self.groups)), self.opened_at)
@@ -1002,7 +999,7 @@ class Epoch:
             digests=self.audit is not None and not self._rules.auditor.is_on,
             loss_scale=0.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor,
             generation=self.generation,
-            portions=() if (portions := self.portions) == self._placed_portions else portions,
+            portions=() if self._shared.runs == self._placed_runs else self.portions,
             absent=tuple(self.vacant),
             late=tuple(self._late),
         )
