@@ -6,9 +6,10 @@ from torch import Tensor
 
 from kernels.common import dispatch
 from kernels.orthogonal import reference
+from kernels.orthogonal.reference import ITERATIONS
 
 
-def orthogonal(matrices: Sequence[Tensor]) -> Tensor:
+def orthogonal(matrices: Sequence[Tensor], iterations: int = ITERATIONS) -> Tensor:
     """`kernels.orthogonal.reference.orthogonal`; on a GPU in bfloat16.
 
     A matrix has the same bits whichever others come with it.
@@ -16,5 +17,5 @@ def orthogonal(matrices: Sequence[Tensor]) -> Tensor:
     if dispatch.has_kernels(matrices[0].device, "orthogonal"):
         from kernels.orthogonal import triton
 
-        return triton.orthogonal(matrices)
-    return reference.orthogonal(matrices)
+        return triton.orthogonal(matrices, iterations)
+    return reference.orthogonal(matrices, iterations)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.orthogonal.reference import COEFFICIENTS, ITERATIONS, LEAST_NORM
+from kernels.orthogonal.reference import ITERATIONS, LEAST_NORM, POLYNOMIALS
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Tiles:
 TILES = Tiles()
 
 
-def orthogonal(matrices: Sequence[Tensor], tiles: Tiles = TILES) -> Tensor:
+def orthogonal(matrices: Sequence[Tensor], iterations: int = ITERATIONS) -> Tensor:
     """As `kernels.orthogonal.reference.orthogonal`, in bfloat16."""
-    return iterate(normalized(matrices, torch.bfloat16), tiles)
+    return iterate(normalized(matrices, torch.bfloat16), iterations=iterations)
 
 
 def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -46,13 +46,12 @@ def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return x
 
 
-def iterate(x: Tensor, tiles: Tiles = TILES) -> Tensor:
+def iterate(x: Tensor, tiles: Tiles = TILES, iterations: int = ITERATIONS) -> Tensor:
     """The iteration on normalized matrices [N, rows, columns], whose memory it may use."""
-    first, third, fifth = COEFFICIENTS
     other, is_tall = torch.empty_like(x), x.shape[1] > x.shape[2]
     short = min(x.shape[1:])
     square, polynomial = (x.new_empty((len(x), short, short)) for _ in range(2))
-    for _ in range(ITERATIONS):
+    for first, third, fifth in POLYNOMIALS[iterations]:
         source, target = (x.mT, other.mT) if is_tall else (x, other)
         symmetric(source, square, tiles)
         symmetric(square, polynomial, tiles, beta=third, alpha=fifth)

@@ -165,18 +165,16 @@ class MuonRule(UpdateRule):
 
     def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
         largest = max(sizes, default=0)
-        if on_cpu:
-            # Twice the iterate, with three squares of the shorter side, at most as large, and what several
-            # of one product are joined from.
-            iterating = 4 * (5 + (self.joined > 1)) * largest
-        else:
-            # Twice the iterates, with two squares of theirs.
-            iterating = 2 * 4 * max(largest, min(sum(sizes), ITERATED))
+        at_once = largest if on_cpu else max(largest, min(sum(sizes), ITERATED))
+        # On a CPU twice the iterate, with three squares of the shorter side, at most as large, and what
+        # several of one product are joined from. On a GPU twice the iterates, with two squares of theirs.
+        iterating = (4 * (5 + (self.joined > 1)) if on_cpu else 2 * 4) * at_once
         # What packing a moment makes on the way is gone when the iteration begins.
         packing = (34 if training.moments == "fp8" and on_cpu else 0) * largest
-        unpacked = 4 * ("fp8" in (training.gradients, training.moments))
-        unpacked += 2 * 4 * (training.weights == "bfloat16")
-        return max(iterating, packing) + unpacked * largest
+        is_packed, is_rounded = training.moments == "fp8", training.weights == "bfloat16"
+        in_float32 = (is_packed or training.gradients == "fp8") + is_rounded
+        unpacked = 4 * in_float32 * (at_once if is_packed else largest) + 4 * is_rounded * largest
+        return max(iterating, packing) + unpacked
 
     def round_means(self, shape: tuple[int, ...]) -> Mapping[str, RoundMean]:
         return {MEAN: RoundMean(prod(shape), is_coded=True)}

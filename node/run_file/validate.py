@@ -45,6 +45,7 @@ PRECISIONS = ("float32", "bfloat16", "float16", PLANNED)
 WEIGHTS = ("float32", "bfloat16")
 COMPUTES = ("precision", "fp8")
 STORES = ("float32", "fp8")
+MUON_ITERATIONS = (3, 4, 5)
 FORMATS = ("text", "chat")
 ORDERS = ("auto", "whole", "shards")
 LOGGERS = ("tensorboard", "wandb")
@@ -298,6 +299,8 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
         yield f"training.warmup_steps must be from 0 to run.steps ({steps}), got {training.warmup_steps}"
     for key in ("optimizer", "adapter_optimizer"):
         yield from name_problem(f"training.{key}", getattr(training, key), tuple(OPTIMIZERS))
+    if training.muon_iterations not in MUON_ITERATIONS:
+        yield f"training.muon_iterations must be 3, 4 or 5, got {training.muon_iterations}"
     for key in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(training, key) < 1:
             yield f"training.{key} must be at least 0 and below 1, got {getattr(training, key)}"

@@ -16,7 +16,7 @@ from kernels.fp8.reference import Fp8Gradient, Moment, round_stochastically, unp
 from kernels.orthogonal.ops import orthogonal
 from node.config.schema import TrainingSection
 from node.model.optimizers import ITERATED, MEAN, MuonRule
-from node.training.update_rules import Step, Updates
+from node.training.update_rules import Step, Turn, Updates
 
 SCALE = 0.2
 """AdamW's updates have a root mean square of 0.2 to 0.4."""
@@ -28,21 +28,20 @@ class Muon(Updates):
     def __init__(self, rule: MuonRule, training: TrainingSection) -> None:
         self._joined = rule.joined
         self._momentum = training.momentum
+        self._iterations = training.muon_iterations
 
     def step(
         self, weight: Tensor, gradient: Tensor | Fp8Gradient, moments: Sequence[Tensor], step: Step
     ) -> None:
-        if len(moments) > 1:
-            values = momentum_step(gradient, Moment(*moments), self._momentum, step.scale).view(weight.shape)
-        else:
-            values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
-            values = values.view(weight.shape).mul_(step.scale)
-            self._mix(list(moments), [values])
-        is_float32 = weight.dtype == torch.float32
-        moved = weight if is_float32 else weight.float()
-        self._move([moved], [values], step)
-        if not is_float32:
-            weight.view(-1).copy_(round_stochastically(moved.flatten(), step.salt, step.first))
+        self._step_alike([Turn(weight, gradient, moments, step)])
+
+    def step_each(self, turns: Sequence[Turn]) -> None:
+        if turns[0].weight.device.type == "cpu":
+            # It makes matrices orthogonal one by one, and memory is planned for one.
+            super().step_each(turns)
+            return
+        for group in _groups([turn.weight for turn in turns]):
+            self._step_alike([turns[number] for number in group])
 
     def step_together(
         self,
@@ -52,12 +51,8 @@ class Muon(Updates):
         step: Step,
     ) -> None:
         self._mix([mean for (mean,) in moments], list(gradients))
-        by_shape: dict[torch.Size, list[int]] = {}
-        for number, weight in enumerate(weights):
-            by_shape.setdefault(weight.shape, []).append(number)
-        for numbers in by_shape.values():
-            for group in _groups(numbers, weights[numbers[0]].numel()):
-                self._move([weights[n] for n in group], [gradients[n] for n in group], step)
+        for group in _groups(weights):
+            self._move([weights[n] for n in group], [gradients[n] for n in group], step)
 
     def round_means(self, moments: Sequence[Tensor]) -> dict[str, Tensor]:
         return {MEAN: moments[0].clone()}
@@ -68,6 +63,26 @@ class Muon(Updates):
         """The mean over groups: a change is of orthogonal matrices, which do not say how long the momentum
         is in each direction."""
         return [means[MEAN].view(parameter.shape)]
+
+    def _step_alike(self, turns: Sequence[Turn]) -> None:
+        """Step parameters of one shape; they have the same learning rate and decay."""
+        values = [self._mixed(turn) for turn in turns]
+        weights = [turn.weight for turn in turns]
+        moved = [weight if weight.dtype == torch.float32 else weight.float() for weight in weights]
+        self._move(moved, values, turns[0].step)
+        for weight, (_, _, _, step), result in zip(weights, turns, moved, strict=True):
+            if weight is not result:
+                weight.view(-1).copy_(round_stochastically(result.flatten(), step.salt, step.first))
+
+    def _mixed(self, turn: Turn) -> Tensor:
+        """Add a gradient to its mean; returns what is made orthogonal, in the weight's shape."""
+        weight, gradient, moments, step = turn
+        if len(moments) > 1:
+            return momentum_step(gradient, Moment(*moments), self._momentum, step.scale).view(weight.shape)
+        values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
+        values = values.view(weight.shape).mul_(step.scale)
+        self._mix(list(moments), [values])
+        return values
 
     def _mix(self, means: list[Tensor], gradients: list[Tensor]) -> None:
         """Nesterov: add gradients to their means; they become the means that come next, as they are before
@@ -86,7 +101,7 @@ class Muon(Updates):
         shard = step.shard
         whole = updates if shard is None else [shard.whole(update) for update in updates]
         parts = [part for update in whole for part in update.chunk(self._joined)]
-        nearest = list(orthogonal(parts).view(len(whole), *whole[0].shape))
+        nearest = list(orthogonal(parts, self._iterations).view(len(whole), *whole[0].shape))
         if shard is not None:
             nearest = [shard.own(each) for each in nearest]
         torch._foreach_mul_(weights, 1 - step.lr * step.weight_decay)
@@ -94,7 +109,11 @@ class Muon(Updates):
         torch._foreach_add_(weights, nearest, alpha=-step.lr * scale)
 
 
-def _groups(numbers: Sequence[int], elements: int) -> Iterator[Sequence[int]]:
-    """Matrices of so many elements each, as many at a time as memory is planned for."""
-    most = max(1, ITERATED // elements)
-    return (numbers[first : first + most] for first in range(0, len(numbers), most))
+def _groups(weights: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Numbers of weights of one shape, as many at a time as memory is planned for."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for number, weight in enumerate(weights):
+        by_shape.setdefault(weight.shape, []).append(number)
+    for shape, numbers in by_shape.items():
+        most = max(1, ITERATED // shape.numel())
+        yield from (numbers[first : first + most] for first in range(0, len(numbers), most))

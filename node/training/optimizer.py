@@ -46,7 +46,7 @@ from node.training.host_moments import HostMoments
 from node.training.loss_scale import SKIPPED
 from node.training.muon import Muon
 from node.training.schedule import clip_coefficient
-from node.training.update_rules import AdamW, Step, Updates
+from node.training.update_rules import AdamW, Step, Turn, Updates
 from wire.errors import NonFiniteError, RunError
 
 
@@ -419,6 +419,7 @@ class StageOptimizer:
         for unit in self._units:
             self._steps[unit] += 1
         together: dict[tuple[Updates, float], list[nn.Parameter]] = {}
+        each: dict[Updates, list[Turn]] = {}
         for parameter, moments in self._moments.items():
             updates = self.updates_of(parameter)
             rule = self._rules[parameter]
@@ -428,9 +429,15 @@ class StageOptimizer:
                 # What is unpacked for a step in float32, or gathered, is there for this step alone.
                 of_all = self.gradients
                 gradient = of_all.stored(parameter) if is_packed else of_all.get(parameter)
-                updates.step(parameter, gradient, moments, self._step_of(parameter, lr, scale_of(parameter)))
+                turn = Turn(parameter, gradient, moments, self._step_of(parameter, lr, scale_of(parameter)))
+                if is_packed and turn.step.shard is None:
+                    each.setdefault(updates, []).append(turn)
+                else:
+                    updates.step(*turn)
             else:
                 together.setdefault((updates, self._decay(parameter)), []).append(parameter)
+        for updates, turns in each.items():
+            updates.step_each(turns)
         if self._on_host is not None:
             self._step_streamed(self._on_host, lr, scale_of)
         for (updates, decay), parameters in together.items():

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,15 @@ class Step:
     """Set if other ranks hold the rest of the parameter."""
 
 
+class Turn(NamedTuple):
+    """One parameter's arguments of `Updates.step`."""
+
+    weight: Tensor
+    gradient: Tensor | Fp8Gradient
+    moments: Sequence[Tensor]
+    step: Step
+
+
 class Updates(ABC):
     """Steps parameters by one rule, in place. It keeps nothing of them between steps."""
 
@@ -51,6 +61,11 @@ class Updates(ABC):
             gradient: of the weight's shape, float32, which may be changed, or e4m3 codes.
             moments: the tensors of all moments in the order of the rule's `keys`.
         """
+
+    def step_each(self, turns: Sequence[Turn]) -> None:
+        """`step` of whole parameters that no other rank has a part of, with the same bits."""
+        for turn in turns:
+            self.step(*turn)
 
     @abstractmethod
     def step_together(

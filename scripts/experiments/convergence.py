@@ -238,6 +238,7 @@ def run_config(run: Run, *, stages: int) -> RunConfig:
             global_batch=GLOBAL_BATCH,
             microbatch=run.microbatch,
             optimizer=run.optimizer,
+            muon_iterations=run.iterations,
             lr=run.lr,
             min_lr_ratio=0.1,
             warmup_steps=30,

@@ -1,6 +1,6 @@
 """The runs of scripts/experiments/convergence.py: a model, and what each suite changes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from node.config.schema import ModelSection
@@ -45,11 +45,14 @@ class Run:
     """What a node stores in few bits: a key of `MEMORY`."""
     optimizer: str = "adamw"
     lr: float = 6e-4
+    iterations: int = 5
+    """Muon's."""
 
     @property
     def name(self) -> str:
         if self.suite == OPTIMIZER:
-            way = f"{self.optimizer}-{self.lr:g}-{self.forward}-{self.backward}"
+            fewer = "" if self.iterations == 5 else f"{self.iterations}-"
+            way = f"{self.optimizer}-{fewer}{self.lr:g}-{self.forward}-{self.backward}"
             return f"{self.suite}-{self.steps}-{way}-{self.seed}"
         kept = "" if self.memory == "plain" else f"-{self.memory}"
         return f"{self.suite}-{self.forward}-{self.backward}{kept}-{self.seed}"
@@ -88,7 +91,8 @@ FEWER = {200: 144, 900: 648}
 
 
 def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
-    """Every codec at the first rate, over all seeds, also in fewer steps by Muon; then the other rates."""
+    """Every codec at the first rate, over all seeds, also in fewer steps by Muon; then the other rates, and
+    fewer iterations."""
     ways = [("adamw", steps), ("muon", steps), ("muon", FEWER[steps])]
 
     def run(pair: tuple[str, str], optimizer: str, count: int, seed: int, lr: float) -> Run:
@@ -105,7 +109,10 @@ def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
 
     first = [run(pair, *way, seed, RATES[way[0]][0]) for seed in seeds for pair in PAIRS for way in ways]
     others = [run(PAIRS[0], *way, seeds[0], lr) for way in ways[:2] for lr in RATES[way[0]][1:]]
-    return (*first, *others)
+    again = [
+        replace(run(PAIRS[0], *ways[2], seeds[0], RATES["muon"][0]), iterations=count) for count in (3, 4)
+    ]
+    return (*first, *others, *again)
 
 
 RUNS = (

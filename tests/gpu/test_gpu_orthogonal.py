@@ -9,7 +9,7 @@ from kernels.orthogonal import triton
 from node.config.schema import TrainingSection
 from node.model.optimizers import MuonRule
 from node.training.muon import Muon
-from node.training.update_rules import Step
+from node.training.update_rules import Step, Turn
 from tests.support import orthogonal_cases as cases
 
 pytestmark = pytest.mark.gpu
@@ -61,3 +61,33 @@ def test_steps_are_the_same_bits_together_and_apart() -> None:
                 )
         results.append([*weights, *moments])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_with_momentum_in_fp8_are_the_same_bits_together_and_apart(dtype: torch.dtype) -> None:
+    training, rule = replace(TrainingSection(), optimizer="muon", moments="fp8"), MuonRule()
+    random = torch.Generator(CUDA).manual_seed(2)
+    shapes = [(768, 768), (2048, 768), (768, 768), (768, 2048), (2048, 768)]
+    values = [[torch.randn(shape, generator=random, device=CUDA) for shape in shapes] for _ in range(2)]
+    results = []
+    for together in (True, False):
+        weights = [weight.to(dtype, copy=True) for weight in values[0]]
+        turns = []
+        for number, (weight, gradient) in enumerate(zip(weights, values[1], strict=True)):
+            moments = [
+                torch.full(
+                    (part.count(weight.numel()),), part.first, dtype=getattr(torch, part.dtype), device=CUDA
+                )
+                for part in rule.keys(training, "weight", is_matrix=True).values()
+            ]
+            how = Step(lr=1e-2, weight_decay=0.1, number=1, scale=0.5, salt=number)
+            turns.append(Turn(weight, gradient.clone(), moments, how))
+        muon = Muon(rule, training)
+        if together:
+            muon.step_each(turns)
+        else:
+            for turn in turns:
+                muon.step(*turn)
+        results.append([*weights, *(moment for turn in turns for moment in turn.moments)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert not torch.equal(results[0][0], values[0][0].to(dtype))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.orthogonal.reference import COEFFICIENTS
+from kernels.orthogonal.reference import ITERATIONS, POLYNOMIALS, orthogonal
 from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
 from node.model.chunk import build_chunk
 from node.model.optimizers import ADAMW, MuonRule, UpdateRule, state_bytes, unit_layout, update_rule
@@ -17,7 +17,7 @@ from node.model.shard_shapes import check_shards
 from node.model.shards import merge_states, shard
 from node.model.tensor_rank import TensorRank
 from node.model.units import parameter_specs
-from node.run_file.validate import problems
+from node.run_file.validate import MUON_ITERATIONS, problems
 from node.schedule.placement import split_units
 from node.training.muon import SCALE, Muon
 from node.training.optimizer import StageOptimizer
@@ -35,12 +35,11 @@ CONFIG = RunConfig(
 )
 
 
-def plain_orthogonal(matrix: Tensor) -> Tensor:
+def plain_orthogonal(matrix: Tensor, iterations: int = ITERATIONS) -> Tensor:
     """Newton-Schulz on singular values alone, which it leaves the singular vectors of."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.norm()
-    first, third, fifth = COEFFICIENTS
-    for _ in range(5):
+    for first, third, fifth in POLYNOMIALS[iterations]:
         values = first * values + third * values**3 + fifth * values**5
     return left @ torch.diag(values) @ right
 
@@ -66,6 +65,36 @@ def test_steps_are_those_of_a_plain_reference_in_double_precision(
         assert torch.allclose(moment.double(), mean, atol=1e-6, rtol=torch.finfo(kept_in).eps)
         mean = moment.double()  # as it is rounded
     assert torch.allclose(weight.double(), wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "least", "low", "high"),
+    [(3, 0.01, 0.7, 1.27), (4, 0.003, 0.76, 1.2), (5, 0.002, 0.68, 1.21)],
+)
+def test_iterations_bring_singular_values_near_one(
+    iterations: int, least: float, low: float, high: float
+) -> None:
+    random = torch.Generator().manual_seed(2)
+    left, right = (torch.linalg.qr(torch.randn(8, 8, generator=random)).Q for _ in range(2))
+    small = torch.linspace(math.log(least), math.log(0.7), 200).exp()
+    for value in small:
+        values = torch.stack([value, (1 - value**2).sqrt()])
+        (found,) = orthogonal([left[:, :2] @ torch.diag(values) @ right[:2]], iterations)
+        ends = torch.linalg.svdvals(found)[:2]
+        assert ((ends > low) & (ends < high)).all()
+
+
+@pytest.mark.parametrize("iterations", MUON_ITERATIONS)
+def test_a_run_chooses_its_iterations(iterations: int) -> None:
+    config = replace(CONFIG, training=replace(CONFIG.training, muon_iterations=iterations))
+    assert not [line for line in problems(config) if "muon_iterations" in line]
+    weight, gradient = (torch.randn(24, 40, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    before, update = weight.double(), gradient.double().clone()
+    muon = Muon(MuonRule(), config.training)
+    muon.step(weight, gradient, [torch.zeros(24, 40)], Step(lr=0.01, weight_decay=0.0, number=1))
+    wanted = before - 0.01 * SCALE * math.sqrt(40) * plain_orthogonal(update, iterations)
+    assert torch.allclose(weight.double(), wanted, atol=1e-5)
+    assert tuple(POLYNOMIALS) == MUON_ITERATIONS
 
 
 def test_only_matrices_of_blocks_are_stepped_by_it() -> None:
