@@ -12,15 +12,18 @@ from wire.codecs.formats import codec_format
 LOSSES, STEPS = RESULTS / "optimizers.json", RESULTS / "muon.json"
 LINES = (20, 100, 1000)
 """Mbit/s of each machine, up and down."""
-PLAIN = ("fp32", "fp32")
+PLAIN, DEFAULT = ("fp32", "fp32"), ("tah", "fixed-8")
 
 Run = dict[str, Any]
 
 
 def losses() -> str:
-    """The suite `optimizer` of scripts/experiments/convergence.py."""
+    """The suite `optimizer` of scripts/experiments/convergence.py, and means over seeds."""
     report = read_report(LOSSES)
-    runs = sorted(report["runs"], key=lambda run: (-_longest(report, run), run["seed"], _pair(run) != PLAIN))
+    runs = sorted(
+        report["runs"],
+        key=lambda run: (-_longest(report, run), _pair(run) != PLAIN, _pair(run), run["seed"], _way(run)),
+    )
     rows = []
     for run in runs:
         adamw = _adamw(report, run)
@@ -29,7 +32,7 @@ def losses() -> str:
         )
         rows.append(
             [
-                run["optimizer"],
+                _way(run),
                 f"{run['lr']:g}",
                 "/".join(f"`{name}`" for name in _pair(run)),
                 f"{run['steps']:,}",
@@ -37,50 +40,43 @@ def losses() -> str:
                 str(run["seed"]),
                 f"{run['loss_valid']:.4f}",
                 change,
-                f"{run['seconds_a_step']:.3f}",
             ]
         )
     columns = [("optimizer", "left"), ("lr", "right"), ("codecs", "left"), ("steps", "right")]
     columns += [("tokens", "right"), ("seed", "right"), ("held-out loss", "right")]
-    columns += [("against AdamW through the same codecs", "right"), ("seconds a step", "right")]
+    columns += [("against AdamW through the same codecs", "right")]
     return (
         f"{markdown(columns, rows)}\n\nA Llama of 124 million parameters, 4 stages in one process, "
         f"{report['tokens_a_step']:,} tokens a step of books in GPT-2's tokens, cosine to a tenth; "
         f"{report['validation_windows']} held-out windows, without codecs. AdamW's run is the one of most "
-        f"steps at its first rate. {report['hardware']}, torch {report['versions']['torch']}, commit "
-        f"{commits(report, runs)}."
+        f"steps at its first rate and of the same seed. {report['hardware']}, torch "
+        f"{report['versions']['torch']}, commit {commits(report, runs)}."
     )
 
 
 def lines() -> str:
-    """By arithmetic: seconds to AdamW's loss."""
+    """By arithmetic: seconds to the loss of AdamW's run through the default codecs, or less."""
     report = read_report(LOSSES)
     model = ModelSection(**report["model"])
+    compared = list(_reaching(report))
+    first = compared[0]
     rows = []
-    for adamw, muon, steps in _equal(report):
-        for name, run, count in (("AdamW", adamw, float(adamw["steps"])), ("Muon", muon, steps)):
-            bits = sum(_bits(codec, model) for codec in _pair(run))
-            seconds = [
-                count
-                * max(run["seconds_a_step"], report["tokens_a_step"] * model.hidden * bits / (1e6 * rate))
-                for rate in LINES
-            ]
-            rows.append(
-                [
-                    name,
-                    "/".join(f"`{codec}`" for codec in _pair(run)),
-                    f"{bits:.2f}",
-                    f"{count:.0f}",
-                    *(f"{each:,.0f}" for each in seconds),
-                ]
-            )
+    for run in compared:
+        bits = sum(_bits(codec, model) for codec in _pair(run))
+        row = [_way(run), "/".join(f"`{codec}`" for codec in _pair(run)), f"{bits:.2f}"]
+        row += [f"{run['steps']:,}", f"{run['loss_valid']:.4f}"]
+        for rate in LINES:
+            seconds, slowest = (_seconds(report, each, model, rate) for each in (run, first))
+            times = "" if run is first else f" ({slowest / seconds:.2f} times as fast)"
+            row.append(f"{seconds:,.0f}{times}")
+        rows.append(row)
     columns = [("optimizer", "left"), ("codecs", "left"), ("bits, both ways", "right")]
-    columns += [("steps to AdamW's loss", "right"), *((f"s at {rate} Mbit/s", "right") for rate in LINES)]
+    columns += [("steps", "right"), ("held-out loss", "right")]
+    columns += [(f"s at {rate} Mbit/s", "right") for rate in LINES]
     return (
-        f"{markdown(columns, rows)}\n\nBy arithmetic, from the table above: the loss is AdamW's through the "
-        "same codecs. Muon's steps are interpolated between its two runs, in the logarithm of steps, or "
-        "extrapolated. A step takes the longer of its compute, measured for the whole model on one "
-        f"{report['hardware']}, and of what a middle stage sends: activations and gradients of "
+        f"{markdown(columns, rows)}\n\nBy arithmetic, of the runs of seed {first['seed']} above that end "
+        "at most at the loss of the first. A step takes the longer of its compute, measured for the whole "
+        "model without codecs on one GPU, and of what a middle stage sends: activations and gradients of "
         f"{report['tokens_a_step']:,} tokens, {model.hidden} wide, with nothing lost to latency, filling or "
         "draining."
     )
@@ -130,6 +126,12 @@ def _pair(run: Run) -> tuple[str, str]:
     return run["forward"], run["backward"]
 
 
+def _way(run: Run) -> str:
+    """The optimizer, and its iterations if they are not as usual."""
+    iterations = run.get("iterations", 5)
+    return str(run["optimizer"]) + ("" if iterations == 5 else f", {iterations} iterations")
+
+
 def _longest(report: Run, run: Run) -> int:
     """The steps of AdamW's run beside this one, which has as many or 0.72 of them."""
     return max(other["steps"] for other in report["runs"] if other["steps"] <= run["steps"] / 0.7)
@@ -147,19 +149,28 @@ def _adamw(report: Run, run: Run) -> Run | None:
     return min(alike, key=lambda other: abs(math.log(other["lr"] / 6e-4)), default=None)
 
 
-def _equal(report: Run) -> Iterator[tuple[Run, Run, float]]:
-    """AdamW's runs, Muon's beside them, and the steps in which Muon reaches AdamW's loss."""
-    for adamw in report["runs"]:
-        if adamw["optimizer"] != "adamw" or _adamw(report, adamw) is not adamw:
-            continue
-        muon = [run for run in report["runs"] if run["optimizer"] == "muon" and _adamw(report, run) is adamw]
-        rates = {run["lr"] for run in muon if run["steps"] < adamw["steps"]}
-        pairs = sorted((run for run in muon if run["lr"] in rates), key=lambda run: int(run["steps"]))
-        if len(pairs) == 2:
-            fewer, more = pairs
-            slope = math.log(more["steps"] / fewer["steps"]) / (fewer["loss_valid"] - more["loss_valid"])
-            gap = fewer["loss_valid"] - adamw["loss_valid"]
-            yield adamw, more, fewer["steps"] * math.exp(slope * gap)
+def _reaching(report: Run) -> Iterator[Run]:
+    """AdamW's longest run through the default codecs, and after it those of the seed that reach its loss."""
+    of_adamw = [run for run in report["runs"] if run["optimizer"] == "adamw" and _pair(run) == DEFAULT]
+    if not of_adamw:
+        return
+    first = max(of_adamw, key=lambda run: (run["steps"], -run["seed"]))
+    yield first
+    for run in report["runs"]:
+        if run is not first and run["seed"] == first["seed"] and run["loss_valid"] <= first["loss_valid"]:
+            yield run
+
+
+def _seconds(report: Run, run: Run, model: ModelSection, rate: int) -> float:
+    """Of a run at so many Mbit/s."""
+    compute = min(
+        other["seconds_a_step"]
+        for other in report["runs"]
+        if (other["optimizer"], _pair(other), other["runs_a_gpu"]) == (run["optimizer"], PLAIN, 1)
+    )
+    bits = sum(_bits(codec, model) for codec in _pair(run))
+    sent: float = report["tokens_a_step"] * model.hidden * bits / (1e6 * rate)
+    return int(run["steps"]) * max(compute, sent)
 
 
 def _bits(name: str, model: ModelSection) -> float:
@@ -169,6 +180,6 @@ def _bits(name: str, model: ModelSection) -> float:
 
 TABLES: Tables = {
     **if_recorded(LOSSES, "optimizer_losses", losses),
-    **({"optimizer_lines": lines} if LOSSES.exists() and any(_equal(read_report(LOSSES))) else {}),
+    **({"optimizer_lines": lines} if LOSSES.exists() and any(_reaching(read_report(LOSSES))) else {}),
     **if_recorded(STEPS, "optimizer_steps", steps),
 }
