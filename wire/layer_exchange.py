@@ -72,6 +72,10 @@ class LayerSource(Protocol):
         """The whole file, if this node has an undamaged copy. Called on a thread."""
         ...
 
+    def is_free(self) -> bool:
+        """Whether `pass_through` would not wait. Called on a thread."""
+        ...
+
     async def pass_through(self, size: int) -> None:
         """Wait until `size` bytes may be sent. Called on the event loop."""
         ...

@@ -47,7 +47,7 @@ class LayersHeld:
         Args:
             sums: gradients for nodes that follow the run.
             pacer: the node's bandwidth limit, if it has one.
-            busy: whether tensors of the training wait to be sent; these go first.
+            busy: whether tensors of the training wait to be sent; these go first. Called on any thread.
         """
         self._cache = cache
         self._sums = sums
@@ -59,6 +59,9 @@ class LayersHeld:
             return self._sums.read(request.step, request.unit)
         kept = self._cache.get(request.step, request.unit)
         return kept.data if kept is not None and kept.sha256 == request.sha256 else None
+
+    def is_free(self) -> bool:
+        return self._pacer is None and not self._busy()
 
     async def pass_through(self, size: int) -> None:
         await yield_to(self._busy)

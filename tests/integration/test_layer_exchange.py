@@ -70,6 +70,9 @@ class Holder(LayersHeld):
         self.offsets.append(request.offset)
         return self.lies or super().read(request)
 
+    def is_free(self) -> bool:
+        return False
+
     async def pass_through(self, size: int) -> None:
         if self._sent == self.breaks_after:
             raise RuntimeError("the process is gone")
