@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 from node.config.schema import ModelSection
-from scripts.docs.markdown import Tables, commit, commits, if_recorded, read_report
+from scripts.docs.markdown import Tables, commits, if_recorded, read_report
 from scripts.report import RESULTS, markdown
 from wire.codecs.formats import codec_format
 
 LOSSES, STEPS = RESULTS / "optimizers.json", RESULTS / "muon.json"
+EARLIER = RESULTS / "convergence.json"
+"""Has AdamW's runs of more seeds, of the same text and first weights."""
+SAME_LOSS = 1e-3
+ADAMW_BYTES, BYTES_A_SECOND, OPERATIONS_A_SECOND = 28, 4.8e12, 989e12
 LINES = (20, 100, 1000)
 """Mbit/s of each machine, up and down."""
 PLAIN, DEFAULT = ("fp32", "fp32"), ("tah", "fixed-8")
@@ -20,6 +25,8 @@ Run = dict[str, Any]
 def losses() -> str:
     """The suite `optimizer` of scripts/experiments/convergence.py, and means over seeds."""
     report = read_report(LOSSES)
+    earlier = list(_earlier(report))
+    report["runs"] += earlier
     runs = sorted(
         report["runs"],
         key=lambda run: (-_longest(report, run), _pair(run) != PLAIN, _pair(run), run["seed"], _way(run)),
@@ -45,13 +52,43 @@ def losses() -> str:
     columns = [("optimizer", "left"), ("lr", "right"), ("codecs", "left"), ("steps", "right")]
     columns += [("tokens", "right"), ("seed", "right"), ("held-out loss", "right")]
     columns += [("against AdamW through the same codecs", "right")]
+    seeds = " and ".join(str(run["seed"]) for run in earlier)
+    others = f"; those of seeds {seeds} had eight microbatches a step (`{EARLIER.name}`)" if earlier else ""
     return (
-        f"{markdown(columns, rows)}\n\nA Llama of 124 million parameters, 4 stages in one process, "
-        f"{report['tokens_a_step']:,} tokens a step of books in GPT-2's tokens, cosine to a tenth; "
+        f"{markdown(columns, rows)}\n\n{_means(report)} A Llama of 124 million parameters, 4 stages in one "
+        f"process, {report['tokens_a_step']:,} tokens a step of books in GPT-2's tokens, cosine to a tenth; "
         f"{report['validation_windows']} held-out windows, without codecs. AdamW's run is the one of most "
-        f"steps at its first rate and of the same seed. {report['hardware']}, torch "
+        f"steps at its first rate and of the same seed{others}. {report['hardware']}, torch "
         f"{report['versions']['torch']}, commit {commits(report, runs)}."
     )
+
+
+def _earlier(report: Run) -> Iterator[Run]:
+    """AdamW's runs of other seeds, recorded before."""
+    known = {run["seed"] for run in report["runs"] if run["optimizer"] == "adamw" and _pair(run) == PLAIN}
+    first = {run["seed"]: run["losses"][0] for run in report["runs"] if _pair(run) == PLAIN}
+    for run in read_report(EARLIER)["runs"]:
+        if (run["suite"], run["memory"]) != ("memory-long", "plain") or run["seed"] in known:
+            continue
+        if run["seed"] in first and abs(run["losses"][0] - first[run["seed"]]) < SAME_LOSS:
+            yield {**run, "optimizer": "adamw", "lr": 6e-4}
+
+
+def _means(report: Run) -> str:
+    """What the fewest steps of Muon come to on average of seeds, by codecs."""
+    changes: dict[tuple[str, str], list[float]] = {}
+    for run in report["runs"]:
+        adamw = _adamw(report, run)
+        if adamw is not None and run["steps"] < adamw["steps"] and run.get("iterations", 5) == 5:
+            changes.setdefault(_pair(run), []).append(run["loss_valid"] / adamw["loss_valid"] - 1)
+    words = []
+    for (forward, backward), each in changes.items():
+        seeds = f"on average of {len(each)} seeds ({min(each):+.2%} to {max(each):+.2%})"
+        words.append(
+            f"Through `{forward}`/`{backward}` Muon's loss after 0.72 of the tokens is {fmean(each):+.2%} "
+            f"off AdamW's, {seeds if len(each) > 1 else 'one seed'}."
+        )
+    return " ".join(words)
 
 
 def lines() -> str:
@@ -88,29 +125,64 @@ def steps() -> str:
     rows = []
     for model in report["models"]:
         adamw = model["steps"][0]["milliseconds"]
+        passes = model["block_passes_milliseconds"]
         for step in model["steps"]:
+            took, alone = step["milliseconds"], step.get("milliseconds_without_waits")
             rows.append(
                 [
                     model["model"],
                     step["way"],
-                    f"{step['milliseconds']:.2f}",
-                    f"{step['milliseconds'] / adamw:.2f}",
-                    f"{step['milliseconds'] / model['block_passes_milliseconds']:.1%}",
-                    f"{step['milliseconds'] / (4 * model['block_passes_milliseconds']):.1%}",
+                    f"{took:.2f}",
+                    f"{alone:.2f}" if alone else "",
+                    f"{took / adamw:.2f}",
+                    f"{took / passes:.1%}",
+                    f"{took / (4 * passes):.1%}",
                     f"{step['moment_bytes_a_parameter']:.2f}",
                     f"{step['scratch_bytes'] / 1e6:.0f}",
                 ]
             )
-    columns = [("model", "left"), ("optimizer", "left"), ("step, ms", "right"), ("times AdamW's", "right")]
+    columns = [("model", "left"), ("optimizer", "left"), ("step, ms", "right")]
+    columns += [("without waits for the host, ms", "right"), ("times AdamW's", "right")]
     columns += [(f"of {report['tokens'] * times:,} tokens' passes", "right") for times in (1, 4)]
     columns += [("moments, bytes a parameter", "right"), ("scratch, MB", "right")]
     return (
         f"{markdown(columns, rows)}\n\nAll parameters of a model in one process. Passes: forward and "
         f"backward of the blocks in bfloat16, measured of one block, and {report['tokens']:,} tokens. "
         f"Medians of {report['runs']}; {report['hardware']}, torch {report['versions']['torch']}, Triton "
-        f"{report['versions']['triton']}, commit {commit(report)}. Newton-Schulz's iteration by our kernels "
-        f"takes of the time of torch's batched products: {_iterations(report)}."
+        f"{report['versions']['triton']}, commit {commits(report, report['models'])}. Newton-Schulz's "
+        f"iteration by our kernels takes of the time of torch's batched products: {_iterations(report)}."
     )
+
+
+def bounds() -> str:
+    """By arithmetic: what an optimizer's step can take at the least, by the width of a model."""
+    rows = []
+    for width, inner in ((768, 2048), (2048, 8192), (4096, 14336)):
+        square, oblong = (_operations(width, longer, 1) for longer in (width, inner))
+        weights = 4 * width * width + 3 * width * inner
+        each = (4 * square + 3 * oblong) / weights
+        adamw = ADAMW_BYTES / BYTES_A_SECOND
+        row = [f"{width:,}", f"{inner:,}", f"{5 * each:,.0f}"]
+        row += [f"{count * each / OPERATIONS_A_SECOND / adamw:.1f}" for count in (5, 3)]
+        for tokens in (65536, 262144):
+            row += [f"{count * each / (6 * tokens):.1%}" for count in (5, 3)]
+        rows.append(row)
+    columns = [("width", "right"), ("inner width", "right"), ("operations a weight", "right")]
+    columns += [("times AdamW's step", "right"), ("with 3 iterations", "right")]
+    for tokens in (65536, 262144):
+        columns += [(f"of the passes of {tokens:,} tokens", "right"), ("with 3 iterations", "right")]
+    return (
+        f"{markdown(columns, rows)}\n\nOf a block's matrices, 4 of width x width and 3 of width x inner "
+        "width: the products of the iterations alone, symmetric ones at half the work, with tensor cores at their "
+        f"peak of {OPERATIONS_A_SECOND / 1e12:.0f} TFLOP/s, over what AdamW in float32 reads and writes, "
+        f"{ADAMW_BYTES} bytes a weight at {BYTES_A_SECOND / 1e12:.1f} TB/s, as an H200 has both. Passes take "
+        "six operations a weight and token, at the same rate."
+    )
+
+
+def _operations(rows: int, columns: int, iterations: int) -> int:
+    """Of a matrix whose rows are the shorter side."""
+    return iterations * (3 * rows * rows * columns + rows**3)
 
 
 def _iterations(report: Run) -> str:
@@ -182,4 +254,5 @@ TABLES: Tables = {
     **if_recorded(LOSSES, "optimizer_losses", losses),
     **({"optimizer_lines": lines} if LOSSES.exists() and any(_reaching(read_report(LOSSES))) else {}),
     **if_recorded(STEPS, "optimizer_steps", steps),
+    "optimizer_bounds": bounds,
 }
