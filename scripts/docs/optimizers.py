@@ -79,7 +79,7 @@ def _means(report: Run) -> str:
     changes: dict[tuple[str, str], list[float]] = {}
     for run in report["runs"]:
         adamw = _adamw(report, run)
-        if adamw is not None and run["steps"] < adamw["steps"] and run.get("iterations", 5) == 5:
+        if adamw is not None and run["steps"] < adamw["steps"] and _way(run) == "muon":
             changes.setdefault(_pair(run), []).append(run["loss_valid"] / adamw["loss_valid"] - 1)
     words = []
     for (forward, backward), each in changes.items():
@@ -173,10 +173,10 @@ def bounds() -> str:
         columns += [(f"of the passes of {tokens:,} tokens", "right"), ("with 3 iterations", "right")]
     return (
         f"{markdown(columns, rows)}\n\nOf a block's matrices, 4 of width x width and 3 of width x inner "
-        "width: the products of the iterations alone, symmetric ones at half the work, with tensor cores at their "
-        f"peak of {OPERATIONS_A_SECOND / 1e12:.0f} TFLOP/s, over what AdamW in float32 reads and writes, "
-        f"{ADAMW_BYTES} bytes a weight at {BYTES_A_SECOND / 1e12:.1f} TB/s, as an H200 has both. Passes take "
-        "six operations a weight and token, at the same rate."
+        "width: the products of the iterations alone, symmetric ones at half the work, with tensor cores at "
+        f"their peak of {OPERATIONS_A_SECOND / 1e12:.0f} TFLOP/s, over what AdamW in float32 reads and "
+        f"writes, {ADAMW_BYTES} bytes a weight at {BYTES_A_SECOND / 1e12:.1f} TB/s, as an H200 has both. "
+        "Passes take six operations a weight and token, at the same rate."
     )
 
 
@@ -199,9 +199,10 @@ def _pair(run: Run) -> tuple[str, str]:
 
 
 def _way(run: Run) -> str:
-    """The optimizer, and its iterations if they are not as usual."""
+    """The optimizer, its iterations if they are not as usual, and its moments if they are in few bits."""
     iterations = run.get("iterations", 5)
-    return str(run["optimizer"]) + ("" if iterations == 5 else f", {iterations} iterations")
+    fewer = "" if iterations == 5 else f", {iterations} iterations"
+    return f"{run['optimizer']}{fewer}{', moments in FP8' if run['memory'] == 'moments' else ''}"
 
 
 def _longest(report: Run, run: Run) -> int:

@@ -50,11 +50,11 @@ class Run:
 
     @property
     def name(self) -> str:
+        kept = "" if self.memory == "plain" else f"-{self.memory}"
         if self.suite == OPTIMIZER:
             fewer = "" if self.iterations == 5 else f"{self.iterations}-"
             way = f"{self.optimizer}-{fewer}{self.lr:g}-{self.forward}-{self.backward}"
-            return f"{self.suite}-{self.steps}-{way}-{self.seed}"
-        kept = "" if self.memory == "plain" else f"-{self.memory}"
+            return f"{self.suite}-{self.steps}-{way}{kept}-{self.seed}"
         return f"{self.suite}-{self.forward}-{self.backward}{kept}-{self.seed}"
 
     @property
@@ -91,8 +91,8 @@ FEWER = {200: 144, 900: 648}
 
 
 def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
-    """Every codec at the first rate, over all seeds, also in fewer steps by Muon; then the other rates, and
-    fewer iterations."""
+    """Every codec at the first rate, over all seeds, also in fewer steps by Muon; then the other rates,
+    momentum in FP8, and fewer iterations."""
     ways = [("adamw", steps), ("muon", steps), ("muon", FEWER[steps])]
 
     def run(pair: tuple[str, str], optimizer: str, count: int, seed: int, lr: float) -> Run:
@@ -109,9 +109,8 @@ def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
 
     first = [run(pair, *way, seed, RATES[way[0]][0]) for seed in seeds for pair in PAIRS for way in ways]
     others = [run(PAIRS[0], *way, seeds[0], lr) for way in ways[:2] for lr in RATES[way[0]][1:]]
-    again = [
-        replace(run(PAIRS[0], *ways[2], seeds[0], RATES["muon"][0]), iterations=count) for count in (3, 4)
-    ]
+    usual = run(PAIRS[0], *ways[2], seeds[0], RATES["muon"][0])
+    again = [replace(usual, memory="moments"), *(replace(usual, iterations=count) for count in (3, 4))]
     return (*first, *others, *again)
 
 
