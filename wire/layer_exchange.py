@@ -193,7 +193,8 @@ async def get_layer(channel: grpc.Channel, request: LayerRequest, take: Callable
         offset=request.offset,
         sums=request.sums,
     ).SerializeToString()
-    call = channel.unary_stream(LAYER_METHOD)(message)
+    stub: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(LAYER_METHOD)
+    call = stub(message)
     came, latest = 0, time.monotonic()
     began = latest
 

@@ -27,6 +27,7 @@ REACH = RESULTS / "reach.json"
 RELAY = RESULTS / "relay.json"
 RELAY_LINES = RESULTS / "relay_lines.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
+FAST, LINKS = RESULTS / "pipeline_fast.json", RESULTS / "links.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
 PAPER_SHAPE = (48, 1600)
@@ -530,9 +531,46 @@ def small_steps() -> str:
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
+def fast_lines() -> str:
+    """Steps on lines that are too fast for a relay, and what a link costs in processor time."""
+    report, links = read_report(FAST), read_report(LINKS)
+    rows = []
+    for result in report["results"]:
+        step = statistics.median(result["step_seconds"])
+        floors = result["floor_seconds"], statistics.median(result["measured_floor_seconds"])
+        row = [f"{result['rate_mbit']:,.0f}", f"{step:.2f}"]
+        rows.append(row + [text for floor in floors for text in (f"{floor:.2f}", f"{floor / step:.2f}")])
+    columns = [("Mbit/s", "right"), ("step, s", "right"), ("floor by set times, s", "right")]
+    columns += [("floor over step", "right"), ("floor by measured times, s", "right")]
+    columns += [("floor over step", "right")]
+    settings, hardware = report["settings"], spaced(report["hardware"])
+    count = len(report["results"][0]["step_seconds"])
+    waits = " and ".join(f"{1000 * settings[key]:g}" for key in ("forward_seconds", "backward_seconds"))
+    return (
+        f"{markdown(columns, rows)}\n\nFour nodes over loopback, each with its rate as its own limit, "
+        f"{settings['microbatches']} microbatches of {settings['sequence']:,} tokens in "
+        f"`{settings['codec']}`, blocks that wait {waits} ms; medians of {count} steps. {hardware}, commit "
+        f"{commit(report)}; {report['note']}. {_link_cost(links)}"
+    )
+
+
+def _link_cost(links: dict[str, Any]) -> str:
+    cost = links["median"]["now"]
+    whole = cost["processor_seconds_a_gb"]
+    parts = [cost[f"{name}_seconds_a_gb"] for name in ("MainThread", "carrier", "event_engine")]
+    loop, splice, engine = (f"{part:.2f}" for part in parts)
+    return (
+        f"A link between two processes carries {cost['mbit_each_way'] / 1000:.2f} Gbit/s each way and takes "
+        f"{whole:.2f} processor seconds a GB, sent and received, TLS included: event loops {loop}, splices "
+        f"{splice}, gRPC's own threads {engine}, and the link's threads, on which gRPC encrypts and sends, "
+        f"{whole - sum(parts):.2f}; median of {len(links['runs']['now'])} runs, commit {commit(links)}."
+    )
+
+
 TABLES: Tables = {
     **if_recorded(EXPLAINED, "explained_steps", explained_steps),
     **if_recorded(SMALL_STEPS, "small_steps", small_steps),
+    **if_recorded(FAST, "fast_lines", fast_lines),
     "relay": relay,
     "relay_lines": relay_lines,
     "reach": reach,
