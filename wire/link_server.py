@@ -234,6 +234,8 @@ class LinkServer:
         """
         identity, unread_bytes = self._identity, self._settings.unread_bytes
         self._server = make_server([_Handlers(self._serve, self._serve_probe)], unread_bytes=unread_bytes)
+        bulk: grpc.RpcMethodHandler[bytes, bytes]
+        layers: grpc.RpcMethodHandler[bytes, bytes]
         bulk = grpc.stream_stream_rpc_method_handler(self._serve_bulk)
         layers = grpc.unary_stream_rpc_method_handler(self._serve_layer)
         self._threaded = [
@@ -252,7 +254,8 @@ class LinkServer:
         fronts = [Front(limits) for _ in range(3)]
         self._front, self._bulk_front, self._layer_front = fronts
         self._door = Door(limits)
-        for front, server in zip(fronts, (self._server, *self._threaded), strict=True):
+        servers: list[grpc.aio.Server | grpc.Server] = [self._server, *self._threaded]
+        for front, server in zip(fronts, servers, strict=True):
             # Each server reads the certificate by credentials of its own.
             credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
             await start_behind(front, server, credentials)

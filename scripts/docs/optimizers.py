@@ -33,10 +33,11 @@ def losses() -> str:
     )
     rows = []
     for run in runs:
-        adamw = _adamw(report, run)
-        change = (
-            "" if adamw is None or adamw is run else f"{run['loss_valid'] / adamw['loss_valid'] - 1:+.2%}"
-        )
+        changes = []
+        for pair in (PLAIN, _pair(run)):
+            adamw = _adamw(report, run, pair)
+            is_known = adamw is not None and adamw is not run
+            changes.append(f"{run['loss_valid'] / adamw['loss_valid'] - 1:+.2%}" if is_known else "")
         rows.append(
             [
                 _way(run),
@@ -46,12 +47,12 @@ def losses() -> str:
                 f"{run['steps'] * report['tokens_a_step'] / 1e6:.1f} million",
                 str(run["seed"]),
                 f"{run['loss_valid']:.4f}",
-                change,
+                *changes,
             ]
         )
     columns = [("optimizer", "left"), ("lr", "right"), ("codecs", "left"), ("steps", "right")]
     columns += [("tokens", "right"), ("seed", "right"), ("held-out loss", "right")]
-    columns += [("against AdamW through the same codecs", "right")]
+    columns += [("against AdamW without codecs", "right"), ("through the same codecs", "right")]
     seeds = " and ".join(str(run["seed"]) for run in earlier)
     others = f"; those of seeds {seeds} had eight microbatches a step (`{EARLIER.name}`)" if earlier else ""
     return (
@@ -78,7 +79,7 @@ def _means(report: Run) -> str:
     """What the fewest steps of Muon come to on average of seeds, by codecs."""
     changes: dict[tuple[str, str], list[float]] = {}
     for run in report["runs"]:
-        adamw = _adamw(report, run)
+        adamw = _adamw(report, run, PLAIN)
         if adamw is not None and run["steps"] < adamw["steps"] and _way(run) == "muon":
             changes.setdefault(_pair(run), []).append(run["loss_valid"] / adamw["loss_valid"] - 1)
     words = []
@@ -86,7 +87,7 @@ def _means(report: Run) -> str:
         seeds = f"on average of {len(each)} seeds ({min(each):+.2%} to {max(each):+.2%})"
         words.append(
             f"Through `{forward}`/`{backward}` Muon's loss after 0.72 of the tokens is {fmean(each):+.2%} "
-            f"off AdamW's, {seeds if len(each) > 1 else 'one seed'}."
+            f"off AdamW's without codecs, {seeds if len(each) > 1 else 'one seed'}."
         )
     return " ".join(words)
 
@@ -97,6 +98,7 @@ def lines() -> str:
     model = ModelSection(**report["model"])
     compared = list(_reaching(report))
     first = compared[0]
+    where = "" if first["suite"] == "optimizer" else f", which is of `{EARLIER.name}`"
     rows = []
     for run in compared:
         bits = sum(_bits(codec, model) for codec in _pair(run))
@@ -111,12 +113,23 @@ def lines() -> str:
     columns += [("steps", "right"), ("held-out loss", "right")]
     columns += [(f"s at {rate} Mbit/s", "right") for rate in LINES]
     return (
-        f"{markdown(columns, rows)}\n\nBy arithmetic, of the runs of seed {first['seed']} above that end "
-        "at most at the loss of the first. A step takes the longer of its compute, measured for the whole "
-        "model without codecs on one GPU, and of what a middle stage sends: activations and gradients of "
-        f"{report['tokens_a_step']:,} tokens, {model.hidden} wide, with nothing lost to latency, filling or "
-        "draining."
+        f"{markdown(columns, rows)}\n\nBy arithmetic, of the runs of seed {first['seed']} through codecs "
+        f"that end at most at the loss of the first{where}. A step takes the longer of its compute, measured "
+        "for the whole model without codecs on one GPU, and of what a middle stage sends: activations and "
+        f"gradients of {report['tokens_a_step']:,} tokens, {model.hidden} wide, with nothing lost to latency, "
+        "filling or draining."
     )
+
+
+def fastest(rate: int) -> tuple[float, Run, float]:
+    """Seconds of AdamW's run through the default codecs at so many Mbit/s, the run that reaches its loss in
+    the shortest time, and its seconds."""
+    report = read_report(LOSSES)
+    model = ModelSection(**report["model"])
+    first, *others = _reaching(report)
+    seconds = [_seconds(report, run, model, rate) for run in others]
+    least = min(seconds)
+    return _seconds(report, first, model, rate), others[seconds.index(least)], least
 
 
 def steps() -> str:
@@ -210,13 +223,13 @@ def _longest(report: Run, run: Run) -> int:
     return max(other["steps"] for other in report["runs"] if other["steps"] <= run["steps"] / 0.7)
 
 
-def _adamw(report: Run, run: Run) -> Run | None:
-    """AdamW's first run beside this one."""
+def _adamw(report: Run, run: Run, pair: tuple[str, str]) -> Run | None:
+    """AdamW's first run beside this one, through these codecs."""
     alike = [
         other
         for other in report["runs"]
         if other["optimizer"] == "adamw"
-        and (_pair(other), other["seed"]) == (_pair(run), run["seed"])
+        and (_pair(other), other["seed"]) == (pair, run["seed"])
         and other["steps"] == _longest(report, run)
     ]
     return min(alike, key=lambda other: abs(math.log(other["lr"] / 6e-4)), default=None)
@@ -225,12 +238,14 @@ def _adamw(report: Run, run: Run) -> Run | None:
 def _reaching(report: Run) -> Iterator[Run]:
     """AdamW's longest run through the default codecs, and after it those of the seed that reach its loss."""
     of_adamw = [run for run in report["runs"] if run["optimizer"] == "adamw" and _pair(run) == DEFAULT]
-    if not of_adamw:
-        return
+    for run in read_report(EARLIER)["runs"]:
+        if not of_adamw and (run["suite"], run["seed"], _pair(run)) == ("long", 0, DEFAULT):
+            of_adamw = [{**run, "optimizer": "adamw"}]
     first = max(of_adamw, key=lambda run: (run["steps"], -run["seed"]))
     yield first
     for run in report["runs"]:
-        if run is not first and run["seed"] == first["seed"] and run["loss_valid"] <= first["loss_valid"]:
+        is_packed, is_other = _pair(run) != PLAIN, run is not first and run["seed"] == first["seed"]
+        if is_packed and is_other and run["loss_valid"] <= first["loss_valid"]:
             yield run
 
 
