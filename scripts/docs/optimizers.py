@@ -116,8 +116,8 @@ def lines() -> str:
         f"{markdown(columns, rows)}\n\nBy arithmetic, of the runs of seed {first['seed']} through codecs "
         f"that end at most at the loss of the first{where}. A step takes the longer of its compute, measured "
         "for the whole model without codecs on one GPU, and of what a middle stage sends: activations and "
-        f"gradients of {report['tokens_a_step']:,} tokens, {model.hidden} wide, with nothing lost to latency, "
-        "filling or draining."
+        f"gradients of {report['tokens_a_step']:,} tokens, {model.hidden} wide, with nothing lost to "
+        "latency, filling or draining."
     )
 
 
