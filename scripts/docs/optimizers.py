@@ -36,8 +36,10 @@ def losses() -> str:
         changes = []
         for pair in (PLAIN, _pair(run)):
             adamw = _adamw(report, run, pair)
-            is_known = adamw is not None and adamw is not run
-            changes.append(f"{run['loss_valid'] / adamw['loss_valid'] - 1:+.2%}" if is_known else "")
+            if adamw is None or adamw is run:
+                changes.append("")
+            else:
+                changes.append(f"{run['loss_valid'] / adamw['loss_valid'] - 1:+.2%}")
         rows.append(
             [
                 _way(run),
@@ -220,7 +222,7 @@ def _way(run: Run) -> str:
 
 def _longest(report: Run, run: Run) -> int:
     """The steps of AdamW's run beside this one, which has as many or 0.72 of them."""
-    return max(other["steps"] for other in report["runs"] if other["steps"] <= run["steps"] / 0.7)
+    return max(int(other["steps"]) for other in report["runs"] if other["steps"] <= run["steps"] / 0.7)
 
 
 def _adamw(report: Run, run: Run, pair: tuple[str, str]) -> Run | None:
@@ -252,7 +254,7 @@ def _reaching(report: Run) -> Iterator[Run]:
 def _seconds(report: Run, run: Run, model: ModelSection, rate: int) -> float:
     """Of a run at so many Mbit/s."""
     compute = min(
-        other["seconds_a_step"]
+        float(other["seconds_a_step"])
         for other in report["runs"]
         if (other["optimizer"], _pair(other), other["runs_a_gpu"]) == (run["optimizer"], PLAIN, 1)
     )

@@ -279,7 +279,8 @@ async def test_only_a_node_that_knows_the_hash_gets_the_file(tmp_path: Path) -> 
                 request = LayerRequest(step=STEP, unit=UNIT, sha256=digest)
                 await get_layer(channel.channel, request, came.append)
         assert not came
-        call = channel.channel.unary_stream(LAYER_METHOD)(b"\xff")
+        stub: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.channel.unary_stream(LAYER_METHOD)
+        call = stub(b"\xff")
         with pytest.raises(grpc.RpcError) as refused:
             await asyncio.to_thread(next, call)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
