@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -87,13 +88,12 @@ class LayerServer:
     def __init__(self, source: LayerSource) -> None:
         self._source = source
         self._loop = asyncio.get_running_loop()
-        self._turn = threading.Semaphore(MOST_TRANSFERS)
-        self._turns: dict[str, threading.Semaphore] = {}
-        self._calls = Counter[str]()
-        """By asking node, those that wait or are served."""
+        self._calls, self._served = Counter[str](), Counter[str]()
+        """By asking node: those that wait or are served, and those that are served."""
         self._sent: dict[tuple[str, int, str, bool], tuple[float, float]] = {}
         """By asker and file: how much of it was sent, in files, less what time has forgiven until then."""
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        """Guards what is counted."""
 
     def serve(self, peer: str, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer one call of node `peer`, whose certificate has been checked, on the call's thread."""
@@ -114,35 +114,53 @@ class LayerServer:
                 _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "it was sent to you too often")
             view = memoryview(data)
             for start, end in growing_pieces(request.offset, len(data), CHUNK_BYTES, MOST_CHUNK_BYTES):
-                passing = asyncio.run_coroutine_threadsafe(self._source.pass_through(end - start), self._loop)
-                try:
-                    # Who waits longer for a chunk has left.
-                    passing.result(SILENT_SECONDS)
-                finally:
-                    passing.cancel()
+                if not self._source.is_free():
+                    self._pass(end - start, context)
                 yield bytes(view[start:end])
+
+    def _pass(self, size: int, context: grpc.ServicerContext) -> None:
+        """Wait until `size` bytes may be sent."""
+        passing = asyncio.run_coroutine_threadsafe(self._source.pass_through(size), self._loop)
+        try:
+            _wait(context, lambda seconds: bool(wait([passing], seconds).done))
+            passing.result()
+        finally:
+            passing.cancel()
 
     @contextlib.contextmanager
     def _place(self, peer: str, context: grpc.ServicerContext) -> Iterator[None]:
         """One of the places for transfers, inside the block."""
-        with self._lock:
-            turn = self._turns.setdefault(peer, threading.Semaphore(MOST_OF_A_NODE))
+        with self._changed:
             refused = self._calls[peer] >= MOST_CALLS
             self._calls[peer] += not refused
         if refused:
             _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "so many layers are on their way to you")
         try:
-            # Who asks for much must not hold all places.
-            with _held(turn, context), _held(self._turn, context):
+            _wait(context, lambda seconds: self._enters(peer, seconds))
+            try:
                 yield
+            finally:
+                with self._changed:
+                    self._served[peer] -= 1
+                    self._changed.notify_all()
         finally:
-            with self._lock:
+            with self._changed:
                 self._calls[peer] -= 1
+
+    def _enters(self, peer: str, seconds: float) -> bool:
+        """Whether the node gets a place within so many seconds. Who asks for much must not hold all."""
+        served = self._served
+        with self._changed:
+            free = self._changed.wait_for(
+                lambda: served[peer] < MOST_OF_A_NODE and served.total() < MOST_TRANSFERS, seconds
+            )
+            served[peer] += free
+        return free
 
     def _may_send(self, peer: str, request: LayerRequest, share: float, now: float) -> bool:
         """Whether this share of the file may be sent now; it counts then."""
         file = peer, request.step, request.unit, request.sums
-        with self._lock:
+        with self._changed:
             sent, at = self._sent.pop(file, (0.0, now))
             sent = max(0.0, sent - (now - at) / AGAIN_SECONDS)
             may = sent + share <= AT_ONCE
@@ -152,15 +170,15 @@ class LayerServer:
         return may
 
 
-@contextlib.contextmanager
-def _held(turn: threading.Semaphore, context: grpc.ServicerContext) -> Iterator[None]:
-    """A turn inside the block. Who waits longer for its first chunk has left."""
-    if not turn.acquire(timeout=SILENT_SECONDS):
-        _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "others are sent layers")
-    try:
-        yield
-    finally:
-        turn.release()
+def _wait(context: grpc.ServicerContext, comes: Callable[[float], bool]) -> None:
+    """Until it `comes` within the seconds given, or the call is over. Who waits longer for a chunk than
+    `SILENT_SECONDS` has left."""
+    for _ in range(int(SILENT_SECONDS)):
+        if comes(1.0):
+            return
+        if not context.is_active():
+            break
+    _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "other bytes go first")
 
 
 def _abort(context: grpc.ServicerContext, status: grpc.StatusCode, message: str) -> NoReturn:

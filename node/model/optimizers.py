@@ -212,7 +212,8 @@ def optimizer_words(training: TrainingSection, lora: LoraSection) -> str:
     name, matrices = training.optimizer, "matrices of blocks"
     if lora.rank:
         name, matrices = training.adapter_optimizer, "adapters"
-    muon = f"Muon, momentum {training.momentum:g}, for {matrices}; all else "
+    count = training.muon_iterations
+    muon = f"Muon, momentum {training.momentum:g}, {count} iterations, for {matrices}; all else "
     return f"{muon if name == 'muon' else ''}{adamw}, weight decay {training.weight_decay:g}"
 
 

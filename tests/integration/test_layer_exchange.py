@@ -71,7 +71,7 @@ class Holder(LayersHeld):
         return self.lies or super().read(request)
 
     def is_free(self) -> bool:
-        return False
+        return self.breaks_after < 0 and super().is_free()
 
     async def pass_through(self, size: int) -> None:
         if self._sent == self.breaks_after:
