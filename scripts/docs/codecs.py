@@ -187,7 +187,7 @@ def sanitizer() -> str:
 
 
 def packing_overhead() -> str:
-    """Results of scripts/bench/packing_overhead.py: packing against a stage's compute per microbatch."""
+    """What packing costs: its time against a stage's compute per microbatch."""
     report = read_report(PACKING_OVERHEAD)
     rows = [
         [
@@ -294,7 +294,7 @@ def codec_choices() -> str:
 
 
 def rivals() -> str:
-    """Results of scripts/bench/rivals.py on a CPU."""
+    """Quantizers of other packages beside these codecs, on a CPU."""
     report = read_report(RIVALS)
     made = _rivals(report, "ns an element", lambda nanoseconds, _: f"{nanoseconds:.1f}")
     caption = (
@@ -312,7 +312,7 @@ def rivals() -> str:
 
 
 def rivals_gpu() -> str:
-    """Results of scripts/bench/rivals.py on a GPU: bytes stay there, times are of one large tensor."""
+    """The same on a GPU: bytes stay there, times are of one large tensor."""
     report = read_report(RIVALS_GPU)
     made = _rivals(
         report, "microseconds", lambda nanoseconds, elements: f"{nanoseconds * elements / 1e3:.1f}"

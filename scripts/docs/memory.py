@@ -232,7 +232,7 @@ def quantize_gemm() -> str:
 
 
 def optimizer() -> str:
-    """Results of scripts/bench/optimizer.py: AdamW with moments in e4m3, and other packages' optimizers."""
+    """AdamW with moments in e4m3, and other packages' optimizers."""
     report = read_report(OPTIMIZER)
     # From a run in which they were installed.
     rivals = report.get("rivals", {"speed": []})

@@ -252,7 +252,7 @@ def _links(report: dict[str, Any], through: str) -> str:
 
 
 def pauses() -> str:
-    """Results of scripts/bench/pauses.py: bursts after pauses, with and without keep-warm traffic."""
+    """Bursts after pauses, with and without keep-warm traffic."""
     report = read_report(PAUSES)
     found = {(row["mbit"], row["round_trip_ms"], row["pause"], row["way"]): row for row in report["rows"]}
     ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
@@ -390,7 +390,7 @@ def _bursts(row: Mapping[str, Any]) -> str:
 
 
 def trace_cost() -> str:
-    """Results of scripts/bench/trace.py."""
+    """What a trace costs."""
     report = read_report(TRACE_COST)
     rows = [
         ["recording a span", f"{1e6 * report['record_seconds']:.2f} microseconds"],
@@ -410,7 +410,7 @@ def trace_cost() -> str:
 
 
 def status_speed() -> str:
-    """Times of commands that read a run, by its length (scripts/bench/status_speed.py)."""
+    """Times of commands that read a run, by its length."""
     report = read_report(STATUS_SPEED)
     rows = [
         [
