@@ -33,23 +33,6 @@ def experts() -> str:
     )
 
 
-def attention() -> str:
-    """scripts/bench/attention_chunks.py."""
-    report = read_report(ATTENTION)
-    rows = [
-        [
-            f"{row['length']:,}",
-            row["way"],
-            _number(row["forward_milliseconds"]),
-            _number(row["backward_milliseconds"]),
-        ]
-        for row in report["rows"]
-    ]
-    columns = [("tokens", "right"), ("way", "left"), ("forward, ms", "right"), ("backward, ms", "right")]
-    heads = f"Heads, keys' heads and width: {report['heads']}, bf16"
-    return f"{markdown(columns, rows)}\n\n{heads}. {_where(report)}."
-
-
 def long_samples() -> str:
     """scripts/bench/long_samples.py."""
     report = read_report(LONG)
@@ -111,7 +94,6 @@ def _where(report: dict[str, Any]) -> str:
 
 TABLES: Tables = {
     **if_recorded(EXPERTS, "experts", experts),
-    **if_recorded(ATTENTION, "attention_chunks", attention),
     **if_recorded(LONG, "long_samples", long_samples),
     **if_recorded(MIXTURE, "mixture_stage", mixture),
 }

@@ -1,6 +1,5 @@
 """Tables of links: laboratory, efficiency of a step, all-reduce, and cost of tracing."""
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,24 +7,15 @@ from typing import Any
 from node.lab.reach import doctor_table, reach_table
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
-from scripts.docs.explained import EXPLAINED, explained_steps
-from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_report, spaced
+from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.experiments.paper_tables import tables_beside
 from scripts.report import RESULTS, markdown
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
-ALL_REDUCE = RESULTS / "all_reduce.json"
-ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
-ALL_REDUCE_LINKS_GPUS = RESULTS / "all_reduce_links_gpus.json"
-TRACE_COST = RESULTS / "trace_cost.json"
-STATUS_SPEED = RESULTS / "status_speed.json"
-PAUSES = RESULTS / "pauses.json"
-STAGE_ORDER = RESULTS / "stage_order.json"
 PLANNERS = RESULTS / "planners.json"
 FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
 RELAY = RESULTS / "relay.json"
-RELAY_LINES = RESULTS / "relay_lines.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
 FAST, LINKS = RESULTS / "pipeline_fast.json", RESULTS / "links.json"
 GOAL = 0.9
@@ -167,115 +157,6 @@ def _share(row: dict[str, Any]) -> str:
     return f"{row['share']:.2f}" + ("" if measured is None else f" ({measured:.2f})")
 
 
-def all_reduce() -> str:
-    """FP8 beside NCCL's own sums and torchft's, by size."""
-    report = read_report(ALL_REDUCE)
-    ways = {"fp8": "e4m3", "bf16": "bf16", "fp32": "fp32"}
-    rival = any("torchft" in row["milliseconds"] for row in report["rows"])
-    if rival:
-        ways["torchft"] = "torchft"
-    counts = list(dict.fromkeys(row["ranks"] for row in report["rows"]))
-    rows = []
-    for row in report["rows"]:
-        times = row["milliseconds"]
-        rows.append(
-            (
-                *([str(row["ranks"])] if len(counts) > 1 else []),
-                f"{row['elements']:,}",
-                *(f"{times[way]:.3f}" if way in times else "-" for way in ways),
-                f"{row['bytes_sent']['fp32'] / row['bytes_sent']['fp8']:.2f}",
-            )
-        )
-    columns = (
-        *([("GPUs", "right")] if len(counts) > 1 else []),
-        ("elements", "right"),
-        *((f"{name}, ms", "right") for name in ways.values()),
-        ("bytes of fp32 over e4m3", "right"),
-    )
-    caption = f"{' and '.join(map(str, counts))} x {report['hardware']}, NVLink, NCCL, median of "
-    caption += f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
-    if rival:
-        caption += (
-            f" torchft {report['versions']['torchft']}: its `allreduce_quantized` of bf16, "
-            "quantizing and dequantizing included."
-        )
-    return f"{markdown(columns, rows)}\n\n{caption}{notes(report)}"
-
-
-def all_reduce_links() -> str:
-    """FP8 beside gloo's own sums, on throttled links."""
-    return _links(read_report(ALL_REDUCE_LINKS), "gloo")
-
-
-def all_reduce_links_gpus() -> str:
-    """The same with one GPU per rank."""
-    return _links(read_report(ALL_REDUCE_LINKS_GPUS), "NCCL over its sockets")
-
-
-def _links(report: dict[str, Any], through: str) -> str:
-    rows = []
-    for row in report["rows"]:
-        times, busy, sent = row["milliseconds"], row["processor_milliseconds"], row["bytes_on_the_wire"]
-        errors = row["error_against_fp64"]
-        rows.append(
-            (
-                str(row["mbit"]),
-                str(row["ranks"]),
-                f"{row['elements']:,}",
-                *(f"{times[way]:.1f} ({busy[way]:.1f})" for way in ("fp8", "bf16", "fp32")),
-                f"{times['fp32'] / times['fp8']:.2f}",
-                f"{sent['fp32'] / sent['fp8']:.2f}",
-                *(f"{errors[way]:.2g}" for way in ("fp8", "bf16", "fp32")),
-            )
-        )
-    columns = (
-        ("Mbit/s", "right"),
-        ("ranks", "right"),
-        ("elements", "right"),
-        ("e4m3, ms", "right"),
-        ("bf16, ms", "right"),
-        ("fp32, ms", "right"),
-        ("time of fp32 over e4m3", "right"),
-        ("bytes of fp32 over e4m3", "right"),
-        ("error, e4m3", "right"),
-        ("bf16", "right"),
-        ("fp32", "right"),
-    )
-    caption = (
-        f"Each rank behind a shaper both ways in a namespace of its own, {through}. Times are the slowest "
-        "rank's, in brackets the processor's of the busiest rank; bytes as the shaper counts them; errors "
-        "are normalised, against fp64's sum of what went in. "
-        f"{spaced(report['hardware'])} for all ranks, median of "
-        f"{report['rows'][0]['runs']}, torch {report['versions']['torch']}, commit {commit(report)}."
-    )
-    return f"{markdown(columns, rows)}\n\n{caption}{notes(report)}"
-
-
-def pauses() -> str:
-    """Bursts after pauses, with and without keep-warm traffic."""
-    report = read_report(PAUSES)
-    found = {(row["mbit"], row["round_trip_ms"], row["pause"], row["way"]): row for row in report["rows"]}
-    ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
-    places = {
-        (row["mbit"], row["round_trip_ms"], row["pause"]): row["least_seconds"] for row in report["rows"]
-    }
-    rows = [
-        [*(f"{value:g}" for value in place), f"{least:.2f}", *(_bursts(found[*place, way]) for way in ways)]
-        for place, least in places.items()
-    ]
-    columns = [("Mbit/s", "right"), ("round trip, ms", "right"), ("pause, s", "right")]
-    columns += [("least, s", "right"), *((f"{way}, s", "right") for way in ways)]
-    caption = (
-        f"{report['tensors']} tensors of {report['bytes']:,} bytes, from the first send until the last has "
-        f"arrived; *least* is their bytes at the rate and half a round trip. Of {report['runs']} "
-        f"connections the median, in brackets the least and the most, each the median of "
-        f"{report['bursts'] - 1} bursts behind a first; tbf, the lab's packet relay, CUBIC, kernel "
-        f"{report['kernel']}, {spaced(report['hardware'])}, "
-        f"grpcio {report['versions']['grpcio']}, commit {commit(report)}."
-    )
-    return markdown(columns, rows) + "\n\n" + caption
-
-
 def planners() -> str:
     """What exact planners win over the simplest way (scripts/bench/planners.py)."""
     report = read_report(PLANNERS)
@@ -295,45 +176,6 @@ def planners() -> str:
     ]
     columns = [("case", "left"), ("what", "left"), ("simple / planned", "right"), ("most", "right")]
     return f"{markdown(columns, rows)}\n\n{report['hardware']}; commit {report['commit'][:12]}."
-
-
-def stage_order() -> str:
-    """Planned orders of stages against every order."""
-    report = read_report(STAGE_ORDER)
-    rows = [
-        [
-            str(one["nodes"]),
-            f"{one['orders']:,}",
-            str(one["draws"]),
-            f"{one['planned_over_best_mean']:.3f}",
-            f"{one['planned_over_best_worst']:.3f}",
-            f"{one['any_order_over_best_mean']:.2f}",
-            f"{one['planning_seconds_mean']:.2f}",
-        ]
-        for one in report["against_every_order"]
-    ]
-    columns = [("nodes", "right"), ("orders", "right"), ("draws", "right"), ("planned step, mean", "right")]
-    columns += [("worst", "right"), ("any order, mean", "right"), ("processor s to plan", "right")]
-    return f"{markdown(columns, rows)}\n\nSteps over the shortest of all. Simulated, commit {commit(report)}."
-
-
-def stage_settings() -> str:
-    """Planned rows in DT-FM's five settings."""
-    report = read_report(STAGE_ORDER)
-    rows = [
-        [
-            one["setting"],
-            f"{one['as_they_come_seconds_mean']:.2f}",
-            f"{one['planned_seconds']:.2f}",
-            f"{one['compute_alone_seconds']:.2f}",
-            f"{one['gain']:.2f}",
-            f"{one['planning_seconds']:.0f}",
-        ]
-        for one in report["settings"]
-    ]
-    columns = [("setting", "left"), ("s a step as nodes come", "right"), ("planned", "right")]
-    columns += [("compute alone", "right"), ("gain", "right"), ("processor s to plan", "right")]
-    return f"{markdown(columns, rows)}\n\nThe slowest of eight rows. Simulated, commit {commit(report)}."
 
 
 def four_links() -> str:
@@ -384,58 +226,6 @@ def _bits_of(codecs: Sequence[str]) -> str:
     return f"`{codecs[0]}`" if len(set(codecs)) == 1 else ", ".join(f"`{codec}`" for codec in codecs)
 
 
-def _bursts(row: Mapping[str, Any]) -> str:
-    each = [statistics.median(times[1:]) for times in row["times"]]
-    return f"{row['seconds']:.2f} ({min(each):.2f} to {max(each):.2f})"
-
-
-def trace_cost() -> str:
-    """What a trace costs."""
-    report = read_report(TRACE_COST)
-    rows = [
-        ["recording a span", f"{1e6 * report['record_seconds']:.2f} microseconds"],
-        ["sending it: packed, and its share of the frame", f"{report['wire_bytes']:.1f} bytes"],
-        ["packing it for the control connection", f"{1e6 * report['pack_seconds']:.2f} microseconds"],
-        ["keeping it: on the coordinator's disk", f"{report['disk_bytes']:.1f} bytes"],
-        ["reading, checking and writing it there", f"{1e6 * report['keep_seconds']:.2f} microseconds"],
-        ["a step of a stage", f"{report['spans_per_step']} spans"],
-        ["of the demo's step, recorded and packed", f"{100 * report['share_of_step']:.2f} %"],
-    ]
-    caption = (
-        f"Processor time, median of {report['runs']} runs; a step of the demo's stage takes "
-        f"{report['step_seconds']:.2f} s of it. {spaced(report['hardware'])}, Python {report['python']}, "
-        f"commit {commit(report)}."
-    )
-    return markdown([("what", "left"), ("cost", "right")], rows) + "\n\n" + caption
-
-
-def status_speed() -> str:
-    """Times of commands that read a run, by its length."""
-    report = read_report(STATUS_SPEED)
-    rows = [
-        [
-            f"{row['steps']:,}",
-            f"{row['history_bytes'] / 1e6:.0f}",
-            f"{row['history_disk_bytes'] / 1e6:.0f}",
-            *(f"{row[name]['processor_seconds']:.2f}" for name in ("status", "top", "page")),
-            _processor(row.get("page_without_checkpoint")),
-        ]
-        for row in report["rows"]
-    ]
-    headings = ("steps", "history, MB", "on disk", "`thinwire status`", "`thinwire top --once`")
-    columns = [(words, "right") for words in (*headings, "the page's past", "without the checkpoint")]
-    caption = (
-        f"Processor seconds, Python's start included for commands, medians of {report['runs']} runs; "
-        f"{report['stages']} stages, ten steps a second. {spaced(report['hardware'])}, "
-        f"Python {report['python']}, commit {commit(report)}."
-    )
-    return f"{markdown(columns, rows)}\n\n{caption}"
-
-
-def _processor(measured: Mapping[str, float] | None) -> str:
-    return "-" if measured is None else f"{measured['processor_seconds']:.2f}"
-
-
 def reach() -> str:
     """The path that each pair of ways to be joined to the internet came to."""
     report = read_report(REACH)
@@ -460,54 +250,6 @@ def reach() -> str:
         return table
     said = markdown([(words, "left") for words in head], rows)
     return f"{table}\n\nWhat `thinwire doctor` says in each kind of network:\n\n{said}"
-
-
-def relay() -> str:
-    """What one relay process carries, beside socat, and its memory."""
-    report = read_report(RELAY)
-    rows = []
-    for name in ("relay", "socat"):
-        rates = sorted(report["loopback"][f"{name}_bits_per_second"])
-        middle = statistics.median(rates)
-        rows.append([name, *(f"{rate / 1e9:.2f}" for rate in (rates[0], middle, rates[-1]))])
-    sizes = report["memory_bytes"].items()
-    memory = "; ".join(f"{what.replace('_', ' ')}: {size / 1e6:.1f} MB" for what, size in sizes)
-    processor = report["loopback"]["processor_seconds_per_gigabyte"]
-    costs = ", ".join(f"{name} {seconds:.2f}" for name, seconds in processor.items())
-    held = report["kernel_bytes_of_a_direction"]
-    columns = [("on loopback, Gbit/s", "left"), ("least", "right"), ("median", "right"), ("most", "right")]
-    caption = (
-        f"Median of the pairs' ratios {report['loopback']['ratio']:.2f}, {report['runs']} pairs in turn. "
-        f"Processor seconds for a gigabyte: {costs}. Resident memory of the process: {memory}; beside that "
-        f"the kernel holds at most {held >> 10} KiB for each direction that waits. "
-        f"{spaced(report['hardware'])}, "
-        f"{report['event_loop']}, Python {report['python']}, commit {commit(report)}."
-    )
-    return f"{markdown(columns, rows)}\n\n{caption}"
-
-
-def relay_lines() -> str:
-    """What a relay carries between two slow lines, and how long a link is without one when it dies."""
-    report = read_report(RELAY_LINES)
-    rows = []
-    for row in report["lines"]:
-        shares = [one["share"] for one in row["rounds"]]
-        slower = statistics.median(min(one["lines_bits_per_second"]) for one in row["rounds"])
-        through = statistics.median(one["relayed_bits_per_second"] for one in row["rounds"])
-        rows.append((f"{row['mbit']}", f"{slower / 1e6:.2f}", f"{through / 1e6:.2f}", f"{min(shares):.3f}"))
-    columns = [("lines, Mbit/s", "right"), ("TCP over the slower, Mbit/s", "right")]
-    columns += [("through the relay, Mbit/s", "right"), ("least share", "right")]
-    outages = "; ".join(
-        f"{name}, {min(seconds):.2f} to {max(seconds):.2f} s of {len(seconds)} times"
-        for name, seconds in report["outage_seconds"].items()
-    )
-    caption = (
-        f"Two lines in a row with a round trip of {report['round_trip_ms']:g} ms each, the relay between, "
-        f"{len(report['lines'][0]['rounds'])} rounds of {report['seconds']:g} s. Without a tensor after the "
-        f"process of a link's relay was {outages}. {spaced(report['hardware'])}, kernel {report['kernel']}, "
-        f"{report['event_loop']}, Python {report['python']}, commit {commit(report)}."
-    )
-    return f"{markdown(columns, rows)}\n\n{caption}"
 
 
 def small_steps() -> str:
@@ -568,24 +310,13 @@ def _link_cost(links: dict[str, Any]) -> str:
 
 
 TABLES: Tables = {
-    **if_recorded(EXPLAINED, "explained_steps", explained_steps),
     **if_recorded(SMALL_STEPS, "small_steps", small_steps),
     **if_recorded(FAST, "fast_lines", fast_lines),
-    "relay": relay,
-    "relay_lines": relay_lines,
     "reach": reach,
     "lab": lab,
     "lab_floor": lab_floor,
     "throughput": throughput,
     "pipeline_floor": pipeline_floor,
-    "all_reduce": all_reduce,
-    "all_reduce_links": all_reduce_links,
-    "all_reduce_links_gpus": all_reduce_links_gpus,
-    "pauses": pauses,
-    "stage_order": stage_order,
     "planners": planners,
-    "stage_settings": stage_settings,
     **if_recorded(FOUR_LINKS, "four_links", four_links),
-    "trace_cost": trace_cost,
-    "status_speed": status_speed,
 }

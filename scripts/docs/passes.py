@@ -14,9 +14,7 @@ FP8_WAYS = {
     "fp8-three": "the same, with `agoq`, gradients and moments in FP8",
 }
 WHOLE_MODEL = RESULTS / "whole_model.json"
-CAPTURED_PASSES = RESULTS / "captured_passes.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
-GIB = 2**30
 OUTCOMES = {"passed": "passed", "skipped": "skipped", "failure": "failed", "error": "erred"}
 """Words for the outcomes, by their names in the record."""
 SHARED_BY = {
@@ -90,40 +88,6 @@ Steps of {size:,} tokens, AdamW on float32 weights, clipping; *compiled* is tran
 autocast, each layer under `torch.compile`, with torch's fused AdamW. The first step compiles kernels, the
 second captures graphs. {report["hardware"]}, median of {report["rows"][0]["runs"]}, torch
 {report["torch"]}, commits {commits}."""
-
-
-def captured_passes() -> str:
-    """A middle stage's passes, through autograd and by graphs."""
-    report = read_report(CAPTURED_PASSES)
-    rows = []
-    for row in report["rows"]:
-        plain, graphs = row["autograd"], row["graphs"]
-        rows.append(
-            [
-                row["name"],
-                f"{row['tokens']:,}",
-                f"`{row['storage']}`",
-                f"{1e3 * plain['seconds']:.1f}",
-                f"{1e3 * graphs['seconds']:.1f}",
-                f"{plain['seconds'] / graphs['seconds']:.1f}",
-                f"{1e3 * plain['host_seconds']:.1f}",
-                f"{1e3 * graphs['host_seconds']:.1f}",
-                f"{plain['memory_bytes'] / GIB:.1f}",
-                f"{graphs['memory_bytes'] / GIB:.1f}",
-            ]
-        )
-    columns = [("stage of", "left"), ("tokens a microbatch", "right"), ("storage", "left")]
-    columns += [("autograd, ms", "right"), ("graphs, ms", "right"), ("times as fast", "right")]
-    columns += [("host, autograd", "right"), ("graphs", "right")]
-    columns += [("GiB, autograd", "right"), ("graphs", "right")]
-    different = sum(row["different_tensors"] for row in report["rows"])
-    runs = min(row["runs"] for row in report["rows"])
-    return f"""{markdown(columns, rows)}
-
-Forward and backward of a microbatch in a middle stage of four, two microbatches in flight; *host* is how long
-the calling thread takes to ask for it, memory the most that torch takes. Tensors that differ between the two
-ways, of all that a third step gives and leaves: {different}. {report["hardware"]}, median of {runs}, torch
-{report["torch"]}, commit {commit(report)}."""
 
 
 def fp8_loss() -> str:
@@ -202,7 +166,6 @@ def gpu_tests() -> str:
 
 TABLES: Tables = {
     "stage_compute": stage_compute,
-    "captured_passes": captured_passes,
     **if_recorded(WHOLE_MODEL, "whole_model", whole_model),
     "coded_loss": fp8_loss,
     **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),

@@ -7,7 +7,6 @@ from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spac
 from scripts.report import RESULTS, markdown
 
 LARGEST_MODEL = RESULTS / "largest_model.json"
-LLAMA_7B = RESULTS / "llama_7b.json"
 MEMORY_PLAN = RESULTS / "memory_plan.json"
 SMALL_PLANS = RESULTS / "small_plans.json"
 TARGETS = RESULTS / "targets.json"
@@ -53,41 +52,6 @@ def largest_model() -> str:
         f"{report['versions']['torch']}, commit {commit(report)}. LLMQ's figures are its paper's (tables 1 "
         "and 7), for steps of 500,000 tokens in microbatches of 16 and 32 samples, moments and gradients in "
         "bf16. The cards differ in speed, so the two are no comparison of programs; both run within 24 GB."
-    )
-    return f"{markdown(columns, rows)}\n\n{caption}"
-
-
-def llama_7b() -> str:
-    """Peak memory of Llama 2 7B's shape beside COAT's."""
-    report = read_report(LLAMA_7B)
-    rows = []
-    for given, row in zip(report["coat"], report["rows"], strict=False):
-        fits = {one["samples"]: one for one in row["measured"]}
-        peak = fits.get(given["samples"], {}).get("peak_bytes")
-        most = max(fits, default=0)
-        rows.append(
-            [
-                str(given["gpus"]),
-                str(given["samples"]),
-                f"{given['way']}; ours `{row['way']}`",
-                f"{given['peak']:.1f}" if given["peak"] else "out of memory",
-                f"{peak / 1e9:.1f}" if peak else "out of memory",
-                str(given["most_samples"] or ""),
-                str(most or ""),
-                f"{given['speed']:,}" if given["speed"] else "",
-                f"{fits[most]['tokens_a_second_of_a_gpu']:,.0f}" if most else "",
-            ]
-        )
-    columns = [("GPUs", "right"), ("samples", "right"), ("way", "left")]
-    columns += [("peak in the paper, GB", "right"), ("here", "right")]
-    columns += [("most samples in the paper", "right"), ("here", "right")]
-    columns += [("tokens/s of a GPU with those in the paper", "right"), ("here", "right")]
-    caption = (
-        f"{report['sequence']:,} tokens a sample. The paper's GPUs share the state by FSDP; ours are stages "
-        "of a pipeline. The first and the last were measured on one card, without a network; the fuller "
-        "counts, for speed the slower. `fp8, agoq`: products, gradients and moments in FP8, weights in bf16, "
-        "activations in 4 bits; `bf16`: weights, gradients and moments in float32. "
-        f"{report['hardware']}, torch {report['versions']['torch']}, commit {commit(report)}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
 
@@ -215,5 +179,4 @@ TABLES: Tables = {
     **if_recorded(LARGEST_MODEL, "largest_model", largest_model),
     **if_recorded(SMALL_PLANS, "small_plans", small_plans),
     **if_recorded(TARGETS, "targets", targets),
-    **if_recorded(LLAMA_7B, "seven_billion", llama_7b),
 }

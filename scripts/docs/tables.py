@@ -20,7 +20,6 @@ from scripts.docs import (
     optimizers,
     passes,
     program,
-    public_meter,
     rows,
     small_cards,
     summary,
@@ -41,7 +40,6 @@ SUBJECTS = (
     large_models,
     optimizers,
     passes,
-    public_meter,
     rows,
     small_cards,
 )
