@@ -25,7 +25,6 @@ from node.model.storage import (
 from node.model.units import HEAD, is_block
 from node.schedule.gradient_groups import model_pieces, piece_bytes
 from node.schedule.placement import (
-    chunk_units,
     held_blocks,
     held_passes,
     longest_slice,
@@ -43,7 +42,6 @@ from node.tuning.device_memory import (
     WORKSPACES,
     Devices,
     Share,
-    at_work,
 )
 from wire.codecs.formats import codec_format
 from wire.errors import RunError
@@ -95,15 +93,13 @@ class StageMemory:
     """That products hold on a GPU."""
     pages: int = 0
     """What a GPU's allocator holds beside the tensors of passes: pages that they fill in part."""
-    ending: int = 0
-    """The embedding's gradient, with what other microbatches keep then, where that was counted apart."""
     on_cpu: bool = False
     """Tensors are in memory that malloc gives out."""
 
     @property
     def passes(self) -> int:
         """Forward and backward, at their peak."""
-        return max(self.kept + self.working, self.ending) + self.pages
+        return self.kept + self.working + self.pages
 
     @property
     def total(self) -> int:
@@ -280,15 +276,10 @@ def _estimate(
             kept += by_chunk[-1] * one.head_keeps() if HEAD in units else 0
         kept += sum(map(is_block, units)) * one.past_gradients() + one.past_joined()
         # A step's new samples wait beside the cache; a snapshot's copy comes on top.
-        last, ending = one.block_work(units), 0
+        last = one.block_work(units)
         # When others are at work, the last block's tensors are gone.
         others = one.block_work(units, last=False) - block if sum(map(is_block, units)) > 1 else 0
         working = max(last, others, one.ends_work(units))
-        counted = at_work(config, storage, units, devices)
-        if counted is not None:
-            working, embedding = counted
-            first = sum(map(is_block, chunk_units(config, stages)[stage]))
-            ending = kept - first * block + embedding if embedding else 0
         cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
         # A leader that shares a microbatch holds it whole and in pieces.
         travelling = TRAVELLING + (2 if devices.count > 1 else 0)
@@ -300,7 +291,6 @@ def _estimate(
                 kept=kept,
                 working=working,
                 workspaces=0 if devices.on_cpu else WORKSPACES,
-                ending=ending,
                 applying=one.applying(units) + NUMBERS,
                 captured=captured,
                 on_cpu=devices.on_cpu,

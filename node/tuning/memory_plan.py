@@ -27,7 +27,7 @@ from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.schedule.placement import chunk_units, held_blocks, held_passes, of_chunk, stage_orders
 from node.schedule.schedule import Order
 from node.tuning.block_times import BlockTimes, assumed_times
-from node.tuning.device_memory import RUNS_AT_WORK, RUNS_KEPT, CpuWork, Devices, Share, at_work
+from node.tuning.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.tuning.memory import (
     StageMemory,
     block_bytes,
@@ -200,24 +200,15 @@ class PlannedStage:
         work, others = (share.block_work(everything, last=last) for last in (True, False))
         ends, again = share.ends_work(everything), share.block_again(everything, self._block)
         self._block_work_pages = share.pages(work, RUNS_AT_WORK)
-        counted = at_work(config, storage, everything, devices)
-        self._embedding, self._casts = 0, 0
-        self._forward_last = 3 * self._input
+        # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do not
+        # keep them.
+        self._casts = share.block_copies() if share.holds_copies and not kept.captured else 0
+        self._forward_last = max(3 * self._input, share.head_at_work() if HEAD in everything else 0)
         """Bytes at work at the end of a chunk's forward: of its last block, which is kept, or of the head."""
-        if counted is not None:
-            work = others = CpuWork(config, storage).block()
-            ends = kept.working
-            self._embedding = counted[1]
-            # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do
-            # not keep them.
-            self._casts = share.block_copies() if share.holds_copies else 0
-            if HEAD in everything:
-                self._forward_last = max(self._forward_last, CpuWork(config, storage).head_forward())
         if kept.captured:
             work = others = ends = kept.working
             self._block_work_pages = self._work_pages
-        if counted is not None or kept.captured:
-            again = work + self._block + self._input * kept.captured
+            again = work + self._block + self._input
         # A block that is alone gets the stage's gradient.
         self._alone_work = again if kept.captured else again - self._input
         self._end_work, self._others_work, self._again_work, self._ends_work = work, others, again, ends
@@ -382,14 +373,8 @@ class PlannedStage:
             early = replace(base, kept=kept - not_yet, pages=pages, working=casts + self._forward_again)
             places.append(early)
         peak = max(places, key=lambda place: place.kept + place.working + place.pages)
-        first = sum(column.kept for column in chunks[0])
-        ending = kept - first + self._embedding if self._embedding else 0
         # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
-        return replace(
-            peak,
-            kept=min(peak.kept, self._kept.kept),
-            ending=min(ending, max(base.ending, self._kept.ending)),
-        )
+        return replace(peak, kept=min(peak.kept, self._kept.kept))
 
     @property
     def _work_pages(self) -> int:
@@ -553,7 +538,6 @@ class PlannedStage:
             room_head=beside - self._ends_work if self._ends_work else None,
             room_casting=(passes - self._forward_last, passes - self._forward_again),
             casts=self._casts,
-            room_ending=passes - self._embedding if self._embedding else None,
             apart=kept.captured,
             forward=self._forward,
             backward=self._backward,

@@ -201,8 +201,6 @@ class Program:
     """The same in forward, where each block of a chunk that runs again holds `casts` bytes until it is over:
     in the last block, and in one that runs again."""
     casts: int = 0
-    room_ending: int | None = None
-    """The same at the end of a microbatch's backward, whose blocks in the first chunk keep nothing more."""
     apart: bool
     """Nothing that later blocks of a chunk kept is free when an earlier one runs again (CUDA graphs)."""
     forward: float
@@ -335,9 +333,6 @@ def solve(program: Program) -> Counts | None:
                 in_last, in_again = (room / unit for room in program.room_casting)
                 limit(passes | casts, in_last)
                 limit(passes | later | casts | {runs_again + chunk: much}, in_again + much)
-    if program.room_ending is not None:
-        others = {k: held[k] - column.there / unit for k, column in enumerate(columns)}
-        limit(held | others | freed, program.room_ending / unit)
     for k, one in enumerate(program.state):
         limit({state + k: 1.0, moves + k: -float(one.most)}, 0)
         limit({moves + k: 1.0, state + k: -1.0}, 0)

@@ -77,7 +77,7 @@ def test_a_plan_says_in_how_many_bits_stages_store_and_what_would_let_one_fit(
     both = zip(found["stages"], json.loads(out)["stages"], strict=True)
     least = max(min(stage["curve"][-1]["bytes"] for stage in pair) for pair in both)
     _, out = plan(capsys, *allowed, "--gb", f"{0.98 * least / 1e9:.3f}", "--device", "cpu")
-    assert "what fits: pipeline.stages = " in out
+    assert "what fits: training.microbatch = 1 (" in out
 
 
 def test_a_plan_by_measured_times_says_what_packing_takes(capsys: pytest.CaptureFixture[str]) -> None:

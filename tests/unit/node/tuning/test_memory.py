@@ -55,7 +55,6 @@ FORMS = {
     "agoq, fp8, bf16": (HALF, StorageSection(preset="agoq")),
     "float32 gradients, bf16": (replace(HALF, gradients="float32"), StorageSection()),
     "bf16 moments": (replace(TRAINING, moments="bfloat16"), StorageSection()),
-    "fp8, long steps": (replace(FP8, global_batch=64), StorageSection(preset="compact")),
 }
 
 
@@ -114,8 +113,8 @@ GEMMA3 = {"qk_norm": "head", "norm_place": "both", "norm_offset": True, "activat
 
 @pytest.mark.parametrize(
     ("form", "more"),
-    [("agoq", QWEN3), ("compact, fp8", OLMO2), ("agoq, fp8, bf16", GEMMA3), ("agoq", GEMMA3)],
-    ids=["agoq-qwen3", "compact-olmo2", "bf16-gemma3", "agoq-gemma3"],
+    [("agoq", QWEN3), ("compact, fp8", OLMO2), ("agoq, fp8, bf16", GEMMA3)],
+    ids=["qwen3", "olmo2", "gemma3"],
 )
 def test_blocks_with_more_norms_take_what_is_estimated(form: str, more: dict[str, Any]) -> None:
     config = run(form)
@@ -142,7 +141,6 @@ def test_a_chunked_head_uses_the_estimated_memory(form: str, monkeypatch: pytest
         ("autocast", "llama", LoraSection(rank=8), 0),
         ("autocast", "gpt2", LoraSection(rank=8, base="8"), 1),
         ("plain", "llama", LoraSection(rank=32, base="8", targets=("query", "value", "gate")), 0),
-        ("agoq", "llama", LoraSection(rank=8, base="4", dropout=0.1), 0),
         ("agoq", "llama", LoraSection(rank=8, base="4", dropout=0.1), 1),
         ("agoq, fp8, bf16", "gpt2", LoraSection(rank=8), 0),
     ],
@@ -160,7 +158,6 @@ def test_adapters_on_frozen_weights_take_what_is_estimated(
     [
         ("plain", "llama", StorageSection(preset="agoq", attention="recompute")),
         ("plain", "gpt2", StorageSection(preset="compact")),
-        ("agoq, fp8, bf16", "gpt2", StorageSection()),
     ],
 )
 def test_attention_is_counted_where_the_feed_forward_is_narrow(
@@ -173,8 +170,10 @@ def test_attention_is_counted_where_the_feed_forward_is_narrow(
     assert LEAST <= estimated(config, 0, Devices()) / found <= MOST
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("form", ["plain", "bf16 moments", "agoq", "compact, fp8 gradients"])
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [("plain", "llama"), ("bf16 moments", "gpt2"), ("agoq", "gpt2"), ("compact, fp8 gradients", "llama")],
+)
 def test_wide_matrices_are_counted_where_tokens_are_few(form: str, family: str) -> None:
     """Half a block that packs gives the gradients of all its matrices at once; AdamW holds two roots."""
     config = run(form, family)

@@ -44,7 +44,7 @@ def deep(form: str = "plain", *, layers: int = 10, **pipeline: Any) -> RunConfig
     return replace(config, model=replace(config.model, layers=layers))
 
 
-def budgets(config: RunConfig, stage: int, devices: Devices, count: int = 7) -> Iterator[int]:
+def budgets(config: RunConfig, stage: int, devices: Devices, count: int = 5) -> Iterator[int]:
     """From what fits nothing to what fits all."""
     most = stage_memory(config, 2, devices)[stage].total
     least = least_stage_bytes(config, 2, devices)[stage]
@@ -171,7 +171,7 @@ def test_copies_have_the_compute_of_other_blocks_to_hide_behind() -> None:
     assert spread((kept, less, moved), (0, 1, 2)) == [2, 2, 1]
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.3, 0.05])
+@pytest.mark.parametrize("rate", [1.0, 0.05])
 @pytest.mark.parametrize(("storage", "blocks"), [(StorageSection(), 5), (PACKED, 2)])
 def test_copies_that_blocks_wait_for_are_in_the_program(
     storage: StorageSection, blocks: int, rate: float
@@ -189,7 +189,7 @@ def test_copies_that_blocks_wait_for_are_in_the_program(
     ways = list(every_way(one, blocks, states=(Moved(), Moved(1))))
     least, most = min(way.memory.total for way in ways), stage_memory(config, 2, HOSTS)[0].total
     moved = set()
-    for budget in np.linspace(least, most, 9):
+    for budget in np.linspace(least, most, 6):
         plan = plan_stage(config, 2, 0, HOSTS, int(budget), times=times)
         best = min(way.added for way in ways if way.memory.total <= int(budget))
         assert plan.fits and plan.added <= best * (1 + 2e-3) + 1e-9
@@ -253,7 +253,7 @@ def test_a_head_goes_forward_beside_the_casts_of_blocks_that_run_again(again: in
     (one,) = _stages(config, 2, CPUS, only=1)
     memory = one.plan(choices).memory
     found = measured(config, StageModel(config, CPU, room=Forced(choices)), 1, 1)
-    assert LEAST <= (memory.state + max(memory.passes, memory.applying)) / found <= 1.05
+    assert LEAST <= (memory.state + max(memory.passes, memory.applying)) / found <= MOST
 
 
 def gradients(config: RunConfig, room: Room, stage: int) -> list[Tensor]:
