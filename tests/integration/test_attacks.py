@@ -16,23 +16,16 @@ SEED = 21
 SAYS = {
     "nan-once": "as another node found; it gets a stage again only if no other node is left",
     "internal": "a spare takes stage",
-    "accuse-both": "a spare takes stage",
-    "blame-link": "a spare takes stage",
-    "negative-norm": "quarantined: Vote.norms cannot be -1.0",
     "flood-heartbeats": "quarantined: a heartbeat of",
     "flood-gateway": "quarantined: a heartbeat of",
-    "flood-spans": "quarantined: more spans than steps can have",
     "huge-layers": "bytes, not 67108864: a spare takes stage",
-    "unasked-layers": "quarantined: nobody asked for a snapshot of step 1000000",
     "reconnect": "its connection closed and did not come back",
     "wrong-activations": "two others did not get the same",
-    "wrong-gradients": "two others did not get the same",
     "wrong-no-spare": "two others did not get the same",
     "zero-layers": "is not the one that 2 other nodes hold",
     "layer-of-another": "is not the one of step",
     "late-layer-of-another": "is not the one of step",
     "stored-layer-of-another": "is not the one of step",
-    "late-huge-layers": "bytes, not 67108864: other rows take stage",
 }
 """What the operator reads about the liar."""
 
