@@ -43,7 +43,6 @@ from node.tuning.memory_program import (
     Program,
     StateMove,
     Waits,
-    last_columns,
     solve,
     spread,
     stays,
@@ -211,12 +210,12 @@ class PlannedStage:
             again = work + self._block + self._input
         # A block that is alone gets the stage's gradient.
         self._alone_work = again if kept.captured else again - self._input
-        self._end_work, self._others_work, self._again_work, self._ends_work = work, others, again, ends
-        """Beside what blocks keep: a chunk's last block, others, one that runs again, and the head."""
+        self._work = max(work, others if max(self.blocks) > 1 else 0)
+        """Beside what blocks keep, while one is at work."""
+        self._again_work, self._ends_work = again, ends
+        """The same of one that runs again, and of the head."""
         self.state_kinds = state_moves(config, devices, share, everything, times)
         self.columns = self._columns(config, devices, storage, share)
-        ways = tuple(self.columns.values())
-        self._last = {ways[k] for k in last_columns(ways)}
         blocks = sum(self.blocks)
         self._forward, self._backward = blocks * times.forward, blocks * times.backward
         head = unit_cost(model, HEAD) / unit_cost(model, block_name(0)) if HEAD in everything else 0.0
@@ -354,16 +353,8 @@ class PlannedStage:
             there = pages - less_pages + more_pages
             places.append(replace(base, kept=kept - less, pages=there, working=left + working))
 
-        for own in filter(None, chunks):
-            # The last block and the head work beside all that is kept, when only one block's tensors come
-            # back. What the last block kept is gone when others work.
-            end = own[-1] if own[-1] in self._last and not base.captured else None
-            comes = coming if end is None else end.moved + coming // 2
-            at(0, 0, comes + self._end_work + (most if end is None else end.working))
-            at(0, 0, comes + self._ends_work)
-            if len(own) > 1:
-                less = (0, 0) if end is None else (end.kept, end.pages)
-                at(*less, coming + most + self._others_work)
+        at(0, 0, coming + most + self._work)
+        at(0, 0, coming + self._ends_work)
         again_pages = self._block_work_pages + self._block_pages - self._work_pages
         for count, gone, gone_pages in freed:
             again = self._again_work if count > 1 else self._alone_work
@@ -466,12 +457,7 @@ class PlannedStage:
     def order(self, counts: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
         """A choice for every block. `counts`: for each chunk, how many of its blocks take each column."""
         names, columns = tuple(self.columns), tuple(self.columns.values())
-        taken = [column for k, column in enumerate(columns) if any(own[k] for own in counts)]
-        # A stage may have the head alone, and no block.
-        others = max((column.moved for column in taken), default=0)
-        others += max((column.working for column in taken), default=0)
-        others += self._others_work - self._end_work
-        return tuple(names[k] for own in counts for k in spread(columns, own, others))
+        return tuple(names[k] for own in counts for k in spread(columns, own))
 
     def least(self) -> MemoryPlan:
         """The plan that takes the least memory, of all blocks alike but for the last, or of as many as host
@@ -531,8 +517,7 @@ class PlannedStage:
             columns=tuple(self.columns.values()),
             blocks=tuple(self.blocks),
             held=tuple(self._held),
-            room_end=beside - self._end_work,
-            room_others=beside - self._others_work,
+            room=beside - self._work,
             room_again=again - self._again_work,
             room_alone=again - self._alone_work,
             room_head=beside - self._ends_work if self._ends_work else None,

@@ -186,11 +186,8 @@ class Program:
     """Of each chunk."""
     held: tuple[int, ...]
     """Microbatches of each chunk between forward and backward, at most."""
-    room_end: int
-    """For what blocks keep and add to their work: memory less all else, the last block of a chunk at work
-    too."""
-    room_others: int
-    """The same while one before it is at work."""
+    room: int
+    """For what blocks keep and add to their work: memory less all else, a block at work too."""
     room_again: int
     """The same while a block runs again."""
     room_alone: int
@@ -246,15 +243,6 @@ def solve(program: Program) -> Counts | None:
     coming, working, left, waits_forward, waits_back = range(state + states, state + states + 5)
     between = [_BetweenUses(program, chunk) for chunk in range(chunks)]
     count = waits_back + 1
-    # Which column the last block of a chunk takes, if it is one of these.
-    last = [] if program.apart else last_columns(columns)
-    ends = [{k: count + chunk * len(last) + n for n, k in enumerate(last)} for chunk in range(chunks)]
-    count += chunks * len(last)
-    last_ones = range(waits_back + 1, count)
-    # For each chunk, while its last block computes: the bytes that come back to the device, and those that
-    # this block needs beside them.
-    at_end = [(count + 2 * chunk, count + 2 * chunk + 1) for chunk in range(chunks)]
-    count += 2 * chunks
     for each in between:
         count = each.number(count)
     rows: list[tuple[dict[int, float], float, float]] = []
@@ -285,35 +273,13 @@ def solve(program: Program) -> Counts | None:
     # Where the step's memory is not that of the passes, it comes on top of theirs.
     first = held | freed | (applying if program.applying is None else {}) | {left: 1.0}
     passes = first | {coming: 1.0, working: 1.0}
-    most_coming = 2.0 * max(column.moved for column in columns) / unit
     most_working = max(column.working for column in columns) / unit
-    for chunk, end in enumerate(ends):
-        if not program.blocks[chunk]:
-            continue
-        limit(dict.fromkeys(end.values(), 1.0), 1.0)
-        leaving = {chunk * width + k: -1.0 for k, column in enumerate(columns) if not stays(column)}
-        for k, at in end.items():
-            limit({at: 1.0, chunk * width + k: -1.0}, 0)
-            if not stays(columns[k]):
-                # Only where none stays, and then the one that has least to move (`spread`).
-                limit(leaving | {at: float(program.blocks[chunk])}, 0)
-                least = columns[k].moved, -k
-                less = [used + n for n, one in enumerate(columns) if _moves(one) and (one.moved, -n) < least]
-                limit(dict.fromkeys(less, 1.0) | {at: float(len(less))}, float(len(less)))
-        comes, works = at_end[chunk]
-        limit({coming: 1.0, comes: -1.0} | {at: -most_coming for at in end.values()}, 0)
-        # Those of one block, and its own if it moves.
-        limit({coming: 0.5, comes: -1.0} | {at: columns[k].moved / unit for k, at in end.items()}, 0)
-        limit({at: columns[k].working / unit for k, at in end.items()} | {works: -1.0}, 0)
-        limit({working: 1.0, works: -1.0} | {at: -most_working for at in end.values()}, 0)
-        limit(first | {comes: 1.0, works: 1.0}, program.room_end / unit)
-        if program.blocks[chunk] > 1:
-            gone = {at: -columns[k].there / unit for k, at in end.items()}
-            limit(passes | gone, program.room_others / unit)
+    if total:
+        limit(passes, program.room / unit)
         if program.room_head is not None:
-            limit(first | {comes: 1.0}, program.room_head / unit)
+            limit(first | {coming: 1.0}, program.room_head / unit)
     if any(column.again for column in columns):
-        rooms = [program.room_again, program.room_alone, program.room_end, program.room_others]
+        rooms = [program.room_again, program.room_alone, program.room]
         rooms += program.room_casting if program.casts else ()
         much = (sum(program.held) * total + 4) * 2.0 + (max(rooms) - min(rooms)) / unit + most_working
         for chunk in range(chunks):
@@ -382,7 +348,6 @@ def solve(program: Program) -> Counts | None:
     high = np.full(count, np.inf)
     high[used:state] = 1
     high[state : state + states] = [one.most for one in program.state]
-    whole[last_ones], high[last_ones] = 1, 1
     for each in between:
         whole[list(each.yes_or_no)] = 1
         high[[*each.yes_or_no, *each.last.values()]] = 1
@@ -482,15 +447,10 @@ def _backward(waits: Waits) -> float:
     return waits.backward
 
 
-def spread(columns: Sequence[Column], counts: Sequence[int], others: int | None = None) -> list[int]:
+def spread(columns: Sequence[Column], counts: Sequence[int]) -> list[int]:
     """A chunk's columns in the order of its blocks: those that run again first, and of the others those that
     move spread evenly, so that copies of one have the compute of several to hide behind. The last block moves
-    only if all do, and of these it has the least to move; of those that stay it leaves the most room.
-
-    Args:
-        others: bytes that other blocks take at work beyond the last one with everything kept; by default
-            those that their columns add.
-    """
+    only if all do, and of these it has the least to move."""
     moving = sorted(
         (k for k, column in enumerate(columns) for _ in range(counts[k]) if _moves(column)),
         key=lambda k: (-columns[k].moved, k),
@@ -498,24 +458,9 @@ def spread(columns: Sequence[Column], counts: Sequence[int], others: int | None 
     staying = [k for k, column in enumerate(columns) for _ in range(counts[k]) if stays(column)]
     again = [k for k, column in enumerate(columns) for _ in range(counts[k]) if column.again]
     again.sort(key=lambda k: -columns[k].moved)
-    if staying:
-        # Last is the one with which the peak is least (`solve`): it works beside all that is kept, the others
-        # when what it kept of the microbatch is gone.
-        used = [column.working for column, n in zip(columns, counts, strict=True) if n]
-        most = max(used) if others is None else others
-        last = min(set(staying), key=lambda k: (max(columns[k].working, most - columns[k].there), k))
-        staying.remove(last)
-        staying.append(last)
     blocks, left = len(moving) + len(staying), iter(staying)
     places = {number * blocks // len(moving): k for number, k in enumerate(moving)}
     return again + [places[at] if at in places else next(left) for at in range(blocks)]
-
-
-def last_columns(columns: Sequence[Column]) -> list[int]:
-    """Those that count apart as a chunk's last block: that stay, and those that move too where blocks that
-    stay do so in one way, as they do where all is packed. Else there would be many times as many."""
-    staying = [k for k, column in enumerate(columns) if stays(column)]
-    return staying if len(staying) > 1 else [k for k, column in enumerate(columns) if not column.again]
 
 
 def stays(column: Column) -> bool:
