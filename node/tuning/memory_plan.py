@@ -202,8 +202,10 @@ class PlannedStage:
         # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do not
         # keep them.
         self._casts = share.block_copies() if share.holds_copies and not kept.captured else 0
-        self._forward_last = max(3 * self._input, share.head_at_work() if HEAD in everything else 0)
-        """Bytes at work at the end of a chunk's forward: of its last block, which is kept, or of the head."""
+        head = share.head_at_work() if HEAD in everything else 0
+        self._casting_work = max(3 * self._input, head, self._block - self._casts + self._input)
+        """Bytes at work beside them at the most: of a block that is kept, the head, or a block that runs
+        again, without the copies that others hold too."""
         if kept.captured:
             work = others = ends = kept.working
             self._block_work_pages = self._work_pages
@@ -332,37 +334,26 @@ class PlannedStage:
         after = iter(taken)
         chunks = [list(islice(after, count)) for count in self.blocks]
         kept, pages = self._base_kept, self._work_pages
-        freed: list[tuple[int, int, int]] = []
-        casting: list[tuple[int, int]] = []
         for held, own in zip(self._held, chunks, strict=True):
             kept += held * sum(column.kept for column in own)
             pages += held * sum(column.pages for column in own)
-            last = max((place for place, column in enumerate(own) if column.again), default=-1)
-            if last >= 0:
-                # Copies of weights, and what later blocks do not keep yet.
-                casting.append((self._casts * (last + 1), sum(column.kept for column in own[last + 1 :])))
-                # Of the microbatch that goes backward, what later blocks kept is gone by then.
-                later = () if base.captured else own[last + 1 :]
-                less = sum(column.kept for column in later), sum(column.pages for column in later)
-                freed.append((len(own), *less))
         coming, most = 2 * max(column.moved for column in taken), max(column.working for column in taken)
         left = max(column.left for column in taken)
         places = []
 
-        def at(less: int, less_pages: int, working: int, more_pages: int = 0) -> None:
-            there = pages - less_pages + more_pages
-            places.append(replace(base, kept=kept - less, pages=there, working=left + working))
+        def at(working: int, more_pages: int = 0) -> None:
+            places.append(replace(base, kept=kept, pages=pages + more_pages, working=working))
 
-        at(0, 0, coming + most + self._work)
-        at(0, 0, coming + self._ends_work)
+        at(left + coming + most + self._work)
+        at(left + coming + self._ends_work)
         again_pages = self._block_work_pages + self._block_pages - self._work_pages
-        for count, gone, gone_pages in freed:
-            again = self._again_work if count > 1 else self._alone_work
-            at(gone, gone_pages, coming + most + again, again_pages)
-        for casts, not_yet in casting if self._casts else ():
-            places.append(replace(base, kept=kept, pages=pages, working=casts + self._forward_last))
-            early = replace(base, kept=kept - not_yet, pages=pages, working=casts + self._forward_again)
-            places.append(early)
+        for own in chunks:
+            if not (count := sum(column.again for column in own)):
+                continue
+            again = self._again_work if len(own) > 1 else self._alone_work
+            at(left + coming + most + again, again_pages)
+            if self._casts:
+                at(count * self._casts + self._casting_work)
         peak = max(places, key=lambda place: place.kept + place.working + place.pages)
         # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
         return replace(peak, kept=min(peak.kept, self._kept.kept))
@@ -376,11 +367,6 @@ class PlannedStage:
     def _base_kept(self) -> int:
         """Of what microbatches keep, all but blocks' tensors."""
         return self._kept.kept - self._together * self._block
-
-    @property
-    def _forward_again(self) -> int:
-        """A block that runs again, as it goes forward, without the copies that others hold too."""
-        return self._block - self._casts + self._input
 
     def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
         """Kinds of state that move, and how many parts."""
@@ -521,9 +507,8 @@ class PlannedStage:
             room_again=again - self._again_work,
             room_alone=again - self._alone_work,
             room_head=beside - self._ends_work if self._ends_work else None,
-            room_casting=(passes - self._forward_last, passes - self._forward_again),
+            room_casting=passes - self._casting_work,
             casts=self._casts,
-            apart=kept.captured,
             forward=self._forward,
             backward=self._backward,
             clocks=self._clocks,

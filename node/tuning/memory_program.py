@@ -194,12 +194,10 @@ class Program:
     """The same while a block runs again that is its chunk's only one."""
     room_head: int | None = None
     """For what blocks keep while the head is at work, if there is one."""
-    room_casting: tuple[int, int] = (0, 0)
-    """The same in forward, where each block of a chunk that runs again holds `casts` bytes until it is over:
-    in the last block, and in one that runs again."""
+    room_casting: int = 0
+    """The same in forward, where each block of a chunk that runs again holds `casts` bytes until it is
+    over."""
     casts: int = 0
-    apart: bool
-    """Nothing that later blocks of a chunk kept is free when an earlier one runs again (CUDA graphs)."""
     forward: float
     """Seconds of the forward of the stage's blocks for one microbatch."""
     backward: float
@@ -280,25 +278,18 @@ def solve(program: Program) -> Counts | None:
             limit(first | {coming: 1.0}, program.room_head / unit)
     if any(column.again for column in columns):
         rooms = [program.room_again, program.room_alone, program.room]
-        rooms += program.room_casting if program.casts else ()
+        rooms += [program.room_casting] * (program.casts > 0)
         much = (sum(program.held) * total + 4) * 2.0 + (max(rooms) - min(rooms)) / unit + most_working
         for chunk in range(chunks):
-            later = {
-                chunk * width + k: held[chunk * width + k] - (0.0 if program.apart else column.there / unit)
-                for k, column in enumerate(columns)
-                if not column.again
-            }
             room = (program.room_again if program.blocks[chunk] > 1 else program.room_alone) / unit
-            limit(passes | later | {runs_again + chunk: much}, room + much)
+            limit(passes | {runs_again + chunk: much}, room + much)
             if program.casts:
                 casts = {
                     chunk * width + k: held[chunk * width + k] + program.casts / unit
                     for k, column in enumerate(columns)
                     if column.again
                 }
-                in_last, in_again = (room / unit for room in program.room_casting)
-                limit(passes | casts, in_last)
-                limit(passes | later | casts | {runs_again + chunk: much}, in_again + much)
+                limit(passes | casts | {runs_again + chunk: much}, program.room_casting / unit + much)
     for k, one in enumerate(program.state):
         limit({state + k: 1.0, moves + k: -float(one.most)}, 0)
         limit({moves + k: 1.0, state + k: -1.0}, 0)
