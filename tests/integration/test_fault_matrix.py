@@ -142,7 +142,7 @@ def test_a_node_killed_while_its_state_is_saved_before_it_leaves(tmp_path: Path,
         assert exit_codes(nodes) == [KILLED, 0, 0, 0]
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.VOTING, Phase.APPLY])
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.VOTING])
 def test_a_node_that_leaves_loses_nothing(phase: Phase, tmp_path: Path, prefork: Prefork) -> None:
     """Ctrl-C in any phase: the step ends, its state is saved, the spare goes on with the next step."""
     leave = at(Kind.LEAVE, phase)

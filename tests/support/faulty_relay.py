@@ -192,7 +192,7 @@ def faulty_port(target: int) -> Iterator[Spoilt]:
 
 # ---- a volunteer's process
 
-PIECES = {"delays": (READ_BYTES, VERY_SLOW_SECONDS), "trickles": (TRICKLE, 1.0), "drops": (READ_BYTES, 0.0)}
+PIECES = {"trickles": (TRICKLE, 1.0), "drops": (READ_BYTES, 0.0)}
 """By fault: the most bytes that a relay reads at a time, and how long it holds them."""
 CARRIED = 20_000
 """Bytes that a pair's connection carries well, both ways together."""

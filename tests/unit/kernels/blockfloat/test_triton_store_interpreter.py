@@ -70,13 +70,13 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("which", "bits"),
     [
-        *product(("mixed", "ties"), WIDTHS),
+        *product(("mixed",), WIDTHS),
+        *product(("ties",), WIDTHS[::2]),
         *product(("mixed", "bf16", "subnormal bf16", "columns", "vector", "not finite"), (4 + APART,)),
         ("fp16", 3 + APART),
         *product(("not finite",), (width for width in WIDTHS if width < 16)),  # bf16's NaNs have many forms
-        # Of the others each width has two.
+        # Of the others each width has one.
         *zip([*inputs()][1:7], WIDTHS, strict=True),
-        *zip([*inputs()][1:7], (*WIDTHS[3:], *WIDTHS[:3]), strict=True),
     ],
 )
 def test_stored_bits_are_the_references(which: str, bits: int) -> None:

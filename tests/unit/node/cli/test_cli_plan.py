@@ -11,6 +11,11 @@ SMALL = "model.layers=8"
 """Two blocks a stage are enough for one that is planned unlike the other, and make short programs."""
 
 
+@pytest.fixture(autouse=True)
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.tuning.memory_plan.CURVE_POINTS", 5)
+
+
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
     code = main(["plan", RECIPE, SMALL, *options])
     return code, capsys.readouterr().out

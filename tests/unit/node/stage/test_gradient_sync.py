@@ -62,7 +62,7 @@ def trained(config: RunConfig, rows: int = 1) -> tuple[list[Step], str]:
 
 @pytest.mark.parametrize(
     ("rows", "codec"),
-    [(1, "bf16"), (2, "fp32"), (2, "trellis-4.41"), (3, "fixed-8"), (4, "bf16"), (4, "fixed-8")],
+    [(1, "bf16"), (2, "fp32"), (3, "fixed-8"), (4, "bf16")],
 )
 def test_any_number_of_rows_gives_the_bits_of_the_unsplit_model(rows: int, codec: str) -> None:
     assert trained(synced(codec), rows) == unsplit(synced(codec))
@@ -101,7 +101,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("together")
-@pytest.mark.parametrize(("rows", "codec"), [(1, "trellis-4.41"), (2, "fixed-8"), (3, "bf16"), (4, "fp32")])
+@pytest.mark.parametrize(("rows", "codec"), [(2, "trellis-4.41"), (3, "bf16"), (4, "fixed-8")])
 def test_pieces_that_go_together_give_the_same_bits(
     rows: int, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
