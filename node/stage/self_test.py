@@ -21,15 +21,20 @@ from torch import Tensor
 
 from kernels.attention import ops as attention
 from kernels.attention import reference as attention_reference
-from kernels.attention.reach import EVERYTHING
+from kernels.attention.reach import EVERYTHING, Reach
+from kernels.blockfloat import layers as blockfloat_layers
 from kernels.blockfloat import ops as storage
 from kernels.blockfloat import reference as blockfloat
 from kernels.blockfloat.layout import APART
 from kernels.common import dispatch
 from kernels.common import layers as reference
 from kernels.common.random_bits import random_bits
+from kernels.experts import ops as experts
+from kernels.experts import reference as experts_reference
 from kernels.fp8 import ops as fp8
+from kernels.fp8 import products
 from kernels.fp8 import reference as fp8_reference
+from kernels.fp8 import rows as fp8_rows
 from kernels.fp8.reference import Fp8Gradient
 from kernels.layers import ops as layers
 from kernels.orthogonal import ops as orthogonal
@@ -38,6 +43,7 @@ from node.config.schema import PLANNED, RunConfig
 from node.model.storage import KINDS, PACKED, STAGE_BITS
 from node.stage.machine_info import arithmetic
 from node.tuning.storage_choice import allowed_storages
+from wire.codecs.formats import codec_format, known_format, planned_names
 from wire.codecs.registry import codec
 from wire.errors import RunError
 from wire.spec import TensorSpec
@@ -47,23 +53,6 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[torch.device], bool]
 
-CODEC_PARTS = {"tah": "tah", "fixed": "fixed", "aqsgd": "fixed", "trellis": "trellis", "dither": "trellis"}
-"""The kernels of a codec, by what its name begins with."""
-GOLDEN = {
-    "tah": "f4f08814c0a3c246",
-    "fixed-2": "c876cf98f2291b7c",
-    "fixed-3": "2900ac680954b2d3",
-    "fixed-4": "23487e4e80e5c248",
-    "fixed-5": "90731e261710e489",
-    "fixed-6": "23d82a991100bd1b",
-    "fixed-7": "d07d5e55a1533b6c",
-    "fixed-8": "6790cf0ea8abaa7f",
-    "fixed-9": "b618c90cd8d9b9f6",
-    "fixed-10": "ff5791d93e044be2",
-    "trellis-4.41": "a1229f1b9b8c91bc",
-    "dither-4.41": "15063f69a20e2f60",
-}
-"""SHA-256, cut short, of what a codec packs `drawn(6, 200)` into and of what it decodes that to."""
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _HALF_ERROR, _SINGLE_ERROR, _ITERATED_ERROR = 2e-2, 1e-4, 6e-2
 """Of a whole tensor, relative: in half precision, in single, and after Newton-Schulz's iterations in
@@ -170,37 +159,41 @@ def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
         "norms and activations": ("layers", partial(_layers, dtype=dtype)),
         "attention": ("attention", partial(_attention, dtype=dtype)),
     }
-    for name in _codecs(config):
-        part = CODEC_PARTS[name.partition("-")[0]]
-        made[f"codec {name}"] = (part, partial(_codec, name=name))
-    for bits in _stored_bits(config):
+    if config.pipeline.sequence_chunks != 1 or config.model.sinks:
+        made["attention of a slice"] = ("attention", partial(_slice_attention, dtype=dtype))
+    if config.model.experts:
+        bits = PACKED.get(config.lora.base, 0) if config.lora.rank else 0
+        made["experts"] = ("experts", partial(_experts, dtype=dtype, bits=bits % 16))
+    for name, kernels in sorted(_codecs(config).items()):
+        made[f"codec {name}"] = (kernels, partial(_codec, name=name))
+    stored = _stored_bits(config)
+    for bits in stored:
         apart = " with channels apart" if bits >= APART else ""
         made[f"storage in {bits % APART} bits{apart}"] = ("storage", partial(_storage, bits=bits))
+    if stored and stored[0] < 16:
+        made["layers that store"] = ("storage", partial(_storing_layers, bits=stored[0]))
     if "fp8" in (config.training.gradients, config.training.moments, config.training.compute):
         made["gradients in FP8"] = ("fp8", _fp8)
+    if config.training.compute == "fp8":
+        made["products in FP8"] = ("fp8", partial(_fp8_products, dtype=dtype))
     if "muon" in (config.training.optimizer, config.training.adapter_optimizer):
         made["muon"] = ("orthogonal", _orthogonal)
     return made
 
 
-def _codecs(config: RunConfig) -> list[str]:
-    """One of each kind of codec that links and sums may have, by a name that has golden bits."""
+def _codecs(config: RunConfig) -> dict[str, str]:
+    """One of each arithmetic of codecs that links and sums may have, and its kernels."""
     names = {config.pipeline.forward_codec, config.pipeline.backward_codec, *config.sync_codecs}
     if PLANNED in names:
-        names |= {"tah", "fixed-4", "fixed-8", "trellis-4.41", "dither-4.41"}
-    found = set()
-    for name in names:
-        kind, _, bits = name.partition("-")
-        if kind in ("trellis", "dither"):
-            found.add(f"{kind}-4.41")
-        elif kind in CODEC_PARTS:
-            found.add(f"fixed-{bits}" if CODEC_PARTS[kind] == "fixed" else kind)
-    return sorted(found)
+        names |= {*planned_names(), *(codec_format(name).for_gradients for name in planned_names())}
+    known = [form for form in map(known_format, names) if form is not None]
+    return {form.golden[0]: form.KERNELS for form in known if form.golden[0]}
 
 
 def _stored_bits(config: RunConfig) -> list[int]:
-    """Bits of all forms in which a stage may store activations."""
+    """Bits of all forms in which a stage may store activations and frozen weights, the fewest first."""
     forms = {getattr(storage, kind) for storage in allowed_storages(config) for kind in KINDS}
+    forms |= {config.lora.base} if config.lora.rank else set()
     bits = {PACKED[form] for form in forms if form in PACKED}
     return sorted(bits | set(STAGE_BITS) if config.storage.bits_by_stage else bits)
 
@@ -220,18 +213,25 @@ def digest(*parts: Tensor) -> str:
 
 
 def golden(name: str, device: torch.device) -> str:
-    """The digest that `GOLDEN` has of a codec, as this device computes it."""
+    """The digest that `Format.golden` has of this codec, as the device computes it."""
     which, x = codec(name), drawn(6, 200)
     packed = which.encode(x if dispatch.kind_of(device).main_memory else x.to(device))
     return digest(packed, which.decode(packed, TensorSpec(x.dtype, tuple(x.shape))))
 
 
 def _codec(device: torch.device, name: str) -> bool:
-    return golden(name, device) == GOLDEN[name]
+    return golden(name, device) == codec_format(name).golden[1]
 
 
-def _near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
-    return _within(found, wanted, _SINGLE_ERROR if dtype == torch.float32 else _HALF_ERROR)
+def _same(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
+    """Whether they have the same bits."""
+    return all(torch.equal(part.cpu(), exact) for part, exact in zip(found, wanted, strict=True))
+
+
+def _near(found: Iterable[Tensor], wanted: Iterable[Tensor], dtype: torch.dtype) -> bool:
+    """Whether each is what it should be but for rounding in `dtype`."""
+    error = _SINGLE_ERROR if dtype == torch.float32 else _HALF_ERROR
+    return all(_within(part, exact, error) for part, exact in zip(found, wanted, strict=True))
 
 
 def _within(found: Tensor, wanted: Tensor, error: float) -> bool:
@@ -242,7 +242,7 @@ def _within(found: Tensor, wanted: Tensor, error: float) -> bool:
 
 def _products(device: torch.device, dtype: torch.dtype) -> bool:
     a, b = drawn(64, 96).to(dtype), drawn(48, 96, seed=3).to(dtype)
-    return _near(a.to(device) @ b.to(device).t(), a.double() @ b.double().t(), dtype)
+    return _near([a.to(device) @ b.to(device).t()], [a.double() @ b.double().t()], dtype)
 
 
 def _storage(device: torch.device, bits: int) -> bool:
@@ -250,35 +250,138 @@ def _storage(device: torch.device, bits: int) -> bool:
     packed = storage.store(x.to(device), bits)
     found = storage.restore(packed, x.shape, bits, torch.float32)
     wanted = blockfloat.pack(x, bits)
-    restored = blockfloat.unpack(wanted, x.shape, bits, torch.float32)
-    return torch.equal(packed.cpu(), wanted) and torch.equal(found.cpu(), restored)
+    return _same([packed, found], [wanted, blockfloat.unpack(wanted, x.shape, bits, torch.float32)])
+
+
+def _storing_layers(device: torch.device, bits: int) -> bool:
+    """Norm and feed-forward that store their inputs."""
+    x, weight, grad = drawn(6, 256), drawn(256, seed=3), drawn(6, 256, seed=5)
+    there = [part.to(device) for part in (x, weight, grad)]
+    normed, packed = storage.norm_store(there[0], there[1], None, 1e-5, bits, torch.float32)
+    wanted, right = blockfloat_layers.norm_store(x, weight, None, 1e-5, bits, torch.float32)
+    found = storage.norm_backward(there[2], packed, there[0], there[1], None, 1e-5, bits)
+    exact = blockfloat_layers.norm_backward(grad, right, x, weight, None, 1e-5, bits)
+    inner, *stored = storage.ffn_store(there[0], there[2], bits)
+    of_inner, *kept = blockfloat_layers.ffn_store(x, grad, bits)
+    back = storage.ffn_backward(there[0].clone(), stored[0], stored[1], bits)
+    of_back = blockfloat_layers.ffn_backward(x.clone(), kept[0], kept[1], bits)
+    results, references = [normed, *found[:2], inner, back], [wanted, *exact[:2], of_inner, of_back]
+    return _same([packed, *stored], [right, *kept]) and _near(results, references, torch.float32)
 
 
 def _layers(device: torch.device, dtype: torch.dtype) -> bool:
     x, weight = drawn(6, 256), drawn(256, seed=3)
-    gate, up = drawn(6, 256, seed=5).to(dtype), drawn(6, 256, seed=7).to(dtype)
-    there = [part.to(device) for part in (x, weight, gate, up)]
-    normed = layers.norm(there[0], there[1], None, 1e-5, dtype)
-    inner = layers.activation(there[2], there[3])
-    logits, labels = x.clone().to(dtype), torch.arange(6)
-    losses = layers.cross_entropy_(logits.to(device), labels.to(device), -100, None)
-    return (
-        _near(normed, reference.norm(x, weight, None, 1e-5), dtype)
-        and _near(inner, reference.gated(gate.float(), up.float(), by_gelu=False), dtype)
-        and _near(losses, reference.cross_entropy_(logits.float(), labels, -100, None), dtype)
-    )
+    halves = [drawn(6, 256, seed=seed).to(dtype) for seed in (5, 7, 9)]
+    gate, up, grad = (part.to(device) for part in halves)
+    there, weight_there = x.to(device), weight.to(device)
+    # Copies, since gradients of activations and losses overwrite their inputs.
+    logits, labels = there.to(dtype, copy=True), torch.arange(6, device=device)
+    found = [
+        layers.norm(there, weight_there, None, 1e-5, dtype),
+        *layers.norm_backward(grad, there, there, weight_there, None, 1e-5)[:2],
+        layers.activation(gate, up),
+        *layers.activation_backward(grad.clone(), gate, up)[1],
+        layers.residual(there, gate),
+        layers.cross_entropy_(logits, labels, -100, 0.5),
+        logits,
+    ]
+    gate, up, grad = (part.float() for part in halves)
+    of_x, of_weight, _ = reference.norm_gradient(grad, x, weight, None, 1e-5)
+    logits, labels = x.to(dtype).float(), torch.arange(6)
+    wanted = [
+        reference.norm(x, weight, None, 1e-5),
+        *(of_x + x, of_weight),
+        reference.gated(gate, up, by_gelu=False),
+        *reference.gated_gradient(grad, gate, up, by_gelu=False),
+        x + gate,
+        reference.cross_entropy_(logits, labels, -100, 0.5),
+        logits,
+    ]
+    heads, cos, sin = drawn(1, 2, 8, 64).to(dtype), drawn(8, 64, seed=3), drawn(8, 64, seed=5)
+    turned = layers.rotate(heads.to(device), cos.to(device), sin.to(device))
+    return _near(found, wanted, dtype) and _near([turned], [reference.rotate(heads, cos, sin)], dtype)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> bool:
+    query, key, value, grad = _heads(64, dtype)
+    there = [part.to(device) for part in (query, key, value)]
+    out, sums = attention.attention(*there)
+    found = attention.attention_backward(grad.to(device), *there, out, sums)
+    exact = [part.float() for part in (query, key, value)]
+    wanted, of_sums = attention_reference.attention(*exact, EVERYTHING, None)
+    gradients = attention_reference.attention_backward(grad.float(), *exact, wanted, of_sums, EVERYTHING)
+    return _near([out, *found], [wanted, *gradients], dtype)
+
+
+def _slice_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """The last queries of a sample, with sinks and a window."""
+    query, key, value, grad = _heads(32, dtype)
+    reach, sinks = Reach(window=40), drawn(4, seed=9)
+    there = [part.to(device) for part in (query, key, value)]
+    out, sums = attention.attention(*there, reach, sinks.to(device))
+    onto = [torch.zeros(part.shape, device=device) for part in (key, value)]
+    of_query = attention.chunk_backward(
+        grad.to(device), *there, out, sums, onto[0], onto[1], reach, sinks.to(device)
+    )
+    exact = [part.float() for part in (query, key, value)]
+    wanted, of_sums = attention_reference.attention(*exact, reach, sinks)
+    gradients = attention_reference.attention_backward(grad.float(), *exact, wanted, of_sums, reach)
+    return _near([out, of_query, *onto], [wanted, *gradients], dtype)
+
+
+def _heads(queries: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the result."""
     # Without outliers: where one key has all the weight, gradients are differences of equal numbers.
-    parts = [drawn(1, count, 64, 64, seed=count).clamp(-2, 2).to(dtype) for count in (4, 2, 2, 4)]
-    query, key, value, grad = (part.to(device) for part in parts)
-    out, sums = attention.attention(query, key, value)
-    found = attention.attention_backward(grad, query, key, value, out, sums)
-    query, key, value, grad = (part.float() for part in parts)
-    wanted, of_sums = attention_reference.attention(query, key, value, EVERYTHING, None)
-    gradients = attention_reference.attention_backward(grad, query, key, value, wanted, of_sums, EVERYTHING)
-    return _near(out, wanted, dtype) and all(map(_near, found, gradients, [dtype] * 3))
+    shapes = (4, queries), (2, 64), (2, 64), (4, queries)
+    return [
+        drawn(1, heads, length, 64, seed=seed).clamp(-2, 2).to(dtype)
+        for seed, (heads, length) in enumerate(shapes, start=1)
+    ]
+
+
+def _experts(device: torch.device, dtype: torch.dtype, bits: int) -> bool:
+    """A router and products by expert, of weights packed in so many bits, or 0."""
+    logits, grad = drawn(24, 8), drawn(48, 128, seed=5).to(dtype)
+    x, weights = drawn(24, 128, seed=3).to(dtype), drawn(8, 128, 128, seed=7).to(dtype)
+    _, chosen = experts.route(logits.to(device), 2, True)
+    shares, right = experts_reference.route(logits, 2, True)
+    order, wanted_order = experts.group(chosen, 8), experts_reference.group(right, 8)
+    used, exact = _both_weights(weights, bits, device)
+    rows = experts.matmul(x.to(device), used, order, None, gathers=True)
+    found = [
+        rows,
+        experts.input_gradient(grad.to(device), used, order),
+        experts.combine(rows, shares.to(device), order),
+    ]
+    rows = experts_reference.matmul(x.float(), exact, wanted_order, None, gathers=True)
+    wanted = [
+        rows,
+        experts_reference.input_gradient(grad.float(), exact, wanted_order),
+        experts_reference.combine(rows, shares, wanted_order),
+    ]
+    if not bits:
+        args = order, torch.float32
+        found.append(experts.weight_gradient(grad.to(device), x.to(device), *args, gathers=True))
+        of_weights = experts_reference.weight_gradient(
+            grad.float(), x.float(), wanted_order, torch.float32, gathers=True
+        )
+        wanted.append(of_weights)
+    indices = [chosen, order.slots, order.offsets], [right, wanted_order.slots, wanted_order.offsets]
+    return _same(*indices) and _near(found, wanted, dtype)
+
+
+def _both_weights(
+    weights: Tensor, bits: int, device: torch.device
+) -> tuple[experts.Weights, experts.Weights]:
+    """As the device uses them, and in float32 on the CPU."""
+    if not bits:
+        return weights.to(device), weights.float()
+    packed = torch.stack([blockfloat.pack(weight.float(), bits) for weight in weights])
+    there, here = (
+        experts.PackedExperts(packed=part, outputs=weights.shape[1], inputs=weights.shape[2], bits=bits)
+        for part in (packed.to(device), packed)
+    )
+    return there, here
 
 
 def _fp8(device: torch.device) -> bool:
@@ -286,9 +389,21 @@ def _fp8(device: torch.device) -> bool:
     found, wanted = Fp8Gradient.zeros(1000, device), Fp8Gradient.zeros(1000, _CPU)
     fp8.accumulate_gradient(found, addend.to(device))
     fp8_reference.accumulate_gradient(wanted, addend)
-    return torch.equal(found.codes.cpu(), wanted.codes) and torch.equal(
-        found.exponents.cpu(), wanted.exponents
-    )
+    return _same([found.codes, found.exponents], [wanted.codes, wanted.exponents])
+
+
+def _fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
+    x, weight = drawn(32, 64).to(dtype), drawn(48, 64, seed=3).to(dtype)
+    coded = [products.code_rows(part.to(device)) for part in (x, weight)]
+    wanted = [fp8_rows.Coded.empty(*part.shape, _CPU) for part in (x, weight)]
+    for part, into in zip((x, weight), wanted, strict=True):
+        fp8_rows.code_rows(part, into)
+    bits = [
+        [one for part in parts for one in (part.codes.view(torch.uint8), part.scales)]
+        for parts in (coded, wanted)
+    ]
+    made = products.product(coded[0], coded[1], dtype)
+    return _same(*bits) and _near([made], [fp8_rows.product(wanted[0], wanted[1], torch.float32)], dtype)
 
 
 def _orthogonal(device: torch.device) -> bool:

@@ -41,7 +41,7 @@ from node.config.schema import (
 )
 from node.lab.results import commit, hardware
 from node.schedule.gradient_groups import RowShare, sync_bytes
-from node.schedule.placement import stage_units
+from node.schedule.placement import slices_of, stage_units
 from node.telemetry import events
 from node.tuning.snapshot_place import snapshot_bytes
 from node.view.explain import framed_bytes
@@ -60,14 +60,14 @@ RATES, ROUND_TRIPS = (1000.0, 300.0, 100.0), (0.0, 50.0)
 """Mbit/s, ms."""
 
 
-def run_config(stages: int, rows: int, microbatches: int, steps: int) -> RunConfig:
+def run_config(stages: int, rows: int, microbatches: int, steps: int, slices: int = 1) -> RunConfig:
     """The same run, whatever the rows: two gradient groups."""
     return RunConfig(
         run=RunSection(name="rows", steps=steps, snapshot_every=steps),
         model=ModelSection(layers=stages, hidden=512, heads=8, kv_heads=2, ffn=128, vocab=256, sequence=1024),
         data=DataSection(path="stdlib"),
         training=TrainingSection(global_batch=microbatches, microbatch=1, warmup_steps=0),
-        pipeline=PipelineSection(stages=stages, groups=2, replicas=rows),
+        pipeline=PipelineSection(stages=stages, groups=2, replicas=rows, sequence_chunks=slices),
         coordinator=CoordinatorSection(listen="127.0.0.1:0", silent_seconds=90.0),
     )
 
@@ -158,7 +158,8 @@ async def throughput(
             told = [one for _, one in run.told[begun:]]
             kinds = seconds_by_kind([one for one in told if isinstance(one, events.StepCosts)])
             # What each row must compute, one microbatch after the other, and the pipeline's fill and drain.
-            least = (own + stages - 1) * arguments.pace * (FORWARD_SECONDS + BACKWARD_SECONDS)
+            filled = own + (stages - 1) / slices_of(config)
+            least = filled * arguments.pace * (FORWARD_SECONDS + BACKWARD_SECONDS)
             found.append(
                 {
                     "stages": stages,
@@ -168,9 +169,7 @@ async def throughput(
                     "step": [one for one in told if isinstance(one, events.StepDone)][-1].step,
                     "step_seconds": times,
                     "compute_seconds": least,
-                    "measured_compute_seconds": (own + stages - 1)
-                    * (kinds["forward"] + kinds["backward"])
-                    / own,
+                    "measured_compute_seconds": filled * (kinds["forward"] + kinds["backward"]) / own,
                     "seconds_by_kind": kinds,
                     "activation_bytes": activation,
                     "gradient_bytes": gradient,
@@ -272,6 +271,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, metavar="MBIT")
     parser.add_argument("--round-trips", type=float, nargs="*", default=ROUND_TRIPS, metavar="MS")
     parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--slices", type=int, default=1, help="of a sample, by pipeline.sequence_chunks")
     parser.add_argument("--pace", type=float, default=1.0, help="how many times as long blocks wait")
     parser.add_argument("--settle", type=int, default=2, help="steps after each change of the links")
     parser.add_argument("--steps", type=int, default=5)
@@ -288,6 +288,7 @@ def main() -> int:
         "paced": f"blocks wait {arguments.pace * FORWARD_SECONDS:g} s forward and "
         f"{arguments.pace * BACKWARD_SECONDS:g} s backward",
         "microbatches": arguments.microbatches,
+        "slices": arguments.slices,
         "steps": arguments.steps,
     }
     if arguments.waits:
@@ -297,7 +298,7 @@ def main() -> int:
     shapes = [(rate, delay) for rate in arguments.rates for delay in arguments.round_trips]
     for stages in arguments.stages:
         for rows in (1, 2):
-            config = run_config(stages, rows, arguments.microbatches, 10**5)
+            config = run_config(stages, rows, arguments.microbatches, 10**5, arguments.slices)
             results += asyncio.run(throughput(config, shapes, arguments))
     write(arguments.out or OUT, {**report, "speedups": compare(results), "results": results})
     return 0

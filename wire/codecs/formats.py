@@ -111,6 +111,8 @@ class Format(ABC):
     """Whether both ends keep a cache of samples."""
     COMPILES: ClassVar[bool] = True
     """Whether packing on a CPU compiles loops."""
+    KERNELS: ClassVar[str] = ""
+    """The kernels that pack on a GPU, of `kernels.common.dispatch.PARTS`; "" without any of its own."""
     GPU_SHARE: ClassVar[float] = 0.004
     """How much longer a GPU computes beside packing with it (scripts/results/packing_overhead.json)."""
     PLANNED: ClassVar[tuple[str, ...]] = ()
@@ -132,6 +134,12 @@ class Format(ABC):
     def for_gradients(self) -> str:
         """The codec of gradients that belongs to this one of activations, for plans."""
         return self.name
+
+    @property
+    def golden(self) -> tuple[str, str]:
+        """A codec that packs by the same arithmetic, and the digest of what it makes of a known tensor
+        (`node.stage.self_test`). Both are empty where nothing is computed."""
+        return "", ""
 
     @property
     def loss_forward(self) -> str:
@@ -181,11 +189,24 @@ class FixedFormat(Format):
     MIN_BITS = 2
     MAX_BITS = 10
     IMPLEMENTATION = ("fixed", "FixedCodec")
+    KERNELS = "fixed"
     # Below 6 bits rounding to nearest leaves too much of a gradient out for a plan to choose it.
     PLANNED = PROPOSED = ("fixed-6", "fixed-8")
     GRADIENT_SUCCESSOR = "trellis-4.41"
 
     core_nanoseconds = (4.2, 2.0)
+
+    _GOLDEN: ClassVar[dict[int, str]] = {
+        2: "c876cf98f2291b7c",
+        3: "2900ac680954b2d3",
+        4: "23487e4e80e5c248",
+        5: "90731e261710e489",
+        6: "23d82a991100bd1b",
+        7: "d07d5e55a1533b6c",
+        8: "6790cf0ea8abaa7f",
+        9: "b618c90cd8d9b9f6",
+        10: "ff5791d93e044be2",
+    }
 
     def __init__(self, bits: int, constant: float = 1.0) -> None:
         if not self.MIN_BITS <= bits <= self.MAX_BITS:
@@ -197,6 +218,10 @@ class FixedFormat(Format):
         # The header carries the constant in fp32, and both ends compute with that value.
         (rounded,) = struct.unpack("<f", struct.pack("<f", constant))
         self.parameters = Parameters(codec=self.NUMBER, bits=bits, tile=TILE, constant=rounded)
+
+    @property
+    def golden(self) -> tuple[str, str]:
+        return f"fixed-{self.parameters.bits}", self._GOLDEN[self.parameters.bits]
 
     @classmethod
     def range(cls) -> str:
@@ -224,6 +249,7 @@ class TahFormat(Format):
     TAU = 2.0
     """The ratio that makes an outlier tile (section 3.3)."""
     IMPLEMENTATION = ("tah", "TahCodec")
+    KERNELS = "tah"
     CARRIES = Carried.BOUNDARIES
     PROPOSED = ("tah",)
     SUCCESSOR = "trellis-4.41"
@@ -232,6 +258,7 @@ class TahFormat(Format):
     precision = 2.9
     core_nanoseconds = (6.3, 2.2)
     loss_forward = "1.4 %"
+    golden = "tah", "f4f08814c0a3c246"
     parameters = Parameters(codec=NUMBER, bits=4, tile=TILE, share=SHARE, tau=TAU)
 
     @classmethod
@@ -275,6 +302,7 @@ class TrellisFormat(Format):
     MIN_RATE = 2.0
     MAX_RATE = 10.0
     IMPLEMENTATION = ("trellis", "TrellisCodec")
+    KERNELS = "trellis"
     GPU_SHARE = 0.0163
     # The least error for the bytes; on CPUs it packs many times slower than the others.
     PLANNED: ClassVar[tuple[str, ...]] = (
@@ -284,6 +312,7 @@ class TrellisFormat(Format):
     PROPOSED: ClassVar[tuple[str, ...]] = ("trellis-4", "trellis-4.41")
 
     core_nanoseconds = (71.3, 18.7)
+    golden: ClassVar[tuple[str, str]] = "trellis-4.41", "a1229f1b9b8c91bc"
 
     _RATE = re.compile(r"\d{1,2}(?:\.\d{1,3})?", re.ASCII)
     _RATE_UNIT = 1000
@@ -340,6 +369,7 @@ class DitherFormat(TrellisFormat):
     PLANNED: ClassVar[tuple[str, ...]] = ()
     PROPOSED: ClassVar[tuple[str, ...]] = ()
 
+    golden: ClassVar[tuple[str, str]] = "dither-4.41", "15063f69a20e2f60"
     loss_forward = ""
 
 
@@ -351,6 +381,7 @@ class AqsgdFormat(Format):
     MIN_BITS = 2
     MAX_BITS = 8
     IMPLEMENTATION = ("aqsgd", "AqsgdCodec")
+    KERNELS = "fixed"
     CARRIES = Carried.ACTIVATIONS
     REMEMBERS = True
 
@@ -364,6 +395,10 @@ class AqsgdFormat(Format):
         self.parameters = Parameters(codec=self.NUMBER, bits=bits, tile=TILE, constant=1.0)
         self.changes = FixedFormat(bits)
         """How changes of known samples are packed."""
+
+    @property
+    def golden(self) -> tuple[str, str]:
+        return self.changes.golden
 
     @classmethod
     def range(cls) -> str:

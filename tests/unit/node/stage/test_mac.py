@@ -20,10 +20,11 @@ from node.stage.device_transfer import PlainTransfer
 from node.stage.executor import StageExecutor
 from node.stage.machine_info import cannot_compute, choose_device, describe
 from node.stage.processes import choose_devices
-from node.stage.self_test import GOLDEN, golden
+from node.stage.self_test import golden
 from node.tuning.device_memory import devices_of
 from tests.support.cases import each
 from tests.support.memory_pipeline import MemoryPipeline
+from wire.codecs.formats import codec_format
 from wire.errors import UserError
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def test_doctor_says_how_fast_a_mac_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("mac")
 def test_codecs_of_a_mac_are_the_cpus() -> None:
     """Of tensors on a device that can compute nothing."""
-    assert golden("tah", torch.device("meta")) == GOLDEN["tah"]
+    assert golden("tah", torch.device("meta")) == codec_format("tah").golden[1]
 
 
 @each(("device", "words"), [("mps", "torch finds no Apple GPU"), ("xpu", "does not compute on Intel's")])

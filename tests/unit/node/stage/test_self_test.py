@@ -15,6 +15,7 @@ from node.stage import self_test
 from node.stage.self_test import checks_of, failing_parts, golden, prepared, words_of
 from tests.support.cases import each
 from wire.codecs import tah
+from wire.codecs.formats import codec_format, codec_names
 from wire.errors import RunError
 
 CPU = torch.device("cpu")
@@ -32,9 +33,10 @@ def nothing_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(300)  # The CPU's loops may have to be compiled.
-@each("name", self_test.GOLDEN)
+@each("name", sorted({codec_format(name).golden[0] for name in (*codec_names(), "aqsgd-4")} - {""}))
 def test_golden_digests_are_those_of_the_cpus_codecs(name: str) -> None:
-    assert golden(name, CPU) == self_test.GOLDEN[name]
+    assert golden(name, CPU) == codec_format(name).golden[1]
+    assert codec_format(name).golden[0] == name and codec_format(name).KERNELS in dispatch.PARTS
 
 
 def test_what_a_run_uses_is_checked_and_passes_on_a_cpu() -> None:
