@@ -300,7 +300,7 @@ def main() -> int:
         for rows in (1, 2):
             config = run_config(stages, rows, arguments.microbatches, 10**5, arguments.slices)
             results += asyncio.run(throughput(config, shapes, arguments))
-    write(arguments.out or OUT, {**report, "speedups": compare(results), "results": results})
+            write(arguments.out or OUT, {**report, "speedups": compare(results), "results": results})
     return 0
 
 

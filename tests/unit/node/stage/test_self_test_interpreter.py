@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from kernels.common import dispatch
-from node.config.schema import PipelineSection, RunConfig, StorageSection, TrainingSection
+from node.config.schema import (
+    LoraSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    StorageSection,
+    TrainingSection,
+)
 from node.stage.self_test import checks_of, failing_parts
+from tests.support.cases import each
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 from wire.errors import RunError
 
@@ -22,6 +30,12 @@ CONFIG = RunConfig(
     pipeline=PipelineSection(forward_codec="fp32", backward_codec="fp32"),
     training=TrainingSection(precision="float32", gradients="fp8", moments="fp8"),
     storage=StorageSection(preset="agoq"),
+)
+MIXTURE = RunConfig(
+    model=ModelSection(family="mixture", experts=8, experts_per_token=2, sinks=True),
+    pipeline=CONFIG.pipeline,
+    training=TrainingSection(precision="float32", compute="fp8"),
+    lora=LoraSection(rank=4, base="4"),
 )
 
 
@@ -55,8 +69,9 @@ class Zeros:
 
 @inside
 @pytest.mark.usefixtures("kernels")
-def test_right_kernels_pass() -> None:
-    assert failing_parts(checks_of(CONFIG), CPU) == []
+@each("config", [CONFIG, MIXTURE])
+def test_right_kernels_pass(config: RunConfig) -> None:
+    assert failing_parts(checks_of(config), CPU) == []
 
 
 @inside
