@@ -41,47 +41,55 @@ QWEN3_30B = ModelSection(
 WARM, ROUNDS = 2, 5
 
 
-def measured(blocks: int, base: str, storage: str, device: torch.device) -> dict[str, Any]:
+class Stage:
     """One stage of `blocks` blocks."""
-    units = [block_name(index) for index in range(blocks)]
-    lora = LoraSection(rank=8, base=base)
-    began = time.perf_counter()
-    chunk = build_chunk(
-        QWEN3_30B, units, 0, device, weights_in=torch.float32, storage=PRESETS[storage], lora=lora
-    )
-    torch.cuda.synchronize(device)
-    built = time.perf_counter() - began
-    held, peak_built = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    generator = torch.Generator(device).manual_seed(1)
-    shape = 1, QWEN3_30B.sequence, QWEN3_30B.hidden
-    x = torch.randn(shape, device=device, generator=generator).requires_grad_()
-    above = torch.randn(shape, device=device, generator=generator) / QWEN3_30B.sequence
-    seconds: list[tuple[float, float]] = []
-    for _ in range(WARM + ROUNDS):
+
+    def __init__(self, blocks: int, base: str, storage: str, device: torch.device) -> None:
+        self._device = device
+        units = [block_name(index) for index in range(blocks)]
+        lora = LoraSection(rank=8, base=base)
+        began = time.perf_counter()
+        self._chunk = build_chunk(
+            QWEN3_30B, units, 0, device, weights_in=torch.float32, storage=PRESETS[storage], lora=lora
+        )
         torch.cuda.synchronize(device)
-        first = time.perf_counter()
-        with compute_precision("bfloat16", device):
-            made = chunk(x)
-        torch.cuda.synchronize(device)
-        second = time.perf_counter()
-        torch.autograd.backward(made, above)
-        torch.cuda.synchronize(device)
-        seconds.append((second - first, time.perf_counter() - second))
-    forward, backward = (sorted(kind)[ROUNDS // 2] for kind in zip(*seconds[WARM:], strict=True))
-    return {
-        "blocks": blocks,
-        "base": base,
-        "storage": storage,
-        "tokens": QWEN3_30B.sequence,
-        "build_seconds": built,
-        "held_bytes": held,
-        "peak_built_bytes": peak_built,
-        "peak_bytes": torch.cuda.max_memory_allocated(device),
-        "forward_seconds": forward,
-        "backward_seconds": backward,
-        "tokens_per_second": QWEN3_30B.sequence / (forward + backward),
-    }
+        self._facts = {
+            "blocks": blocks,
+            "base": base,
+            "storage": storage,
+            "build_seconds": time.perf_counter() - began,
+            "held_bytes": torch.cuda.memory_allocated(device),
+            "peak_built_bytes": torch.cuda.max_memory_allocated(device),
+        }
+
+    def measured(self, samples: int) -> dict[str, Any]:
+        """A microbatch of so many samples."""
+        device = self._device
+        torch.cuda.reset_peak_memory_stats(device)
+        generator = torch.Generator(device).manual_seed(1)
+        shape = samples, QWEN3_30B.sequence, QWEN3_30B.hidden
+        x = torch.randn(shape, device=device, generator=generator).requires_grad_()
+        above = torch.randn(shape, device=device, generator=generator) / QWEN3_30B.sequence
+        seconds: list[tuple[float, float]] = []
+        for _ in range(WARM + ROUNDS):
+            torch.cuda.synchronize(device)
+            first = time.perf_counter()
+            with compute_precision("bfloat16", device):
+                made = self._chunk(x)
+            torch.cuda.synchronize(device)
+            second = time.perf_counter()
+            torch.autograd.backward(made, above)
+            torch.cuda.synchronize(device)
+            seconds.append((second - first, time.perf_counter() - second))
+        forward, backward = (sorted(kind)[ROUNDS // 2] for kind in zip(*seconds[WARM:], strict=True))
+        tokens = samples * QWEN3_30B.sequence
+        return self._facts | {
+            "tokens": tokens,
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+            "tokens_per_second": tokens / (forward + backward),
+        }
 
 
 def main() -> int:
@@ -91,14 +99,18 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--base", nargs="+", default=["4"])
     parser.add_argument("--storage", default="agoq")
+    parser.add_argument("--samples", nargs="+", type=int, default=[1], help="of a microbatch")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     device = torch.device("cuda", 0)
     fix_order(device)
     rows = []
     for base in args.base:
-        rows.append(measured(args.blocks, base, args.storage, device))
-        print(json.dumps(rows[-1]), flush=True)
+        stage = Stage(args.blocks, base, args.storage, device)
+        for samples in args.samples:
+            rows.append(stage.measured(samples))
+            print(json.dumps(rows[-1]), flush=True)
+        del stage
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     write(
