@@ -13,31 +13,16 @@ from typing import Any
 
 import torch
 
-from node.config.schema import LoraSection, ModelSection
+from node.config.schema import LoraSection
 from node.lab.results import commit
 from node.model.chunk import build_chunk, compute_precision
 from node.model.storage import PRESETS
 from node.model.units import block_name
 from node.stage.machine_info import fix_order
+from scripts.experiments.capped_run import QWEN3_30B_A3B
 from scripts.report import RESULTS, write
 
 OUT = RESULTS / "mixture_stage.json"
-QWEN3_30B = ModelSection(
-    family="mixture",
-    layers=48,
-    hidden=2048,
-    heads=32,
-    kv_heads=4,
-    head_width=128,
-    ffn=768,
-    experts=128,
-    experts_per_token=8,
-    qk_norm="head",
-    norm_eps=1e-6,
-    rope_theta=1e6,
-    vocab=151_936,
-    sequence=2048,
-)
 WARM, ROUNDS = 2, 5
 
 
@@ -50,7 +35,7 @@ class Stage:
         lora = LoraSection(rank=8, base=base)
         began = time.perf_counter()
         self._chunk = build_chunk(
-            QWEN3_30B, units, 0, device, weights_in=torch.float32, storage=PRESETS[storage], lora=lora
+            QWEN3_30B_A3B, units, 0, device, weights_in=torch.float32, storage=PRESETS[storage], lora=lora
         )
         torch.cuda.synchronize(device)
         self._facts = {
@@ -67,9 +52,9 @@ class Stage:
         device = self._device
         torch.cuda.reset_peak_memory_stats(device)
         generator = torch.Generator(device).manual_seed(1)
-        shape = samples, QWEN3_30B.sequence, QWEN3_30B.hidden
+        shape = samples, QWEN3_30B_A3B.sequence, QWEN3_30B_A3B.hidden
         x = torch.randn(shape, device=device, generator=generator).requires_grad_()
-        above = torch.randn(shape, device=device, generator=generator) / QWEN3_30B.sequence
+        above = torch.randn(shape, device=device, generator=generator) / QWEN3_30B_A3B.sequence
         seconds: list[tuple[float, float]] = []
         for _ in range(WARM + ROUNDS):
             torch.cuda.synchronize(device)
@@ -82,7 +67,7 @@ class Stage:
             torch.cuda.synchronize(device)
             seconds.append((second - first, time.perf_counter() - second))
         forward, backward = (sorted(kind)[ROUNDS // 2] for kind in zip(*seconds[WARM:], strict=True))
-        tokens = samples * QWEN3_30B.sequence
+        tokens = samples * QWEN3_30B_A3B.sequence
         return self._facts | {
             "tokens": tokens,
             "peak_bytes": torch.cuda.max_memory_allocated(device),

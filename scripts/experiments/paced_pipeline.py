@@ -126,6 +126,8 @@ class PacedRun:
         self._stack = stack
         self._script = script
         self._children = [coordinator]
+        self._nodes: list[tuple[list[str], dict[str, str]]] = []
+        """How each was started."""
 
     async def add_node(self, token: str, limit: float = 0.0) -> None:
         """One that others reach through a relay of its own, of 1 Gbit/s until it is shaped; with a `limit`,
@@ -135,15 +137,22 @@ class PacedRun:
             self.relays.append(self._stack.enter_context(ShapedRelay(port, rate=1.25e8)))
             reached = self.relays[-1].port
         number = len(self._children)
-        self._children.append(
-            await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self._script, NODE, token, f"127.0.0.1:{port}"),
-                *(f"127.0.0.1:{reached}", str(self.directory / f"node-{number}")),
-                env=self._environment | {LIMIT: str(limit)},
-                stdout=subprocess.DEVNULL,
-                cwd=self._checkout,
-            )
+        words = [sys.executable, "-m", self._script, NODE, token, f"127.0.0.1:{port}"]
+        words += [f"127.0.0.1:{reached}", str(self.directory / f"node-{number}")]
+        self._nodes.append((words, self._environment | {LIMIT: str(limit)}))
+        self._children.append(await self._start(number - 1))
+
+    async def _start(self, number: int) -> asyncio.subprocess.Process:
+        words, environment = self._nodes[number]
+        return await asyncio.create_subprocess_exec(
+            *words, env=environment, stdout=subprocess.DEVNULL, cwd=self._checkout
         )
+
+    async def restart_node(self, number: int) -> None:
+        """End a node's process at once, and start it again: the first node is 0."""
+        self._children[1 + number].kill()
+        await self._children[1 + number].wait()
+        self._children[1 + number] = await self._start(number)
 
     async def kill(self) -> None:
         """End all processes."""
