@@ -18,6 +18,7 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
     memory-long    the same over 900 steps
     optimizer      200 and 900 steps by AdamW and by Muon, at several learning rates and through several
                    codecs, and in 0.72 of the steps by Muon
+    mixture   900 steps of a mixture of eight experts, of which a token has two
     compute        900 steps of the one stage of a run with `stages = 1`, as a node computes it: CUDA graphs,
                    matrix products in bf16 or in FP8
 """
@@ -68,6 +69,8 @@ from scripts.experiments.convergence_runs import (
     EPOCH_WINDOWS,
     GLOBAL_BATCH,
     MEMORY,
+    MIXTURE,
+    MIXTURE_MODEL,
     MODEL,
     NAIVE,
     RUNS,
@@ -233,7 +236,7 @@ def run_config(run: Run, *, stages: int) -> RunConfig:
     split = {"split": BLOCKS} if stages == STAGES else {}
     config = RunConfig(
         run=RunSection(seed=run.seed, steps=run.steps),
-        model=MODEL,
+        model=run.model,
         training=TrainingSection(
             global_batch=GLOBAL_BATCH,
             microbatch=run.microbatch,
@@ -255,7 +258,8 @@ def run_config(run: Run, *, stages: int) -> RunConfig:
 def make_trainer(
     run: Run, text: Windows, boundary: Boundaries | None, device: torch.device
 ) -> ReferenceTrainer:
-    """The unsplit trainer of a run; its blocks are compiled unless they keep packed activations."""
+    """The unsplit trainer of a run; its blocks are compiled unless they keep packed activations or have
+    experts."""
     storage, _ = MEMORY[run.memory]
     config = run_config(run, stages=STAGES)
     trainer = ReferenceTrainer(
@@ -265,7 +269,7 @@ def make_trainer(
         boundary=boundary,
         device=device,
     )
-    if not storage:
+    if not storage and run.suite != MIXTURE:
         for chunk in trainer.chunks:
             for layer in chunk.layers:
                 layer.compile()
@@ -511,6 +515,7 @@ def gather(parts: Path, out: Path) -> None:
             "torch": torch.__version__,
         },
         "model": asdict(MODEL),
+        "mixture_model": asdict(MIXTURE_MODEL),
         "tokens_a_step": GLOBAL_BATCH * SEQUENCE,
         "validation_windows": VALIDATION_WINDOWS,
         "runs": kept,

@@ -22,6 +22,9 @@ MODEL = ModelSection(
     tied=True,
 )
 """124 million parameters; GPT-2's 50,257 tokens, padded to a round number."""
+MIXTURE = "mixture"
+MIXTURE_MODEL = replace(MODEL, family="mixture", experts=8, experts_per_token=2, balance_loss=0.01)
+"""The same with eight experts in place of each feed-forward, of which a token has two."""
 EPOCH_WINDOWS = 4960
 """Windows of the suite `epochs`: 310 steps see each of them four times."""
 VALIDATION_WINDOWS = 256
@@ -58,8 +61,12 @@ class Run:
         return f"{self.suite}-{self.forward}-{self.backward}{kept}-{self.seed}"
 
     @property
+    def model(self) -> ModelSection:
+        return MIXTURE_MODEL if self.suite == MIXTURE else MODEL
+
+    @property
     def microbatch(self) -> int:
-        return 8 if self.suite in MEMORY_SUITES else MICROBATCH
+        return 8 if self.suite in (*MEMORY_SUITES, MIXTURE) else MICROBATCH
 
 
 _FEW: dict[str, Any] = {"gradients": "fp8", "moments": "fp8"}
@@ -179,6 +186,10 @@ RUNS = (
         Run(suite=COMPUTE, forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
         for seed in (0, 1, 2)
         for way in COMPUTE_WAYS
+    ),
+    *(
+        Run(suite=MIXTURE, forward=forward, backward=backward, steps=900)
+        for forward, backward in (("fp32", "fp32"), ("trellis-3", "dither-3"))
     ),
     *_of_optimizers(200, (0,)),
     *_of_optimizers(900, (0, 1, 2)),
