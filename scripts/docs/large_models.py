@@ -1,11 +1,13 @@
 """Tables of experts' products, attention in slices, and stages of large models on small cards."""
 
+from statistics import median
 from typing import Any
 
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report
 from scripts.report import RESULTS, markdown
 
 EXPERTS, ATTENTION = RESULTS / "experts.json", RESULTS / "attention_chunks.json"
+PACED = RESULTS / "sequence_chunks.json"
 LONG, MIXTURE = RESULTS / "long_samples.json", RESULTS / "mixture_stage.json"
 
 
@@ -61,6 +63,32 @@ def long_samples() -> str:
     )
 
 
+def sequence_chunks() -> str:
+    """scripts/experiments/sequence_chunks.py."""
+    report = read_report(PACED)
+    rows = [
+        [
+            str(row["microbatches"]),
+            f"{row['tokens']:,}",
+            f"{row['sequence_chunks']}" + (f" ({row['slices']})" if row["sequence_chunks"] == "auto" else ""),
+            f"{row['work_seconds']:.2f}",
+            f"{median(row['step_seconds']):.2f}",
+            f"{row['share']:.3f}",
+            f"{row['share_of_measured']:.3f}",
+        ]
+        for row in report["results"]
+    ]
+    columns = [("microbatches", "right"), ("tokens of each", "right"), ("slices", "right")]
+    columns += [("work of a stage, s", "right"), ("step, s", "right")]
+    columns += [("work over step", "right"), ("as measured", "right")]
+    return (
+        f"{markdown(columns, rows)}\n\nA run of {report['stages']} stages, whose blocks wait for a set time, "
+        f"over links of {report['rate_mbit']:g} Mbit/s. As measured: with the time that the busiest stage "
+        f"computed as its work. Medians of {len(report['results'][0]['step_seconds'])} steps. "
+        f"{report['hardware']}, torch {report['torch']}, commit {commit(report)}."
+    )
+
+
 def mixture() -> str:
     """scripts/bench/mixture_stage.py."""
     report = read_report(MIXTURE)
@@ -94,6 +122,7 @@ def _where(report: dict[str, Any]) -> str:
 
 TABLES: Tables = {
     **if_recorded(EXPERTS, "experts", experts),
+    **if_recorded(PACED, "sequence_chunks", sequence_chunks),
     **if_recorded(LONG, "long_samples", long_samples),
     **if_recorded(MIXTURE, "mixture_stage", mixture),
 }

@@ -11,6 +11,8 @@ MEMORY_PLAN = RESULTS / "memory_plan.json"
 SMALL_PLANS = RESULTS / "small_plans.json"
 TARGETS = RESULTS / "targets.json"
 MEMORY_ROWS = RESULTS / "memory_rows.json"
+FALLBACKS, PLAIN_TESTS = RESULTS / "fallbacks.json", RESULTS / "gpu_fallbacks.json"
+CAPPED = RESULTS / "capped_runs.json"
 
 
 def largest_model() -> str:
@@ -161,6 +163,86 @@ def targets() -> str:
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
 
 
+def fallbacks() -> str:
+    """What plain torch takes in place of kernels (scripts/bench/fallbacks.py)."""
+    report = read_report(FALLBACKS)
+    lines = [
+        [
+            row["part"],
+            row["work"],
+            f"{1e3 * row['seconds']:.2f}",
+            f"{1e3 * row['plain_seconds']:.2f}",
+            f"{row['plain_seconds'] / row['seconds']:.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    columns = [("part", "left"), ("work", "left"), ("kernels, ms", "right"), ("plain, ms", "right")]
+    columns += [("times as long", "right")]
+    shapes = report["shapes"]
+    caption = (
+        f"Of {shapes['tokens']:,} tokens, {shapes['hidden']:,} wide, {shapes['inner']:,} inside; losses over "
+        f"{shapes['vocabulary']:,} tokens of the vocabulary. Medians of {report['runs']} calls, each by "
+        f"itself. {report['hardware']}, torch {report['torch']}, Triton {report['triton']}, commit "
+        f"{commit(report)}."
+    )
+    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
+
+
+def plain_tests() -> str:
+    """The tests on a GPU without the kernels of one part (scripts/checks/gpu_tests.py)."""
+    report = read_report(PLAIN_TESTS)
+    lines = []
+    for part, found in report["plain"].items():
+        outcomes = found["outcomes"]
+        failed = outcomes.get("failure", 0) + outcomes.get("error", 0)
+        counts = outcomes.get("passed", 0), failed, outcomes.get("skipped", 0)
+        lines.append([part, *map(str, counts), ", ".join(found.get("without_report", []))])
+    columns = [("without the kernels of", "left"), ("passed", "right"), ("failed", "right")]
+    columns += [("left out", "right"), ("not run", "left")]
+    caption = (
+        "Left out are tests of the kernels themselves: their launches, graphs of them, and that nothing "
+        f"waits for the GPU. {report['hardware']}, torch {report['versions']['torch']}, commit "
+        f"{commit(report)}."
+    )
+    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
+
+
+def capped_runs() -> str:
+    """Runs on nodes that are capped in memory (scripts/experiments/capped_run.py)."""
+    report = read_report(CAPPED)
+    lines = []
+    for run in report["runs"]:
+        trained = "all weights" if run["low_state"] else f"adapters, the model in {run['lora']['base']} bits"
+        peaks = sorted(peak["reserved"] / 1e9 for peak in run["peaks"])
+        kill = run.get("kill")
+        after = "" if kill is None else ("the same" if kill["equal"] else "others")
+        lines.append(
+            [
+                run["case"],
+                trained,
+                f"{run['stages']} x {run['cap_gb']:g}",
+                f"{run['microbatches']} x {run['samples']} x {run['model']['sequence']:,}",
+                f"{run['rate']:g}",
+                f"{run['tokens_per_second']:,.0f}",
+                f"{peaks[0]:.1f} to {peaks[-1]:.1f}",
+                after,
+            ]
+        )
+    columns = [("shape", "left"), ("trained", "left"), ("cards, GB", "right")]
+    columns += [("microbatches x samples x tokens", "right"), ("links, Mbit/s", "right")]
+    columns += [("tokens/s", "right"), ("peak, GB", "right"), ("bits after a killed node", "left")]
+    wheres = dict.fromkeys(
+        f"{run['hardware']}, torch {run['versions']['torch']}, commit {commit(run)}" for run in report["runs"]
+    )
+    caption = (
+        "Whole runs over the network: a node process a stage, capped by `--max-memory`, random weights, "
+        "`trellis-3` and `dither-3`. All nodes share one GPU, so tokens a second are those of one card; "
+        "peaks are what torch had reserved on each node. A killed node is started again, and steps that "
+        f"are done again have the same losses and gradient norms. {'; '.join(wheres)}."
+    )
+    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
+
+
 def _ratios(row: dict[str, Any], estimates: list[dict[str, Any]]) -> tuple[str, str]:
     """What the code as it is says of a row's plan, over what that took; empty if it did not run."""
     for one in estimates:
@@ -179,4 +261,7 @@ TABLES: Tables = {
     **if_recorded(LARGEST_MODEL, "largest_model", largest_model),
     **if_recorded(SMALL_PLANS, "small_plans", small_plans),
     **if_recorded(TARGETS, "targets", targets),
+    **if_recorded(FALLBACKS, "fallbacks", fallbacks),
+    **if_recorded(PLAIN_TESTS, "plain_tests", plain_tests),
+    **if_recorded(CAPPED, "capped_runs", capped_runs),
 }
