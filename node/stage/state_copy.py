@@ -196,7 +196,7 @@ class StateCopy:
             raise RunError("this state is no longer read")
         tensor, saved = self._units[unit][name]
         part = tensor.reshape(-1)[first : first + count]
-        if self._device is None:
+        if part.device.type != "cuda":
             return _Slice(name, part.cpu(), None, saved)
         with torch.cuda.stream(self._stream):
             return _Slice(name, *self._copies.fetch(part), saved)
