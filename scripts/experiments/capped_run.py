@@ -113,9 +113,9 @@ LLAMA_8B = ModelSection(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, rope_theta=5e5, vocab=128_256, sequence=2048
 )
 LLAMA_3B = replace(LLAMA_8B, layers=28, hidden=3072, heads=24, ffn=8192, tied=True)
-ADAPTERS, PACKED = LoraSection(rank=8, base="4"), StorageSection(preset="agoq")
+ADAPTERS, PACKED = LoraSection(rank=8, base="4"), StorageSection(preset="compact")
 CASES = {
-    "qwen3-30b-a3b": Case(QWEN3_30B_A3B, 4, 12, 4, 8, ADAPTERS, PACKED),
+    "qwen3-30b-a3b": Case(QWEN3_30B_A3B, 4, 12, 2, 16, ADAPTERS, PACKED),
     "gpt-oss-20b": Case(GPT_OSS_20B, 4, 8, 2, 8, ADAPTERS, PACKED),
     "llama-8b": Case(LLAMA_8B, 8, 8, 1, 16, LoraSection(), PACKED, low_state=True),
     "llama-3b": Case(LLAMA_3B, 4, 8, 1, 16, LoraSection(), PACKED, low_state=True),
@@ -276,7 +276,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run large models on nodes that are capped in memory.")
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--kill", action="store_true", help="kill a node after the steps; see above")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="before a node is killed")
     parser.add_argument("--snapshot-every", type=int, default=2, help="with --kill")
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of a link each way")
     parser.add_argument("--slices", type=int, default=1, help="of a sample, by pipeline.sequence_chunks")

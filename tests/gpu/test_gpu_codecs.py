@@ -14,10 +14,11 @@ from kernels.fixed import reference as fixed
 from kernels.tah import ops as tah_ops
 from kernels.tah import reference as tah
 from tests.support.operators import check_operators
+from tests.support.poison import needs_kernels
 from wire.codecs import tah as tah_codec
 from wire.codecs.base import Layout
 from wire.codecs.fixed import FixedCodec
-from wire.codecs.formats import FixedFormat
+from wire.codecs.formats import FixedFormat, codec_format
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -159,6 +160,7 @@ def test_fixed_is_the_same_for_any_launch(launch: Launch) -> None:
 
 @pytest.mark.parametrize("name", ["tah", "fixed-8"])
 def test_a_graph_packs_what_its_input_holds_and_nothing_waits(name: str, no_waiting: None) -> None:
+    needs_kernels(codec_format(name).KERNELS)
     shape = (2, 64, 320)
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(x)

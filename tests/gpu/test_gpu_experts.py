@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.experts import ops, reference, triton
 from kernels.experts.ops import Order, PackedExperts, Weights
+from tests.support.poison import needs_kernels
 
 EXPERTS, CHOICES = 12, 3
 GPU = torch.device("cuda", 0)
@@ -130,6 +131,7 @@ def test_sums_of_results_have_the_references_bits() -> None:
 @pytest.mark.parametrize("bits", [0, 4])
 def test_a_routed_feed_forward_runs_in_a_graph_with_the_same_bits(bits: int) -> None:
     """It never waits for the device, and other tokens may take other experts at every replay."""
+    needs_kernels("experts")
     dense = drawn(EXPERTS, 512, 256, seed=4).bfloat16()
     into: Weights = PackedExperts.of(dense, bits) if bits else dense.requires_grad_()
     down = drawn(EXPERTS, 256, 256, seed=5).bfloat16().requires_grad_()

@@ -6,6 +6,7 @@ import torch
 from kernels.fp8 import ops
 from kernels.fp8 import reference as fp8
 from tests.support import fp8_cases as cases
+from tests.support.poison import needs_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +39,7 @@ def test_the_salt_is_read_when_the_kernel_runs() -> None:
 
 
 def test_a_graph_draws_by_the_salt_of_each_replay() -> None:
+    needs_kernels("fp8")
     addend, microbatch = cases.values(5000, 1).to(CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
     draw = fp8.Draw(microbatch, 0xFEDCBA98)
     found, expected = fp8.Fp8Gradient.zeros(5000, CUDA), fp8.Fp8Gradient.zeros(5000, CUDA)

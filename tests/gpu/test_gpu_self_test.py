@@ -42,7 +42,7 @@ KERNELS: dict[str, tuple[str, str, Results]] = {
     "experts": ("kernels.experts.triton", "matmul", returned),
     "fixed": ("kernels.fixed.triton", "encode", lambda args, found: args[1:4]),
     "fp8": ("kernels.fp8.triton", "accumulate_gradient", lambda args, found: [args[0].codes]),
-    "layers": ("kernels.blockfloat.triton.norm", "norm_backward", returned),
+    "layers": ("kernels.blockfloat.triton.ffn", "activation", returned),
     "orthogonal": ("kernels.orthogonal.triton", "orthogonal", returned),
     "storage": ("kernels.blockfloat.triton.ffn", "ffn_store", returned),
     "tah": ("kernels.tah.triton.encode", "encode", lambda args, found: args[1:8]),

@@ -14,6 +14,7 @@ from kernels.blockfloat.layout import APART, WIDTHS
 from node.config.schema import ModelSection
 from node.model.chunk import build_chunk, compute_precision
 from node.model.storage import PRESETS, Storage
+from tests.support.poison import needs_kernels
 
 
 def sample(*shape: int) -> Tensor:
@@ -89,6 +90,7 @@ def test_a_block_repeats_its_bits_and_is_near_the_plain_one(family: str, preset:
 
 
 def test_nothing_waits_for_the_device() -> None:
+    needs_kernels("storage")
     x = sample(256, 512).cuda()
     weight = torch.ones(512, device="cuda")
 

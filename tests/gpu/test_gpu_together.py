@@ -10,6 +10,8 @@ from node.stage.device_transfer import CudaTransfer
 from node.training.group_sums import CodecPacking
 from tests.support.device_sums import DeviceSums, GroupSums
 from tests.support.grouped_gradients import Gradients, configured, gradients
+from tests.support.poison import needs_kernels
+from wire.codecs.formats import codec_format
 from wire.codecs.header import EXPONENT
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
@@ -96,6 +98,7 @@ def on_gpu(values: Gradients) -> Gradients:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fixed-8", "trellis-4.41"])
 def test_sums_are_those_of_packed_pieces_and_groups_never_wait(name: str) -> None:
+    needs_kernels(codec_format(name).KERNELS)
     config = configured(name)
     units = unit_names(config.model)
     expected = GroupSums(config, units, CodecPacking(CPU), of_round=False)

@@ -11,6 +11,7 @@ from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import ops as trellis_ops
 from kernels.trellis import reference as trellis
 from kernels.trellis.grid import Grid
+from tests.support.poison import needs_kernels
 from wire.codecs.header import EXPONENT, seal
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError, PackedMismatchError
@@ -147,6 +148,7 @@ GRAPHED = ("low rank", "outliers", "one spike", "tiny", "three groups", "zeros")
 @pytest.mark.parametrize("which", GRAPHED)
 def test_a_graph_packs_whatever_its_input_holds(which: str, name: str) -> None:
     """Captured with zeros: the plan, the step and the number of attempts are those of the tensor replayed."""
+    needs_kernels("trellis")
     x = inputs()[which]
     expected = codec(name).encode(x)
     held = torch.zeros_like(x, device="cuda")
@@ -165,6 +167,7 @@ def test_a_graph_packs_whatever_its_input_holds(which: str, name: str) -> None:
 
 
 def test_a_graph_passes_non_finite_values_on_to_be_refused() -> None:
+    needs_kernels("trellis")
     x = normal(64, 100).cuda()
     codec("trellis-4.41").pack(x)
     graph = torch.cuda.CUDAGraph()
@@ -177,6 +180,7 @@ def test_a_graph_passes_non_finite_values_on_to_be_refused() -> None:
 
 
 def test_packing_never_waits_for_the_device() -> None:
+    needs_kernels("trellis")
     x = normal(8, 1024, 512).bfloat16().cuda()
     which = codec("trellis-4.41")
     expected = which.pack(x)
@@ -205,6 +209,7 @@ def test_nothing_is_written_outside_of_the_payload() -> None:
 
 def test_host_transfers_do_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a tensor on a GPU is copied to the host but the prefix, when it is decoded."""
+    needs_kernels("trellis")
     copied: list[int] = []
     original = torch.Tensor.cpu
 

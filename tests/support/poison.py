@@ -1,11 +1,15 @@
-"""Memory that torch leaves unwritten, filled so that reading it shows."""
+"""What tests on a GPU share: memory that torch leaves unwritten is filled so that reading it shows, and tests
+of kernels that are withdrawn are skipped."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.utils.deterministic
+
+from kernels.common import dispatch
 
 
 @contextmanager
@@ -22,3 +26,9 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.set_deterministic_debug_mode(before[0])
     settings.fill_uninitialized_memory = before[1]
+
+
+def needs_kernels(part: str) -> None:
+    """Skip a test of these kernels themselves where they are withdrawn: THINWIRE_PLAIN names them."""
+    if part in dispatch.withdrawn():
+        pytest.skip(f"plain torch does the work of {part}")
