@@ -1,80 +1,134 @@
 """A stage of Qwen3-30B-A3B's shape with frozen experts, on one GPU: `python -m scripts.bench.mixture_stage`.
 
 Random weights. Reports the seconds of a microbatch forward and backward, with adapters of rank 8 on all
-projections, and the most memory that tensors took.
+projections, and the most memory that tensors took. With `--transformers` also of the same layers there, in
+bfloat16 and by its fastest product of experts: frozen too, and without adapters.
 """
 
 import argparse
+import gc
 import json
 import platform
+import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from node.config.schema import LoraSection
+from node.config.schema import (
+    LoraSection,
+    PipelineSection,
+    RunConfig,
+    StorageSection,
+    TrainingSection,
+)
 from node.lab.results import commit
-from node.model.chunk import build_chunk, compute_precision
-from node.model.storage import PRESETS
-from node.model.units import block_name
 from node.stage.machine_info import fix_order
+from node.stage.stage_model import StageModel
 from scripts.experiments.capped_run import QWEN3_30B_A3B
-from scripts.report import RESULTS, write
+from scripts.report import RESULTS, version, write
 
 OUT = RESULTS / "mixture_stage.json"
-WARM, ROUNDS = 2, 5
+WARM, ROUNDS = 3, 5
+"""The second step of a node captures graphs."""
+TRANSFORMERS = "transformers"
 
 
-class Stage:
-    """One stage of `blocks` blocks."""
+Pass = tuple[Callable[[], Any], Callable[[], Any]]
+"""Forward and backward of one microbatch."""
 
-    def __init__(self, blocks: int, base: str, storage: str, device: torch.device) -> None:
-        self._device = device
-        units = [block_name(index) for index in range(blocks)]
-        lora = LoraSection(rank=8, base=base)
-        began = time.perf_counter()
-        self._chunk = build_chunk(
-            QWEN3_30B_A3B, units, 0, device, weights_in=torch.float32, storage=PRESETS[storage], lora=lora
-        )
+
+def inputs(samples: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states, and the gradient of what is made of them."""
+    generator = torch.Generator(device).manual_seed(1)
+    shape = samples, QWEN3_30B_A3B.sequence, QWEN3_30B_A3B.hidden
+    x, above = (torch.randn(shape, device=device, generator=generator) for _ in range(2))
+    return x, above / QWEN3_30B_A3B.sequence
+
+
+def of_node(blocks: int, base: str, preset: str, samples: int, device: torch.device) -> Pass:
+    """A stage as a node has it, with neither embedding nor head."""
+    config = RunConfig(
+        model=replace(QWEN3_30B_A3B, layers=4 * blocks),
+        training=TrainingSection(
+            global_batch=samples, microbatch=samples, precision="bfloat16", warmup_steps=0
+        ),
+        storage=StorageSection(preset=preset),
+        lora=LoraSection(rank=8, base=base),
+        pipeline=PipelineSection(stages=4, split=(blocks,) * 4, window=0),
+    )
+    stage = StageModel(config, device)
+    stage.build(1, 4)
+    x, above = inputs(samples, device)
+
+    def forward() -> None:
+        stage.begin_step()
+        stage.forward(0, 0, x)
+
+    return forward, lambda: stage.backward(0, 0, above)
+
+
+def measured(work: Pass, samples: int, device: torch.device) -> dict[str, Any]:
+    forward, backward = work
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    seconds: list[tuple[float, float]] = []
+    for _ in range(WARM + ROUNDS):
         torch.cuda.synchronize(device)
-        self._facts = {
-            "blocks": blocks,
-            "base": base,
-            "storage": storage,
-            "build_seconds": time.perf_counter() - began,
-            "held_bytes": torch.cuda.memory_allocated(device),
-            "peak_built_bytes": torch.cuda.max_memory_allocated(device),
-        }
+        first = time.perf_counter()
+        forward()
+        torch.cuda.synchronize(device)
+        second = time.perf_counter()
+        backward()
+        torch.cuda.synchronize(device)
+        seconds.append((second - first, time.perf_counter() - second))
+    ahead, back = (statistics.median(kind) for kind in zip(*seconds[WARM:], strict=True))
+    tokens = samples * QWEN3_30B_A3B.sequence
+    return {
+        "tokens": tokens,
+        "held_bytes": held,
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "forward_seconds": ahead,
+        "backward_seconds": back,
+        "tokens_per_second": tokens / (ahead + back),
+    }
 
-    def measured(self, samples: int) -> dict[str, Any]:
-        """A microbatch of so many samples."""
-        device = self._device
-        torch.cuda.reset_peak_memory_stats(device)
-        generator = torch.Generator(device).manual_seed(1)
-        shape = samples, QWEN3_30B_A3B.sequence, QWEN3_30B_A3B.hidden
-        x = torch.randn(shape, device=device, generator=generator).requires_grad_()
-        above = torch.randn(shape, device=device, generator=generator) / QWEN3_30B_A3B.sequence
-        seconds: list[tuple[float, float]] = []
-        for _ in range(WARM + ROUNDS):
-            torch.cuda.synchronize(device)
-            first = time.perf_counter()
-            with compute_precision("bfloat16", device):
-                made = self._chunk(x)
-            torch.cuda.synchronize(device)
-            second = time.perf_counter()
-            torch.autograd.backward(made, above)
-            torch.cuda.synchronize(device)
-            seconds.append((second - first, time.perf_counter() - second))
-        forward, backward = (sorted(kind)[ROUNDS // 2] for kind in zip(*seconds[WARM:], strict=True))
-        tokens = samples * QWEN3_30B_A3B.sequence
-        return self._facts | {
-            "tokens": tokens,
-            "peak_bytes": torch.cuda.max_memory_allocated(device),
-            "forward_seconds": forward,
-            "backward_seconds": backward,
-            "tokens_per_second": tokens / (forward + backward),
-        }
+
+def of_transformers(blocks: int, samples: int, device: torch.device) -> Pass:
+    """The same blocks there, and the norm behind the last one."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeModel
+
+    model = QWEN3_30B_A3B
+    config = Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=model.hidden,
+        num_hidden_layers=blocks,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.head_width,
+        moe_intermediate_size=model.ffn,
+        num_experts=model.experts,
+        num_experts_per_tok=model.experts_per_token,
+        norm_topk_prob=True,
+        max_position_embeddings=model.sequence,
+        attn_implementation="sdpa",
+        dtype=torch.bfloat16,
+    )
+    config._experts_implementation = "grouped_mm"
+    with device:
+        theirs = Qwen3MoeModel(config).bfloat16().requires_grad_(False)
+
+    x, above = inputs(samples, device)
+    x, above = x.bfloat16().requires_grad_(), above.bfloat16()
+    made: list[torch.Tensor] = []
+
+    def forward() -> None:
+        made.append(theirs(inputs_embeds=x, use_cache=False).last_hidden_state)
+
+    return forward, lambda: torch.autograd.backward(made.pop(), above)
 
 
 def main() -> int:
@@ -85,19 +139,26 @@ def main() -> int:
     parser.add_argument("--base", nargs="+", default=["4"])
     parser.add_argument("--storage", default="agoq")
     parser.add_argument("--samples", nargs="+", type=int, default=[1], help="of a microbatch")
+    parser.add_argument("--transformers", action="store_true", help="measure its layers, too")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     device = torch.device("cuda", 0)
     fix_order(device)
     rows = []
-    for base in args.base:
-        stage = Stage(args.blocks, base, args.storage, device)
+    for base in (*args.base, *[TRANSFORMERS] * args.transformers):
         for samples in args.samples:
-            rows.append(stage.measured(samples))
+            began = time.perf_counter()
+            if base == TRANSFORMERS:
+                work = of_transformers(args.blocks, samples, device)
+            else:
+                work = of_node(args.blocks, base, args.storage, samples, device)
+            torch.cuda.synchronize(device)
+            row = {"blocks": args.blocks, "base": base, "build_seconds": time.perf_counter() - began}
+            rows.append(row | measured(work, samples, device))
             print(json.dumps(rows[-1]), flush=True)
-        del stage
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+            del work
+            gc.collect()
+            torch.cuda.empty_cache()
     write(
         args.out,
         {
@@ -105,7 +166,9 @@ def main() -> int:
             "hardware": torch.cuda.get_device_name(device),
             "python": platform.python_version(),
             "torch": torch.__version__,
+            "transformers": version("transformers"),
             "runs": ROUNDS,
+            "storage": args.storage,
             "rows": rows,
         },
     )

@@ -94,7 +94,7 @@ def mixture() -> str:
     report = read_report(MIXTURE)
     rows = [
         [
-            row["base"],
+            "bf16, in transformers" if row["base"] == "transformers" else row["base"],
             f"{row['tokens']:,}",
             f"{1e3 * row['forward_seconds']:.0f}",
             f"{1e3 * row['backward_seconds']:.0f}",
@@ -105,9 +105,11 @@ def mixture() -> str:
     ]
     columns = [("bits of frozen weights", "right"), ("tokens", "right"), ("forward, ms", "right")]
     columns += [("backward, ms", "right"), ("tokens/s", "right"), ("peak, GB", "right")]
+    has_theirs = any(row["base"] == "transformers" for row in report["rows"])
+    theirs = "; in transformers frozen without it, with `grouped_mm`" * has_theirs
     return (
         f"{markdown(columns, rows)}\n\nOne stage alone: {report['rows'][0]['blocks']} of "
-        f"Qwen3-30B-A3B's 48 blocks, random weights, LoRA of rank 8. {_where(report)}."
+        f"Qwen3-30B-A3B's 48 blocks, random weights, LoRA of rank 8{theirs}. {_where(report)}."
     )
 
 
