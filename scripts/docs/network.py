@@ -1,5 +1,6 @@
 """Tables of links: laboratory, efficiency of a step, all-reduce, and cost of tracing."""
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
