@@ -41,21 +41,22 @@ def first_hour() -> str:
 
 
 def first_model() -> str:
-    """What came out of a recorded run from nothing, and what its model writes after the first prompt."""
+    """What came out of a recorded run from nothing, and the sentences that it adds to the first prompt."""
     report = read_report(FIRST_MODEL)
     held_out = report["held_out"]
-    sent, plain = (report[key] / 1e6 for key in ("link_bytes", "link_bytes_fp32"))
+    sent, plain = (report[key] / 1e9 for key in ("link_bytes", "link_bytes_fp32"))
     parameters = report["parameters"] / 1e6
     newest = report["samples"][-1]["step"]
     sample = next(sample for sample in report["samples"] if sample["step"] == newest)
     facts = (
         f"A run from nothing ([record](scripts/results/{FIRST_MODEL.name})): {parameters:.1f} "
         f"million parameters, two stages on one {spaced(report['hardware'])}, {report['tokens'] / 1e6:.1f} "
-        f"million tokens of {report['text']} in {report['seconds'] / 60:.0f} minutes. {sent:.0f} MB crossed "
-        f"the link, in FP32 {plain:.0f} MB. Its held-out loss fell from {max(held_out.values()):.2f} to "
+        f"million tokens of {report['text']} in {report['seconds'] / 60:.0f} minutes. {sent:.2f} GB crossed "
+        f"the link, in FP32 {plain:.2f} GB. Its held-out loss fell from {max(held_out.values()):.2f} to "
         f"{min(held_out.values()):.2f}, and it writes:"
     )
-    lines = filter(None, f"**{sample['prompt']}**{sample['text']}".splitlines())
+    whole = sample["text"][: 1 + max(sample["text"].rfind(mark) for mark in ".?!")]
+    lines = filter(None, f"**{sample['prompt']}**{whole}".splitlines())
     return f"{fill(facts, 118)}\n\n" + "  \n".join(f"> {line}" for line in lines)
 
 
