@@ -718,6 +718,8 @@ class Coordinator:
         try:
             await self._snapshots.put(permit, LayerFile(data, digest))
         except WrongLayerError as error:
+            # First: a snapshot that waits for a node that is shut out is not taken.
+            await self._snapshots.refused(permit)
             self._wrong_layer(error)
             raise
 

@@ -183,6 +183,8 @@ class SnapshotHandler:
             return False
         hosts.update({unit: hosts[unit][1:] for unit in units})
         self._run.send(hosts[permit.unit][0], SendLayers(step=permit.step, units=units))
+        for unit in units:
+            self._run.layer_received(permit.step, unit)  # nobody waits for this node any more
         return True
 
     async def _forget(self, step: int) -> None:

@@ -428,6 +428,9 @@ async def test_a_refused_layer_is_asked_of_another_row_at_once(tmp_path: Path) -
         for permit in refused:
             await handler.refused(permit)
         assert told.sent == [("node-c", SendLayers(step=4, units=first[1:]))]
+        assert told.received[-len(first[1:]) :] == [(4, unit) for unit in first[1:]], (
+            "nobody waits for node-a"
+        )
         with pytest.raises(NotDueError):
             handler.permit("node-a", 4, first[1])
         for unit in first[1:]:
