@@ -161,9 +161,10 @@ class Newcomers:
             if not epoch.has(one.node_id) and one.node_id not in self._slow and one.node_id not in known
         ]
         lacking = Counter(seat.row for seat in vacant)
+        taken = {*known.values(), *map(epoch.entering_seat, epoch.entering)}
         found: dict[str, Seat] = {}
         for seat in sorted(vacant, key=lambda one: (lacking[one.row], one)):
-            if seat in known.values():
+            if seat in taken:
                 continue
             able = [one for one in spares if self._assigner.fits(one, seat.stage, epoch.stages)]
             had = [one for one in able if self._roster.members[one.node_id].stage == seat.stage]
