@@ -66,9 +66,10 @@ from wire.messages import (
 )
 
 REMEMBERED_AUDITS = 16
-PLACING_SECONDS = 90.0
+PLACING_SECONDS = 300.0
 """A node that does not say within this time what state it holds is stuck. Longer than a node may take to end
-the epoch before."""
+the epoch before, and than one that has just come takes to compile kernels, to test its device and to measure
+a block of a large model."""
 ENTERING_SECONDS = 120.0
 """A node that does not open the links of its seat within this time does not get it."""
 PROOF_STEPS = 3

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,11 @@ class Run:
         return [json.loads(path.read_text()) for path in paths]
 
 
-async def measured(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+Record = Callable[[dict[str, Any]], None]
+
+
+async def measured(case: Case, arguments: argparse.Namespace, record: Record) -> None:
+    """Hand `record` what was found, before a node is killed and after."""
     config = run_config(case, arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
@@ -236,12 +241,11 @@ async def measured(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
                 "peaks": run.peaks(),
                 "driver_bytes": driver_bytes(),
             }
-            if arguments.kill:
-                found["kill"] = await killed(run, steps)
-            found["notices"] = [event.text for event in run.told if isinstance(event, events.Notice)]
             placed = [event for event in run.told if isinstance(event, events.PlacementMade)]
-            found["placement"] = asdict(placed[0])
-            return found
+            found["placement"] = asdict(placed[-1])
+            record(found)
+            if arguments.kill:
+                record({**found, "kill": await killed(run, steps)})
 
 
 async def killed(run: Run, before: list[events.StepDone]) -> dict[str, Any]:
@@ -297,20 +301,26 @@ def main() -> int:
         microbatches=arguments.microbatches or case.microbatches,
     )
     os.environ[CAP], os.environ[DEVICE] = str(case.cap_gb), arguments.device
-    found = asyncio.run(measured(case, arguments))
-    row = {
-        "commit": commit(),
-        "hardware": gpu_name(arguments.device) or hardware(),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "python": platform.python_version(),
-        "case": arguments.case,
-        **asdict(case),
-        **{key: getattr(arguments, key) for key in ("rate", "slices", "codecs", "device")},
-        **found,
-    }
-    report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"runs": []}
-    report["runs"].append(row)
-    write(arguments.out, report)
+    earlier = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else []
+    ways: list[dict[str, Any]] = []
+
+    def record(found: dict[str, Any]) -> None:
+        ways[:] = [
+            {
+                "commit": commit(),
+                "hardware": gpu_name(arguments.device) or hardware(),
+                "versions": {name: version(name) for name in ("torch", "triton")},
+                "python": platform.python_version(),
+                "case": arguments.case,
+                **asdict(case),
+                **{key: getattr(arguments, key) for key in ("rate", "slices", "codecs", "device")},
+                **found,
+            }
+        ]
+        write(arguments.out, {"runs": [*earlier, *ways]})
+
+    asyncio.run(measured(case, arguments, record))
+    row = ways[0]
     print(f"{row['tokens_per_second']:,.0f} tokens/s; peaks {row['peaks']}; {row.get('kill', '')}")
     return 0 if row.get("kill", {}).get("equal", True) else 1
 
