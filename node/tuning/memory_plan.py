@@ -202,8 +202,8 @@ class PlannedStage:
         # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do not
         # keep them.
         self._casts = share.block_copies() if share.holds_copies and not kept.captured else 0
-        head = share.head_at_work() if HEAD in everything else 0
-        self._casting_work = max(3 * self._input, head, self._block - self._casts + self._input)
+        head_work = share.head_at_work() if HEAD in everything else 0
+        self._casting_work = max(3 * self._input, head_work, self._block - self._casts + self._input)
         """Bytes at work beside them at the most: of a block that is kept, the head, or a block that runs
         again, without the copies that others hold too."""
         if kept.captured:
