@@ -169,9 +169,9 @@ class Newcomers:
             able = [one for one in spares if self._assigner.fits(one, seat.stage, epoch.stages)]
             had = [one for one in able if self._roster.members[one.node_id].stage == seat.stage]
             if able:
-                taken = (had or able)[0]
-                spares.remove(taken)
-                found[taken.node_id] = seat
+                chosen = (had or able)[0]
+                spares.remove(chosen)
+                found[chosen.node_id] = seat
         return found
 
     def move(self, epoch: Epoch) -> dict[str, Seat]:
