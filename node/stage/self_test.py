@@ -305,10 +305,10 @@ def _layers(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _attention(device: torch.device, dtype: torch.dtype) -> bool:
     query, key, value, grad = _heads(64, dtype)
-    there = [part.to(device) for part in (query, key, value)]
+    there = query.to(device), key.to(device), value.to(device)
     out, sums = attention.attention(*there)
     found = attention.attention_backward(grad.to(device), *there, out, sums)
-    exact = [part.float() for part in (query, key, value)]
+    exact = query.float(), key.float(), value.float()
     wanted, of_sums = attention_reference.attention(*exact, EVERYTHING, None)
     gradients = attention_reference.attention_backward(grad.float(), *exact, wanted, of_sums, EVERYTHING)
     return _near([out, *found], [wanted, *gradients], dtype)
@@ -318,13 +318,13 @@ def _slice_attention(device: torch.device, dtype: torch.dtype) -> bool:
     """The last queries of a sample, with sinks and a window."""
     query, key, value, grad = _heads(32, dtype)
     reach, sinks = Reach(window=40), drawn(4, seed=9)
-    there = [part.to(device) for part in (query, key, value)]
+    there = query.to(device), key.to(device), value.to(device)
     out, sums = attention.attention(*there, reach, sinks.to(device))
     onto = [torch.zeros(part.shape, device=device) for part in (key, value)]
     of_query = attention.chunk_backward(
         grad.to(device), *there, out, sums, onto[0], onto[1], reach, sinks.to(device)
     )
-    exact = [part.float() for part in (query, key, value)]
+    exact = query.float(), key.float(), value.float()
     wanted, of_sums = attention_reference.attention(*exact, reach, sinks)
     gradients = attention_reference.attention_backward(grad.float(), *exact, wanted, of_sums, reach)
     return _near([out, of_query, *onto], [wanted, *gradients], dtype)
@@ -396,7 +396,7 @@ def _fp8(device: torch.device) -> bool:
 def _fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
     x, weight = drawn(32, 64).to(dtype), drawn(48, 64, seed=3).to(dtype)
     coded = [products.code_rows(part.to(device)) for part in (x, weight)]
-    wanted = [fp8_rows.Coded.empty(*part.shape, _CPU) for part in (x, weight)]
+    wanted = [fp8_rows.Coded.empty(len(part), part.shape[1], _CPU) for part in (x, weight)]
     for part, into in zip((x, weight), wanted, strict=True):
         fp8_rows.code_rows(part, into)
     bits = [
