@@ -183,7 +183,7 @@ def fallbacks() -> str:
         f"Of {shapes['tokens']:,} tokens, {shapes['hidden']:,} wide, {shapes['inner']:,} inside; losses over "
         f"{shapes['vocabulary']:,} tokens of the vocabulary. Medians of {report['runs']} calls, each by "
         f"itself. {report['hardware']}, torch {report['torch']}, Triton {report['triton']}, commit "
-        f"{commit(report)}."
+        f"{commit(report)}. {report.get('note', '')}"
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
 
