@@ -4,9 +4,9 @@ Every channel has sockets of its own: bulk data must never share one with small 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -22,8 +22,6 @@ NOT_YET = grpc.StatusCode.ABORTED
 MESSAGE_BYTES, BULK_MESSAGE_BYTES = FRAME_BYTES + 4096, MOST_FRAME_BYTES + 4096
 BULK_THREADS = 64
 """The most bulk streams of a node that are called at a time; each has a thread."""
-
-Result = TypeVar("Result")
 
 HANDSHAKE_SECONDS = 5.0
 """A connection that has not finished its TLS handshake after this long is dropped."""
@@ -95,18 +93,6 @@ def open_channel(
     )
 
 
-def bulk_name(server_name: str) -> str:
-    """The form of a node's name that asks for its bulk streams. Case is no part of a host name, so the
-    certificate is the same."""
-    return server_name.upper()
-
-
-def layers_name(server_name: str) -> str:
-    """The form that asks for a node's layers of snapshots."""
-    own, dot, rest = server_name.partition(".")
-    return f"{own}{dot}{rest.upper()}"
-
-
 class BulkChannel:
     """A channel of gRPC's synchronous stack, which carries bytes on threads that do not hold Python's lock.
 
@@ -114,16 +100,10 @@ class BulkChannel:
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        identity: LinkIdentity,
-        server_name: str,
-        unread_bytes: int | None = None,
-        form: Callable[[str], str] = bulk_name,
+        self, address: str, *, identity: LinkIdentity, server_name: str, unread_bytes: int | None = None
     ) -> None:
-        """As `open_channel`; the other end's door tells the service by the `form` of its name."""
-        credentials, options = _to(address, identity, form(server_name))
+        """As `open_channel`; the other end's door tells bulk streams by `bulk_name`."""
+        credentials, options = _to(address, identity, bulk_name(server_name))
         limits = (*_messages(BULK_MESSAGE_BYTES), *_flow_control(unread_bytes))
         self.channel = grpc.secure_channel(address, credentials, options=(*options, *limits))
 
@@ -144,6 +124,12 @@ class BulkChannel:
     async def close(self) -> None:
         """Cancel its calls and wait for their ends."""
         await on_thread(self.channel.close, "bulk-close")
+
+
+def bulk_name(server_name: str) -> str:
+    """The form of a node's name that asks for its bulk streams. Case is no part of a host name, so the
+    certificate is the same."""
+    return server_name.upper()
 
 
 def _to(
@@ -177,21 +163,6 @@ def make_threaded_server(
     pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
     options = (*_SERVER_OPTIONS, *_messages(message_bytes), *_flow_control(unread_bytes))
     return grpc.server(pool, handlers=list(handlers), options=options)
-
-
-def decided(
-    work: Coroutine[Any, Any, Result], loop: asyncio.AbstractEventLoop, context: grpc.ServicerContext
-) -> Result:
-    """What `work` gives on the event loop, for a call that a thread answers. It is cancelled with the call,
-    which raises concurrent.futures.CancelledError here."""
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-
-    def cancel() -> None:
-        future.cancel()
-
-    if not context.add_callback(cancel):
-        cancel()
-    return future.result()
 
 
 def _messages(most: int) -> tuple[tuple[str, int], ...]:

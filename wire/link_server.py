@@ -9,7 +9,6 @@ import contextlib
 import functools
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from concurrent.futures import CancelledError
 from typing import NoReturn
 
 import grpc
@@ -22,8 +21,6 @@ from wire.channels import (
     BULK_THREADS,
     LinkIdentity,
     bulk_name,
-    decided,
-    layers_name,
     make_server,
     make_threaded_server,
 )
@@ -35,7 +32,6 @@ from wire.event_loop import on_thread
 from wire.front import Front, listen_or_advise, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
-from wire.layer_exchange import THREADS as LAYER_THREADS
 from wire.link import (
     BULK_METHOD,
     CONTROL_METHOD,
@@ -161,19 +157,25 @@ class AcceptedLink(Link):
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    """All but bulk streams and layers."""
+    """All but the bulk streams."""
 
     def __init__(
         self,
         serve: Callable[[ServerContext], Awaitable[None]],
+        serve_layer: Callable[[bytes, ServerContext], Awaitable[None]],
         serve_probe: Callable[[ServerContext], Awaitable[None]],
     ) -> None:
-        self._methods = {CONTROL_METHOD: serve, PROBE_METHOD: serve_probe}
+        self._serve = serve
+        self._serve_layer = serve_layer
+        self._serve_probe = serve_probe
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
-        serve = self._methods.get(handler_call_details.method)
+        method = handler_call_details.method
+        if method == LAYER_METHOD:
+            return grpc.unary_stream_rpc_method_handler(self._serve_layer)
+        serve = {CONTROL_METHOD: self._serve, PROBE_METHOD: self._serve_probe}.get(method)
         if serve is None:
             return None
 
@@ -184,17 +186,16 @@ class _Handlers(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(handle)
 
 
-class _ThreadedHandler(grpc.GenericRpcHandler):
-    """One method, whose calls threads answer."""
-
-    def __init__(self, method: str, handler: "grpc.RpcMethodHandler[bytes, bytes]") -> None:
-        self._method = method
-        self._handler = handler
+class _BulkHandlers(grpc.GenericRpcHandler):
+    def __init__(self, serve: Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]) -> None:
+        self._serve = serve
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
-        return self._handler if handler_call_details.method == self._method else None
+        if handler_call_details.method != BULK_METHOD:
+            return None
+        return grpc.stream_stream_rpc_method_handler(self._serve)
 
 
 class LinkServer:
@@ -206,14 +207,12 @@ class LinkServer:
         self._settings = settings or LinkSettings()
         self._loop = asyncio.get_running_loop()
         self._server: grpc.aio.Server | None = None
-        self._threaded: list[grpc.Server] = []
-        """Of bulk streams, and of layers. Each has threads of its own: neither waits for the other."""
+        self._bulk_server: grpc.Server | None = None
         self._front: Front | None = None
         self._bulk_front: Front | None = None
-        self._layer_front: Front | None = None
         """One before each server."""
         self._door: Door | None = None
-        """Listens for all of them, and for the relay that this node may be."""
+        """Listens for both, and for the relay that this node may be."""
         self._mirror: Front | None = None
         self._epoch = -1
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
@@ -233,35 +232,22 @@ class LinkServer:
         Raises `UserError` when the address cannot be bound.
         """
         identity, unread_bytes = self._identity, self._settings.unread_bytes
-        self._server = make_server([_Handlers(self._serve, self._serve_probe)], unread_bytes=unread_bytes)
-        bulk: grpc.RpcMethodHandler[bytes, bytes]
-        layers: grpc.RpcMethodHandler[bytes, bytes]
-        bulk = grpc.stream_stream_rpc_method_handler(self._serve_bulk)
-        layers = grpc.unary_stream_rpc_method_handler(self._serve_layer)
-        self._threaded = [
-            make_threaded_server(
-                [_ThreadedHandler(method, handler)],
-                threads,
-                message_bytes=BULK_MESSAGE_BYTES,
-                unread_bytes=unread_bytes,
-            )
-            for method, handler, threads in (
-                (BULK_METHOD, bulk, BULK_THREADS),
-                (LAYER_METHOD, layers, LAYER_THREADS),
-            )
-        ]
+        self._server = make_server(
+            [_Handlers(self._serve, self._serve_layer, self._serve_probe)], unread_bytes=unread_bytes
+        )
+        self._bulk_server = make_threaded_server(
+            [_BulkHandlers(self._serve_bulk)],
+            BULK_THREADS,
+            message_bytes=BULK_MESSAGE_BYTES,
+            unread_bytes=unread_bytes,
+        )
         limits = Limits.of_members(raise_limit())
-        fronts = [Front(limits) for _ in range(3)]
-        self._front, self._bulk_front, self._layer_front = fronts
-        self._door = Door(limits)
-        servers: list[grpc.aio.Server | grpc.Server] = [self._server, *self._threaded]
-        for front, server in zip(fronts, servers, strict=True):
+        self._front, self._bulk_front, self._door = Front(limits), Front(limits), Door(limits)
+        for front, server in ((self._front, self._server), (self._bulk_front, self._bulk_server)):
             # Each server reads the certificate by credentials of its own.
             credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
             await start_behind(front, server, credentials)
-        own_name = identity.server_name(identity.node_id)
-        self._door.serve_name(bulk_name(own_name), self._bulk_front)
-        self._door.serve_name(layers_name(own_name), self._layer_front)
+        self._door.serve_name(bulk_name(identity.server_name(identity.node_id)), self._bulk_front)
         self._door.serve_other(self._front)
         if relay is not None:
             self._door.serve_protocol(RELAY_PROTOCOL, relay)
@@ -297,14 +283,15 @@ class LinkServer:
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None
-        # With a grace it does not block the loop, which calls that end may need.
-        for stopping in [server.stop(grace=0.0) for server in self._threaded]:
-            await on_thread(lambda stopping=stopping: stopping.wait(STOP_SECONDS), "threaded-stop")  # type: ignore[misc]
-        self._threaded = []
-        for front in (self._front, self._bulk_front, self._layer_front):
+        if self._bulk_server is not None:
+            # With a grace it does not block the loop, which calls that end may need.
+            stopping = self._bulk_server.stop(grace=0.0)
+            await on_thread(lambda: stopping.wait(STOP_SECONDS), "bulk-stop")
+            self._bulk_server = None
+        for front in (self._front, self._bulk_front):
             if front is not None:
                 await front.close()
-        self._front = self._bulk_front = self._layer_front = None
+        self._front = self._bulk_front = None
 
     def expect_peer(
         self,
@@ -385,41 +372,27 @@ class LinkServer:
         if (answer := _last_words(connection)) is not None:
             abort(answer)
 
-    def _serve_layer(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """On a thread of its own."""
-
-        async def caller() -> tuple[str, LayerServer]:
-            peer = self._member(self._layer_front, context)
-            if self.layers is None:
-                raise _NotAdmitted(grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet")
-            return peer, self.layers
-
-        try:
-            peer, layers = decided(caller(), self._loop, context)
-        except CancelledError:
-            return
-        except _NotAdmitted as refused:
-            context.abort(refused.status, str(refused))
-        yield from layers.serve(peer, message, context)
+    async def _serve_layer(self, message: bytes, context: ServerContext) -> None:
+        peer = await self._member(context)
+        if self.layers is None:
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
+        await self.layers.serve(peer, message, context)
 
     async def _serve_probe(self, context: ServerContext) -> None:
-        try:
-            peer = self._member(self._front, context)
-        except _NotAdmitted as refused:
-            await _abort(context, refused.status, str(refused), None)
+        peer = await self._member(context)
         if self.probes is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not measured", None)
         await self.probes.serve(peer, context)
 
-    def _member(self, front: Front | None, context: AnyContext) -> str:
-        """The node that calls, which has not been shut out. Raises `_NotAdmitted`."""
+    async def _member(self, context: ServerContext) -> str:
+        """The node that calls, which has not been shut out."""
         peer = peer_node_id(context)
         if peer is None:
-            raise _NotAdmitted(grpc.StatusCode.PERMISSION_DENIED, "the certificate names no node")
-        if front is not None:
-            front.prove(context.peer(), peer)
+            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "the certificate names no node", None)
+        if self._front is not None:
+            self._front.prove(context.peer(), peer)
         if peer in self.shut_out:
-            raise _NotAdmitted(grpc.StatusCode.PERMISSION_DENIED, "you were shut out of this run")
+            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "you were shut out of this run", None)
         return peer
 
     def _admit(self, front: Front | None, context: AnyContext) -> tuple[AcceptedLink, Connection]:

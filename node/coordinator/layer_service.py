@@ -19,7 +19,7 @@ import grpc
 from node.coordinator.control_service import Handler, NodeRefusedError, admitted, place_chunk, when_served
 from node.coordinator.sessions import SessionDesk
 from node.coordinator.snapshot_handler import NotDueError, UploadPermit
-from wire.channels import NOT_YET, decided
+from wire.channels import NOT_YET
 from wire.errors import NotYetError, ProtocolViolationError, RunError, ThinwireError, without_folders
 from wire.front import Front
 from wire.layer_exchange import growing_pieces
@@ -120,7 +120,15 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         self._decided(context, self._store(permit, data, digest.hexdigest()))
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
-        return decided(work, self._loop, context)
+        """What `work` gives on the event loop. It is cancelled with the call."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+
+        def cancel() -> None:
+            future.cancel()
+
+        if not context.add_callback(cancel):
+            cancel()
+        return future.result()
 
     @contextlib.contextmanager
     def _place(self, context: grpc.ServicerContext, kind: str) -> Iterator[str]:

@@ -162,8 +162,8 @@ class EpochLinks:
 
     @property
     def busy(self) -> bool:
-        """Whether tensors wait to be sent. Of any thread, so it looks at a copy."""
-        return any(link.queued_bytes for link in list(self._links.values()))
+        """Whether tensors wait to be sent."""
+        return any(link.queued_bytes for link in self._links.values())
 
     def figures(self) -> dict[Peer, LinkFigures]:
         """By neighbour. The codecs of flows, and rows, are not named."""

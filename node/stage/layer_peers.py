@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import grpc
+import grpc.aio
 
 from node.stage.sums_kept import SumsKept
 from node.state.snapshot_cache import SnapshotCache
-from wire.channels import BulkChannel, LinkIdentity, layers_name, open_channel
+from wire.channels import LinkIdentity, open_channel
 from wire.errors import LinkError, ProtocolViolationError
 from wire.layer_exchange import LayerRequest, NotHeldError, get_layer, yield_to
 from wire.messages import PlacedStage
@@ -47,21 +47,18 @@ class LayersHeld:
         Args:
             sums: gradients for nodes that follow the run.
             pacer: the node's bandwidth limit, if it has one.
-            busy: whether tensors of the training wait to be sent; these go first. Called on any thread.
+            busy: whether tensors of the training wait to be sent; these go first.
         """
         self._cache = cache
         self._sums = sums
         self._pacer = pacer
         self._busy = busy
 
-    def read(self, request: LayerRequest) -> bytes | None:
+    async def read(self, request: LayerRequest) -> bytes | None:
         if request.sums:
-            return self._sums.read(request.step, request.unit)
-        kept = self._cache.get(request.step, request.unit)
+            return await asyncio.to_thread(self._sums.read, request.step, request.unit)
+        kept = await asyncio.to_thread(self._cache.get, request.step, request.unit)
         return kept.data if kept is not None and kept.sha256 == request.sha256 else None
-
-    def is_free(self) -> bool:
-        return self._pacer is None and not self._busy()
 
     async def pass_through(self, size: int) -> None:
         await yield_to(self._busy)
@@ -76,7 +73,7 @@ class LayerPeers:
         self._identity = identity
         self.bytes_came: Callable[[int], None] = lambda count: None
         """Called with the size of each part that arrives."""
-        self._channels: dict[tuple[str, str], BulkChannel] = {}
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
 
     async def close(self) -> None:
         """End all connections."""
@@ -145,7 +142,10 @@ class LayerPeers:
                 request = LayerRequest(step=step, unit=unit, sums=True)
                 data = bytearray()
                 try:
-                    await get_layer(self._channel(holder), request, _taker(data, size))
+                    async for chunk in get_layer(self._channel(holder), request):
+                        data += chunk
+                        if len(data) > size:
+                            break
                 except NotHeldError as error:
                     trouble = str(error)
                 except LinkError as error:
@@ -172,13 +172,11 @@ class LayerPeers:
     async def _receive(self, place: LayerPlace, holder: PlacedStage, data: bytearray) -> None:
         """Append what is missing of the file."""
         request = LayerRequest(step=place.step, unit=place.unit, sha256=place.sha256, offset=len(data))
-        loop, take = asyncio.get_running_loop(), _taker(data, place.bytes)
-
-        def received(chunk: bytes) -> None:
-            take(chunk)
-            loop.call_soon_threadsafe(self.bytes_came, len(chunk))
-
-        await get_layer(self._channel(holder), request, received)
+        async for chunk in get_layer(self._channel(holder), request):
+            if len(data) + len(chunk) > place.bytes:
+                raise NotHeldError("it sends more than the file has")
+            data += chunk
+            self.bytes_came(len(chunk))
         if len(data) < place.bytes:
             raise LinkError(f"it ends at byte {len(data)} of {place.bytes}")
 
@@ -190,30 +188,17 @@ class LayerPeers:
         first = int.from_bytes(mark[:4]) % len(holders)
         return [*holders[first:], *holders[:first]]
 
-    def _channel(self, holder: PlacedStage) -> grpc.Channel:
+    def _channel(self, holder: PlacedStage) -> grpc.aio.Channel:
         at = holder.node_id, holder.address
         if at not in self._channels:
             name = self._identity.server_name(holder.node_id)
-            self._channels[at] = BulkChannel(
-                holder.address, identity=self._identity, server_name=name, form=layers_name
-            )
-        return self._channels[at].channel
+            self._channels[at] = open_channel(holder.address, identity=self._identity, server_name=name)
+        return self._channels[at]
 
     async def _hang_up(self, holder: PlacedStage) -> None:
         channel = self._channels.pop((holder.node_id, holder.address), None)
         if channel is not None:
             await channel.close()
-
-
-def _taker(data: bytearray, most: int) -> Callable[[bytes], None]:
-    """Appends chunks to `data`, which gets no more than `most` bytes. Raises NotHeldError beyond."""
-
-    def take(chunk: bytes) -> None:
-        if len(data) + len(chunk) > most:
-            raise NotHeldError(f"it sends more than the {most} bytes of the file")
-        data.extend(chunk)
-
-    return take
 
 
 def _sha256(data: bytearray) -> str:

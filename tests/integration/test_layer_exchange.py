@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ import torch
 from node.stage.layer_peers import LayerPeers, LayerPlace, LayersHeld
 from node.stage.sums_kept import SumsKept
 from node.state.snapshot_cache import SnapshotCache
-from tests.support.links import eventually
 from tests.support.pki import RUN_ID, new_authority, new_node
 from wire import layer_exchange
-from wire.channels import BulkChannel, layers_name
+from wire.channels import open_channel
 from wire.errors import LinkError, ProtocolViolationError
 from wire.identity.credentials import NodeIdentity
 from wire.layer_exchange import (
@@ -30,7 +28,6 @@ from wire.layer_exchange import (
     AT_ONCE,
     CHUNK_BYTES,
     LAYER_METHOD,
-    MOST_CALLS,
     LayerRequest,
     LayerServer,
     NotHeldError,
@@ -66,12 +63,9 @@ class Holder(LayersHeld):
         super().__init__(self.cache, self.sums, None, lambda: False)
         self._sent = 0
 
-    def read(self, request: LayerRequest) -> bytes | None:
+    async def read(self, request: LayerRequest) -> bytes | None:
         self.offsets.append(request.offset)
-        return self.lies or super().read(request)
-
-    def is_free(self) -> bool:
-        return self.breaks_after < 0 and super().is_free()
+        return self.lies or await super().read(request)
 
     async def pass_through(self, size: int) -> None:
         if self._sent == self.breaks_after:
@@ -149,7 +143,7 @@ class Trickle:
     """A call that brings a few bytes every 25 seconds of a clock of its own."""
 
     def __init__(self) -> None:
-        self.clock, self.cancelled = 0.0, threading.Event()
+        self.clock, self.cancelled = 0.0, False
 
     def unary_stream(self, method: str) -> "Trickle":
         assert method == LAYER_METHOD
@@ -158,27 +152,23 @@ class Trickle:
     def __call__(self, message: bytes) -> "Trickle":
         return self
 
-    def __iter__(self) -> "Trickle":
-        return self
-
-    def __next__(self) -> bytes:
-        if self.cancelled.wait(0.01):
-            raise StopIteration
+    async def read(self) -> bytes:
+        await asyncio.sleep(0)
         self.clock += 25.0
         return b"few"
 
     def cancel(self) -> None:
-        self.cancelled.set()
+        self.cancelled = True
 
 
 async def test_a_holder_that_sends_a_little_now_and_then_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, came = Trickle(), list[bytes]()
+    call, came = Trickle(), []
     monkeypatch.setattr(layer_exchange, "time", SimpleNamespace(monotonic=lambda: call.clock))
-    monkeypatch.setattr(layer_exchange, "_WATCH_SECONDS", 0.001)
     request = LayerRequest(step=STEP, unit=UNIT, sha256=sha256(DATA).hexdigest(), offset=0)
     with pytest.raises(LinkError, match="less than"):
-        await get_layer(cast(grpc.Channel, call), request, came.append)
-    assert len(came) >= 2 and call.cancelled.is_set(), "two silences are all it gets at this rate"
+        async for chunk in get_layer(cast(grpc.aio.Channel, call), request):
+            came.append(chunk)
+    assert came == [b"few"] * 3 and call.cancelled, "two silences are all it gets at this rate"
 
 
 async def test_a_layer_arrives_complete(tmp_path: Path) -> None:
@@ -197,28 +187,6 @@ async def test_a_node_that_was_shut_out_gets_no_layer_though_it_knows_the_hash(t
         with pytest.raises(LinkError, match="you were shut out of this run"):
             await here.fetch(0, 1)
         assert [holder.offsets for holder in here.holders] == [[], [0]]
-
-
-async def test_calls_of_one_node_wait_for_their_turn_and_more_are_refused(tmp_path: Path) -> None:
-    async with scene(tmp_path, 1) as here:
-        holder, placed, gate = here.holders[0], here.placed[0], threading.Event()
-        read = holder.read
-        holder.read = lambda request: read(request) if gate.wait(SECONDS) else None  # type: ignore[method-assign]
-        name = here.identity.server_name(placed.node_id)
-        channel = BulkChannel(placed.address, identity=here.identity, server_name=name, form=layers_name)
-        request = LayerRequest(step=STEP, unit=UNIT, sha256=sha256(DATA).hexdigest())
-        came = [bytearray() for _ in range(MOST_CALLS)]
-        calls = [asyncio.create_task(get_layer(channel.channel, request, data.extend)) for data in came]
-        server = here.servers[0].layers
-        assert server is not None
-        await eventually(lambda: server._calls[here.identity.node_id] == MOST_CALLS)
-        with pytest.raises(LinkError, match="so many layers are on their way"):
-            await get_layer(channel.channel, request, bytearray().extend)
-        gate.set()
-        await asyncio.gather(*calls)
-        assert set(map(bytes, came)) == {DATA} and len(holder.offsets) == MOST_CALLS
-        await eventually(lambda: server._calls[here.identity.node_id] == 0)
-        await channel.close()
 
 
 async def test_a_transfer_that_breaks_goes_on_at_another_holder(tmp_path: Path) -> None:
@@ -272,17 +240,14 @@ async def test_only_a_node_that_knows_the_hash_gets_the_file(tmp_path: Path) -> 
     async with scene(tmp_path, 1) as here:
         placed = here.placed[0]
         name = here.identity.server_name(placed.node_id)
-        channel = BulkChannel(placed.address, identity=here.identity, server_name=name, form=layers_name)
-        came = list[bytes]()
+        channel = open_channel(placed.address, identity=here.identity, server_name=name)
         for digest in ("", "0" * 64):
             with pytest.raises(NotHeldError):
-                request = LayerRequest(step=STEP, unit=UNIT, sha256=digest)
-                await get_layer(channel.channel, request, came.append)
-        assert not came
-        stub: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.channel.unary_stream(LAYER_METHOD)
-        call = stub(b"\xff")
-        with pytest.raises(grpc.RpcError) as refused:
-            await asyncio.to_thread(next, call)
+                async for _ in get_layer(channel, LayerRequest(step=STEP, unit=UNIT, sha256=digest)):
+                    raise AssertionError("something came")
+        call = channel.unary_stream(LAYER_METHOD)(b"\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await channel.close()
         stranger = new_node(new_authority())
@@ -296,7 +261,7 @@ async def test_summed_gradients_come_from_whoever_keeps_them(tmp_path: Path) -> 
         here.holders[2].sums.keep(STEP, UNIT, [torch.full((101,), 8, dtype=torch.uint8)])
         assert await here.peers.fetch_sums(here.placed, STEP, UNIT, 100) == bytes([7] * 100)
         assert await here.peers.fetch_sums(here.placed[::-1], STEP, UNIT, 100) == bytes([7] * 100)
-        with pytest.raises(LinkError, match="sends more than the 99 bytes"):
+        with pytest.raises(LinkError, match="sends another number of bytes than 99"):
             await here.peers.fetch_sums(here.placed, STEP, UNIT, 99)
         with pytest.raises(LinkError, match="is not held here"):
             await here.peers.fetch_sums(here.placed, STEP + 1, UNIT, 100)
