@@ -234,11 +234,13 @@ def capped_runs() -> str:
     wheres = dict.fromkeys(
         f"{run['hardware']}, torch {run['versions']['torch']}, commit {commit(run)}" for run in report["runs"]
     )
+    kills = ""
+    if any(run.get("kill") for run in report["runs"]):
+        kills = "A killed node is started again; steps done again have the same losses and gradient norms. "
     caption = (
         "Whole runs over the network: a node process a stage, capped by `--max-memory`, random weights, "
         "`trellis-3` and `dither-3`. All nodes share one GPU, so tokens a second are those of one card; "
-        "peaks are what torch had reserved on each node. A killed node is started again, and steps that "
-        f"are done again have the same losses and gradient norms. {'; '.join(wheres)}."
+        f"peaks are what torch had reserved on each node. {kills}{'; '.join(wheres)}."
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
 
