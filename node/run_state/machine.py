@@ -747,6 +747,10 @@ class RunMachine:
         """What a node says that opens the links of its seat."""
         match message:
             case Placed() if message.epoch == epoch.number:
+                if self._newcomers.moves(node_id) and message.held_step != epoch.step:
+                    # It left its seat before it had applied the step before.
+                    why = f"it holds the state of step {message.held_step}"
+                    return self._no_entrant(node_id, why, is_fault=False)
                 return epoch.entrant_placed(node_id)
             case Ready() if message.epoch == epoch.number:
                 epoch.entrant_linked(node_id)

@@ -296,6 +296,10 @@ class Newcomers:
             self._leaves_entry(node)
         return found
 
+    def moves(self, node: str) -> bool:
+        """Whether it held a seat in the step that runs, and is to have another one in it."""
+        return node in self._moving
+
     def late(self) -> list[str]:
         """Nodes that moved, and did not have their seats before the step was done: they do not hold the state
         any more."""

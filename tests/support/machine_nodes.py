@@ -478,7 +478,13 @@ class SimNode:
     def _digests(self, placement: Placement, step: int, group: int, extra: bool) -> GroupDigests:
         """What a group's tensors are depends on the states of all stages that they have gone through."""
         nodes = {node.node_id: node for node in self.world.nodes}
-        row = [nodes[place.node_id].strays for place in placement.stages if place.node_id]
+        # Seats that were empty when this node was placed may have been filled since.
+        machine = self.world.machine
+        epoch = None if machine is None else machine.epoch
+        hosts = [place.node_id for place in placement.stages]
+        if epoch is not None and epoch.number == placement.epoch:
+            hosts = [*epoch.row(placement.replica)]
+        row = [host in nodes and nodes[host].strays for host in hosts]
         stage, last = placement.stage, len(row) - 1
 
         def digest(*what: object) -> bytes:

@@ -147,7 +147,7 @@ class _Attack:
         machine = self.world.machine
         if node.epoch is None or machine is None or machine.epoch is None:
             return set()
-        column = {row.node.node_id for row in node.epoch.placement.rows}
+        column = {name for row in node.epoch.placement.rows if (name := row.node.node_id)}
         older = column - machine.epoch.newcomers
         return older if len(older) > 1 else column
 
