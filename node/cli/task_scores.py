@@ -49,7 +49,7 @@ def score(args: argparse.Namespace) -> int:
     folder = exported(args)
     with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as out:
         command = [sys.executable, "-m", PACKAGE, "--model", "hf", "--device", args.device]
-        command += ["--model_args", f"pretrained={folder.name}", "--tasks", ",".join(tasks)]
+        command += ["--model_args", f"pretrained={folder.name}{_prefix(folder)}", "--tasks", ",".join(tasks)]
         command += ["--output_path", out]
         command += [] if args.limit is None else ["--limit", str(args.limit)]
         command += [] if args.shots is None else ["--num_fewshot", str(args.shots)]
@@ -66,6 +66,21 @@ def score(args: argparse.Namespace) -> int:
     return 0
 
 
+def _prefix(folder: Path) -> str:
+    """Which token goes before a text without context, as an argument of lm-eval's model: a line break if the
+    tokenizer has no token for a text's beginning or end, without which lm-eval fails."""
+    config, tables = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not (config.is_file() and tables.is_file()):
+        return ""
+    known = json.loads(config.read_text())
+    if known.get("bos_token") or known.get("eos_token"):
+        return ""
+    from tokenizers import Tokenizer
+
+    breaks = Tokenizer.from_file(str(tables)).encode("\n", add_special_tokens=False).ids
+    return f",prefix_token_id={breaks[0]}" if breaks else ""
+
+
 def read_results(out: Path, step: int, limit: int) -> "TaskScores":
     """What lm-eval wrote below `out`. Raises RunError."""
     from node.telemetry.events import TaskScores
@@ -80,7 +95,7 @@ def read_results(out: Path, step: int, limit: int) -> "TaskScores":
             str(task): {
                 name.removesuffix(",none"): float(value)
                 for name, value in metrics.items()
-                if isinstance(value, int | float) and math.isfinite(value)
+                if isinstance(value, int | float) and math.isfinite(value) and name != "sample_len"
             }
             for task, metrics in results.items()
         }

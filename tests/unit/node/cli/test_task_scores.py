@@ -1,11 +1,13 @@
 """`thinwire eval --tasks`, with a package on the path that stands for lm-eval."""
 
+import argparse
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from node.cli import snapshot_model, task_scores
 from node.cli.main import main
@@ -17,7 +19,8 @@ from tests.support.recorded_run import write_run
 LM_EVAL = """
 import json, pathlib, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-assert pathlib.Path(options["--model_args"].removeprefix("pretrained="), "config.json").is_file()
+model, _, prefix = options["--model_args"].removeprefix("pretrained=").partition(",prefix_token_id=")
+assert pathlib.Path(model, "config.json").is_file()
 print("lm-eval is at work")
 if options["--tasks"] == "unknown":
     sys.exit(3)
@@ -26,6 +29,8 @@ out.mkdir()
 scores = {"alias": "x", "acc,none": 0.25, "acc_stderr,none": 0.125, "f1,strict": 1, "loss,none": float("nan")}
 results = {task: scores for task in options["--tasks"].split(",")}
 results["asked"] = {"limit": int(options.get("--limit", 0)), "shots": int(options.get("--num_fewshot", 0))}
+if prefix:
+    results["asked"]["prefix"] = int(prefix)
 text = "[]" if options["--tasks"] == "odd" else json.dumps({"results": results})
 (out / "results_2030-01-01T00-00-00.json").write_text(text)
 """
@@ -51,6 +56,19 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def in_history(directory: Path) -> list[TaskScores]:
     return [entry.event for entry in read_history(directory) if isinstance(entry.event, TaskScores)]
+
+
+@pytest.mark.parametrize(("ends", "asked"), [({}, {"prefix": 2.0}), ({"eos_token": "<end>"}, {})])
+def test_a_tokenizer_without_an_end_of_text_begins_with_a_line_break(
+    ends: dict[str, str], asked: dict[str, float], run_dir: Path
+) -> None:
+    folder = task_scores.exported(argparse.Namespace(step="200"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
+    tables = Tokenizer(models.WordLevel({"a": 0, "b": 1, "\n": 2}, unk_token="a"))
+    tables.save(str(folder / "tokenizer.json"))
+    assert main(["eval", str(run_dir), "--tasks", "piqa"]) == 0
+    (found,) = in_history(run_dir)
+    assert found.scores["asked"] == {"limit": 0.0, "shots": 0.0, **asked}
 
 
 def test_scores_are_printed_and_recorded(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
