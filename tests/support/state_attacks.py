@@ -147,7 +147,8 @@ class _Attack:
         machine = self.world.machine
         if node.epoch is None or machine is None or machine.epoch is None:
             return set()
-        column = {name for row in node.epoch.placement.rows if (name := row.node.node_id)}
+        # Who has just had its seat was not asked for its state.
+        column = {*machine.epoch.column(node.stage)} - machine.epoch.fresh
         older = column - machine.epoch.newcomers
         return older if len(older) > 1 else column
 
