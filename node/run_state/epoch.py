@@ -284,8 +284,8 @@ class Epoch:
 
     @property
     def most_groups(self) -> int:
-        """Of any row, in the step that runs."""
-        return max(len(self.groups_of(row)) for row in self.whole_rows)
+        """Of any row, in the step that runs: also of one that has lost a node after all its votes."""
+        return max(len(self.groups_of(row)) for row in range(self.rows))
 
     def takes_groups(self, row: int) -> bool:
         """Whether groups of the step that runs wait that this row would compute if it were whole."""
