@@ -88,6 +88,10 @@ class Link(ABC):
         return self._state.epoch
 
     @property
+    def rows(self) -> int:
+        return self._state.rows
+
+    @property
     def peer_stage(self) -> int:
         return self._state.peer_stage
 
@@ -545,6 +549,7 @@ class DialledLink(Link):
             "protocol": PROTOCOL,
             "epoch": state.epoch,
             "stage": state.stage,
+            "rows": state.rows,
             "session": state.session,
             "attempt": connection.attempt,
         }
@@ -580,11 +585,13 @@ def dial_link(
     expect: Expect,
     on_tensor: OnTensor,
     settings: LinkSettings | None = None,
+    rows: int = 0,
 ) -> DialledLink:
     """A link to the neighbour at `peer_address` ("host:port"), or by other `paths` if that is empty or
     fails. Call it on the loop, then run it.
 
-    `expect` returns the exact length of a tensor that may arrive; `on_tensor` gets each one, once.
+    `expect` returns the exact length of a tensor that may arrive; `on_tensor` gets each one, once. `rows`
+    stands for the rows of the two ends, and is the same at both.
     """
     state = LinkState.create(
         run_id=run_id,
@@ -594,6 +601,7 @@ def dial_link(
         settings=settings or LinkSettings(),
         expect=expect,
         on_tensor=on_tensor,
+        rows=rows,
     )
     state.open_session(secrets.randbits(64))
     if peer_address:

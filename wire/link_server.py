@@ -51,7 +51,14 @@ from wire.version import PROTOCOL
 
 _BY = "by "
 """Precedes a path where a front keeps the address that a connection comes from."""
-_NUMBERS = {"protocol": 2**32, "epoch": 2**32, "stage": 2**32, "session": 2**64, "attempt": 2**32}
+_NUMBERS = {
+    "protocol": 2**32,
+    "epoch": 2**32,
+    "stage": 2**32,
+    "rows": 2**32,
+    "session": 2**64,
+    "attempt": 2**32,
+}
 """Numbers in a call's metadata, each with its exclusive upper limit."""
 
 
@@ -303,6 +310,7 @@ class LinkServer:
         expect: Expect,
         on_tensor: OnTensor,
         settings: LinkSettings | None = None,
+        rows: int = 0,
     ) -> AcceptedLink:
         """A link that the neighbour of stage `peer_stage` will dial. Run it like any other.
 
@@ -319,6 +327,7 @@ class LinkServer:
             settings=settings or self._settings,
             expect=expect,
             on_tensor=on_tensor,
+            rows=rows,
         )
         if epoch > self._epoch:
             self._epoch, self._links = epoch, {}
@@ -421,6 +430,9 @@ class LinkServer:
                 f"node {peer} is no neighbour of node {self._identity.node_id} in epoch {epoch}",
                 RefusalCode.NOT_A_NEIGHBOUR,
             )
+        if numbers["rows"] != link.rows:
+            # One of the two has left its seat for one in another row, and the other has not heard of it.
+            raise _NotAdmitted(grpc.StatusCode.UNAVAILABLE, f"node {peer} or this one has another seat now")
         return link, link.join(numbers["session"], numbers["attempt"])
 
 

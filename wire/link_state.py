@@ -87,6 +87,8 @@ class LinkState:
     epoch: int
     stage: int
     peer_stage: int
+    rows: int
+    """Stands for the rows of the two ends: a node may leave its seat for one of another row."""
     settings: LinkSettings
     sender: StreamSender
     receiver: StreamReceiver
@@ -132,6 +134,7 @@ class LinkState:
         settings: LinkSettings,
         expect: Expect,
         on_tensor: OnTensor,
+        rows: int = 0,
     ) -> "LinkState":
         tag, payload_bytes = run_tag(run_id), settings.piece_bytes
         sender = StreamSender(
@@ -152,6 +155,7 @@ class LinkState:
             epoch=epoch,
             stage=stage,
             peer_stage=peer_stage,
+            rows=rows,
             settings=settings,
             sender=sender,
             receiver=receiver,

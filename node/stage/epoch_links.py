@@ -38,6 +38,8 @@ MEASURED = 3
 OFFER_SECONDS = 2.0
 """A neighbour that should dial this node and has not done so for this long may come by the relay."""
 LOOK_SECONDS = 0.5
+_MOST_ROWS = 2**16
+"""The two rows of a link are one number of 32 bits."""
 LINK_SECONDS = 60.0
 """How long the links of a new epoch may take to open; a neighbour may still be ending its last epoch."""
 
@@ -313,7 +315,10 @@ class EpochLinks:
         def expect(key: TensorKey) -> int | None:
             return events.expect(peer, key)
 
-        if dials(placement, peer):
+        is_ours = dials(placement, peer)
+        own, others = placement.replica, peer.replica
+        rows = _MOST_ROWS * (own if is_ours else others) + (others if is_ours else own)
+        if is_ours:
             return dial_link(
                 identity=self._identity,
                 run_id=self._identity.current.run_id,
@@ -332,6 +337,7 @@ class EpochLinks:
                 expect=expect,
                 on_tensor=functools.partial(events.arrived, peer),
                 settings=settings,
+                rows=rows,
             )
         return self._server.expect_peer(
             epoch=placement.epoch,
@@ -341,6 +347,7 @@ class EpochLinks:
             expect=expect,
             on_tensor=functools.partial(events.arrived, peer),
             settings=settings,
+            rows=rows,
         )
 
 

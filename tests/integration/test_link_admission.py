@@ -176,7 +176,7 @@ async def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 )
 async def test_numbers_that_a_greeting_cannot_hold_are_refused(name: str, value: str) -> None:
     """Said by a neighbour that is let in otherwise: its call ends, and the link here goes on."""
-    numbers = {"protocol": PROTOCOL, "epoch": EPOCH, "stage": 0, "session": 1, "attempt": 1}
+    numbers = {"protocol": PROTOCOL, "epoch": EPOCH, "stage": 0, "rows": 0, "session": 1, "attempt": 1}
     metadata = tuple((METADATA_PREFIX + key, str(number)) for key, number in {**numbers, name: value}.items())
     async with serving() as (server, port):
         upper = expect(server, LOWER)
