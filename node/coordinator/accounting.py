@@ -31,7 +31,7 @@ class Accounting:
 
     def __init__(self, codecs: Collection[str]) -> None:
         self.hosts: tuple[str, ...] = ()
-        """Who hosts the stages of the epoch that runs, row after row, "" for nobody; empty between epochs."""
+        """Node ids of the running epoch, row after row, with "" for an empty seat; none between epochs."""
         self.rows = 1
         self.newest = Newest()
         self._codecs = frozenset(codecs)

@@ -233,8 +233,8 @@ def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokeniz
 
 
 def _growth(rules: Mapping[str, Any]) -> float:
-    """The most characters that a normalizer or a decoder makes of one, by what it puts in their place or
-    before them."""
+    """How many characters a normalizer or a decoder can make of one at most: it may put text in a character's
+    place, or before it."""
     parts = rules.get("normalizers") or rules.get("decoders") or ()
     own = max(len(rules.get("content") or ""), 1 + len(rules.get("prepend") or ""))
     if charsmap := base64.b64decode(rules.get("precompiled_charsmap") or ""):

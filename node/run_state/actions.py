@@ -185,7 +185,7 @@ class SeatOffered:
     """A node and its neighbours are about to open the links of an empty seat."""
 
     nodes: tuple[str, ...]
-    """Who has or is to have each seat, row after row; "" where nobody is."""
+    """The node that has each seat or is about to have it, row after row; "" for an empty seat."""
     addresses: tuple[str, ...]
     rows: int
 

@@ -142,8 +142,8 @@ class StepGroups:
     """Who computes which groups of one step.
 
     While rows are broken, a row has the group that it computes and the next one. The others wait: a row that
-    becomes whole within the step takes its part of them. A row does not get a group again that it has had in
-    the step, because its nodes keep what they have computed of it.
+    becomes whole within the step takes its part of them. A row does not get back a group that it has lost
+    in the step, because its nodes still keep what they computed of it.
     """
 
     def __init__(self, shared: Mapping[int, Sequence[int]], now: float) -> None:
@@ -156,7 +156,8 @@ class StepGroups:
         self._had: dict[int, set[int]] = {}
         """By row: groups that it has lost."""
         self._free_at: dict[int, float] = {}
-        """When a row is done with what it has, as far as is known; else since it began."""
+        """By row: when it finishes the groups that it has, by estimate. A row without an entry has worked on
+        them since the step began."""
 
     def hold_back(self, seconds: Mapping[int, float | None]) -> None:
         """Let groups wait that no row computes soon. Call it as the step begins."""
@@ -194,7 +195,7 @@ class StepGroups:
         any row got some.
 
         Args:
-            seconds: by row that may take some, what it takes for a group.
+            seconds: what a group takes, for each row that may get some; None where that is not known.
         """
         known, left = _known_seconds(seconds), list[int]()
         given: dict[int, list[int]] = {}

@@ -283,8 +283,11 @@ class Newcomers:
         return nodes
 
     def holding(self, epoch: Epoch) -> list[str]:
-        """Nodes whose links are open and that hold the state of the step that runs: they are to have their
-        seats in it. Who follows can also have them in the next step, where nobody waits for it."""
+        """Nodes that get their seats within the running step: their links are open, and they hold its state.
+
+        A node that moved always does. A node that follows the run does if groups wait for its row; otherwise
+        it has its seat from the next step on, and nobody waits for it.
+        """
         held = {} if self._entry is None else self._entry.held
         found = [
             node

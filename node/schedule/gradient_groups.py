@@ -288,8 +288,8 @@ class StepWork:
         """
         Args:
             portions: (row, groups) that together are all groups, each once. A row sends the whole subtrees of
-                each portion by themselves. Those of one more row than there are wait: nobody computes them,
-                and no sum is complete, before other work follows.
+                each portion by themselves. A portion of row `share.rows`, which does not exist, has
+                the groups that wait: no sum is complete before a later order gives them to a row.
             absent: rows without a node of this stage.
             late: rows whose node of this stage came within the step, in the order in which they came. They
                 own no piece, so that whoever does keeps it; the first owns all where no other node is left.

@@ -315,10 +315,9 @@ class EpochLinks:
         def expect(key: TensorKey) -> int | None:
             return events.expect(peer, key)
 
-        is_ours = dials(placement, peer)
-        own, others = placement.replica, peer.replica
-        rows = _MOST_ROWS * (own if is_ours else others) + (others if is_ours else own)
-        if is_ours:
+        low, high = sorted((placement.replica, peer.replica))
+        rows = _MOST_ROWS * low + high
+        if dials(placement, peer):
             return dial_link(
                 identity=self._identity,
                 run_id=self._identity.current.run_id,

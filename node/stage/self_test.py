@@ -229,7 +229,7 @@ def _same(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
 
 
 def _near(found: Iterable[Tensor], wanted: Iterable[Tensor], dtype: torch.dtype) -> bool:
-    """Whether each is what it should be but for rounding in `dtype`."""
+    """Whether each tensor is the one that is wanted, apart from rounding in `dtype`."""
     error = _SINGLE_ERROR if dtype == torch.float32 else _HALF_ERROR
     return all(_within(part, exact, error) for part, exact in zip(found, wanted, strict=True))
 

@@ -133,7 +133,7 @@ class PlacementMade(Event):
     event: ClassVar[str] = "placement"
     epoch: int
     nodes: tuple[str, ...]
-    """Node ids by stage; row after row, if there are several. "" where nobody is."""
+    """Node ids by stage, row after row if there are several rows; "" for an empty seat."""
     resume_step: int
     blocks: tuple[int, ...] = ()
     """Transformer blocks by stage."""

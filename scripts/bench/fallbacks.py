@@ -2,8 +2,8 @@
 
     python -m scripts.bench.fallbacks [--parts tah,storage] [--out PATH]
 
-A node whose device fails its self-test in a part, or that is told to by THINWIRE_PLAIN, computes that part in
-plain torch. Each row is the median of a few calls, each of which ends before the next begins.
+A node computes a part in plain torch if its device fails the self-test in that part, or if THINWIRE_PLAIN
+names it. Each row is the median of a few calls; a call ends before the next one begins.
 """
 
 import argparse
