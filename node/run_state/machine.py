@@ -725,7 +725,7 @@ class RunMachine:
     def _join_early(self, now: float) -> list[Action]:
         """Before the first step is done, newcomers enter at once: its state costs little."""
         epoch, over = self.epoch, self.stopped or self._ending.due
-        if epoch is None or over or not self._newcomers.enter_at_once(epoch, self._candidates()):
+        if epoch is None or over or not self._newcomers.enter_at_once(epoch, self._candidates(), now):
             return []
         self._assigner.regroup(now)
         return self._new_placement(now)

@@ -25,6 +25,8 @@ MOST_BEHIND = 1
 """Steps that a newcomer may still have to apply when its epoch begins."""
 OPEN_STEPS = 8
 """So long after a snapshot nodes that come for an empty seat follow from it at once; then from a new one."""
+EARLY_SECONDS = 60.0
+"""Before the first step is done newcomers enter at once, for so long after the first of them."""
 MOST_STEPS = 64
 """A newcomer with so many steps to apply is too slow: it enters at a snapshot that the others wait for."""
 
@@ -70,6 +72,8 @@ class Newcomers:
         """The last attempt failed: the next one is at a snapshot that is due anyway."""
         self._expects = False
         """A seat has become empty: somebody may soon come for it."""
+        self._early_since: float | None = None
+        """When newcomers entered for the first time before the first step was done."""
         self._moving: dict[str, Seat] = {}
         """Nodes that held a seat in the step that runs, and are to have another one in it."""
         self._slow: set[str] = set()
@@ -372,12 +376,20 @@ class Newcomers:
         fast = [one for one in candidates if one.node_id not in self._slow]
         return self._assigner.with_more_rows(epoch.hosts, fast)
 
-    def enter_at_once(self, epoch: Epoch, candidates: Sequence[Candidate]) -> bool:
-        """Whether there are newcomers who enter now: before the first step is done its state costs little."""
+    def enter_at_once(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> bool:
+        """Whether there are newcomers who enter now: before the first step is done its state costs little.
+
+        After `EARLY_SECONDS` they wait for that step. Otherwise a run in which nodes come and go all the time
+        would begin it again with each of them, and never be done with it.
+        """
         is_early = epoch.step == 0 and epoch.phase is not Phase.APPLYING
         if not is_early or self._assigner.most_rows == 1 or not self._roster.connected(epoch.hosts):
             return False
-        return self._assigner.can_grow(epoch.stages, candidates, len(epoch.whole_rows))
+        if not self._assigner.can_grow(epoch.stages, candidates, len(epoch.whole_rows)):
+            return False
+        if self._early_since is None:
+            self._early_since = now
+        return now - self._early_since <= EARLY_SECONDS
 
     def ready(self, step: int) -> bool:
         """Whether all newcomers are near enough to enter before this step."""

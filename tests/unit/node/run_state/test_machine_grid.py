@@ -17,6 +17,7 @@ from node.run_state.actions import (
 from node.run_state.epoch import Phase
 from node.run_state.failures import MAX_STRIKES
 from node.run_state.grid import REMEMBERED_STEPS, SHARED_STEPS
+from node.run_state.newcomers import EARLY_SECONDS
 from node.run_state.wrong_values import _Doubt
 from tests.support.machine_driver import (
     Driver,
@@ -66,6 +67,21 @@ def test_nodes_that_come_before_the_first_step_is_done_enter_at_once() -> None:
     (own,) = [m for m in sent(actions, "d") if not isinstance(m, Restore)]
     assert (own.replica, own.stage, [row.groups for row in own.rows]) == (1, 1, [(0, 1), (2, 3)])
     assert [stage.node_id for stage in own.stages] == ["c", "d"]
+
+
+def test_nodes_that_come_and_go_do_not_keep_the_first_step_from_being_done() -> None:
+    """Each whole row that comes back begins the first step again, for a minute; later it waits."""
+    run = Driver(stages=2, groups=4, follows=True)
+    run.join("abcd")
+    run.restored()
+    begun = []
+    for _ in range(4):
+        run.machine.lost("d", "gone", run.time)
+        run.time += EARLY_SECONDS / 2
+        begun.append(len(of_kind(run.join("d"), RecordPlacement)))
+        if begun[-1]:
+            run.restored()
+    assert begun == [1, 1, 0, 0]
 
 
 def test_rows_never_outnumber_groups() -> None:
