@@ -203,13 +203,16 @@ class StepGroups:
             row: max(now, self._free_at.get(row, self._began + len(self.of(row)) * one))
             for row, one in known.items()
         }
+        # Where times are not known, those that have the fewest.
+        counts = {row: len(self.of(row)) for row in known}
         for group in self.waiting:
             free_at = {row: one for row, one in done.items() if group not in self._had.get(row, ())}
-            row = min(free_at, key=lambda one: (free_at[one] + known[one], one), default=None)
+            row = min(free_at, key=lambda one: (free_at[one] + known[one], counts[one], one), default=None)
             if row is None or (known[row] >= PROMPT_SECONDS and free_at[row] - now > known[row]):
                 left.append(group)
                 continue
             done[row] = self._free_at[row] = done[row] + known[row]
+            counts[row] += 1
             given.setdefault(row, []).append(group)
         self.waiting = left
         self.runs += [(row, tuple(groups)) for row, groups in sorted(given.items())]

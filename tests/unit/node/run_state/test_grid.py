@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from node.run_state.grid import (
     Groups,
     GroupSharing,
+    StepGroups,
     holders_by_stage,
     row_seconds,
     share_groups,
@@ -285,3 +286,13 @@ def test_spares_prepare_for_their_own_stage_or_for_the_one_with_fewest_spares() 
     assert spare_stages("abcd", {}, 3) == {"a": 0, "b": 1, "c": 2, "d": 0}
     assert spare_stages("abc", {"c": 0}, 2) == {"a": 1, "b": 0, "c": 0}
     assert spare_stages("ab", {"a": 5, "b": 1}, 2) == {"a": 0, "b": 1}
+
+
+def test_groups_of_rows_that_die_one_after_another_go_to_different_rows_where_times_are_unknown() -> None:
+    shared = StepGroups({row: (row,) for row in range(6)}, 0.0)
+    unknown = dict[int, float | None].fromkeys(range(6))
+    for at, row in enumerate((5, 4, 3), start=1):
+        shared.lose(row)
+        del unknown[row]
+        assert shared.give(unknown, now=100.0 * at)
+    assert [shared.of(row) for row in range(3)] == [(0, 5), (1, 4), (2, 3)]
