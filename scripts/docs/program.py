@@ -192,43 +192,20 @@ def member_costs() -> str:
     """What members cost the coordinator itself, by commit (scripts/bench/member_costs.py)."""
     report = read_report(MEMBER_COSTS)
     runs = report["runs"]
-
-    def scrapes(way: str) -> list[str]:
-        # Earlier runs lack them; later ones have one for both.
-        seconds = [run.get(f"{way}_scrape_seconds", run.get("scrape_seconds")) for run in runs]
-        return ["" if one is None else f"{1e3 * one:.0f}" for one in seconds]
-
-    def longest(what: str, way: str = "block") -> list[str]:
-        seconds = [run.get(f"{what}_{way}_seconds") for run in runs]
-        return ["" if one is None else f"{1e3 * one:.0f}" for one in seconds]
-
     rows = [
         ["a heartbeat, us", *(f"{1e6 * run['heartbeat_seconds']:.0f}" for run in runs)],
         ["all reports of a step, and its sums, ms", *(f"{1e3 * run['step_seconds']:.0f}" for run in runs)],
         ["the text of `/metrics`, ms", *(f"{1e3 * run['metrics_seconds']:.0f}" for run in runs)],
-        ["a scrape, all of it, beside short steps, ms", *scrapes("short")],
-        ["the same beside long steps, ms", *scrapes("long")],
-        ["the longest block of a view, ms", *longest("view")],
-        ["of its plain values, ms", *longest("values")],
-        ["of its JSON, ms", *longest("json")],
-        *(
-            [f"{name}, on a thread, ms", *longest(what, "thread")]
-            for what, name in (("view", "a view"), ("values", "its plain values"), ("json", "their JSON"))
-            if any(f"{what}_thread_seconds" in run for run in runs)
-        ),
-        ["of a scrape, ms", *longest("scrape")],
+        ["a scrape, all of it, ms", *(f"{1e3 * run['scrape_seconds']:.0f}" for run in runs)],
+        ["the longest block of a scrape, ms", *(f"{1e3 * run['scrape_block_seconds']:.0f}" for run in runs)],
         ["the placements of an epoch, MB", *(f"{run['placement_bytes'] / 1e6:.1f}" for run in runs)],
     ]
     columns = [("what", "left"), *((f"commit {commit(run)[:7]}", "right") for run in runs)]
-    machines: dict[str, list[str]] = {}
-    for run in runs:
-        machines.setdefault(run.get("hardware", report["hardware"]), []).append(commit(run)[:7])
-    measured = "; ".join(f"{spaced(machine)}: {', '.join(of)}" for machine, of in machines.items())
     caption = (
         f"{runs[0]['members']:,} members, {report['stages']} stages in {report['rows']} rows, without gRPC "
         f"and sockets; processor time, the least of {report['repeats']}. A block: for so long nothing else "
-        f"has its turn, collections of cycles included; the median of {report['repeats']}. Python "
-        f"{report['python']}. {measured}."
+        f"has its turn, collections of cycles included; the median of 5. Python "
+        f"{report['python']}, {spaced(report['hardware'])}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
 
