@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import cache
 
 import pytest
 from torch import Tensor
@@ -14,7 +15,7 @@ from node.run_state.grid import StepGroups
 from node.schedule.gradient_groups import RowShare, group_of, microbatches_of
 from node.stage.executor import StageExecutor
 from node.stage.inbox import StepChange, StepInterrupted
-from tests.support.memory_pipeline import MemoryPipeline, corpus, reference_run
+from tests.support.memory_pipeline import MemoryPipeline, corpus
 from tests.unit.node.stage.test_gradient_sync import CONFIG, ROWS, changed
 from wire.messages import Vote
 from wire.spec import Direction, TensorKey
@@ -214,8 +215,15 @@ WHEN = {
 }
 
 
+@cache
 def once(config: RunConfig) -> str:
-    return reference_run(config, 1)[1]
+    """The hash of the weights after a step of one row without deaths, in as many slices.
+
+    On some processors a product of fewer rows has other bits, so the unsplit run is no measure here.
+    """
+    with MemoryPipeline(config, rows=ROWS[1]) as stages:
+        stages.train(1)
+        return stages.weights_sha256()
 
 
 @pytest.mark.timeout(120)
