@@ -288,7 +288,7 @@ def document() -> str:
         [
             row["what"],
             row["help"],
-            f"`{row['sees']}`" if row["sees"] else "nothing: it is mended below what the run prints",
+            f"`{row['sees']}`" if row["sees"] else "none: the link recovers by itself",
             _text(row["detect_seconds"]),
             "the run stops" if row["ends_run"] else _text(row["recover_seconds"]),
         ]
@@ -301,19 +301,19 @@ def document() -> str:
 
 Made by `python -m scripts.checks.faults`; do not edit.
 
-Each row is one run of real processes over loopback: a coordinator, three stages and, where it says so, a
-spare, or a second row that shares rounds of two local steps. The fault is injected at an exact point
-(`tests/support/faults.py`). Every run that did not stop ended with the losses and the weights SHA-256 of an
-undisturbed one, bit for bit.
+Each row is one run of real processes over loopback: a coordinator, three stages and, where the table says so,
+a spare, or a second row that shares rounds of two local steps. The fault is injected at an exact point
+(`tests/support/faults.py`). Every run that did not stop ended with the same losses and the same SHA-256 of
+the weights as an undisturbed run.
 
 {markdown(columns, rows)}
 
-Measured once each, on {report["cores"]} cores that did other work too, with a model so small that a step
-takes tens of milliseconds; the state of a larger one adds its bytes over the rate of the link to the
-coordinator. `coordinator.heartbeat_seconds` is {report["heartbeat_seconds"]:g} and
-`coordinator.silent_seconds` {report["silent_seconds"]:g}, the defaults. A node or coordinator that is started
-again loads its libraries first. A dash: the coordinator has no reason to notice, because the link itself
-reconnects or asks for the frame again, or because it is the coordinator that died.
+Each fault was measured once, on {report["cores"]} cores that did other work too, with a model so small that a
+step takes tens of milliseconds. A larger model takes longer to recover: its state has to cross the link to
+the coordinator. `coordinator.heartbeat_seconds` is {report["heartbeat_seconds"]:g} and
+`coordinator.silent_seconds` {report["silent_seconds"]:g}, the defaults. The times include loading the
+libraries where a node or coordinator is started again. A dash means that the coordinator has nothing to
+notice, because the link reconnects or asks for the frame again by itself, or because the coordinator died.
 
 {_churn()}
 
@@ -326,9 +326,9 @@ in {soak["runs"]} runs of {soak["steps"]} steps together, seeds {soak["seeds"][0
 
 {_soak_table(soak)}
 
-There faults overlap, and processes start without loading their libraries: most who died were back before
-their absence was noticed, and their return is what was. `coordinator.silent_seconds` was
-{soak["silent_seconds"]:g}.
+In these runs faults overlap, and processes start without loading their libraries. Most nodes that died were
+back before the coordinator noticed their absence; then their return counts as noticing.
+`coordinator.silent_seconds` was {soak["silent_seconds"]:g}.
 
 {_attacks()}"""
 
@@ -353,25 +353,26 @@ def _churn() -> str:
     steps = sorted({grid["step"] for grid in report["grids"].values()})
     return f"""## What a death costs
 
-A node that dies in a step costs its row's work of that step, and then a row until somebody has its seat.
-Rows that are whole take the groups of its row; the step's losses and weights are those of a step without a
-death. Two rows that have lost nodes of different stages become one at once, within the step: a node of one
-moves to the other. So as many rows compute as the stage with fewest nodes has nodes. While seats are empty,
-a row has the group that it computes and the next one. The other groups wait, and a row that becomes whole in
-the step takes its part of them. A node that comes for a seat fetches its state and catches up beside the
-steps. If no row is whole any more, the step runs again, with the same nodes in their seats. With one row a
-death ends the step, which runs again.
+When a node dies in a step, its row loses its work of that step, and computes nothing until another node takes
+the empty seat. Complete rows take over the row's groups, and the step's losses and weights are the same as
+without a death. If two rows have lost nodes of different stages, a node of one moves to the other within the
+step, so that one of the two is complete at once. So the number of rows that compute is the number of nodes of
+the stage with the fewest nodes. While seats are empty, each row holds two groups: the one that it computes
+and the next. The other groups wait, and a row that is completed during the step takes its share of them. A
+node that takes a seat fetches its state and catches up while steps go on. If no row is complete any more, the
+step runs again, with the same nodes in their seats. In a run with one row, the step always runs again.
 
-Goodput is the share of a calm run's steps that are committed in the same time, each counted once. Simulated
-by `python -m scripts.experiments.churn` with the run's real state machine and nodes that take a set time:
-steps of {" or ".join(f"{step:g}" for step in steps)} s, a dead node back after 10 s, 20 s to fetch its state,
-{max(len(case["runs"]) for case in report["cases"])} runs of {report["node_hours"]:g} node-hours each.
+Goodput is the number of committed steps, each counted once, as a share of those of a run without deaths in
+the same time. `python -m scripts.experiments.churn` simulates it with the run's real state machine and nodes
+that take set times: steps of {" or ".join(f"{step:g}" for step in steps)} s, a dead node back after 10 s, and
+20 s to fetch its state, in {max(len(case["runs"]) for case in report["cases"])} runs of
+{report["node_hours"]:g} node-hours each.
 
 {markdown(columns, rows)}
 
-Take many times as many groups as rows, a number that one row less shares evenly too: 12 or 24 for four rows,
-which three share as four or eight each. Where nodes die every few minutes, most of the loss is rows that wait
-for a seat: as long as a node takes to come back and to fetch its state."""
+Choose several times as many groups as rows, and a number that one row less can share evenly too: 12 or 24
+groups for four rows, of which three rows take four or eight each. If nodes die every few minutes, most of the
+loss comes from rows that wait for a seat, until a node is back and has fetched its state."""
 
 
 def _attacks() -> str:
@@ -414,105 +415,108 @@ def _attacks() -> str:
 
 `make attack` runs each of these against a coordinator, three stages and two spares, as real processes. The
 liar has a real certificate and computes its part of every step, but alters the messages that it sends to the
-coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from the first lie to the end.
-*Losses and weights* are compared with an undisturbed run's, bit for bit. After each run `thinwire status`
-names the liar, and why it lost its stage, too; so does the page, beside its nodes.
+coordinator (`tests/support/liar.py`). *Longest wait* is the longest time without a new step, from the first
+lie to the end. *Losses and weights* are compared with those of an undisturbed run, bit for bit. After each
+run, `thinwire status` and the page name the liar and say why it lost its stage.
 
 {markdown(member_columns, members)}
 
 Three of them compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate
-= 1`. With rate *p* and *R* rows of like nodes a member that is always wrong is found after *R* / (2 *p*)
-steps on average, and within 3 *R* / (2 *p*) in 95 of 100 cases. Wrong steps before that stay in the
-weights, so go back to a snapshot from before. The cost is one gradient group more for a row in a share *p*
-of the steps: with as many groups as rows, at most *p* of the run's time. In the other steps nodes only hash
-what they send.
+= 1`. With rate *p* and *R* rows of nodes of the same kind, a member that is always wrong is found after
+*R* / (2 *p*) steps on average, and within 3 *R* / (2 *p*) steps in 95 of 100 cases. The wrong steps before
+that stay in the weights, so return to an earlier snapshot. The cost is one more gradient group for one row in
+a share *p* of the steps: at most *p* of the run's time if there are as many groups as rows. In the other
+steps nodes only hash what they send.
 
-Not protected: a member with the head can report any loss in range, and any member can send finite but wrong
-tensors or vote a wrong norm within the range of recent steps. With one row, or without audits, nothing finds
-these: only a second computation of the same work does. A member that computes correctly but sends wrong sums
-to another row puts suspicion on the node that holds them. That node may lose its stage; nothing else is held
-against it.
+Not protected: the member with the head can report any loss in range, and any member can send finite but wrong
+tensors, or vote a wrong norm within the range of recent steps. With one row, or without audits, nothing finds
+these lies, because that takes a second computation of the same work. A member that computes correctly but
+sends wrong sums to another row makes the node that holds those sums look wrong. That node may lose its stage,
+but nothing else is held against it.
 
-When two nodes differ, a third node of the same kind decides: one of another row, a spare, or one of another
-stage that changes places with one of the two. With exactly two of a kind, both compute the audited step
-again. The one that gives another value than before is wrong, so a card with random errors is found. A node
-whose error repeats cannot be told from the honest one: the operator reads both names once, and the run goes
-on with both. If the *gradient norms* of such a pair differ twice, and no third node of their kind can compute
-the step, the run hands in the state before it and ends with the stage and both names. If one of the two
-leaves meanwhile, the other goes on as the only node of its stage, and a line says so.
+If two nodes disagree, a third node of the same kind decides: a node of another row, a spare, or a node of
+another stage that changes places with one of the two. If only two nodes are of that kind, both compute the
+audited step again. A node that then gives another value than before is wrong, which finds a card with random
+errors. If both repeat their values, nothing tells the honest node from the other; the operator reads both
+names once, and the run continues with both. If the *gradient norms* of such a pair differ twice, and no third
+node of their kind can compute the step, the run saves the state before the step and ends with the stage and
+both names. If one of the two leaves meanwhile, the other continues as the only node of its stage, and a line
+says so.
 
 ### The state that a member hands in
 
 At a snapshot's step every node of a stage reports the SHA-256 and the sums of squares of each of its layers,
-whether it hands the layer in or not. The run stores, spreads and offers a layer only under the hash that more
+whether it hands the layer in or not. The run stores, copies and offers a layer only under the hash that more
 than half of the nodes of one kind report. Only nodes that held the state before are counted. The hashes are
 kept in the database and in the manifest, and `resume` and `recover` use no other layer. A node that hands in
 another layer than agreed, or reports another hash than the majority, is shut out at that snapshot; a line
-names it and the step. Nothing that it handed in has replaced anything, and another row hands in the layer.
-Such members are in the table, in three rows of two stages without audits.
+names it and the step. Its layer replaces nothing, and another row hands in the right one. The table above has
+such members, in three rows of two stages without audits.
 
 {_states()}
 
-- *Two that differ*: the snapshot is not taken. A spare of their kind, or a node of another stage that
+- *If two nodes disagree*, the snapshot is not taken. A spare of their kind, or a node of another stage that
   changes places with one of the two, computes the state again from the newest agreed snapshot, and then two
-  agree. Without a third node the run goes on without that snapshot. If that happens {MOST_DISPUTES} times
-  more in a row, or where the run waits for the snapshot (at its end, or when a node leaves), the run stops
-  and names the two. If one of the two leaves, no snapshot of the other is taken until another node has
-  computed the same state.
+  agree. Without a third node the run goes on without that snapshot. If this happens {MOST_DISPUTES} more
+  times in a row, or if the run waits for the snapshot (at its end, or when a node leaves), the run stops and names
+  the two. If one of the two leaves, no snapshot of the other is taken until another node has computed the
+  same state.
 - *A lying majority* of the nodes that held the state before, two of three or three of four, is believed, and
   the honest node is shut out. Half of them, two of four, is not believed.
 - *Newcomers* that follow the run also compute one gradient group of an older row in each of their first
   {PROBATION} steps, with or without audits. If the results differ, that step runs again without the newcomer.
-  Nothing is held against it, because the state that it was given may be wrong. If its hashes differ a second
-  time, it is shut out. Until then its word decides nothing against nodes that held the state before.
-- *A refused layer*, of another size, another hash or malformed, is asked of another row at once. One row of
-  the same kind keeps a copy of its layers on its disks, where there is room, so that snapshot is complete
-  all the same, at the coordinator, on nodes or in an object store. Without such a row, and where a node is
-  shut out or gone before it has handed in its layers, the snapshot is taken again, of the next step or, at
-  the run's end, of the same one, from another row. A file in an object store is compared with its hash when
-  a node loads it, not before.
-- *Restarts and ends*: a coordinator that starts again has forgotten the hashes of an unfinished snapshot, and
-  who was shut out; such a node is found again at its next lie. Hashes that arrive after the last agreed
-  snapshot, or in an attempt that ends before all nodes have reported, name nobody and change nothing.
-- *Half of the nodes gone* before they have reported their hashes: the snapshot is taken at the next step
-  instead.
+  Nothing is held against it, because the state that it received may be wrong. If its hashes differ a second
+  time, it is shut out. Until then its hashes count for nothing against nodes that held the state before.
+- *A refused layer*, with another size, another hash or a malformed file, is asked of another row at once. One
+  row of the same kind keeps a copy of its layers on its disks if there is room. So the snapshot is still
+  completed, at the coordinator, on nodes or in an object store. Without such a row, or if a node is shut out
+  or gone before it has handed in its layers, the snapshot is taken again from another row, at the next step
+  or, at the run's end, at the same step. A file in an object store is compared with its hash only when a node
+  loads it.
+- *Restarts and ends*: a coordinator that starts again does not know the hashes of an unfinished snapshot, or
+  which nodes were shut out; such a node is found again at its next lie. Hashes that arrive after the last
+  agreed snapshot, or in an attempt that ends before all nodes have reported, change nothing.
+- *If half of the nodes are gone* before they have reported their hashes, the snapshot is taken at the next
+  step instead.
 
-What remains is the case where *one* node is the only one of its kind to hold a layer: one row, or rows of
-unlike machines. Its file must be well-formed. The sums of squares of weights and moments are compared with
-those of nodes of other kinds ({OTHER_KIND:.0%}), and with the snapshot before: weights between
-{LEAST_TIMES**0.5:g} and {MOST_TIMES**0.5:g} times as large, moments not vanishing, and no zeros where there
-were gradients. A layer outside these bounds is computed again by a spare; without a spare it is not saved.
-Once such a layer is loaded, the first {PROOF_STEPS} steps that were committed before must give about the same
-loss and gradient norm again. If they do not, the snapshot is set aside for an older one, with the name of its
-only holder; without an older one the run stops. Three lies are not found: another state of the same size,
-until it is loaded; one that gives about the same steps, as a slightly changed model does; and, where nothing
-was committed since the snapshot, one whose loss is near the newest ones. With one row and no spare nothing
-more can be checked.
+There remains the case in which *one* node is the only one of its kind to hold a layer: with one row, or with
+rows of different machines. Its file must be well formed. The sums of squares of weights and moments are
+compared with those of nodes of other kinds ({OTHER_KIND:.0%}), and with the previous snapshot: weights must
+be between {LEAST_TIMES**0.5:g} and {MOST_TIMES**0.5:g} times as large, moments must not vanish, and there
+must be no zeros where there were gradients. A spare computes a layer outside these bounds again; without a
+spare it is not saved. When such a layer has been loaded, the first {PROOF_STEPS} steps that were committed
+after it must give about the same loss and gradient norm again. If they do not, the run uses an older snapshot
+and names the only holder of this one; without an older snapshot it stops. Three lies are not found: another
+state of the same size, until it is loaded; a state that gives about the same steps, such as a slightly
+changed model; and, if no step was committed since the snapshot, a state whose loss is near the newest ones. With one
+row and no spare, nothing more can be checked.
 
-A volunteer's relay that holds each piece for 2 s, or passes on 2,000 bytes a second, is left once it has owed
-its links more than they get by another relay, after 2 s of that at the least; a line says `node ... left the
-relay of node ...`. One that loses bytes breaks the connection, and the link goes on by the next relay. No
-step is lost (`tests/integration/test_run_reach.py`). Without another relay a slow one stays: there is no
-other way.
+A link leaves a volunteer's relay that holds each piece for 2 s, or that forwards only 2,000 bytes a second.
+It does so once the relay has been too slow for at least 2 s and another relay is faster; a line says `node ...
+left the relay of node ...`. A relay that loses bytes breaks the connection, and the link continues through
+the next relay. No step is lost (`tests/integration/test_run_reach.py`). If there is no other relay, the link
+stays at the slow one.
 
-A member that does nothing holds up a step for 30 seconds beyond the usual time, or for three times the usual
-time, whichever is longer. One that says that it computes or waits holds it up for a minute, or for ten times
-the usual time. In an epoch's first step these are two and four minutes. In a run's first step, before any was
-measured, one that says that it computes holds it up for ten minutes. Every stage sees activations, and the
-first sees text.
+A member that does nothing delays a step by 30 seconds beyond the usual time, or by three times the usual
+time, whichever is longer. A member that reports that it computes or waits can delay it by a minute, or by ten
+times the usual time. In an epoch's first step these are two and four minutes. In a run's first step, when
+nothing has been measured, a member that reports that it computes can delay it by ten minutes. Every stage
+sees activations, and the first sees the text.
 
 ## Strangers
 
-Nobody here has a certificate of the run; connections come from 200 addresses. Each process of the run may
-have 1,024 descriptors. The run has one core and the strangers another, so that what they spend is not held
-against the run. *Speed*: steps a second during the siege, over the mean of a calm time before and one after
-it; the median of the rounds, and in brackets the lowest and the highest. *CPU*: the run's own processor
-seconds for a step, likewise. All the time a member opens a new connection every 2 s, dialling as nodes do.
-Measured on {report["cores"]} cores that did other work too. Steps take tens of milliseconds, so that what a
-connection costs counts for more than in a real run. *An honest node joins in*: from the start of its process,
-which loads its libraries on the run's core, to its admission; *of these asking*: the longest of five
-admissions from the first word on. A connection that has shown no valid token carries 8 KiB a second, so most
-requests to join are never read.
+These strangers have no certificate of the run; they connect from 200 addresses. Each process of the run may
+have 1,024 descriptors. The run has one core and the strangers have another, so that their own work does not
+slow the run. Measured on {report["cores"]} cores that did other work too. Steps take tens of milliseconds, so
+the cost of a connection weighs more than in a real run. A connection that has shown no valid token carries
+8 KiB a second, so most requests to join are never read.
+
+- *Speed* is steps per second during the siege, divided by the mean of a calm time before and one after it:
+  the median of the rounds, with the lowest and the highest in brackets. *CPU* is the run's own processor
+  seconds per step, in the same way.
+- *A member connects in at most*: throughout, a member opens a new connection every 2 s, as nodes do.
+- *An honest node joins in* is the time from the start of its process, which loads its libraries on the run's
+  core, to its admission. *Of these asking* is the longest of five admissions, from the first message on.
 
 {markdown(stranger_columns, strangers)}
 """
@@ -529,11 +533,11 @@ def _states() -> str:
     return (
         f"`python -m scripts.checks.attack --states 100` runs such lies ({kinds}) against the run's state "
         f"machine in a simulated world, with 2, 3 and 4 rows, with and without audits, newcomers and deaths "
-        f"at random times. Liars lie only while half or more of those that held their layers before are "
-        f"honest. Recorded: {runs} runs, with a lie in {lied}; no other state was stored or loaded in any, "
-        f"and no honest node was shut out. {ended} of the {lied} ended with the right state, the others by "
-        f"name. In {named} a line named a liar, alone or with those that it contradicted; where most were "
-        f"honest, within {most} steps of its lie."
+        f"at random times. Liars lie only while at least half of the nodes that held their layers before are "
+        f"honest. Recorded: {runs} runs, with a lie in {lied}. No run stored or loaded a wrong state, and no "
+        f"honest node was shut out. Of the {lied} runs, {ended} ended with the right state, and the others "
+        f"stopped and named nodes. In {named} runs a line named a liar, alone or with the nodes that it "
+        f"contradicted; if most nodes were honest, within {most} steps of its lie."
     )
 
 
