@@ -458,9 +458,9 @@ such members, in three rows of two stages without audits.
 - *If two nodes disagree*, the snapshot is not taken. A spare of their kind, or a node of another stage that
   changes places with one of the two, computes the state again from the newest agreed snapshot, and then two
   agree. Without a third node the run goes on without that snapshot. If this happens {MOST_DISPUTES} more
-  times in a row, or if the run waits for the snapshot (at its end, or when a node leaves), the run stops and names
-  the two. If one of the two leaves, no snapshot of the other is taken until another node has computed the
-  same state.
+  times in a row, or if the run waits for the snapshot (at its end, or when a node leaves), the run stops and
+  names the two. If one of the two leaves, no snapshot of the other is taken until another node has computed
+  the same state.
 - *A lying majority* of the nodes that held the state before, two of three or three of four, is believed, and
   the honest node is shut out. Half of them, two of four, is not believed.
 - *Newcomers* that follow the run also compute one gradient group of an older row in each of their first
@@ -488,14 +488,14 @@ spare it is not saved. When such a layer has been loaded, the first {PROOF_STEPS
 after it must give about the same loss and gradient norm again. If they do not, the run uses an older snapshot
 and names the only holder of this one; without an older snapshot it stops. Three lies are not found: another
 state of the same size, until it is loaded; a state that gives about the same steps, such as a slightly
-changed model; and, if no step was committed since the snapshot, a state whose loss is near the newest ones. With one
-row and no spare, nothing more can be checked.
+changed model; and, if no step was committed since the snapshot, a state whose loss is near the newest ones.
+With one row and no spare, nothing more can be checked.
 
 A link leaves a volunteer's relay that holds each piece for 2 s, or that forwards only 2,000 bytes a second.
-It does so once the relay has been too slow for at least 2 s and another relay is faster; a line says `node ...
-left the relay of node ...`. A relay that loses bytes breaks the connection, and the link continues through
-the next relay. No step is lost (`tests/integration/test_run_reach.py`). If there is no other relay, the link
-stays at the slow one.
+It does so once the relay has been too slow for at least 2 s and another relay is faster; a line says `node
+... left the relay of node ...`. A relay that loses bytes breaks the connection, and the link continues
+through the next relay. No step is lost (`tests/integration/test_run_reach.py`). If there is no other relay,
+the link stays at the slow one.
 
 A member that does nothing delays a step by 30 seconds beyond the usual time, or by three times the usual
 time, whichever is longer. A member that reports that it computes or waits can delay it by a minute, or by ten
