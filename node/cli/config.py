@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from node.view.machines import Machine
 
 MACHINE_HELP = (
-    "card of a machine, and its line in Mbit/s: 'rtx 4090,20/100' (up and down), 'cpu,10'; repeat it, in the "
-    "order of stages; the last one stands for those that follow"
+    "a machine's card and its line in Mbit/s, such as 'rtx 4090,20/100' (up and down) or 'cpu,10'; repeat it "
+    "in the order of stages; the last one also counts for all further stages"
 )
 MOST_MACHINES = 64
 

@@ -26,11 +26,11 @@ def add_parser(commands: Any) -> None:
     trained = actions.add_parser("tokenizer", help="train a byte-level BPE on a text")
     trained.add_argument("text", metavar="TEXT", help="as data.path: a file, JSONL, or a folder of them")
     trained.add_argument("out", metavar="OUT", type=Path, help="the folder to create, for data.tokenizer")
-    trained.add_argument("--vocab", type=int, default=16384, metavar="N", help="most tokens (default: 16384)")
-    trained.add_argument("--field", default="", help="the field of JSONL rows (default: text)")
     trained.add_argument(
-        "--chat", action="store_true", help="with a chat template, to train on conversations"
+        "--vocab", type=int, default=16384, metavar="N", help="size of the vocabulary (default: 16384)"
     )
+    trained.add_argument("--field", default="", help="the field of JSONL rows (default: text)")
+    trained.add_argument("--chat", action="store_true", help="add a chat template, to train on conversations")
     trained.add_argument("--json", action="store_true", help="one JSON object instead of text")
     trained.set_defaults(run=run_tokenizer, parser=trained)
 

@@ -17,8 +17,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--keep-token",
         action="store_true",
-        help="leave the remaining uses of the token that admitted it; by default they are gone, because the "
-        "node would come back under another key",
+        help="keep the token that admitted it open; by default it is closed, because the node could return "
+        "with another key",
     )
     parser.set_defaults(run=run, parser=parser)
 

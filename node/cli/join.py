@@ -26,12 +26,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--no-listen",
         action="store_true",
-        help="open no port: neighbours come by the coordinator's relay",
+        help="open no port; neighbours connect through a relay",
     )
     parser.add_argument(
         "--no-map-port",
         action="store_true",
-        help="do not ask the router for a port that leads here (NAT-PMP, or UPnP with thinwire[upnp])",
+        help="do not ask the router to map a port to this machine (NAT-PMP, or UPnP with thinwire[upnp])",
     )
     parser.add_argument(
         "--advertise",
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="share the stage between N GPUs, from --device on; with --device cpu, N processes",
+        help="share the stage among N GPUs, beginning with --device; with --device cpu, among N processes",
     )
     parser.add_argument(
         "--tensor-parallel",
@@ -69,8 +69,8 @@ def add_parser(commands: Any) -> None:
         type=float,
         default=0.0,
         metavar="MBIT",
-        help="carry up to so many Mbit/s between other nodes that cannot reach each other; needs a port that "
-        "others can reach",
+        help="carry up to this many Mbit/s between other nodes that cannot reach each other; others must be "
+        "able to reach a port here",
     )
     parser.add_argument(
         "--max-disk",
@@ -93,8 +93,8 @@ def add_parser(commands: Any) -> None:
         const=YIELDS_FROM,
         default=0.0,
         metavar="PERCENT",
-        help=f"go slower while other programs use so much of the GPU ({YIELDS_FROM:g} if no number follows), "
-        "such as a game; NVIDIA's driver says how much that is",
+        help=f"slow down while other programs, such as a game, use this share of the GPU (without a number: "
+        f"{YIELDS_FROM:g}); needs NVIDIA's driver",
     )
     parser.add_argument(
         "--store",
@@ -108,7 +108,7 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="OWNER/NAME",
-        help="let this model be read from the hub with your HF_TOKEN; without it the hub gets no token "
+        help="use your HF_TOKEN to read this model from the hub; other models are read without a token "
         "(repeatable)",
     )
     parser.add_argument(
@@ -130,8 +130,8 @@ def add_parser(commands: Any) -> None:
         "--wait",
         default="1h",
         metavar="TIME",
-        help="how long to wait for a coordinator that is not up yet, and for a stopped run to go on: 30 min, "
-        "12h, 0 not at all (default: 1h)",
+        help="how long to wait for a coordinator that is not up yet, and for a stopped run to go on, such "
+        "as 30 min or 12h; 0 does not wait (default: 1h)",
     )
     parser.add_argument("--json", action="store_true", help="progress on stdout as JSON lines")
     parser.set_defaults(run=run, parser=parser)

@@ -29,20 +29,20 @@ MOST_POINTS = 12
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="memory of each stage, and what fits in less")
     add_run_file(parser)
-    parser.add_argument("--gb", type=float, default=0.0, help="memory of each card; default: what all needs")
+    parser.add_argument("--gb", type=float, default=0.0, help="memory of each card (default: enough for all)")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes a stage")
     parser.add_argument(
         "--host-gb",
         type=float,
         default=0.0,
-        help="main memory that a GPU may move to (default: 4 times --gb)",
+        help="main memory for what does not fit on the GPU (default: 4 times --gb)",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
         help="plan by times that are measured on this machine's device, as a node does when it joins",
     )
-    parser.add_argument("--curve", action="store_true", help="each stage's time for every memory")
+    parser.add_argument("--curve", action="store_true", help="show how each stage's time depends on memory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 

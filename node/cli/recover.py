@@ -22,7 +22,9 @@ def add_parser(commands: Any) -> None:
         help="a node's state directory, a copy of it, or URL/RUN_ID in an object store; one is enough, "
         "several may be given",
     )
-    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="where to make it (default: runs/NAME-N)")
+    parser.add_argument(
+        "--run-dir", metavar="DIR", type=Path, help="the run directory to create (default: runs/NAME-N)"
+    )
     parser.add_argument(
         "overrides", metavar="section.key=value", nargs="*", default=[], help="such as data.path=TEXT"
     )

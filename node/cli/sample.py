@@ -20,7 +20,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("sample", help="generate text from a snapshot")
     add_arguments(parser)
-    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text to continue; several one by one")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text to continue (repeatable)")
     parser.add_argument(
         "--chat", action="store_true", help="give each PROMPT to the chat template as a user's message"
     )

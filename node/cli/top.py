@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
         "where", metavar="RUN_DIR|ADDRESS", help="the run's directory, or its page's host:port"
     )
     parser.add_argument("--once", action="store_true", help="show the present state and exit")
-    parser.add_argument("--json", action="store_true", help="the view as a line of JSON at each change")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each change of the view")
     parser.add_argument(
         "--ca", type=Path, metavar="FILE", help="the run's authority/ca.pem, for a page over https"
     )
