@@ -1,5 +1,7 @@
-"""The actions that the run's state machine returns. Carried out in order: a record is durable before the next
-action starts, so a commit is on disk before any stage learns of it.
+"""The actions that the run's state machine returns, and the coordinator carries out.
+
+They are carried out in order. A record is durable before the next action starts, so a commit is on disk
+before any stage learns of it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,12 +26,13 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Decide:
-    """Stages could be placed: decide what follows from the nodes that are there, and go on with it."""
+    """Stages can be assigned now. Decide what follows from the nodes that are present, such as the run's
+    precision, and continue with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordPlacement:
-    """A new epoch: these nodes, by stage; row after row, if there are several."""
+    """Record a new epoch with these nodes, by stage, and row after row if there are several."""
 
     epoch: int
     nodes: tuple[str, ...]
@@ -40,7 +43,7 @@ class RecordPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordRestored:
-    """Every stage of the epoch holds the state of `step`, and its links are warm."""
+    """Record that every stage of the epoch holds the state of `step`, and that its links are warm."""
 
     epoch: int
     step: int
@@ -50,7 +53,7 @@ class RecordRestored:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordCodecs:
-    """From `step` on, links have these codecs, until another such record."""
+    """From `step` on, links use these codecs, until another such record."""
 
     epoch: int
     step: int
@@ -83,14 +86,15 @@ class RecordCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordHeldOut:
-    """The held-out loss of the state of `step`, in nats a token."""
+    """The held-out loss of the state of `step`, in nats per token."""
 
     epoch: int
     step: int
     loss: float | None
-    """With the run's codecs on the links; None if they cannot carry samples that are not trained on."""
+    """The loss with the run's codecs on the links; None if they cannot carry samples that are not trained
+    on."""
     uncompressed: float
-    """With fp32 on every link; not a number where no token counts as a label."""
+    """The loss with fp32 on every link; not a number if no token counts as a label."""
     samples: int
     best: bool = False
     """The least uncompressed loss so far."""
@@ -114,18 +118,18 @@ class OpenSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotAgreed:
-    """The layers of this snapshot count with these hashes alone."""
+    """The layers of this snapshot count only with these hashes."""
 
     step: int
     units: Mapping[int, UnitHash]
-    """By layer unit."""
+    """Hashes, by layer unit."""
     alone: Collection[int]
     """Units that one node alone holds: its file is compared with what it says of it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotDropped:
-    """No snapshot of this step is taken: its layers are not stored, whoever hands them in."""
+    """No snapshot of this step is taken. Layers that are handed in for it are not stored."""
 
     step: int
     reason: str
@@ -133,7 +137,7 @@ class SnapshotDropped:
 
 @dataclass(frozen=True, kw_only=True)
 class RefuseSnapshot:
-    """A complete snapshot is not the run's state: set it aside, then call `snapshot_damaged`."""
+    """A complete snapshot is not the run's state. Do not use it any more, then call `snapshot_damaged`."""
 
     step: int
     reason: str
@@ -166,7 +170,8 @@ class Aborted:
 
 @dataclass(frozen=True, kw_only=True)
 class SeatLost:
-    """A host is gone, and its epoch goes on: in a step others compute what its row was to."""
+    """A host is gone, and its epoch goes on. If this happens in a step, other rows compute what its row had
+    to compute."""
 
     epoch: int
     step: int
@@ -177,7 +182,7 @@ class SeatLost:
     groups: tuple[int, ...]
     """That its row had in the step that runs; none between two steps."""
     portions: tuple[Portion, ...] = ()
-    """Who computes which groups from now on."""
+    """Which groups each row computes from now on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +205,7 @@ class SeatFilled:
     row: int
     stage: int
     nodes: tuple[str, ...]
-    """Who has each seat, row after row; "" where nobody is."""
+    """Which node has each seat, row after row; "" for an empty seat."""
     addresses: tuple[str, ...]
     rows: int
 
@@ -225,7 +230,7 @@ class Announce:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The run is over (`failed`: not as planned). All sessions close."""
+    """The run is over and all sessions close. `failed`: it did not end as planned."""
 
     reason: str
     failed: bool
@@ -301,8 +306,7 @@ def let_go(node_id: str) -> list[Action]:
 
 
 def costs_last(actions: Sequence[Action]) -> Sequence[Action]:
-    """With the begin of the next step before the end of this one: its costs are summed up while nodes are at
-    the next."""
+    """Put the begin of the next step first, so that nodes compute while the costs of this step are summed."""
     if not actions:  # as after nearly every vote
         return actions
     at = next((at for at, one in enumerate(actions) if isinstance(one, StepDone)), None)

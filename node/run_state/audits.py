@@ -1,12 +1,14 @@
-"""Audits: two rows compute the same gradient group, and what their nodes say of it is compared. Pure.
+"""Audits: two rows compute the same gradient group, and the results that their nodes report are compared.
+Pure.
 
-With every vote a node gives the digests of what it computed for each group: of the tensors that it sent and
-received, and of its packed gradient. In some steps, which no node can foresee, another row computes one of a
-row's groups too. From the same inputs nodes of the same kind compute the same bits. So the first difference,
-in the order of the computation, is between two nodes of one stage, and one of them is wrong.
+With every vote, a node sends digests of what it computed for each group: of the tensors that it sent and
+received, and of its packed gradient. In some steps, which no node can predict, another row also computes
+one of a row's groups. From the same inputs, nodes of the same kind compute the same bits. So the first
+difference, in the order of the computation, is between two nodes of one stage, and one of them is wrong.
 
-A node that is wrong in all it computes is found in an audited step if its row is one of the two. A digest is
-of what a node computed: one that computes right and then sends other gradients between rows is not found.
+A node whose values are all wrong is found in an audited step if its row is one of the two. A digest covers
+what a node computed: a node that computes correctly and then sends other gradients between rows is not
+found.
 """
 
 import hmac
@@ -34,7 +36,7 @@ class Audit:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Nodes of one stage computed different values from the same inputs: not all of them are right."""
+    """Nodes of one stage computed different values from the same inputs, so not all of them are right."""
 
     step: int
     group: int
@@ -46,7 +48,8 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Contradiction:
-    """Two neighbours do not say the same of a tensor that went from one to the other: one of them lies."""
+    """Two neighbours report different digests of a tensor that went from one to the other, so one of them
+    lies."""
 
     receiver: str
     what: str
@@ -68,7 +71,7 @@ class Contradiction:
 
 
 class Auditor:
-    """Chooses what is audited, and compares."""
+    """Chooses what is audited in each step, and compares the digests."""
 
     def __init__(
         self, rate: float, secret: bytes, boundaries: Callable[[int], int], *, compares: bool = False
@@ -85,9 +88,10 @@ class Auditor:
         self._secret = secret
         self._boundaries = boundaries
         self.doubted: tuple[int, int] | None = None
-        """A step, and a group of it, that is audited in any case, and by two rows more if there are any."""
+        """A step and one of its groups that is audited in any case, and by two more rows if there are any."""
         self.agreed: dict[str, dict[str, bytes]] = {}
-        """Of the newest audit: by value, its digest by node, where all said the same."""
+        """The newest audit's digests: for each value, the digest of each node, if all nodes reported the
+        same."""
 
     @property
     def is_on(self) -> bool:
@@ -97,7 +101,7 @@ class Auditor:
     def draw(
         self, step: int, groups: Groups, kinds: Sequence[Hashable], new: Sequence[int] = ()
     ) -> Audit | None:
-        """What is audited in a step; the same each time that the step runs with this placement.
+        """What is audited in a step. It is the same each time that the step runs with this placement.
 
         Args:
             groups: of each row; none of a row that computes nothing.
@@ -129,7 +133,7 @@ class Auditor:
     def refusal(
         self, vote: Vote, stage: int, stages: int, own: Sequence[int], extra: Sequence[int], *, has_loss: bool
     ) -> str | None:
-        """Why this stage cannot have given these digests.
+        """Why this stage cannot have sent these digests; None if it can.
 
         Args:
             own: the groups of its row; empty if the step has no digests.
@@ -157,7 +161,7 @@ class Auditor:
     def compare(
         self, audit: Audit, step: int, rows: Mapping[int, Sequence[tuple[str, Vote]]], loss_stage: int
     ) -> Difference | Contradiction | None:
-        """The first difference in the order of the computation; None if all say the same.
+        """The first difference in the order of the computation; None if all report the same.
 
         Args:
             rows: by audited row, the node and the vote of each stage.
@@ -224,7 +228,7 @@ class Auditor:
 
 
 def rows_alike(kinds: Sequence[Hashable], rows: int) -> list[list[int]]:
-    """For each row the rows whose nodes are of the same kinds, itself included.
+    """For each row, the rows whose nodes are of the same kinds, itself included.
 
     Args:
         kinds: of the hosts, row after row.

@@ -1,7 +1,7 @@
-"""Which codecs an epoch's links have, where the run file leaves that to the coordinator. Pure.
+"""Which codecs the links of an epoch use, if the run file leaves that to the coordinator. Pure.
 
-A step that runs again has the codecs that it first ran with, whatever is measured then. Only with another
-number of stages, which changes the step's bits anyway, does it get others.
+A step that runs again uses the codecs with which it first ran, whatever is measured then. It gets others
+only with another number of stages, which changes the step's bits anyway.
 """
 
 import functools
@@ -18,7 +18,7 @@ from wire.codecs.formats import ladder
 
 
 class CodecControl:
-    """The plans of a run's steps: those on record, and the one that the next epoch begins with."""
+    """The codec plans of a run's steps: those on record, and the one with which the next epoch begins."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class CodecControl:
 
 
 def codec_control(config: RunConfig, history: StepHistory[CodecPlan], newest: int) -> CodecControl:
-    """Of a run; arguments as for `CodecControl`."""
+    """Create the control for a run; arguments are as for `CodecControl`."""
     pipeline = config.pipeline
     rungs = ladder(pipeline.min_bits) if pipeline.plans_codecs else ()
     first = functools.partial(CodecPlan.first, pipeline)
@@ -102,6 +102,6 @@ def codec_control(config: RunConfig, history: StepHistory[CodecPlan], newest: in
 
 
 def no_codecs(history: StepHistory[CodecPlan], newest: int) -> CodecControl:
-    """Of a run whose codecs are its run file's."""
+    """Create the control for a run whose codecs are those of its run file."""
     nothing = CodecPlan(activations=(), gradients=())
     return CodecControl((), lambda count: nothing, lambda stages: 0, history, newest)

@@ -91,38 +91,39 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The newest commit on record; stages that voted for it may still have to receive it."""
+    """The newest commit on record. Stages that voted for it may not have received it yet."""
 
     step: int
     clip_coefficient: float
     lr: float
     lineage: int | None = None
-    """Of the states that it leads from and to; not on record."""
+    """The lineages of the states before and after it; they are not on record."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Who hosts what, row after row: with one row `hosts[i]` hosts stage i."""
+    """The host of each seat, row after row; with one row, `hosts[i]` hosts stage i."""
 
     hosts: tuple[str, ...]
     addresses: tuple[str, ...]
-    """Where others reach each host."""
+    """The addresses at which others reach each host."""
     groups: Groups = ONE_ROW
     """The gradient groups that each row computes."""
     kinds: Sequence[Hashable] = ()
-    """What the bits of each host's results depend on."""
+    """For each host, what the bits of its results depend on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnRecord:
-    """What the run has on record when an epoch begins."""
+    """What is on record about the run when an epoch begins."""
 
     newest_snapshot: int = 0
     newest_state: int = 0
     """The step after the newest commit."""
     committed: Committed | None = None
     lineages: Collection[int] | None = None
-    """Of states that are the run's; None: it is not known, so any that all stages are on."""
+    """The lineages of states that belong to the run; None if that is not known, so any state counts that all
+    stages have."""
     left: Collection[int] = ()
     """Lineages that nobody goes on from."""
     suspect_step: int | None = None
@@ -131,26 +132,29 @@ class OnRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules:
-    """By what all epochs of a run judge and commit steps."""
+    """The objects by which all epochs of a run judge and commit steps."""
 
     plan: StepPlan
     neighbours: Neighbours
     history: VoteHistory
     auditor: Auditor = field(default_factory=lambda: Auditor(0.0, b"", lambda _: 0))
     scales: LossScales | None = None
-    """Of a run that computes in float16."""
+    """The loss scale of a run that computes in float16."""
     unlabelled: Container[int] = ()
     """Steps none of whose tokens counts as a label: what is said to be their loss is none."""
     group_seconds: Callable[[str], float | None] = lambda _: None
-    """What a node usually takes for a gradient group; None: it is not known."""
+    """The seconds that a node usually takes for a gradient group; None if they are not known."""
 
 
 class Epoch:
-    """Every message goes to all rows, but for those that one row answers for all: snapshots and held-out
-    passes.
+    """One epoch: which node has which seat, and the phase of the current step. `RunMachine` passes it the
+    nodes' messages.
 
-    A row that loses a node is broken: rows that are whole take its groups, within the step. What is left of
-    it computes nothing, gets the sums of gradients and applies the commits, like all others.
+    Every message goes to all rows, except for snapshots and held-out passes, which one row answers for
+    all.
+
+    A row that loses a node is broken, and whole rows take its groups within the step. Its other nodes
+    compute nothing, get the sums of gradients and apply the commits, like all others.
     """
 
     def __init__(
@@ -165,20 +169,20 @@ class Epoch:
         """`windows`: as for `plan_windows`."""
         self.number = number
         self.hosts = tuple(node for node in assignment.hosts if node)
-        """Who hosts a stage now, row after row."""
+        """The host of each seat now, row after row."""
         self.groups = assignment.groups
         self.kinds = list(assignment.kinds or ("",) * len(assignment.hosts))
-        """What the bits of each host's results depend on; by seat, row after row, as addresses are."""
+        """For each seat, row after row like addresses, what the bits of its host's results depend on."""
         self.addresses = list(assignment.addresses)
         self.placed_nodes = list(assignment.hosts)
-        """Who was given each seat last."""
+        """The node to which each seat was last given."""
         self.grid = list(assignment.hosts)
-        """By seat; "" where nobody is."""
+        """Addresses by seat; "" for an empty seat."""
         self.entering: dict[str, int] = {}
-        """Nodes that open the links of a seat, which they get as soon as they hold the run's state."""
+        """Nodes that open the links of a seat. They get the seat when they hold the run's state."""
         self._entering_since: dict[str, float] = {}
         self._linked: set[str] = set()
-        """Those of them whose links are open."""
+        """Those of these nodes whose links are open."""
         self.fresh: set[str] = set()
         """Nodes in their first step of the epoch, which they entered while it was on."""
         self._seats = {node: seat for seat, node in enumerate(assignment.hosts) if node}
@@ -191,13 +195,13 @@ class Epoch:
         self._late: dict[Seat, None] = {}
         """Seats that were filled within the step that runs, in the order in which they were."""
         self.generation = 0
-        """How often these were shared anew, or a seat changed."""
+        """How often groups were shared again within the step, or a seat changed."""
         self.opened_at = 0.0
         """When the step that runs began."""
         self._rules = rules
         self._placed_runs = [*enumerate(self.groups)]
         self._shared = self._as_placed()
-        """Who computes which groups of the step that runs."""
+        """Which row computes which groups of the current step."""
         self.step = max(record.newest_snapshot, record.newest_state)
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
@@ -207,9 +211,9 @@ class Epoch:
         self.uncompressed = False
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
         self.codecs: CodecPlan | None = None
-        """Of each boundary; None where the run file's are not planned."""
+        """The codec of each boundary; None if the codecs of the run file are used."""
         self.storages: StoragePlan | None = None
-        """Of each stage; None where the run file's are not left to the coordinator."""
+        """The storage of each stage; None if the coordinator does not choose it."""
         self.planned_windows = windows
         self.newcomers: frozenset[str] = frozenset()
         """Hosts that fetched their state while others held it, until they have shown that it is the same."""
@@ -219,15 +223,15 @@ class Epoch:
         self._newest_state = self.step
         self.steps_done = 0
         self.audit: Audit | None = None
-        """What is audited in the step that runs."""
+        """What is audited in the current step."""
         self._uneven: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
-        """Of the newest steps: those in which rows computed other groups than they were placed with."""
+        """Those of the newest steps in which rows computed other groups than they were placed with."""
         self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
         self._known_losses: Mapping[int, float] = {}
-        """By group, of the step that runs, where nodes that are gone had said some; else empty."""
+        """Values by group of the current step, from nodes that are gone; empty if there are none."""
         self.votes: dict[str, Vote] = {}
-        """Of the newest step, by node."""
+        """Votes for the newest step, by node."""
         self._restore = Restore(epoch=number, step=0)
         self._snapshot: TakeSnapshot | None = None
         self.snapshot_nodes: tuple[str, ...] = ()
@@ -235,7 +239,7 @@ class Epoch:
         self._passes: Sequence[HeldOutPass] = ()
         self._microbatch, self._label_weight = 1, 1.0
         self._losses: list[float] = []
-        """Of the passes that are done."""
+        """The losses of the passes that are done."""
         self._loss = math.nan
         self._windows: tuple[int, ...] = ()
         self._keeps_sums = False
@@ -254,7 +258,7 @@ class Epoch:
 
     @property
     def kinds_of(self) -> dict[str, Hashable]:
-        """By host: what the bits of its results depend on."""
+        """For each host, what the bits of its results depend on."""
         return {node: kind for node, kind in zip(self.grid, self.kinds, strict=True) if node}
 
     @property
@@ -279,12 +283,13 @@ class Epoch:
         )
 
     def groups_of(self, replica: int) -> tuple[int, ...]:
-        """What a row computes in the step that runs."""
+        """The portion that a row computes in the current step."""
         return self._shared.of(replica)
 
     @property
     def most_groups(self) -> int:
-        """Of any row, in the step that runs: also of one that has lost a node after all its votes."""
+        """The portion of any row in the current step, also of a row that has lost a node after all its
+        votes."""
         return max(len(self.groups_of(row)) for row in range(self.rows))
 
     def takes_groups(self, row: int) -> bool:
@@ -298,8 +303,8 @@ class Epoch:
 
     @property
     def portions(self) -> tuple[Portion, ...]:
-        """Who computes which groups of the step that runs: each group once. What no row has yet is the
-        portion of one more row than there are."""
+        """Which row computes which groups of the current step; each group appears once. Groups that no row
+        has yet are the portion of one additional row."""
         waiting = ((self.rows, tuple(self._shared.waiting)),) if self.waits else ()
         return tuple(Portion(row, groups) for row, groups in (*self._shared.runs, *waiting))
 
@@ -307,7 +312,7 @@ class Epoch:
         return StepGroups(dict(enumerate(self.groups)), self.opened_at)
 
     def _seconds(self, rows: Iterable[int]) -> dict[int, float | None]:
-        """What rows usually take for a group; None where that is not known."""
+        """The seconds that rows usually take for a group; None if they are not known."""
         known = {node: one for node in self.hosts if (one := self._rules.group_seconds(node)) is not None}
         return {row: row_seconds(self.row(row), 1, known)[0] for row in rows}
 
@@ -353,7 +358,7 @@ class Epoch:
         self.newcomers = frozenset(self.hosts).difference(nodes)
 
     def place_of(self, node_id: str) -> str:
-        """Where a node is, for the operator."""
+        """Where a node is, in words for the operator."""
         stage = f"stage {self.stage_of(node_id)}"
         return stage if self.rows == 1 else f"{stage} of row {self.replica_of(node_id)}"
 
@@ -374,7 +379,7 @@ class Epoch:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Nodes that the phase waits for."""
+        """The nodes for which the phase waits."""
         return self.speakers if self.phase is Phase.VALIDATING else self.hosts
 
     def _is_asked(self, node_id: str) -> bool:
@@ -402,8 +407,8 @@ class Epoch:
         return self._to_asked(self._commit())
 
     def go_on(self, *, keep_sums: bool = False, seated: Collection[str] = ()) -> list[Action]:
-        """In place of `apply`: open the next step with the commit of this one, so that who votes for it has
-        applied this one."""
+        """Instead of `apply`, open the next step together with this commit. A vote for the next step then
+        confirms that the commit was applied."""
         done = StepDone(epoch=self.number, step=self.step, nodes=self.hosts)
         self.step += 1
         self.steps_done += 1
@@ -442,7 +447,7 @@ class Epoch:
         return [self._filled(node) for node in seated]
 
     def _seat(self, nodes: Collection[str]) -> None:
-        """Nodes that enter have their seats."""
+        """Give entering nodes their seats."""
         self._linked.difference_update(nodes)
         for node in nodes:
             at = self.entering.pop(node)
@@ -489,7 +494,7 @@ class Epoch:
         return [Send(node_id=node_id, message=replace(self._restore, step=self.step, missed=None))]
 
     def late_entrants(self, now: float) -> list[str]:
-        """Nodes that had time enough to open their links."""
+        """The nodes that have had enough time to open their links."""
         since = self._entering_since
         waits = [node for node in self.entering if node not in self._linked]
         return [node for node in waits if now - since[node] > ENTERING_SECONDS]
@@ -510,12 +515,12 @@ class Epoch:
 
     @property
     def linked(self) -> list[str]:
-        """Nodes that may have their seats from the next step on."""
+        """The nodes that may take their seats from the next step on."""
         return [node for node in self.entering if node in self._linked]
 
     def seat(self, nodes: Collection[str], now: float) -> list[Action]:
-        """Nodes that hold the state of the step that runs, and whose links are open, have their seats within
-        it: a row that they make whole gets groups that wait."""
+        """Give seats within the step to nodes that hold its state and whose links are open. A row that
+        becomes whole gets groups that wait."""
         self._seat(nodes)
         self._late.update((Seat(*divmod(self._seats[node], self.stages)), None) for node in nodes)
         self._note_uneven()
@@ -546,7 +551,8 @@ class Epoch:
         )
 
     def _share(self) -> StepGroups:
-        """Who computes what: as placed while all rows are whole, else whole rows share all groups."""
+        """Decide which row computes which groups: as placed while all rows are whole, else whole rows share
+        all groups."""
         if len(self.whole_rows) == self.rows:
             return self._as_placed()
         seconds = self._seconds(self.whole_rows)
@@ -567,7 +573,7 @@ class Epoch:
 
     @property
     def answered(self) -> Collection[str]:
-        """Nodes that have answered what the phase asks of all."""
+        """The nodes that have answered what the phase asks of all."""
         match self.phase:
             case Phase.PLACING:
                 return self._placed.keys()
@@ -596,7 +602,7 @@ class Epoch:
 
     @property
     def taken_snapshot(self) -> TakeSnapshot:
-        """As those are asked who hand it in. Call it once one is taken."""
+        """The message to the nodes that hand the snapshot in. Call it only after a snapshot was taken."""
         assert self._snapshot is not None
         return self._snapshot
 
@@ -617,7 +623,8 @@ class Epoch:
         return self._to_asked(self._validate())
 
     def outstanding(self, node_id: str) -> list[CoordinatorMessage]:
-        """What a node whose control connection broke may have missed; nodes ignore what they know already."""
+        """What a node may have missed while its control connection was broken. Nodes ignore what they already
+        know."""
         missed: list[CoordinatorMessage] = []
         # A node that has missed the commit holds the state before it.
         oldest = self.step - (self._follows_commit and self.phase is Phase.STEPPING)
@@ -685,11 +692,12 @@ class Epoch:
 
     @property
     def storage_names(self) -> tuple[str, ...]:
-        """As nodes are told them."""
+        """The seats as nodes are told about them."""
         return self._restore.storages
 
     def storage_seconds(self, stage: int) -> list[Mapping[str, float]]:
-        """What the stage's nodes, one a row, said of the storages that fit in them (`Placed.storages`)."""
+        """What the stage's nodes, one per row, reported about the storages that fit on them
+        (`Placed.storages`)."""
         return [self._placed[node].storages for node in self.column(stage)]
 
     def use_storages(self, plan: StoragePlan) -> None:
@@ -769,7 +777,7 @@ class Epoch:
         return self.phase is not Phase.STEPPING or self._shared.can_give(others, self.groups_of(row))
 
     def seat_lost(self, node_id: str, reason: str) -> SeatLost:
-        """What is said of a host that the epoch is about to `lose`."""
+        """What is reported about a host that the epoch is about to `lose`."""
         row = self.replica_of(node_id)
         return SeatLost(
             epoch=self.number,
@@ -962,7 +970,7 @@ class Epoch:
         return summed_loss(self._known_losses or self._group_losses()) if only is None else only
 
     def _group_losses(self) -> dict[int, float]:
-        """As the votes so far have them."""
+        """The loss and the norms according to the votes so far."""
         votes = [self.votes[node] for node in self.column(self.loss_stage) if node in self.votes]
         return {group: loss for vote in votes for group, loss in vote.group_losses.items()}
 
@@ -1006,7 +1014,7 @@ class Epoch:
         )
 
     def _step_message(self, node_id: str) -> Begin | Commit:
-        """What a node begins the step that runs with."""
+        """The message with which a node begins the current step."""
         begin = self._begin(node_id)
         # Who is new has applied the commit as one that follows.
         tells_commit = self._follows_commit and node_id not in self.fresh
@@ -1053,7 +1061,7 @@ class Epoch:
 
 
 class EpochSeries:
-    """One epoch at a time, or none."""
+    """The epochs of a run, at most one at a time."""
 
     def __init__(self, rules: StepRules, *, last_number: int, committed: Committed | None) -> None:
         """`last_number` and `committed`: of the newest epoch and the newest commit on record."""
@@ -1124,7 +1132,7 @@ class EpochSeries:
             self._windows_of = len(self.current.hosts), self.current.rows
 
     def unplaced(self, now: float) -> dict[str, str]:
-        """Nodes that have had their time to take their places, and have not; the line for each."""
+        """The nodes that should have taken their places by now and have not, with a line for each."""
         epoch = self.current
         if epoch is None or epoch.phase is not Phase.PLACING or now - self._began <= PLACING_SECONDS:
             return {}

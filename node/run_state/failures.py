@@ -1,17 +1,17 @@
-"""What is held against nodes, and what becomes of a step that failed. Pure.
+"""What is held against nodes, and what happens after a step has failed. Pure.
 
-A failed step runs again. What differs is on which nodes:
+A failed step runs again. The cases differ in the nodes that run it:
 
-- A stage that keeps failing goes to a spare.
-- A complaint between two nodes says that one of the two is wrong, not which. One of them gives up its stage,
-so
-  that the next complaint tells: a liar has failed with several partners, an honest node with one.
-- A value that is not finite, or far from those of recent steps, is computed again on another node. If it is
-gone,
-  the first node was at fault. If not, the links run uncompressed: that tells the codecs from divergence.
-- A message that no correct node sends is held against its sender alone.
+- If a stage keeps failing, a spare takes it.
+- A complaint between two nodes says that one of them is wrong, but not which. One of them gives up its
+  stage, so that the next complaint tells: a liar has then failed with several partners, an honest node
+  with one.
+- A value that is not finite, or far from those of recent steps, is computed again on another node. If it
+  is then in order, the first node was at fault. If not, the links run uncompressed, which tells a fault of
+  the codecs from divergence.
+- A message that no correct node sends is held only against its sender.
 
-Nothing that one node says gets another one shut out.
+Nothing that one node reports shuts out another one.
 """
 
 import math
@@ -49,16 +49,17 @@ LEAST_ENDS, MOST_ENDS = 3, 8
 UNLIKELY = 1e-4
 """A node stands out if so many ends in so short a time have at most this chance at the rate of all others."""
 CALM_SECONDS = 600.0
-"""Before others' rate is known, one end in so many seconds of having a stage is usual."""
+"""The rate of ends that counts as usual before the others' rate is known: one end in this many seconds of
+having a stage."""
 MOST_KNOWN = 4096
-"""Nodes that are remembered."""
+"""The most nodes that are remembered."""
 MOST_DOUBLED = 5
-"""How often these steps double for a node that is set back again and again."""
+"""How often `MEMORY_STEPS` doubles for a node that gives up its stage again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why the epoch ends."""
+    """Why the epoch ends, and what follows."""
 
     kind: AbortKind
     reason: str
@@ -79,11 +80,11 @@ class GiveUp(Verdict):
 
     why: str
     remedy: str
-    """What the operator can do."""
+    """What the operator can do about it."""
 
 
 class Failures:
-    """Decides whether a failed step runs again or ends the run."""
+    """Decides whether a failed step runs again or ends the run, and on which nodes. `RunMachine` asks it."""
 
     def __init__(self) -> None:
         self._retries = 0
@@ -181,8 +182,7 @@ class Failures:
 
 
 class Ending:
-    """Why a run ends. Once that is due, the state that stages hold is saved if possible, and the run
-    stops."""
+    """Why a run ends. First the state that stages hold is saved if possible, then the run stops."""
 
     def __init__(self) -> None:
         self._tried = False
@@ -224,11 +224,11 @@ class Ending:
 
 
 class Quarantine:
-    """Who is shut out, and what may lead to it."""
+    """Nodes that are shut out, and strikes that may lead to it."""
 
     def __init__(self) -> None:
         self.why: dict[str, str] = {}
-        """By node that is shut out."""
+        """Why each node is shut out."""
         self._strikes: Counter[str] = Counter()
         self._pairs: dict[frozenset[str], dict[int, int]] = {}
         """Epochs, and their steps, in which one of two nodes said that the other breaks the protocol."""
@@ -283,21 +283,22 @@ class Quarantine:
 
 
 class Blame:
-    """Who is likeliest at fault, and who gave up a stage for it."""
+    """The node that is most likely at fault for a failure, and the nodes that gave up a stage for one."""
 
     def __init__(self) -> None:
         self._replaced: dict[str, int] = {}
-        """Who gave up a stage, and until which step it gets one only if no other node is left."""
+        """The nodes that gave up a stage, and the step until which each gets one only if no other node is
+        left."""
         self._faults: dict[str, list[int]] = {}
         """Steps at which each gave up a stage for being slow, or for ending in steps."""
         self._heeded: dict[str, int] = {}
-        """On whose word a neighbour gave up its stage, and at which step."""
+        """The node on whose word a neighbour gave up its stage, and the step."""
         self._own: dict[str, list[int]] = {}
         """Steps at which each failed by itself."""
         self._named: Counter[str] = Counter()
-        """In how many failures, since the newest change of hosts, each had a part."""
+        """The number of failures, since the newest change of hosts, in which each node had a part."""
         self._at_work: frozenset[str] = frozenset()
-        """Who did the newest step that is done."""
+        """The nodes that computed the newest finished step."""
 
     def done(self, nodes: Collection[str], step: int) -> None:
         """These nodes have done a step."""
@@ -309,7 +310,9 @@ class Blame:
         self._heeded = {node: at for node, at in self._heeded.items() if step - at <= MEMORY_STEPS}
 
     def suspects(self, epoch: Epoch, node_id: str, failure: StepFailed) -> Sequence[str]:
-        """Who may be at fault for what a stage reports, the likeliest first.
+        """The nodes that may be at fault for what a stage reports, the most likely first. For a link this is
+        its other end, unless there is more against this one: another node has already gone on its word, it is
+        new and the other is not, or other failures were of its links too.
 
         Of a link the other end, unless there is more against this one: on its word another has gone already,
         it is new where the other is not, or other failures were of its links too.
@@ -347,7 +350,7 @@ class Blame:
         return self._replaced.get(node_id, -1) > step
 
     def inherit(self, node_id: str, before: str) -> None:
-        """What is held against one node holds against another from now on."""
+        """From now on, hold against another node what is held against this one."""
         if before in self._replaced:
             self._replaced[node_id] = self._replaced.pop(before)
         self._faults[node_id] = self._faults.pop(before, [])
@@ -361,11 +364,12 @@ class Blame:
         self._replaced.pop(node_id, None)
 
     def blameless(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that have not given up a stage of late."""
+        """The nodes that have not recently given up a stage."""
         return [candidate for candidate in candidates if candidate.node_id not in self._replaced]
 
     def usable(self, candidates: Sequence[Candidate], least: int) -> list[Candidate]:
-        """Those that have not given up a stage of late; if those are fewer than `least`, all others after."""
+        """The nodes that have not recently given up a stage; if those are fewer than `least`, all others
+        follow."""
         blameless = self.blameless(candidates)
         if len(blameless) >= least:
             return blameless
@@ -374,13 +378,13 @@ class Blame:
 
 @dataclass
 class _Hosting:
-    """How long a node hosted stages, and how that ended."""
+    """How long a node hosted stages, and how often that ended."""
 
     owner: str
     seconds: float = 0.0
-    """In all."""
+    """Seconds in total."""
     since: float | None = None
-    """Since when it hosts one, or hosted one when it was last looked at."""
+    """The time since when it hosts a stage, or when it last did."""
     ends: int = 0
     before_end: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=MOST_ENDS + 1))
     """Seconds that it hosted before each of its newest ends, and since."""
@@ -389,9 +393,9 @@ class _Hosting:
 
 
 class Departures:
-    """Nodes that end, leave or fail while they host a stage, far more often than others do.
+    """Finds nodes that end, leave or fail while they host a stage, far more often than others.
 
-    Where machines come and go all the time nobody stands out: counts are compared with others' rate.
+    Counts are compared with the others' rate, so if all machines come and go, none stands out.
     """
 
     def __init__(self) -> None:
@@ -476,17 +480,19 @@ def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
 
 
 SLOW_SECONDS = 10.0
-"""After the usual time, the operator sees whom a step waits for."""
+"""After this many seconds beyond the usual time, the operator reads which node a step waits for."""
 STEP_PATIENCE = 30.0
 FIRST_PATIENCE = 120.0
-"""In an epoch's first step, and while its state is loaded: kernels are compiled, links are warmed."""
+"""The patience in an epoch's first step and while its state is loaded, when kernels are compiled and links
+warm up."""
 WORKING_PATIENCE, WORKING_TIMES = 2.0, 10.0
 """A node that says that it works: as often as one that does nothing, and as often as steps take."""
 PATIENCE_TIMES = 3.0
-"""As often as the others took, or as steps usually take: the stages of a slow pipeline answer in turn."""
+"""How many times longer than the others, or than usual steps, a node may take. The stages of a slow pipeline
+answer in turn."""
 LATE_SECONDS = 900.0
-"""For several nodes that do not answer, after the first did: one of them waits for another, and complains
-itself within ten minutes (`node.stage.watchdog`, `node.stage.inbox`)."""
+"""How long after the first answer several nodes without one count as late. One of them waits for another and
+complains itself within ten minutes (`node.stage.watchdog`, `node.stage.inbox`)."""
 LATE_TIMES = 3.0
 REMEMBERED_STEPS = 9
 SLOW_TIMES, SLOW_LEAST = 2.0, 2.0
@@ -494,9 +500,10 @@ SLOW_TIMES, SLOW_LEAST = 2.0, 2.0
 SLOW_STEPS, LOOKED_AT = 4, 32
 """It is slow if it was in so many of at most so many steps that follow one another."""
 SLOWER_STEP = 1.005
-"""What steps take counts as longer by no more than this in each step."""
+"""By at most this factor per step, the usual step time counts as longer."""
 MORE_SECONDS = {Phase.PLACING: 10.0, Phase.RESTORING: 30.0}
-"""In place of `SLOW_LEAST`: the epoch before has to end, and kernels are compiled."""
+"""The seconds used instead of `SLOW_LEAST` in these phases: the previous epoch has to end, and kernels are
+compiled."""
 FASTER = 1.5
 """A spare counts as faster only if it is expected to be so many times as fast."""
 LEAST_RATE = 250_000.0
@@ -504,12 +511,12 @@ LEAST_RATE = 250_000.0
 
 
 def transfer_seconds(size: int, rate: float) -> float:
-    """How long a node may take to fetch or hand in `size` bytes, at a measured rate (0: unknown)."""
+    """How many seconds a node may take to fetch or hand in `size` bytes, at a measured rate (0: unknown)."""
     return 4 * size / max(rate, LEAST_RATE)
 
 
 _WAITS = {TimeKind.WAIT_UPSTREAM: -1, TimeKind.WAIT_DOWNSTREAM: 1}
-"""Where the stage is that a node waits for."""
+"""The offset of the stage for which a node waits, by the kind of wait."""
 _IDLE = frozenset({"", TimeKind.WAIT_VOTES, TimeKind.WAIT_COORDINATOR})
 _ASKS = {
     Placed: Phase.PLACING,
@@ -518,7 +525,7 @@ _ASKS = {
     Applied: Phase.APPLYING,
     Validated: Phase.VALIDATING,
 }
-"""By answer: the phase that asks for it."""
+"""The phase that asks for each kind of answer."""
 _DOING = {
     Phase.PLACING: "placed",
     Phase.RESTORING: "to load its state",
@@ -529,33 +536,34 @@ _DOING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Late:
-    """What is to be done about a step that does not go on."""
+    """What to do about a step that does not continue."""
 
     nodes: Mapping[str, str] = field(default_factory=dict)
-    """Who is too late, with a line for each."""
+    """The nodes that are too late, with a line for each."""
     note: str | None = None
-    """For the operator."""
+    """A line for the operator."""
     deadlock: tuple[str, StepFailed] | None = None
     """A node and its neighbour say that each waits for the other: one of them is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A node that holds up the run again and again, and answers in time for the deadlines."""
+    """A node that delays the run again and again, although it answers before the deadlines."""
 
     node_id: str
     times: float
-    """What it costs, as often as what a step takes."""
+    """What it costs, as a multiple of the usual step time."""
     line: str
 
 
 class _Pace:
-    """What steps take with some number of stages, in seconds for a gradient group of the row with most."""
+    """The usual step times with some number of stages, in seconds per gradient group of the row with the most
+    groups."""
 
     def __init__(self) -> None:
         self.newest: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self.reference = math.inf
-        """As `newest`, but longer by a little in each step at most."""
+        """Like `newest`, but it becomes longer only a little in each step."""
 
     def add(self, seconds: float) -> None:
         self.newest.append(seconds)
@@ -584,33 +592,34 @@ class _Phase:
 
 
 class Stragglers:
-    """Nodes that do not answer when others have, and those that answer late each time. Looks at the loading
-    of a state, votes, and ends of steps.
+    """Finds nodes that do not answer when others have, and nodes that answer late every time.
 
-    If one node of a pipeline does nothing, nobody can answer. Heartbeats say what nodes do:
-    who waits for none, and is waited for, is the one.
+    It looks at the loading of state, at votes, and at the ends of steps. If one node of a pipeline does
+    nothing, no node can answer. Heartbeats report what nodes do: the node for which others wait, and which
+    waits for none, is the cause.
 
-    What a node may take follows from what others take: it cannot make its own deadlines longer.
+    Deadlines follow from what the others take, so a node cannot make its own deadlines longer.
     """
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
         """`seconds`: of the newest steps of an earlier coordinator."""
         self._does: dict[str, tuple[float, str]] = {}
-        """What each node spent most time on lately (a `TimeKind`, "" for nothing), and when it said so."""
+        """What each node recently spent most time on (a `TimeKind`, "" for nothing), and when it reported
+        so."""
         self._phase: _Phase | None = None
         self._first = self._last = 0.0
         self._answered = 0
         self._is_told = False
         self._before = sorted(seconds)[len(seconds) // 4] if seconds else 0.0
-        """What steps took an earlier coordinator: most of them may have had a slow node."""
+        """The step times of an earlier coordinator; most of its steps may have had a slow node."""
         self._paces: dict[int, _Pace] = {}
-        """By number of stages."""
+        """Step times, by number of stages."""
         self._spent: dict[str, tuple[int, Mapping[str, float]]] = {}
         """Epoch and seconds by `TimeKind` of each node, as of its newest vote."""
         self._costs: dict[tuple[str, Phase], deque[tuple[float, float]]] = {}
-        """What each node cost the newest phases of a kind, and what it might have, in seconds."""
+        """What each node cost the newest phases of a kind, and what it was allowed, in seconds."""
         self.times: dict[str, float] = {}
-        """Of nodes that were slow: what they cost, as often as what a step takes."""
+        """What slow nodes cost, as a multiple of the usual step time."""
 
     def relieved(self, slow: Slow) -> None:
         """Others take this node's stage: remember how slow it was."""
@@ -729,7 +738,7 @@ class Stragglers:
         return epoch.stages in self._paces
 
     def _usual(self, epoch: Epoch, *, slowly: bool = False) -> float:
-        """What a step takes; 0 before one is measured. `slowly`: as it was for long."""
+        """The usual step time; 0 before a step is measured. `slowly`: as it was for a long time."""
         if (pace := self._paces.get(epoch.stages)) is None:
             return self._before
         return (pace.reference if slowly else median(pace.newest)) * epoch.most_groups
@@ -739,7 +748,7 @@ class Stragglers:
         self._does[node_id] = (now, kind)
 
     def look(self, epoch: Epoch | None, now: float, loading: Sequence[float] = ()) -> Late:
-        """Who is too late. Call it often.
+        """Find the nodes that are too late. Call it often.
 
         Args:
             loading: seconds that each host may take to fetch its state, beside what is usual.
@@ -846,7 +855,7 @@ def _early(answers: Sequence[float], count: int) -> float:
 
 
 def _deadlock(epoch: Epoch, other: str) -> StepFailed:
-    """What a node would report that waits for a neighbour that waits for it."""
+    """What a node would report that waits for a neighbour, while the neighbour waits for it."""
     stage = epoch.stage_of(other)
     return StepFailed(
         epoch=epoch.number,

@@ -1,7 +1,7 @@
 """The grid of a run: stages across, rows down. Pure.
 
-A row is a whole pipeline, a replica of the others. Nodes of a grid stand in one sequence, row after row, so
-that a grid of one row is the sequence of its stages.
+A row is a whole pipeline and a replica of the others. The nodes of a grid are one sequence, row after row,
+so a grid with one row is the sequence of its stages.
 """
 
 import math
@@ -21,15 +21,15 @@ SHARED_STEPS = 30
 """Steps of an epoch before its groups may move; twice as many after each move, as speeds vary."""
 MOST_SHARED_STEPS = 1000
 REMEMBERED_STEPS = 30
-"""A node is as fast as in the median of so many steps. Groups move only once there are so many."""
+"""A node's speed is the median of this many steps. Groups move only when there are this many."""
 LEAST_STEPS = 5
 """A node's speed counts as known after this many steps."""
 HELD_GROUPS = 2
-"""Groups of a row as a step begins that has broken rows: one that it computes, and the next one."""
+"""How many groups a row holds when a step begins with broken rows: the one that it computes, and the next."""
 PROMPT_SECONDS = 2.0
-"""Groups that take less do not wait: messages about them would cost more than is gained."""
+"""Groups that take less than this do not wait, because messages about them would cost more than they save."""
 MOST_TRIALS = 2**20
-"""Sharings are searched through up to so many trials; beyond, longer runs stand before shorter ones."""
+"""The most trials of the exact search for a sharing. If it would take more, rows with more groups come first."""
 
 
 def holders_by_stage(holders: Sequence[str | None], rows: int, present: Collection[str]) -> list[list[str]]:
@@ -91,7 +91,8 @@ def _fewest_subtrees(groups: int, seconds: Sequence[float], longest: float) -> G
 
     @cache
     def rest(first: int, placed: int) -> tuple[tuple[float, float], int, int]:
-        """Of what begins at a group: (subtrees, squares of rows' times), the row there, and its end."""
+        """The best solution from a group on: (subtrees, squares of rows' times), the row there, and where it
+        ends."""
         if placed == everyone:
             return ((0, 0) if first == groups else none), -1, first
         found = none, -1, first
@@ -118,7 +119,7 @@ def _fewest_subtrees(groups: int, seconds: Sequence[float], longest: float) -> G
 
 
 def _longest(groups: Groups, seconds: Sequence[float]) -> float:
-    """What the slowest row takes, from what each takes for a group."""
+    """The seconds of the slowest row, from what each row takes per group."""
     return max(len(run) * one for run, one in zip(groups, seconds, strict=True))
 
 
@@ -128,7 +129,8 @@ def _fits(current: Groups, groups: int, rows: int) -> bool:
 
 
 def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -> list[float | None]:
-    """What each row takes for a group: as long as its slowest node. None where a node's time is not known.
+    """The seconds that each row takes per group, which are those of its slowest node; None if a node's time
+    is not known.
 
     Args:
         seconds: of each node for a group.
@@ -139,11 +141,11 @@ def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -
 
 
 class StepGroups:
-    """Who computes which groups of one step.
+    """Which rows compute which groups of one step.
 
-    While rows are broken, a row has the group that it computes and the next one. The others wait: a row that
-    becomes whole within the step takes its part of them. A row does not get back a group that it has lost
-    in the step, because its nodes still keep what they computed of it.
+    While rows are broken, each row holds the group that it computes and the next one. The other groups
+    wait, and a row that becomes whole within the step takes its share of them. A row does not get back a
+    group that it has lost in the step, because its nodes still keep what they computed of it.
     """
 
     def __init__(self, shared: Mapping[int, Sequence[int]], now: float) -> None:
@@ -154,10 +156,10 @@ class StepGroups:
         """Groups that no row has."""
         self._began = now
         self._had: dict[int, set[int]] = {}
-        """By row: groups that it has lost."""
+        """The groups that each row has lost."""
         self._free_at: dict[int, float] = {}
-        """By row: when it finishes the groups that it has, by estimate. A row without an entry has worked on
-        them since the step began."""
+        """When each row will finish its groups, by estimate. A row without an entry has worked on them since
+        the step began."""
 
     def hold_back(self, seconds: Mapping[int, float | None]) -> None:
         """Let groups wait that no row computes soon. Call it as the step begins."""
@@ -220,13 +222,14 @@ class StepGroups:
 
 
 def _known_seconds(seconds: Mapping[int, float | None]) -> dict[int, float]:
-    """What rows take for a group: the usual time where it is not known, and a second if none is."""
+    """The seconds that rows take per group: the usual time if a row's is not known, and a second if none
+    is."""
     usual = median([one for one in seconds.values() if one is not None] or [1.0])
     return {row: usual if one is None else one for row, one in seconds.items()}
 
 
 class GroupSharing:
-    """Which groups each row computes, from what its nodes were measured to take."""
+    """Decides which groups each row computes, from the measured speed of its nodes."""
 
     def __init__(self, groups: int) -> None:
         self._times: dict[str, deque[float]] = {}
@@ -245,7 +248,8 @@ class GroupSharing:
         """The shortest time an epoch took to begin; moving groups loads no state."""
 
     def measured(self, seconds: Mapping[str, float], step_seconds: float, now: float) -> None:
-        """What nodes took for a group in the newest step, which took `step_seconds` and has just ended."""
+        """Record what nodes took per group in the newest step, which took `step_seconds` and has just
+        ended."""
         if self._began is not None:
             self._change_seconds = min(self._change_seconds, max(0.0, now - self._began - step_seconds))
             self._began = None
@@ -255,7 +259,7 @@ class GroupSharing:
             self._times.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(one)
 
     def seconds(self, node: str) -> float | None:
-        """What a node usually takes for a group; None if that is not known yet."""
+        """The seconds that a node usually takes per group; None if they are not known yet."""
         times = self._times.get(node, ())
         return median(times) if len(times) >= LEAST_STEPS else None
 

@@ -14,7 +14,7 @@ class HeldOutPass:
     """One pass over held-out samples; the run file and the text fix them for the whole run."""
 
     number: int
-    """As in `wire.messages.Validate`."""
+    """The values of `wire.messages.Validate`."""
     microbatches: int
 
 
@@ -36,7 +36,7 @@ def held_out_passes(config: RunConfig, samples: int) -> tuple[HeldOutPass, ...]:
 
 
 class HeldOutSchedule:
-    """Which steps' losses are recorded, and the least of them."""
+    """Decides at which steps the held-out loss is measured, and remembers the least loss."""
 
     def __init__(self, measured: Sequence[int] | frozenset[int], best: float) -> None:
         self._measured = set(measured)
@@ -60,10 +60,10 @@ class HeldOutSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class PassLosses:
-    """Of all passes of one measurement, in nats a token."""
+    """The losses of all passes of one measurement, in nats per token."""
 
     as_trained: float | None
-    """With the run's codecs; None if no pass has them."""
+    """The mean with the run's codecs; None if no pass used them."""
     uncompressed: float
     microbatches: int
 

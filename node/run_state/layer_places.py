@@ -1,8 +1,8 @@
 """Which nodes hold which layers of the snapshots that stay on the nodes. Pure.
 
-A snapshot is complete when every layer is on `COPIES` machines, or on all there are. A stage's own node holds
-its layers first; other nodes are asked to fetch copies from it. Who holds what is known from what nodes say
-about their disks when they connect and whenever that changes; what counts is the SHA-256.
+A snapshot is complete when every layer is on `COPIES` machines, or on all machines if there are fewer. The
+nodes of a stage hold its layers first, and other nodes are asked to fetch copies from them. Nodes report
+what is on their disks when they connect, and whenever it changes. A layer counts by its SHA-256.
 """
 
 from collections import Counter
@@ -24,29 +24,30 @@ LEAST_RATE = 62_500.0
 @dataclass
 class _Layer:
     makers: tuple[str, ...] = ()
-    """Nodes that hold the state itself: one of them says first what the file is. In an object store the first
-    one saves it."""
+    """Nodes that hold the state itself; one of them must first report what the file is. In an object store,
+    the first one saves it."""
     agreed: str = ""
     """The SHA-256 that the file must have; empty while that is not agreed on."""
     said: dict[str, HeldLayer] = field(default_factory=dict)
-    """What makers have said of it before that."""
+    """What makers reported about the file before that."""
     entry: UnitEntry | None = None
     files: dict[str, HeldLayer] = field(default_factory=dict)
-    """By node that has the file agreed on: what it says of its own."""
+    """What each node reports about its copy, for nodes that have the agreed file."""
     holders: set[str] = field(default_factory=set)
-    """Those of which the entry is true."""
+    """The nodes for which the entry is true."""
     asked: dict[str, float] = field(default_factory=dict)
     """Nodes that were asked for a copy, and when."""
     refused: dict[str, float] = field(default_factory=dict)
-    """Nodes that could not hold one, and when."""
+    """Nodes that could not store a copy, and when."""
 
     def enough(self, here: Collection[str], now: float) -> int:
-        """How many copies there should be, with these nodes connected."""
+        """How many copies there should be, if these nodes are connected."""
         able = [node for node in here if node in self.holders or not self._refuses(node, now)]
         return min(COPIES, max(1, len(able)))
 
     def next_holder(self, here: Sequence[str], load: Mapping[str, int], now: float) -> str | None:
-        """Whom to ask for a copy: who has least of this snapshot, of equals the next in the ring."""
+        """The node to ask for a copy: the one that holds least of this snapshot, and among equals the next in
+        the ring."""
         held = self.holders & set(here)
         if self.entry is None or not held:
             return None
@@ -74,7 +75,8 @@ class _Layer:
         self._weigh()
 
     def _weigh(self) -> None:
-        """What most say of the file counts: whoever was first may lie. Of as many, makers, then the first."""
+        """The description of the file that most nodes report, because the first one may lie. Among equals
+        makers count first, then the earliest."""
         files = [file for _, file in sorted(self.files.items(), key=lambda said: said[0] not in self.makers)]
         size = Counter(file.bytes for file in files).most_common(1)[0][0]
         weights = Counter(file.weights_sha256 for file in files if file.bytes == size and file.weights_sha256)
@@ -106,7 +108,7 @@ class _Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Have a node hold copies of these units."""
+    """Ask a node to hold copies of these units."""
 
     node_id: str
     step: int
@@ -114,7 +116,7 @@ class Ask:
 
 
 class LayerPlaces:
-    """All snapshots of one run that nodes hold, complete or under way. Times on any monotonic clock."""
+    """All snapshots of one run that nodes hold, complete or incomplete. Times are on any monotonic clock."""
 
     def __init__(self, units: Sequence[str]) -> None:
         self._units = tuple(units)
@@ -131,11 +133,11 @@ class LayerPlaces:
         return tuple(sorted(step for step, one in self._snapshots.items() if one.complete))
 
     def entry(self, step: int, unit: str) -> UnitEntry | None:
-        """What the unit's file is; None while nobody has said."""
+        """The description of the unit's file; None until a node has reported it."""
         return self._snapshots[step].layers[unit].entry
 
     def entries(self, step: int) -> tuple[UnitEntry, ...]:
-        """Of all units, in model order; call it on complete snapshots."""
+        """The files of all units, in model order. Call it only on complete snapshots."""
         found = (self.entry(step, unit) for unit in self._units)
         return tuple(entry for entry in found if entry is not None)
 
@@ -144,7 +146,7 @@ class LayerPlaces:
         return self._snapshots[step].url
 
     def holders(self, step: int, unit: str) -> tuple[str, ...]:
-        """Nodes that hold the unit's file, here or not."""
+        """The nodes that hold the unit's file, connected or not."""
         return tuple(sorted(self._snapshots[step].layers[unit].holders))
 
     def missing(self, step: int, here: Collection[str]) -> tuple[str, ...]:
@@ -226,7 +228,8 @@ class LayerPlaces:
         return True
 
     def agreed(self, step: int, hashes: Mapping[str, str]) -> list[tuple[str, str]]:
-        """What the files of a snapshot's units are. Gives the nodes, and their units, that saved another."""
+        """Set the agreed files of a snapshot's units. Returns the nodes, and their units, that saved other
+        files."""
         snapshot = self._snapshots.get(step)
         wrong: list[tuple[str, str]] = []
         for unit, sha256 in hashes.items():

@@ -1,11 +1,12 @@
-"""The run as a pure state machine: who is in it, which epoch is on, and when it is over.
+"""The run as a pure state machine: its members, its current epoch, and when it is over.
 
-Events come in as method calls with the time as an argument (seconds on any monotonic clock); what must be
-done comes out as a list of actions. No I/O, no clock, no randomness: the same events give the same actions.
+Events are method calls with the time as an argument (seconds on any monotonic clock), and each returns a
+list of actions to carry out. There is no I/O, no clock and no randomness: the same events give the same
+actions.
 
-Invariants (tested): at most one node a stage an epoch; epoch numbers only grow; a step is committed at most
-once an epoch, after every stage voted, and never before the commit is recorded; steps are committed in order;
-a node that is gone, leaving or quarantined never gets a stage.
+Invariants (tested): a stage of a row has at most one node in an epoch; epoch numbers only grow; a step is
+committed at most once in an epoch, after every stage voted, and never before the commit is recorded; steps
+are committed in order; a node that is gone, leaving or quarantined never gets a stage.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,7 +95,8 @@ from wire.messages import (
 
 
 class RunMachine:
-    """One run, from the first hello to `Stop`."""
+    """One run, from the first hello to `Stop`. `node.coordinator.coordinator` calls it and carries out its
+    actions."""
 
     def __init__(self, plan: RunPlan, step_plan: StepPlan, past: Past) -> None:
         self.plan = plan
@@ -158,7 +160,7 @@ class RunMachine:
         self._unseen = 0.0
         """Seconds of the epoch in which nobody could be received."""
         self.goodbye = goodbye("the run is over", failed=False, done=True)
-        """What nodes receive once the run is over."""
+        """What nodes receive when the run is over."""
 
     @property
     def epoch(self) -> Epoch | None:
@@ -167,12 +169,12 @@ class RunMachine:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """Who is in the run, in the order in which they came."""
+        """The members of the run, in the order in which they joined."""
         return self._roster.members
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """Nodes that are shut out for what their neighbours said, and what that was."""
+        """Nodes that are shut out for what their neighbours reported, and the reports."""
         return self._quarantine.why
 
     @property
@@ -392,12 +394,13 @@ class RunMachine:
         return self._convict({node_id: why}, now)
 
     def plan_windows(self, epoch: int, windows: tuple[int, ...]) -> list[Action]:
-        """From this epoch's next step on, links have these windows; in later epochs of as many stages too."""
+        """From this epoch's next step on, and in later epochs with the same number of stages, links use these
+        windows."""
         self._epochs.plan_windows(epoch, windows)
         return []
 
     def row_speeds(self, seconds: Mapping[str, float], step_seconds: float, now: float) -> list[Action]:
-        """What nodes were measured to take for a gradient group, in a step that took `step_seconds`."""
+        """Record the measured seconds of nodes per gradient group, in a step that took `step_seconds`."""
         self._sharing.measured(seconds, step_seconds, now)
         return []
 
@@ -601,7 +604,7 @@ class RunMachine:
         self.codecs.step_done(step)
 
     def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
-        """After a restore or a step is complete, decide what comes next."""
+        """Decide what comes next after a restore or a step is complete."""
         if not actions:
             return []
         if isinstance(actions[-1], RecordRestored):
@@ -613,7 +616,7 @@ class RunMachine:
         return actions + self._between_steps(epoch, now)
 
     def _snapshot_if_wanted(self, epoch: Epoch, now: float) -> list[Action]:
-        """Beside the next steps: one is due, or nodes are here that could make a row."""
+        """Take a snapshot beside the next steps, if one is due or if nodes are here that could form a row."""
         # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
         due = self._snapshots.due(epoch.step, now - self._unseen)
         able = self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
@@ -631,7 +634,7 @@ class RunMachine:
         return actions
 
     def _held_out(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
-        """After a pass over held-out samples: once all are done, record the loss and go on."""
+        """After a pass over held-out samples, and once all are done, record the loss and continue."""
         if not actions or not isinstance(record := actions[-1], RecordHeldOut):
             return actions
         best = self._measurements.record(epoch.step, record.uncompressed)
@@ -723,7 +726,7 @@ class RunMachine:
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
 
     def _join_early(self, now: float) -> list[Action]:
-        """Before the first step is done, newcomers enter at once: its state costs little."""
+        """Let newcomers enter at once before the first step is done, when the state costs little."""
         epoch, over = self.epoch, self.stopped or self._ending.due
         if epoch is None or over or not self._newcomers.enter_at_once(epoch, self._candidates(), now):
             return []
@@ -733,7 +736,7 @@ class RunMachine:
     # ---- inside: empty seats
 
     def _enter(self, epoch: Epoch, now: float) -> list[Action]:
-        """Nodes that have caught up open the links of their seats."""
+        """Let nodes that have caught up open the links of their seats."""
         actions: list[Action] = []
         for node, seat in self._newcomers.to_seat(epoch).items():
             actions += self._offer_seat(epoch, node, seat, now)
@@ -744,7 +747,7 @@ class RunMachine:
         return epoch.enter(node_id, seat, address, kind, now - self._unseen)
 
     def _entering(self, epoch: Epoch, node_id: str, message: NodeMessage) -> list[Action]:
-        """What a node says that opens the links of its seat."""
+        """Handle a message of a node that opens the links of its seat."""
         match message:
             case Placed() if message.epoch == epoch.number:
                 if self._newcomers.moves(node_id) and message.held_step != epoch.step:
@@ -782,7 +785,7 @@ class RunMachine:
         return [*over, *self._lose(epoch, node_id, f"node {node_id} failed as it entered: {why}", now)]
 
     def _complete_rows(self, epoch: Epoch, now: float) -> list[Action]:
-        """In a step: hosts of broken rows leave their seats, to make other rows whole within it."""
+        """Within a step, move hosts of broken rows to seats where they complete other rows."""
         actions: list[Action] = []
         while epoch.phase is Phase.STEPPING and (moves := self._newcomers.move(epoch)):
             told: Outcome = []
@@ -797,7 +800,7 @@ class RunMachine:
         return actions
 
     def _take_seats(self, epoch: Epoch, now: float) -> list[Action]:
-        """In a step: nodes that hold its state have seats where there is work for them."""
+        """Within a step, give seats with work to nodes that hold its state."""
         if self.epoch is not epoch or epoch.phase is not Phase.STEPPING:
             return []
         nodes = self._newcomers.holding(epoch)
@@ -814,7 +817,7 @@ class RunMachine:
         return [one for node in self._newcomers.late() for one in self._no_entrant(node, why, is_fault=False)]
 
     def _seated(self, epoch: Epoch, step: int, now: float) -> list[str]:
-        """Nodes that have their seats from this step on."""
+        """Give nodes their seats from this step on."""
         nodes = self._newcomers.seated(epoch, step)
         self._note_seated(epoch, nodes, now)
         return nodes
@@ -940,7 +943,7 @@ class RunMachine:
         return self._shut_out(node_id, now) if self._quarantine.strike(node_id, why) else []
 
     def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
-        """What a stage says against a neighbour."""
+        """Handle a stage's complaint about a neighbour."""
         if self.stopped:
             return []
         culprit = self._quarantine.complaint(epoch, node_id, message)
@@ -1012,8 +1015,8 @@ class RunMachine:
     # ---- inside: hosts
 
     def _candidates(self) -> list[Candidate]:
-        """Who could host a stage. Those that gave one up of late only if there are too few others; those that
-        were slow after the others."""
+        """The nodes that could host a stage. Nodes that recently gave one up count only if there are too few
+        others; slow nodes come after the others."""
         usable, slow = (
             self._blame.usable(self._roster.candidates(), self.plan.min_stages),
             self._stragglers.times,

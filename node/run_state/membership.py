@@ -28,7 +28,7 @@ class Member:
 
 
 class Roster:
-    """`members` are in the order in which they came. Times in seconds, on the clock that `now` is of."""
+    """The members of the run, in the order in which they joined. Times are seconds on the clock of `now`."""
 
     def __init__(self, *, silent_seconds: float, reconnect_seconds: float) -> None:
         self.members: dict[str, Member] = {}
@@ -62,7 +62,7 @@ class Roster:
                 member.disconnected_at = min(member.disconnected_at + seconds, now)
 
     def overdue(self, now: float) -> dict[str, str]:
-        """Nodes that count as dead from now on, with the reason."""
+        """The nodes that count as dead from now on, with the reason."""
         dead: dict[str, str] = {}
         for node_id, member in self.members.items():
             gone = member.disconnected_at
@@ -73,7 +73,7 @@ class Roster:
         return dead
 
     def candidates(self) -> list[Candidate]:
-        """Nodes that could host a stage: connected and not leaving."""
+        """The nodes that could host a stage: those that are connected and not leaving."""
         return [
             member.offer
             for member in self.members.values()
@@ -88,7 +88,7 @@ class Roster:
                 self.members[node_id].stage = place % stages
 
     def kinds(self, hosts: Sequence[str]) -> list[Hashable]:
-        """What the bits of each host's results depend on; for "" nothing."""
+        """For each host, what the bits of its results depend on; nothing for ""."""
         offers = [self.members[node].offer if node else None for node in hosts]
         return ["" if one is None else (one.kind, one.devices) for one in offers]
 
@@ -126,8 +126,8 @@ def loading_seconds(
 
 
 def prefetch_first(nodes: Iterable[str], roster: Roster, units: Sequence[Sequence[str]]) -> list[Action]:
-    """Before a run's first epoch: have `nodes` fetch the checkpoint's weights of the stages that they will
-    have, if they get them in the order in which they came.
+    """Before a run's first epoch, let `nodes` fetch the checkpoint's weights of the stages that they will get
+    in the order in which they joined.
 
     Args:
         units: the layer units of each stage.

@@ -1,13 +1,13 @@
 """Newcomers follow the run's steps while it goes on, and enter as whole rows between two of them. Pure.
 
-When the nodes without a stage could make another row, a snapshot is taken. Each newcomer loads its stage of
-it, then applies the steps that the run commits meanwhile, from the summed gradients that the stage's nodes
-keep. Once all of them are at most `MOST_BEHIND` steps behind, the next epoch begins with them. The other
-nodes wait for that epoch's links and for these last steps, and for no state.
+When the nodes without a stage could form another row, a snapshot is taken. Each newcomer loads its stage
+from it, then applies the steps that the run commits meanwhile, from the summed gradients that the stage's
+nodes keep. When all of them are at most `MOST_BEHIND` steps behind, the next epoch begins with them. The
+other nodes wait for that epoch's links and for these last steps, but not for state.
 
-An empty seat of the epoch is filled in the same way, by one node, and nobody waits: its links are opened
-while it follows, and the epoch goes on. A node of another broken row holds the state already: it moves at
-once, within the step.
+One node fills an empty seat of the epoch in the same way, and no other node waits: its links are opened
+while it follows, and the epoch goes on. A node of another broken row already holds the state, so it moves
+at once, within the step.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ class _Entry:
 
 
 class Newcomers:
-    """Of one run; at most one attempt at a time."""
+    """The newcomers of one run; at most one attempt to enter at a time."""
 
     def __init__(self, assigner: StageAssigner, roster: Roster, units: UnitNumbers, *, follows: bool) -> None:
         """

@@ -1,4 +1,4 @@
-"""What the run's state machine starts from: settings of the run file, and the past from the database."""
+"""What the run's state machine starts from: the settings of the run file, and the past from the database."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ from node.tuning.storage_choice import StoragePlan, remedies
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The settings that the state machine needs. Times in seconds."""
+    """The settings that the state machine needs. Times are in seconds."""
 
     stages: int
     groups: int = 1
@@ -96,7 +96,7 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The run's past, from the database; the defaults are a new run's."""
+    """The run's past, from the database. The defaults are those of a new run."""
 
     last_epoch: int = 0
     newest_snapshot: int = 0

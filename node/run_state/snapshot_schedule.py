@@ -1,4 +1,4 @@
-"""Which snapshots are due, under way and stored. Pure."""
+"""Which snapshots are due, in progress and stored. Pure."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class _Asked:
 
 
 class SnapshotSchedule:
-    """One run's snapshots, named by the number of steps that led to them."""
+    """One run's snapshots, each named by the number of committed steps."""
 
     def __init__(self, *, every: int, newest: int, seconds: float = 0.0) -> None:
         """`every`: steps between snapshots; or, with `seconds`, that time."""

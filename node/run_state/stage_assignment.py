@@ -50,7 +50,7 @@ def sharing(config: RunConfig) -> Sharing:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A node that could host a stage. `memory_bytes` is that of its smallest device, 0 if unknown."""
+    """A node that could host a stage. `memory_bytes` is the memory of its smallest device, 0 if unknown."""
 
     node_id: str
     memory_bytes: int
@@ -169,7 +169,8 @@ def useless(
 
 
 class StageAssigner:
-    """Remembers who hosted which stage and how long to wait for them; picks the next epoch's hosts."""
+    """Chooses the hosts of the next epoch. It remembers which node hosted which stage, and how long to wait
+    for it."""
 
     def __init__(
         self,

@@ -1,13 +1,14 @@
-"""Which state of a step is the run's: what the nodes that hold it say of its layers. Pure.
+"""Which state of a step is the run's, from what the nodes that hold it report about its layers. Pure.
 
-At a snapshot's step every host says what its layers are (`StateHashes`). Nodes of one stage and one kind hold
-the same bits, so a layer counts with the hash that more than half of them say. Who fetched its state of late
-is no witness of it before the run has seen that it computes what others do. A layer that one node alone holds
-is compared by the norms of its weights and moments: with those that nodes of other kinds hold, and with the
-newest agreed ones.
+At a snapshot's step every host reports the hashes of its layers (`StateHashes`). Nodes of one stage and
+one kind hold the same bits, so a layer counts with the hash that more than half of them report. A node
+that recently fetched its state is no witness of it until the run has seen that it computes what others do.
+If only one node holds a layer, the norms of its weights and moments are compared with those on nodes of
+other kinds, and with the newest agreed ones.
 
-Where no hash has a majority, another node takes the place of one of those that differ, and computes the state
-again from the newest agreed snapshot. What nodes said of the step before is remembered until then.
+If no hash has a majority, another node takes the place of one of those that differ, and computes the state
+again from the newest agreed snapshot. Until then, what nodes reported about the earlier step is
+remembered.
 """
 
 from collections import Counter
@@ -51,7 +52,7 @@ class Settled:
 
 @dataclass(frozen=True, kw_only=True)
 class WrongState:
-    """A node says that it holds something else than what others agree on."""
+    """A node reports another state than the one on which others agree."""
 
     step: int
     node_id: str
@@ -60,7 +61,7 @@ class WrongState:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispute:
-    """No state of a step has a majority: the snapshot is not taken."""
+    """No state of a step has a majority, so the snapshot is not taken."""
 
     step: int
     nodes: tuple[str, ...]
@@ -70,7 +71,7 @@ class Dispute:
 
 @dataclass(frozen=True, kw_only=True)
 class TooFew:
-    """Too many of those that held the state are gone: the snapshot is not taken."""
+    """Too many of the nodes that held the state are gone, so the snapshot is not taken."""
 
     step: int
 
@@ -120,7 +121,7 @@ class _Asked:
 
 
 class StateAgreement:
-    """Of one run: the newest attempts at snapshots."""
+    """The newest attempts at snapshots of one run, and what nodes reported about them."""
 
     def __init__(self, units: UnitNumbers, weights_from: float = inf) -> None:
         """
@@ -355,8 +356,8 @@ class StateAgreement:
 class Standing:
     """Which hosts are witnesses of the run's state.
 
-    Who fetched its state while others held it is none, until it has computed what they do in its first
-    `PROBATION` steps, or holds the agreed state of a snapshot.
+    A host that fetched its state while others held it is no witness until it has computed the same as they
+    did in its first `PROBATION` steps, or holds the agreed state of a snapshot.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""What stages store their activations in, where the run file leaves that to the coordinator. Pure.
+"""In which form stages store their activations, if the run file leaves that to the coordinator. Pure.
 
-It is decided when a run first has so many stages, and then holds: a step that runs again has the bits that it
-first ran with, and a node that takes a stage over stores as the one before did.
+The choice is made when a run first has this number of stages, and then holds. So a step that runs again
+has the bits with which it first ran, and a node that takes over a stage stores like the node before it.
 """
 
 import functools
@@ -29,7 +29,7 @@ NeedsOf = Callable[[int, Devices, StoragePlan | None], Sequence[int]]
 
 
 class StorageControl:
-    """The storages of a run's steps: those on record, and what stages need with them."""
+    """The storages of a run's steps: those on record, and the memory that stages need with them."""
 
     def __init__(self, choose: Choose | None, needs: NeedsOf, history: StepHistory[StoragePlan]) -> None:
         """`choose` is None if the run file leaves nothing to choose."""

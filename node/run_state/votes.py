@@ -1,10 +1,11 @@
-"""Check votes: does a vote speak only for its voter, are its values plausible? And what votes lead to. Pure.
+"""Check votes: a vote must speak only for its voter and have plausible values. Also decides what votes
+lead to. Pure.
 
-A loss is plausible while it stays in a robust range of the newest steps: the median, and its median absolute
-deviation. A norm is compared with a reference that follows the run so slowly that no node can drag it along:
-one step may be far from it, many steps less far. Before there are enough steps, a unit's norm is compared
-with those of the whole model on record, or else with those of other stages. A lie inside these ranges is not
-found; a true value outside of them only costs that the step runs again on another node.
+A loss is plausible while it stays in a robust range of the newest steps, given by their median and median
+absolute deviation. A norm is compared with a reference that follows the run so slowly that no node can
+move it: one step may be far from it, many steps less far. Before there are enough steps, a unit's norm is
+compared with those of the whole model on record, or else with those of other stages. A lie inside these
+ranges is not found. A true value outside of them only costs that the step runs again on another node.
 """
 
 import math
@@ -21,7 +22,7 @@ from wire.messages import Vote
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A vote that must not be committed: `what`, of `node_id`, is not finite."""
+    """A vote that must not be committed, because `what`, a value of `node_id`, is not finite."""
 
     node_id: str
     what: str
@@ -34,7 +35,7 @@ class FiniteUncompressed:
 
 @dataclass(frozen=True)
 class Implausible:
-    """Every vote is finite, and a value of this node's is far from those of the steps before."""
+    """Every vote is finite, but a value of this node is far from those of the steps before."""
 
     node_id: str
     what: str
@@ -46,7 +47,7 @@ class Implausible:
 
 @dataclass(frozen=True)
 class NotReproduced:
-    """The state that was loaded does not give again what the run had on record: it is not the run's."""
+    """The state that was loaded does not give the recorded results again, so it is not the run's."""
 
     what: str
     snapshot: int
@@ -55,7 +56,7 @@ class NotReproduced:
 
 @dataclass(frozen=True)
 class RefusedVote:
-    """No correct node in this stage sends such a vote."""
+    """A vote that no correct node of this stage sends."""
 
     node_id: str
     why: str
@@ -63,7 +64,7 @@ class RefusedVote:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Rows give different gradient norms for one stage; in rows that work they have the same bits."""
+    """Rows give different gradient norms for one stage. Rows that compute correctly give the same bits."""
 
     what: str
     said: Mapping[str, Mapping[int, float]]
@@ -124,7 +125,7 @@ FIRST_LOSS = 1e4
 
 @dataclass(frozen=True, kw_only=True)
 class PastStep:
-    """What is on record of a committed step."""
+    """What is on record about a committed step."""
 
     loss: float
     grad_norm: float
@@ -169,7 +170,7 @@ class _Norms:
 
 
 class VoteHistory:
-    """What the newest steps' votes said, by layer unit."""
+    """The values of the newest steps' votes, by layer unit."""
 
     def __init__(
         self, units: UnitNumbers, past: Sequence[PastStep] = (), rounds_from: int | None = None

@@ -1,10 +1,11 @@
-"""Find whose values are wrong: not finite, not plausible, or not the same in all rows. Pure.
+"""Find which node's values are wrong: not finite, not plausible, or not the same in all rows. Pure.
 
-The step runs again without the node that is the likeliest cause. What the commit says then refutes what
-others said before. With one word against another nobody is refuted, and a third node computes the same: one
-of another row; or, once the state is on disk, a spare, or a node of the same row that changes places with one
-of the two. Where there are only two, the step runs again all the same, because a card that errs now and then
-does not err alike twice. If their gradients still differ, the run ends: neither is chosen.
+The step runs again without the node that is the most likely cause. What the commit says then refutes what
+other nodes reported before. If one node contradicts another, neither is refuted, and a third node computes
+the same: a node of another row or, once the state is on disk, a spare or a node of the same row that
+changes places with one of the two. If there are only two nodes, the step still runs again, because a card
+that fails at random does not fail twice in the same way. If their gradients still differ, the run ends,
+because there is no reason to choose one.
 """
 
 from collections import Counter
@@ -112,7 +113,8 @@ class _Doubt:
 
 @dataclass(frozen=True, kw_only=True)
 class CallThird:
-    """Another node takes the place of one of two that differ, once the state before the step is on disk."""
+    """Another node must take the place of one of two that differ, once the state before the step is on
+    disk."""
 
     note: str
 
@@ -129,21 +131,22 @@ class Refuted:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """Of two nodes that differed one is gone, and the step is committed as the other one computed it."""
+    """One of two nodes that differed is gone, and the step is committed as the other one computed it."""
 
     note: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Undecided:
-    """One of two nodes is wrong, and no third can say which: the step is committed."""
+    """One of two nodes is wrong, and no third can say which. The step is committed."""
 
     note: str
     """For the operator; empty if these two were named before."""
 
 
 class WrongValues:
-    """One doubt at a time: that of the step that runs."""
+    """The doubts about the current step, one at a time. `RunMachine` asks which node computes the step
+    again."""
 
     def __init__(self, assigner: StageAssigner, blame: Blame, auditor: Auditor) -> None:
         self._assigner = assigner
