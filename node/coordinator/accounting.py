@@ -1,7 +1,7 @@
 """Turn the totals that nodes report into the cost of each step and of the run. Pure.
 
-Reports hold totals, so only the newest of a node counts, once somebody asks: a heartbeat costs no more than
-to keep it.
+Reports hold totals, so only the newest report of a node counts, and only when somebody asks: to receive a
+heartbeat costs no more than to store it.
 """
 
 import math
@@ -19,15 +19,15 @@ from wire.spec import Direction
 from wire.telemetry import Telemetry
 
 CLOCK_RATIO = 1.01
-"""How much faster than ours a node's clock may run."""
+"""A node's clock may run faster than ours by at most this factor."""
 FASTEST = 1e11
-"""Bytes a second that no node's links carry: 800 Gbit/s."""
+"""A rate in bytes per second that no node's links carry: 800 Gbit/s."""
 SLACK_SECONDS = 1.0
 """Nodes may open links and send before the coordinator sees their epoch begin."""
 
 
 class Accounting:
-    """Takes node reports, gives step costs. `codecs` are the codec names that reports may use."""
+    """Takes node reports and gives step costs. `codecs` are the codec names that reports may use."""
 
     def __init__(self, codecs: Collection[str]) -> None:
         self.hosts: tuple[str, ...] = ()
@@ -37,19 +37,19 @@ class Accounting:
         self._codecs = frozenset(codecs)
         self._run = Ledger(self._codecs)
         self._waiting: dict[str, tuple[AnyReport, float]] = {}
-        """By node: its newest report of the epoch, and when it came, if that is not counted yet."""
+        """Each node's newest report of the epoch, and when it came, if it is not counted yet."""
         self._epoch = 0
         self._step = Ledger(self._codecs)
         self._counted: dict[str, Telemetry] = {}
         self._counted_wall: dict[str, float] = {}
-        """Of the wall time in these reports, what was believed."""
+        """The part of the wall time in these reports that was believed."""
         self._ready_wall: dict[str, float] = {}
         self._epoch_bytes: dict[str, int] = {}
         self._hosts: dict[Place, str] = {}
-        """Who hosted each place last, over the whole run."""
+        """The node that last hosted each place, over the whole run."""
         self._places: dict[Place, str] = {}
         self._links: dict[LinkKey, None] = {}
-        """Those of the newest step, sorted."""
+        """The links of the newest step, sorted."""
         self._place_of: dict[str, Place] = {}
 
     def report(
@@ -80,7 +80,7 @@ class Accounting:
 
     @property
     def run(self) -> Ledger:
-        """Since this process started, aborted steps included."""
+        """Totals since this process started, aborted steps included."""
         self._count_all()
         return self._run
 
@@ -123,7 +123,7 @@ class Accounting:
         self._step = Ledger(self._codecs)
 
     def seat(self, node_id: str, place: Place) -> None:
-        """From now on this node has the place, in the epoch that runs; what it reported before is not
+        """From now on this node has the place in the current epoch. What it reported before is not
         counted."""
         self._count_all()
         self._place_of.pop(self._places.get(place, ""), None)
@@ -158,7 +158,7 @@ class Accounting:
         return costs
 
     def places(self) -> Mapping[Place, str]:
-        """Who hosts what in the epoch that runs, row after row."""
+        """Set the hosts of the current epoch, row after row."""
         return self._places
 
     def stage_times(self) -> tuple[StageCost, ...]:
@@ -201,7 +201,7 @@ def _without_held_out(link: LinkFigures) -> LinkFigures:
 
 
 class Answers:
-    """When nodes answered last: tells who waited for whom. Seconds on any monotonic clock."""
+    """When nodes last answered, which tells which node waited for which. Seconds on any monotonic clock."""
 
     def __init__(self) -> None:
         self._at: dict[str, float] = {}
@@ -212,7 +212,7 @@ class Answers:
         self._at[node_id] = self._newest = now
 
     def waited(self, node_id: str, message: CoordinatorMessage) -> float | None:
-        """Seconds that this node waited for other nodes, if the message goes on from their answers."""
+        """The seconds for which this node waited for other nodes, if the message follows their answers."""
         if not isinstance(message, Waiting):
             return None
         return self._newest - self._at.get(node_id, self._newest)

@@ -1,6 +1,6 @@
-"""Changes to a run while it goes on: which, and how `thinwire set` hands them to its coordinator.
+"""Changes to a running run: which there are, and how `thinwire set` passes them to its coordinator.
 
-`thinwire eval --tasks` hands it scores for the run's history in the same way, by a file.
+`thinwire eval --tasks` passes scores for the run's history in the same way, in a file.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ SETTABLE = (
     *("training.lr", "training.min_lr_ratio", "training.clip"),
     *("training.schedule", "training.decay_steps", "training.decay_tokens"),
 )
-"""What a run can go on with at once: all that `thinwire resume` changes, but for addresses and the text."""
+"""The keys that can change at once: all that `thinwire resume` changes, except addresses and the text."""
 DECIDED = ("training.precision",)
-"""What `auto` may stand for until the coordinator decides it."""
+"""The keys whose `auto` the coordinator decides."""
 REQUEST_FILE = "change.json"
 SCORES_FILE = "scores-{}.json"
 MOST_BYTES = 65_536
@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.25
 
 
 class Changes:
-    """What the run is to go on with. Call it on the coordinator's event loop."""
+    """The settings with which the run is to continue. Call it on the coordinator's event loop."""
 
     def __init__(
         self,
@@ -49,10 +49,11 @@ class Changes:
         self._stop = stop
         self._wanted: tuple[str, ...] = ()
         self.applied: tuple[str, ...] = ()
-        """What the run goes on with at once, after this coordinator's end."""
+        """The settings with which the run continues at once, after this coordinator's end."""
 
     def ask(self, overrides: Sequence[str]) -> str:
-        """After this step and a snapshot, go on with these settings; returns what will happen, in a line.
+        """After this step and a snapshot, continue with these settings. Returns a line that says what will
+        happen. Raises UserError if they cannot be used.
 
         Raises UserError if they cannot be used.
         """
@@ -63,8 +64,8 @@ class Changes:
         return f"after this step and a snapshot {what}"
 
     def move(self, overrides: Sequence[str], what: str) -> None:
-        """After this step and a snapshot, go on with what was decided: places by a plan, which is on record,
-        or a key of `DECIDED`. An operator's change or end comes first."""
+        """After this step and a snapshot, continue with a decision: a placement by a plan that is on record,
+        or a key of `DECIDED`. An operator's change or stop has priority."""
         if not self._wanted:
             self._wanted = tuple(overrides)
             self._emit(events.Notice(text=what))

@@ -1,6 +1,8 @@
-"""The mutual-TLS port: control sessions, and the calls that move batches. Layers have `layer_service`.
+"""The mutual-TLS port: control sessions, and the calls that move batches. Layers have their own
+`layer_service`.
 
-Decodes, asks the `Coordinator`, encodes. Who calls is known from the certificate alone.
+It decodes a request, asks the `Coordinator`, and encodes the answer. The caller is known only from its
+certificate.
 """
 
 import asyncio
@@ -46,7 +48,7 @@ log = logging.getLogger(__name__)
 
 MOST_PROBE_BYTES = 16 * 1024 * 1024
 TURN_SECONDS = 0.1
-"""Between two looks whether a call that waits is served."""
+"""The seconds between two checks whether a call that waits is served."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
@@ -80,8 +82,8 @@ class Handler(SessionHandler, Protocol):
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
     ) -> tuple[UnitEntry, list[PlacedStage], str] | None:
-        """Who holds a layer that the coordinator has not, and the object store's folder that it is in, if it
-        is in one; None if the coordinator has it. Raises NotYetError or RunError."""
+        """The nodes that hold a layer that the coordinator does not have, and the object store's folder that
+        has it, if one does; None if the coordinator has it. Raises NotYetError or RunError."""
         ...
 
     def hold_layers(
@@ -338,7 +340,7 @@ _ZEROS = bytes(CHUNK_BYTES)
 class _Slots:
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_CALLS))
     users: int = 0
-    """Calls that have a slot or wait for one."""
+    """The number of calls that have a slot or wait for one."""
 
 
 class CallLimit:
@@ -368,7 +370,7 @@ class CallLimit:
 
 
 def chunks(data: bytes) -> Iterator[bytes]:
-    """At least one chunk, copied one at a time."""
+    """Gives at least one chunk; chunks are copied one at a time."""
     yield data[:CHUNK_BYTES]
     for start in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]

@@ -1,7 +1,8 @@
-"""The coordinator of one run: feeds the state machine with what happens, and carries out what it says.
+"""The coordinator of one run. It feeds the state machine with events, and carries out the actions that it
+returns.
 
-One task (`_act`) takes events in turn, so the machine is never entered twice at once, and every action is
-carried out before the next event is looked at: a commit is on disk before a stage learns of it.
+One task (`_act`) takes events in turn, so the machine is never entered twice at once. It carries out every
+action before it looks at the next event, so a commit is on disk before a stage learns of it.
 """
 
 import asyncio
@@ -112,10 +113,11 @@ from wire.telemetry import CodecTimes, StepSpans
 
 TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
-"""Between two ticks: the process was stopped, its machine was paused, or its memory came back from disk."""
+"""A longer time between two ticks means that the process was stopped, its machine was paused, or its memory
+came back from disk."""
 GOODBYE_SECONDS = 5.0
 DROPPED_SECONDS = 60.0
-"""Between two lines about what is left out of the training data."""
+"""The seconds between two lines about what is left out of the training data."""
 
 Result = TypeVar("Result")
 Happening = Callable[[float], list[Action]]
@@ -188,19 +190,19 @@ class Coordinator:
         self.relays = RelayDesk(self._sessions.send, config.coordinator.relay)
         self._outcome: Stop | None = None
         self.exit_code = RunError.exit_code
-        """Of the command, if the run fails."""
+        """The exit code of the command if the run fails."""
         self._dropped: Mapping[str, int] = {}
         """Documents left out of the training data, by reason, as last said."""
         self._came: set[str] = set()
-        """Nodes that have come since the database was told who has."""
+        """Nodes that have joined since the database was last told."""
         self.bug: Exception | None = None
-        """What nobody foresaw, if that ended the run."""
+        """The unexpected error that ended the run, if there was one."""
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
         self.changes = Changes(config, directory, emit, lambda why: self._post(lambda _now: go_on(why)))
 
     @property
     def accounting(self) -> Accounting:
-        """What the run's nodes have reported."""
+        """The reports of the run's nodes."""
         return self._reporter.accounting
 
     def _places(self) -> Mapping[str, Place]:
@@ -267,7 +269,8 @@ class Coordinator:
             self._post(functools.partial(self._look, looked, unseen))
 
     def _look(self, at: float, unseen: float, _now: float) -> list[Action]:
-        """As of when the tick came: it may have waited in the queue, and the standstill come after it."""
+        """Handle a tick as of the time when it came: it may have waited in the queue, and a standstill may
+        have come after it."""
         return self._machine.tick(at, unseen=unseen)
 
     async def _watch_members(self) -> None:

@@ -1,4 +1,4 @@
-"""Open a run's database file, and say what is wrong with one that cannot be used."""
+"""Open a run's database file, and say what is wrong with a file that cannot be used."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from urllib.parse import quote
 from wire.errors import DiskFullError, RunError, UserError
 
 _BUSY_SECONDS = 10.0
-"""How long a writer waits for another process."""
+"""How many seconds a writer waits for another process."""
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -38,7 +38,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def rebuilds(path: Path) -> str | None:
-    """What repairs a damaged database, if there are snapshots to rebuild it from."""
+    """What repairs a damaged database, if there are snapshots from which it can be rebuilt."""
     if any(path.parent.glob("snapshots/step-*/manifest.json")):
         return f"`thinwire resume {path.parent}` rebuilds it from the run's snapshots"
     return None

@@ -1,6 +1,5 @@
-"""Decisions that were made from measurements, in one table of the run's database: a replay follows them,
-whatever is measured then.
-"""
+"""Decisions that were made from measurements, in one table of the run's database. A replay follows them,
+whatever is measured then."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +30,7 @@ def _recorded(store: Store, kind: str, read: Callable[[str], Decided]) -> tuple[
 
 
 def record_plan(store: Store, record: RecordCodecs | RecordStorages) -> None:
-    """From its step on the run has this plan, in place of what was on record for later steps."""
+    """Put a plan on record from its step on, in place of what was on record for later steps."""
     kind = CODECS if isinstance(record, RecordCodecs) else STORAGES
     with store.writing() as db:
         db.execute("DELETE FROM decisions WHERE kind = ? AND at >= ?", (kind, record.step))
@@ -44,7 +43,7 @@ def recorded_codecs(store: Store) -> StepHistory[CodecPlan]:
 
 
 def recorded_storages(store: Store) -> StepHistory[StoragePlan]:
-    """As `recorded_codecs`, of what stages store their activations in."""
+    """Like `recorded_codecs`, for the form in which stages store their activations."""
     return StepHistory(_recorded(store, STORAGES, StoragePlan.from_json))
 
 

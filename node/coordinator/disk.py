@@ -1,4 +1,4 @@
-"""A run whose disk is full pauses until there is room, instead of losing what its nodes hold."""
+"""If the disk is full, the run pauses until there is room, instead of losing what its nodes hold."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from wire.errors import DiskFullError, UserError
 Result = TypeVar("Result")
 
 RETRY_SECONDS = 2.0
-"""Between two attempts to write to a full disk."""
+"""The seconds between two attempts to write to a full disk."""
 
 
 class Disk:

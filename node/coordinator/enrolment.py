@@ -1,6 +1,6 @@
-"""Who gets a certificate: the decisions of the join port and of renewal, without a network.
+"""Decides who gets a certificate, at the join port and at renewal, without a network.
 
-The calls are blocking (a database transaction, a signature): use `asyncio.to_thread`.
+The calls block (a database transaction, a signature), so use `asyncio.to_thread`.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""The join port: TLS with the coordinator's certificate alone, one small method, for anyone who connects."""
+"""The join port: TLS with only the coordinator's certificate, and one small method for anyone who
+connects."""
 
 import asyncio
 import logging
@@ -24,21 +25,22 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 64 * 1024
 REQUEST_SECONDS = 5.0
-"""From the beginning of a call until its request is here; a connection has as long for its handshake."""
+"""The seconds from the beginning of a call until its request is here; a connection has the same time for its
+handshake."""
 IDLE_SECONDS = 30.0
 MOST_SILENT = 256
-"""Calls whose requests have not come; of more, the one that has been silent longest ends."""
+"""The most calls whose requests have not come. Beyond it, the call that has been silent longest ends."""
 _MOST_AT_WORK = 4
 _JOINS_A_SECOND, _JOINS_AT_ONCE = 20.0, 100.0
 """Requests from one address, with one valid token or without any."""
 MOST_COUNTED = 4096
-"""Of which requests are counted; of more, the one that asked longest ago starts afresh."""
+"""The most addresses whose requests are counted. Beyond it, the one that asked longest ago starts again."""
 CONNECTION_SECONDS = 30.0
 """A connection to the join port ends after this long."""
 
 BYTES_A_SECOND, BYTES_AT_ONCE = 8 * 1024, 16 * 1024
-"""Bytes of a connection without a valid token, both ways together; a join takes 7,000. Beyond them nothing is
-read."""
+"""The bytes that a connection without a valid token may use, in both directions together; a join takes 7,000.
+Beyond them nothing is read."""
 
 Request = TypeVar("Request", pb.JoinRequest, pb.LookRequest)
 Outcome = TypeVar("Outcome")
@@ -76,7 +78,7 @@ class RateLimit:
 
 
 class RateLimits:
-    """A `RateLimit` for each key: an address, or one with a token."""
+    """One `RateLimit` for each key: an address, or an address with a token."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
@@ -120,7 +122,8 @@ class EnrolmentService:
 
     def __init__(self, handler: EnrolmentHandler, front: Front) -> None:
         self.control_port = 0
-        """Where nodes that were admitted go next, on the host that answered them; 0: where they asked."""
+        """The port to which admitted nodes go next, on the host that answered them; 0: the one that they
+        asked."""
         self._handler = handler
         self._front = front
         self._tokens = KnownTokens(handler.token_hashes)
@@ -132,7 +135,7 @@ class EnrolmentService:
         )
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For `server.add_generic_rpc_handlers`."""
+        """The handler for `server.add_generic_rpc_handlers`."""
         # A stream of requests, of which the first counts: on the wire one request is the same, but its coming
         # has a deadline. Whoever only begins calls would else hold them open for ever.
         join = grpc.stream_unary_rpc_method_handler(
@@ -208,7 +211,7 @@ class EnrolmentService:
     async def _answer(
         self, request: JoinRequest, context: Context, decide: Callable[[JoinRequest], Outcome]
     ) -> Outcome | Refusal:
-        """What `decide` answers the holder of a token, on a thread; the call ends if this address asks
+        """Give the holder of a token what `decide` answers, on a thread. The call ends if this address asks
         too often."""
         try:
             refusal = await self._refuse(request, context.peer())
@@ -245,7 +248,7 @@ class EnrolmentService:
 
 
 class JoinPort:
-    """The server of joins, behind a front that listens itself or gets its connections from a `Door`."""
+    """The server of joins. Its front listens itself, or gets its connections from a `Door`."""
 
     def __init__(self, handler: EnrolmentHandler) -> None:
         self.front = Front(

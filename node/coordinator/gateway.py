@@ -1,9 +1,9 @@
 """`python -m node.coordinator.gateway`: a process that keeps control sessions of a large run.
 
-It ends the TLS and gRPC of its sessions, and passes their messages on to the coordinator that started it, as
-`gateway_frames`. It decides nothing: the coordinator hands it connections that have said which service they
-ask for, and opens sessions; this process bounds what nodes send, so that a flood ends here.
-It ends when the coordinator's socket closes.
+It ends the TLS and gRPC of its sessions, and passes their messages to the coordinator that started it, as
+`gateway_frames`. It decides nothing. The coordinator gives it connections whose service is known, and
+opens sessions. This process limits what nodes send, so that a flood ends here. It ends when the
+coordinator's socket closes.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class _Session:
 
 
 class CoreLink(asyncio.Protocol):
-    """The stream to the coordinator. Frames of one turn of the loop are written together."""
+    """The stream to the coordinator. Frames of one turn of the event loop are written together."""
 
     def __init__(self, gateway: "Gateway") -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -122,7 +122,7 @@ class CoreLink(asyncio.Protocol):
 
 
 class Gateway:
-    """One process's sessions."""
+    """The sessions of one gateway process."""
 
     def __init__(self) -> None:
         self.setup: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
 """What the coordinator and a gateway of control sessions write to each other: frames on a stream. Pure.
 
-A frame is a header (length of what follows, kind, number) and its payload. A length is checked before
-anything is kept for it. Sessions have numbers, which the gateway gives.
+A frame is a header (length of the rest, kind, number) and its payload. A length is checked before anything
+is stored for it. The gateway numbers its sessions.
 """
 
 import struct
@@ -13,14 +13,15 @@ from wire.errors import ProtocolViolationError
 
 HEADER = struct.Struct("<IBI")
 MOST_BYTES = 1024 * 1024
-"""Of a payload. The largest message between a node and the coordinator has 260 kB (`wire.channels`)."""
+"""The most bytes of a payload. The largest message between a node and the coordinator has 260 kB
+(`wire.channels`)."""
 MOST_TOGETHER = 16_384
 """Sessions that one frame names."""
 _LENGTHS = struct.Struct("<BB")
 
 
 class Kind(IntEnum):
-    """What a frame is. From the coordinator up to `END`, then from a gateway."""
+    """What a frame is. The coordinator sends those up to `END`, and a gateway the others."""
 
     SETUP = 1
     """JSON: what the gateway serves with."""
@@ -29,7 +30,7 @@ class Kind(IntEnum):
     SEND = 3
     """A message to several sessions; the number counts them."""
     SEND_WAITED = 4
-    """As `SEND`, with a number of seconds for each (see `sent_waited`)."""
+    """Like `SEND`, with a number of seconds for each session (see `sent_waited`)."""
     ANSWER = 5
     """A message that may be left out if many wait."""
     END = 6
@@ -58,9 +59,9 @@ class Opened:
     """The payload of `OPEN`."""
 
     node_id: str
-    """By the certificate."""
+    """The node's id, by its certificate."""
     host: str
-    """Where it dials from."""
+    """The address from which it dials."""
     hello: bytes
     """Its first message."""
 

@@ -1,12 +1,12 @@
 """The coordinator's side of its gateways: processes that keep the control sessions of a large run.
 
-With a thousand nodes TLS, HTTP/2 and gRPC take several times the processor time of the run itself, and Python
-does them on one core. Gateways do them instead. The coordinator still accepts every connection, within the
-limits of its port, reads which service it asks for, and hands the sockets of control sessions on, each to the
-gateway that has the fewest. Joins and bulk calls stay here.
+With a thousand nodes, TLS, HTTP/2 and gRPC take several times the processor time of the run itself, and
+Python would run them on one core. Gateways do them instead. The coordinator still accepts every connection
+within the limits of its port and reads which service it asks for. It gives the socket of each control
+session to the gateway with the fewest sessions. Joins and bulk calls stay here.
 
-What a gateway has is lost with it: its nodes connect again, as after a fault of the network, while another
-process is started in its place. Where no gateway is ready, the coordinator keeps the session itself.
+If a gateway dies, its sessions are lost. Its nodes connect again, as after a network fault, while another
+process is started in its place. If no gateway is ready, the coordinator keeps the session itself.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from wire.pacing import Backoff
 log = logging.getLogger(__name__)
 
 SMALL = 128
-"""Nodes that the coordinator serves itself."""
+"""How many nodes the coordinator serves itself."""
 SHARE = 64
 """Nodes for each gateway."""
 START_SECONDS = 30.0
@@ -60,11 +60,11 @@ SILENT_LOOKS = 10
 process itself was stopped, so that counts for little."""
 STOP_SECONDS = 5.0
 MOST_UNREAD = 256 * 1024 * 1024
-"""Bytes for a gateway that does not read: more, and it is ended."""
+"""The most bytes that may wait for a gateway that does not read. Beyond it, the gateway is ended."""
 
 
 def gateway_count(config: RunConfig, cores: int) -> int:
-    """How many gateways a run has on a machine of so many cores."""
+    """How many gateways a run has on a machine with this many cores."""
     wanted = config.coordinator.gateways
     if wanted != "auto":
         return wanted
@@ -74,7 +74,7 @@ def gateway_count(config: RunConfig, cores: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What gateways serve TLS with, in PEM."""
+    """The certificates and keys with which gateways serve TLS, in PEM."""
 
     key: bytes
     certificate: bytes
@@ -137,7 +137,7 @@ class _Gateway(asyncio.Protocol):
 
     @property
     def sessions(self) -> int:
-        """Those that are open."""
+        """The number of open sessions."""
         return len(self._sessions)
 
     async def start(self, setup: bytes) -> None:
@@ -291,7 +291,7 @@ class _Gateway(asyncio.Protocol):
             self._desk.handler.closed(session)
 
     async def _greet(self, number: int, opened: Opened) -> None:
-        """As the control service does for a session that the coordinator keeps itself."""
+        """Do what the control service does for a session that the coordinator keeps itself."""
         node_id, status = opened.node_id, grpc.StatusCode
 
         async def said() -> Hello:
@@ -325,7 +325,7 @@ class _Gateway(asyncio.Protocol):
 
 
 class Gateways:
-    """All gateways of a coordinator, and the front that connections for them come to."""
+    """All gateways of a coordinator, and the front to which their connections come."""
 
     def __init__(self, count: int, config: RunConfig, desk: SessionDesk, own: Front) -> None:
         """
@@ -343,7 +343,7 @@ class Gateways:
 
     @property
     def sessions(self) -> list[int]:
-        """How many sessions each keeps; 0 for one that does not run."""
+        """How many sessions each gateway keeps; 0 for one that does not run."""
         return [0 if one is None else one.sessions for one in self._gateways]
 
     @property

@@ -37,7 +37,7 @@ DIRECTORY = "kept"
 HOLDERS_FILE = "holders.json"
 LOOK_SECONDS = 1.0
 RECORD_FORMAT = 1
-"""Of what nodes keep for `thinwire recover`."""
+"""The format version of the record that nodes keep for `thinwire recover`."""
 _NAME = re.compile(r"step-(\d{8,})\.json")
 
 
@@ -83,7 +83,7 @@ class SnapshotRun(Protocol):
         """Connected nodes and their addresses, hosts in the order of their stages first."""
 
     def record(self) -> Mapping[str, object]:
-        """What nodes keep of the run, beside the manifests, for `thinwire recover`."""
+        """What nodes keep of the run, in addition to the manifests, for `thinwire recover`."""
 
     def send(self, node_id: str, message: CoordinatorMessage) -> None: ...
 
@@ -102,7 +102,7 @@ class SnapshotRun(Protocol):
 
 
 class SnapshotBook:
-    """What is common to a run's snapshots, wherever their layers are: limits, the database and its disk."""
+    """What a run's snapshots have in common, wherever their layers are: limits, the database and its disk."""
 
     def __init__(
         self,
@@ -150,7 +150,8 @@ class SnapshotBook:
 
 
 class KeptSnapshots:
-    """One run's. Call everything on the event loop; disk work runs on threads."""
+    """The snapshots of one run that are not at the coordinator. Call everything on the event loop; disk work
+    runs on threads."""
 
     def __init__(self, book: SnapshotBook, told_config: RunConfig, run: SnapshotRun) -> None:
         """`told_config` is the config as nodes may know it, for manifests."""
@@ -210,7 +211,7 @@ class KeptSnapshots:
         self._places.expect(step, makers, time.monotonic(), run_folder(url, self._book.run_id) if url else "")
 
     def agreed(self, step: int, hashes: Mapping[str, str]) -> list[tuple[str, str]]:
-        """As `LayerPlaces.agreed`."""
+        """See `LayerPlaces.agreed`."""
         self._changed.set()
         wrong = self._places.agreed(step, hashes)
         for node_id, _ in wrong:
@@ -259,7 +260,7 @@ class KeptSnapshots:
     def where(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
     ) -> tuple[UnitEntry, list[PlacedStage], str]:
-        """What a layer's file is, who holds it that is here, and the object store's folder that it is in.
+        """What a layer's file is, the present nodes that hold it, and the object store's folder that has it.
 
         Args:
             bad: nodes whose copy was damaged or missing: they look at theirs again.
@@ -283,7 +284,7 @@ class KeptSnapshots:
         return entry, [one for one in found if one.node_id != node_id], url
 
     def message(self) -> Retain:
-        """What nodes are to keep."""
+        """The message that says what nodes should keep."""
         manifests = [self._manifest(step).to_json() for step in self._places.complete]
         urls = {step: url for step in self._places.complete if (url := self._places.url(step))}
         record = {
@@ -299,14 +300,15 @@ class KeptSnapshots:
     # ---- inside
 
     def _ask_others(self, node_id: str, step: int) -> None:
-        """What a node saved is refused: in an object store, another row is asked to save its own."""
+        """Refuse what a node saved. If it is in an object store, another row is asked to save its own."""
         for other, units in self._places.others(node_id, step).items():
             self._run.send(other, SendLayers(step=step, units=units, place=self._places.url(step)))
             for unit in units:
                 self._run.layer_received(step, unit)  # nobody waits for the first node any more
 
     def _wait_for(self, step: int, unit: str, holders: Sequence[str]) -> None:
-        """Nobody here holds the layer: wait a while, then go on from an older snapshot if there is one."""
+        """No present node holds the layer: wait a while, then continue from an older snapshot if there is
+        one."""
         settings = self._config.coordinator
         since = self._first_missed.setdefault(step, time.monotonic())
         who = " or ".join(f"node {one}" for one in holders) or "a node that has not come back"
@@ -389,7 +391,7 @@ def _hold(url: str, retain: Retain) -> None:
 
 
 def _read_holders(run_directory: Path) -> dict[str, list[str]]:
-    """By unit, who held the newest snapshot: only to name them while they are away."""
+    """The holders of the newest snapshot, by unit; used only to name them while they are away."""
     try:
         found = json.loads((run_directory / DIRECTORY / HOLDERS_FILE).read_bytes())["holders"]
         return {str(unit): [str(node) for node in nodes] for unit, nodes in found.items()}

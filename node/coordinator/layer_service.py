@@ -1,7 +1,8 @@
-"""Layers of snapshots in and out, on gRPC's synchronous stack: a thread a call, so that no byte of a state
-passes the event loop, which decides who may send and fetch what.
+"""Send and receive layers of snapshots, on gRPC's synchronous stack, with one thread per call.
 
-Decodes, asks the `Coordinator`, encodes, as `node.coordinator.control_service` does for everything else.
+No byte of a state passes the event loop, which only decides who may send and fetch what. The service
+decodes a request, asks the `Coordinator`, and encodes the answer, as `node.coordinator.control_service`
+does for everything else.
 """
 
 import asyncio
@@ -30,9 +31,10 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 256 * 1024, 1024 * 1024
 """Least and most of a layer that is sent at a time."""
 MOST_CALLS = 2
-"""Of a kind and node at a time; correct nodes keep to it, and more are refused."""
+"""The most calls of a kind and node at a time. Correct nodes keep to it, and more are refused."""
 CALLS, THREADS = 256, 272
-"""Calls that are served at a time; nodes ask again for what is refused beyond, on the threads left."""
+"""The most calls that are served at a time. Further calls are refused on the remaining threads, and nodes ask
+again."""
 
 Result = TypeVar("Result")
 
@@ -47,7 +49,7 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         self._front = front
         self._loop = asyncio.get_running_loop()
         self._calls = Counter[tuple[str, str]]()
-        """By node and kind. On the event loop alone."""
+        """The number of calls by node and kind. Only the event loop uses it."""
 
     def add_to(self, server: grpc.Server) -> None:
         """Have `server` answer with this service."""
@@ -120,7 +122,7 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         self._decided(context, self._store(permit, data, digest.hexdigest()))
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives on the event loop. It is cancelled with the call."""
+        """What `work` gives on the event loop. It is cancelled together with the call."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
 
         def cancel() -> None:
@@ -171,7 +173,7 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
     async def _answer(
         self, node_id: str, request: control_pb2.GetLayerRequest
     ) -> control_pb2.DataChunk | tuple[str, bytes]:
-        """Where the layer is, or that it is the file which the node holds; else its SHA-256 and bytes."""
+        """Where the layer is, or that it is the file that the node holds; otherwise its SHA-256 and bytes."""
         await when_served(self._desk, node_id, "get layer")
         handler = self._handler
         placed = handler.layer_holders(node_id, request.step, request.unit, request.bad_holders)

@@ -1,6 +1,6 @@
-"""What the coordinator sees of the holder of a join token, for `thinwire doctor`. Nothing of it is kept.
+"""What the coordinator sees of the holder of a join token, for `thinwire doctor`. Nothing of it is stored.
 
-The coordinator dials the holder's own address alone, as it does for a node that joins.
+The coordinator dials only the holder's own address, as it does for a node that joins.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from wire.identity.enrolment import Hardware, JoinRequest, Refusal
 from wire.v1 import enrolment_pb2 as pb
 
 REACH_SECONDS = 4.0
-"""For a dial back."""
+"""The seconds for an attempt to dial back."""
 MOST_RELAYS = 3
 """Relays that a reply names at most."""
 MOST_SENTENCES, MOST_CHARACTERS = 20, 1000
-"""Of what a reply says about the run's links: it has at most 64 KiB."""
+"""The most bytes of what a reply says about the run's links; a reply has at most 64 KiB."""
 PADDING = bytes(60_000)
 """A message by which a rate is measured."""
 PADDINGS = 32
 PADDING_SECONDS = 4.0
-"""On a slow line fewer are sent."""
+"""The seconds in which they are sent; on a slow line there are fewer."""
 MOST_AT_ONCE = 4
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -58,7 +58,7 @@ class Looks:
         self.links: Callable[[], Awaitable[list[str]]] = _no_links
         """Which paths the run's links take, in sentences."""
         self.precision = self.compute = ""
-        """Of `[training]`: what a device must have to join."""
+        """The keys of `[training]` that say what a device must have to join."""
         self._first = first
         self._refuse = refuse
         self._would_refuse = would_refuse

@@ -1,7 +1,8 @@
 """The run's Prometheus metrics. The coordinator exports them for all nodes, which cannot be scraped behind
 NAT.
 
-Counters belong to this process: they start at 0 with it, as Prometheus expects, and outlive nodes and epochs.
+Counters belong to this process: they start at 0 with it, as Prometheus expects, and outlive nodes and
+epochs.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ STATES = ("starting", "waiting for nodes", "restoring", "training", "stopped", "
 
 
 class RunMetrics:
-    """Called with each event of the run. `render` gives what `GET /metrics` answers.
+    """Called with each event of the run. `render` gives the answer to `GET /metrics`.
 
     `view` gives the newest view of the run; `accounting` may come later, with the coordinator.
     """
@@ -127,14 +128,14 @@ class Scrape:
     counts: Mapping[str, float]
     """Counters of events by name."""
     step_seconds: tuple[Sequence[tuple[str, float]], float]
-    """As `Histogram.buckets` gives it."""
+    """The pair that `Histogram.buckets` gives."""
     last_step: float
     """Unix time of the last step done; 0 before the first."""
     stages: Mapping[Place, StageFigures]
     links: Mapping[LinkKey, LinkFigures]
-    """Of this process, over all epochs."""
+    """Figures of this process, over all epochs."""
     places: Collection[Place]
-    """Those of the epoch that runs whose nodes are there."""
+    """Figures of the current epoch's nodes that are present."""
     reports: Mapping[str, Telemetry]
     """Each node's newest report."""
     single: Mapping[str, float]
@@ -142,7 +143,7 @@ class Scrape:
     gateway_sessions: tuple[int, ...]
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         view, families = self.view, Families(RUN_METRICS)
         families.set("build_info", 1, VERSION, PROTOCOL)
         families.set("run_info", 1, view.run_id, view.forward_codec, view.backward_codec)
@@ -217,12 +218,12 @@ class Scrape:
 
 
 class _VolunteerTotals:
-    """What volunteers' relays have done; it never shrinks when nodes leave or restart."""
+    """What volunteers' relays have carried; it never shrinks when nodes leave or restart."""
 
     def __init__(self) -> None:
         self.bytes = self.refused = 0
         self._counted: dict[str, tuple[int, int]] = {}
-        """By node: its totals when they were counted last."""
+        """Each node's totals when they were last counted."""
 
     def count(self, newest: Mapping[str, Telemetry]) -> None:
         for node, report in newest.items():

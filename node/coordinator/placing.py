@@ -1,6 +1,6 @@
 """Collects measurements of nodes and links, asks for missing ones, and plans which node hosts which stage.
 
-On the event loop; a plan is made on a thread.
+It runs on the event loop; a plan is made on a thread.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 
 LOOK_SECONDS = 0.5
 PLAN_SECONDS = 5.0
-"""Between two plans."""
+"""The seconds between two plans."""
 MOST_WAIT = 1000
 """Steps of a placement before it may change: `LEAST_STEPS`, twice as many after each move, at most this many.
 So noise cannot move a run to and fro."""
@@ -46,7 +46,7 @@ REST = 20
 
 
 class PlacePlanner:
-    """Of one run with `pipeline.placement = "measured"`."""
+    """The planner of one run with `pipeline.placement = "measured"`."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class PlacePlanner:
             self._tell(text)
 
     def _plan(self) -> Callable[[], PlacePlan | None] | None:
-        """What plans, for a thread; None while too little is known."""
+        """The function that makes a plan on a thread; None while too little is known."""
         if self._newest is None:
             return None
         epoch, step, steps = self._newest
@@ -294,7 +294,7 @@ class PlacePlanner:
         )
 
     def _most_blocks(self, offer: Candidate) -> int:
-        """By the memory that a block of the present split takes, on the stage where that is most."""
+        """How many blocks fit. A block counts with the memory that it takes on the stage where it takes most."""
         if offer.memory_bytes == 0:
             return self._config.model.layers
         needs = self._needs(self._split, offer.devices)
@@ -308,7 +308,7 @@ class PlacePlanner:
         return self._needs(split, offer.devices)[stage] <= offer.memory_bytes
 
     def _needs(self, split: tuple[int, ...], devices: Devices) -> tuple[int, ...]:
-        """Bytes of each stage at least."""
+        """The least bytes of each stage."""
         key = split, devices
         if key not in self._known_needs:
             config = replace(self._config, pipeline=replace(self._config.pipeline, split=split))

@@ -1,6 +1,6 @@
-"""Plans windows, codecs and placement again from the measured cost of steps. On the event loop.
+"""Re-plans link windows, codecs and placement from the measured cost of steps.
 
-Only the newest step counts, and work of more than a moment has a thread.
+It runs on the event loop. Only the newest step counts, and longer work has a thread.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ transfers."""
 MOST_NODES = 4096
 """The newest nodes whose packing times are kept."""
 PLAN_SECONDS = 1.0
-"""Seconds between two plans: a plan takes longer to make than a step of milliseconds."""
+"""The seconds between two plans. To make a plan takes longer than a step of milliseconds."""
 PAUSE_TIMES = 9.0
 """The pause after a plan is at least this many times as long as the plan took to make: a plan of many stages
 takes seconds of a core."""
@@ -51,9 +51,8 @@ Changed = tuple[Windows, list[WindowsPlanned]]
 
 
 class LinkPlanner:
-    """Measures what a step has cost, row by row, and plans the windows of links and their codecs by it, where
-    the run file leaves them to the coordinator. On the event loop; only the newest step counts.
-    """
+    """Measures the cost of a step row by row, and plans the windows and codecs of links if the run file
+    leaves them to the coordinator. It runs on the event loop, and only the newest step counts."""
 
     def __init__(
         self,
@@ -88,13 +87,13 @@ class LinkPlanner:
         self._measured = asyncio.Event()
         self._newest: tuple[Epoch, Sequence[Candidate], StepCosts] | None = None
         self._control: tuple[tuple[int, bool], WindowControl] | None = None
-        """Of the newest epoch and kind of step: exact steps and rounds have windows of their own."""
+        """The windows of the newest epoch and kind of step: exact steps and rounds have different ones."""
         self._packing: dict[str, PackingTimes] = {}
         self._width: tuple[int, int] = (0, 0)
         """An epoch's number and the widest window that its stages have memory for."""
 
     def heard(self, node_id: str, message: CodecTimes) -> None:
-        """What packing takes a node, as it says."""
+        """The time that a node spends on packing, as it reports."""
         self._packing.pop(node_id, None)
         self._packing[node_id] = PackingTimes(message.times)
         if len(self._packing) > MOST_NODES:
@@ -138,7 +137,7 @@ class LinkPlanner:
             self._due = ended + max(self._pause, PAUSE_TIMES * (ended - began))
 
     def _rows(self, epoch: Epoch, costs: StepCosts) -> list[StepMeasures] | None:
-        """What each row was measured to take; None if nobody has measured the step."""
+        """The measured cost of each row; None if the step was not measured."""
         chunks, share = chunks_of(self._config, epoch.stages), head_share(self._config, epoch.stages)
         rows: list[StepMeasures] = []
         for replica, groups in enumerate(epoch.groups):
@@ -331,7 +330,7 @@ def windows_planned(
 
 
 def where_shown(measures: StepMeasures, costs: StepCosts, microbatches: int) -> StepMeasures:
-    """Of a row, with the rates of links that its step shows; without a limit elsewhere."""
+    """A row's measures with the rates of links that its step shows. Other links count as unlimited."""
     shown: dict[tuple[int, int], bool] = {}
     for link in costs.links:
         seconds = link.bytes / microbatches / link.capacity if link.capacity > 0 else 0.0
@@ -376,7 +375,7 @@ def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
 
 
 class Planners:
-    """The planners of a run, where its run file leaves something to plan."""
+    """The planners of a run whose run file leaves something to plan."""
 
     def __init__(
         self,

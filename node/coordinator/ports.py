@@ -1,10 +1,10 @@
-"""The coordinator's ports: open, checked, and held while a resumed run is still being read.
+"""The coordinator's ports: they are opened, checked, and held while a resumed run is still being read.
 
-By default one port serves joins, nodes with a certificate and the run's page (`wire.door`); with
-`coordinator.one_port = false` joins have `listen`'s port and nodes with a certificate the next.
+By default one port serves joins, nodes with a certificate and the run's page (`wire.door`). With
+`coordinator.one_port = false`, joins use `listen`'s port, and nodes with a certificate use the next one.
 
-Reading a large text and snapshot takes minutes. Nodes that waited out the coordinator's restart would give up
-by then, so the port tells them to keep waiting.
+To read a large text and snapshot takes minutes. Nodes that waited for the coordinator's restart would give
+up by then, so the port tells them to keep waiting.
 """
 
 import contextlib
@@ -64,18 +64,18 @@ _THREADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """The open ports."""
+    """The open ports of a coordinator."""
 
     port: int
-    """Where nodes join."""
+    """The address at which nodes join."""
     door: Door | None
     """Chooses between the services of the one port; None with separate ports."""
     relay: Relay | None
-    """Where nodes with a certificate go, if the run file allows it."""
+    """The relay for nodes with a certificate, if the run file allows it."""
     looks: Looks
     """Answers `thinwire doctor`."""
     gateways: Gateways | None = None
-    """What keeps the control sessions, if the coordinator does not itself."""
+    """The gateways that keep the control sessions, if the coordinator does not."""
 
 
 @contextlib.asynccontextmanager

@@ -1,9 +1,9 @@
 """Which pairs of nodes measure the line between them, and when. Pure: the clock is an argument.
 
-Only pairs that a placement could join are measured: all of a few nodes, of many each node with `NEAR` others.
-A few pairs at a time, each node in one at most, each pair once while both stay. A node that does not answer
-delays no other pair: its turn ends, and after `MOST_FAILURES` turns its pairs count as unknown. Answers about
-pairs that it was not asked to measure are dropped.
+Only pairs that could become neighbours are measured: all pairs of a few nodes, or of many nodes each with
+`NEAR` others. A few pairs measure at a time, each node in at most one of them, and each pair once while
+both nodes stay. A node that does not answer delays no other pair: its turn ends, and after `MOST_FAILURES`
+turns its pairs count as unknown. Answers about pairs that a node was not asked to measure are dropped.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from wire.peer_probe import PROBE_SECONDS
 ALL_PAIRS = 12
 """Nodes of which all pairs are measured."""
 NEAR = 6
-"""Of more nodes, so many others of each."""
+"""If there are more nodes, each is measured with this many others."""
 AT_ONCE = 4
 """Pairs that are measured at a time, or a node in `SHARE` if that is more."""
 SHARE = 50
@@ -25,7 +25,7 @@ TURN_SECONDS = 1.5 * PROBE_SECONDS
 MOST_FAILURES = 2
 
 Pair = tuple[str, str]
-"""Who dials, and whom."""
+"""The node that dials, and the one that it dials."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class _Turn:
 
 
 class ProbeDesk:
-    """Takes who is here and what nodes answer; says who is to measure."""
+    """Knows the present nodes and their answers, and says which pairs measure next."""
 
     def __init__(self) -> None:
         self._turns: dict[str, _Turn] = {}
-        """By the node that dials."""
+        """Turns, by the node that dials."""
         self._failures: dict[Pair, int] = {}
         self._done: set[frozenset[str]] = set()
         self._here: Mapping[str, str] = {}
         self._wanted: list[Pair] = []
 
     def present(self, addresses: Mapping[str, str]) -> None:
-        """Who is connected, and where others dial it ("": they cannot)."""
+        """The connected nodes, and the address at which others dial each ("" if they cannot)."""
         if addresses == self._here:
             return
         gone = self._here.keys() - addresses.keys()

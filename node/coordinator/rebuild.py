@@ -54,13 +54,14 @@ from wire.identity.files import write_private
 
 ASIDE = ".damaged"
 _NOT_A_RECORD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SnapshotDamagedError)
-"""What reading a damaged record raises; RecursionError: thousands of brackets."""
+"""The errors from reading a damaged record; RecursionError comes from thousands of brackets."""
 _COMPANIONS = ("", "-wal", "-shm")
 """Endings of the files that SQLite keeps for one database."""
 
 
 def damage(directory: Path) -> str | None:
-    """What is wrong with the database of the run in `directory`; None if nothing, or without snapshots.
+    """What is wrong with the database of the run in `directory`; None if nothing is, or if there are no
+    snapshots. Call it only while no coordinator has the run. A database of another version is not damaged.
 
     Call it only while no coordinator has the run. A database of another version is not damaged.
     """
@@ -162,7 +163,7 @@ def _news(
 
 
 def _manifests(root: Path) -> list[Manifest]:
-    """Those that can be read, oldest first."""
+    """The manifests that can be read, oldest first."""
     found = []
     for step in list_snapshots(root):
         with contextlib.suppress(SnapshotDamagedError):
@@ -220,7 +221,7 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
 
 
 def _step(done: events.StepDone, epoch: int, tokens: int, now: float) -> StepRecord:
-    """As on record, without the clip coefficient: no node may commit this step."""
+    """The record of a step, without its clip coefficient, because no node may commit this step again."""
     return StepRecord(
         step=done.step - 1,
         epoch=epoch,
@@ -240,19 +241,19 @@ _EPOCHS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRecord:
-    """What one node's disk says of its run."""
+    """What one node's disk says about its run."""
 
     run_id: str
     epoch: int
     corpus_sha256: str
     manifests: tuple[Manifest, ...]
-    """Of complete snapshots, oldest first; at least one."""
+    """The manifests of complete snapshots, oldest first; at least one."""
     urls: Mapping[int, str]
-    """By step, the object store's folder that a snapshot is in, if nodes do not hold it."""
+    """By step, the object store's folder that has a snapshot, if nodes do not hold it."""
 
     @property
     def config(self) -> RunConfig:
-        """Of the newest snapshot; paths are names only. Raises UserError."""
+        """The run file of the newest snapshot, in which paths are only names. Raises UserError."""
         try:
             return _config_of(self.manifests[-1])
         except ConfigError as error:
@@ -308,7 +309,7 @@ def _store(place: Path | str) -> ObjectStore | SnapshotCache:
 
 
 def snapshots_of(folder: Path) -> Path:
-    """Where a node's state directory has its layers; also if that folder itself is given."""
+    """The folder in which a node's state directory has its layers; also if that folder itself is given."""
     return folder if (folder / RECORD_FILE).is_file() else folder / "snapshots"
 
 

@@ -1,11 +1,13 @@
-"""Which volunteers relay the links of which neighbours: a plan without I/O, and the messages to carry it out.
+"""Which volunteers relay the links of which neighbours: a plan without I/O, and the messages that carry it
+out.
 
-A pair of neighbours needs a relay if neither can be dialled. The relay that moves a piece of a tensor soonest
-is chosen: the sum of both round trips, and the piece at the share of the relay's rate that is left for one
-more link. So pairs spread over relays. Each pair also knows the next best ones, and both ends keep
-connections waiting there: when a relay dies, or delivers far less than it owes (`wire.delivery`), the links
-through it go on by the next without a word to the coordinator, whose own relay is the last. Nodes name relays
-that were slow; their links get others from the next placement on.
+A pair of neighbours needs a relay if neither can be dialled. The relay that moves a piece of a tensor
+soonest is chosen, by the sum of both round trips and the time of the piece at the share of the relay's
+rate that is left for one more link. So pairs are spread over relays. Each pair also knows the next best
+relays, and both ends keep connections waiting there. When a relay dies, or delivers far less than it
+should (`wire.delivery`), its links continue through the next one without asking the coordinator, whose own
+relay is the last. Nodes report relays that were slow, and their links get others from the next placement
+on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,23 +27,23 @@ MOST_CHOICES = 3
 MOST_FURTHER = 2
 """Addresses of one node besides its first."""
 LEAST_RATE = 125_000.0
-"""Bytes a second, 1 Mbit/s: a relay with less left for a link is none."""
+"""The least rate in bytes per second (1 Mbit/s) that a relay must have left for a link."""
 
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelayOffer:
-    """A volunteer that relays."""
+    """A volunteer that offers a relay."""
 
     address: str
     """host:port, at which the coordinator has reached it."""
     rate: float
-    """Bytes a second that it carries."""
+    """The bytes per second that it carries."""
 
 
 class RelayPlan:
-    """Who relays for whom. Pure: the same calls give the same plan."""
+    """Which volunteer relays for which pair. Pure: the same calls give the same plan."""
 
     def __init__(self) -> None:
         self.offers: dict[str, RelayOffer] = {}
@@ -50,7 +52,7 @@ class RelayPlan:
         self._left: set[Pair] = set()
         """A node and a relay that its links left as too slow: its word alone, so other nodes try it."""
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
-        """By node and neighbour: the relays of their link, the best first."""
+        """By node and neighbour, the relays of their link, the best first."""
 
     def measured(self, node: str, times: Mapping[str, float]) -> list[str]:
         """`node` has measured its round trips to these relays; returns those that its links newly left."""
@@ -87,7 +89,7 @@ class RelayPlan:
                 load[choices[0][1]] += 1
 
     def relays_of(self, node: str) -> Mapping[str, tuple[str, ...]]:
-        """By neighbour of `node`: the relays of their link, the best first."""
+        """By neighbour of `node`, the relays of their link, the best first."""
         return self._routes.get(node, {})
 
     def _seconds(self, pair: Pair, relay: str, load: int) -> float:
@@ -117,7 +119,7 @@ def _is_address(text: str) -> bool:
 
 
 class RelayDesk:
-    """Keeps the plan by what the sessions say, and tells nodes and relays of it."""
+    """Keeps the plan up to date from what sessions report, and tells nodes and relays about it."""
 
     def __init__(self, send: Callable[[str, CoordinatorMessage], object], enabled: bool) -> None:
         """`enabled`: whether links may be relayed in this run at all."""
@@ -137,7 +139,7 @@ class RelayDesk:
         """Further addresses of nodes that can be dialled."""
 
     def addresses(self) -> list[str]:
-        """Of the volunteers that relay, host:port, the fastest first."""
+        """The addresses (host:port) of volunteers that relay, the fastest first."""
         offers = sorted(self.plan.offers.values(), key=lambda offer: -offer.rate)
         return [offer.address for offer in offers]
 

@@ -1,6 +1,6 @@
-"""Emit the run's events (steps, placements, recoveries and the summary), and write its trace.
+"""Emits the run's events (steps, placements, recoveries and the summary), and writes its trace.
 
-The reporter knows what this process has seen; the run's state is in the state machine and the database.
+The reporter knows what this process has seen. The run's state is in the state machine and the database.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ Emit = Callable[[events.Event], None]
 OWN_COSTS = 128
 """Stages in all up to which every step has costs of its own."""
 COSTS_PAUSE, COSTS_PAUSE_A_STAGE = 1.0, 2e-3
-"""Seconds between two sums of costs if there are more stages: at least, and for each. To sum up a thousand
-takes longer than all else that a step asks of the coordinator."""
+"""The seconds between two sums of costs if there are more stages: the least, and for each stage. A sum over a
+thousand stages takes longer than everything else that a step needs from the coordinator."""
 
 
 @dataclass
@@ -61,9 +61,9 @@ class _Tally:
     steps: int = 0
     first_loss: float = math.nan
     last_loss: float = math.nan
-    """Of the first and the last step with labels."""
+    """The losses of the first and the last step with labels."""
     tokens: int = 0
-    """Of steps that had not run before."""
+    """The tokens of steps that had not run before."""
     seconds: float = 0.0
     since: int | None = None
     """Steps done when this process began; None before it did."""
@@ -71,7 +71,7 @@ class _Tally:
     """Highest step so far; steps up to it run again."""
     again: int = 0
     sent: LinkFigures = field(default_factory=LinkFigures)
-    """Of all links, as in the costs of all steps, so that all figures agree."""
+    """Figures of all links, summed from the costs of all steps, so that all figures agree."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Unsummed:
 
 
 class Reporter:
-    """Emits events; times are taken here, on the monotonic clock.
+    """Emits events. It takes times on the monotonic clock.
 
     `unreported` is a step that an earlier coordinator committed without emitting its event.
     """
@@ -116,7 +116,7 @@ class Reporter:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds since the running step began."""
+        """The seconds since the current step began."""
         return time.monotonic() - self._step_began
 
     def joined(self, joined: events.NodeJoined) -> None:
@@ -152,7 +152,7 @@ class Reporter:
         self._recovery.placed(time.monotonic())
 
     def planned(self, record: RecordCodecs | RecordStorages) -> None:
-        """From a step on, links have other codecs, or stages store their activations otherwise."""
+        """From a step on, links use other codecs, or stages store their activations in another form."""
         if isinstance(record, RecordCodecs):
             self._codecs_planned(record)
         else:
@@ -311,7 +311,7 @@ class Reporter:
         return time.monotonic() - self._costs_at >= max(COSTS_PAUSE, COSTS_PAUSE_A_STAGE * stages)
 
     def _costs(self, step: int, seconds: float, *, aborted: bool = False) -> events.StepCosts:
-        """Of a step that took so long, and of all that are unsummed."""
+        """Report a step that took this long, and all costs that are not summed yet."""
         self._costs_at = time.monotonic()
         before, self._unsummed = self._unsummed, _Unsummed()
         costs = self.accounting.step(step, before.seconds + seconds, aborted=aborted)
@@ -390,11 +390,12 @@ class Reporter:
 
 
 BASE_SECONDS = 10.0
-"""What a start, a placement and warm links may take; fetching a stage's state comes on top."""
+"""The seconds that a start, a placement and the warming of links may take; fetching a stage's state comes on
+top."""
 
 
 class Recovery:
-    """Times one interruption and says how long recovery should take; seconds on any monotonic clock."""
+    """Times one interruption, and says how long recovery should take. Seconds are on any monotonic clock."""
 
     def __init__(self) -> None:
         self._interrupted_at: float | None = None
@@ -455,7 +456,7 @@ WRITE_SECONDS = 1.0
 
 
 class Tracer:
-    """One run's trace. A disk error ends the trace; the run goes on."""
+    """The trace of one run. A disk error ends the trace, but not the run."""
 
     def __init__(
         self, settings: TelemetrySection, directory: Path, places: Callable[[], Mapping[str, Place]]

@@ -1,7 +1,8 @@
-"""Reports of nodes. Of those that a gateway has checked the coordinator keeps the bytes: few are ever read.
+"""The reports of nodes. If a gateway has checked them, the coordinator keeps only their bytes, because few
+are read.
 
-A gateway takes the report out of a message, and says of it what the coordinator would have to read it for:
-whether it goes on from the node's report before, and what the node spent most time on.
+A gateway takes the report out of a message, and adds what the coordinator would otherwise read it for:
+whether it continues the node's last report, and what the node spent most time on.
 """
 
 import logging
@@ -52,7 +53,7 @@ def longest_kind(before: Telemetry, after: Telemetry) -> str:
 
 
 class SealedReport:
-    """A report as its bytes, until somebody reads it."""
+    """A report as bytes, until somebody reads it."""
 
     __slots__ = ("_data", "_opened", "epoch")
 
@@ -63,7 +64,7 @@ class SealedReport:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return len(self._data)
 
     def opened(self) -> Telemetry:
@@ -85,7 +86,7 @@ def opened(report: AnyReport) -> Telemetry:
 
 
 class Newest(Mapping[str, Telemetry]):
-    """Each node's newest report; a sealed one is opened by who looks at it."""
+    """Each node's newest report. A sealed report is opened when it is read."""
 
     def __init__(self) -> None:
         self._reports: dict[str, AnyReport] = {}

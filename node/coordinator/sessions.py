@@ -1,8 +1,8 @@
-"""The control sessions of a run, one a node, whichever process ends their TLS: who may open one and where
-neighbours reach the node, what a member may send over it, and what waits to be sent.
+"""The control sessions of a run, one per node, whichever process ends their TLS.
 
-A correct node stays far below all limits. The process that ends a session's TLS refuses what is beyond them,
-before it decodes it.
+This module says which node may open one, where neighbours reach the node, what it may send, and what waits
+to be sent to it. A correct node stays far below all limits. The process that ends a session's TLS refuses
+what exceeds them before it decodes it.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ MOST_WAITING = 64
 
 
 class ControlSession:
-    """One node's open control connection."""
+    """The open control connection of one node."""
 
     def __init__(self, node_id: str, hello: Hello, address: str) -> None:
         self.node_id = node_id
@@ -109,7 +109,8 @@ class ControlSession:
 
 
 class Sessions:
-    """Messages to a node without a session are dropped: it is sent what it missed when it reconnects."""
+    """The open sessions. Messages to a node without a session are dropped, because it gets what it missed
+    when it reconnects."""
 
     def __init__(self, settings: CoordinatorSection | None = None) -> None:
         self._settings = settings or CoordinatorSection()
@@ -176,27 +177,27 @@ class Sessions:
 
 
 HEARTBEATS_A_SECOND = 250.0
-"""Of all members together."""
+"""The most heartbeats per second of all members together."""
 HEARTBEATS_IN_SILENCE = 3.5
 """Heartbeats that a node misses before it counts as dead, at least."""
 
 MOST_LINKS = 4
-"""In a report of one row: a stage has two neighbours, or three where the ring closes. Each other row has one
-more."""
+"""The most links in a report of one row: a stage has two neighbours, or three where the ring closes. Each
+other row adds one."""
 LINK_BYTES = 1024
-"""Of a report, for each other row."""
+"""The bytes that each other row adds to a report."""
 MESSAGE_BYTES = 16 * 1024
 UNIT_BYTES = 80
-"""Of a vote or of a state's hashes, for each layer unit."""
+"""The bytes of a vote or of a state's hashes, for each layer unit."""
 DIGEST_BYTES = 64
-"""Of a vote with audits, for each gradient group and each end of its boundaries."""
+"""The bytes of a vote with audits, for each gradient group and each end of its boundaries."""
 HEARTBEATS_KEPT = 500
 """Heartbeats, and as many other messages, that may come at once after an outage."""
 HEARTBEAT_TIMES = 10.0
-"""As often as a node is asked to send heartbeats."""
+"""How many times more often than asked a node may send heartbeats."""
 OTHERS_A_SECOND = 200.0
 SPANS_BYTES = 512 * 1024
-"""Of one message: `wire.telemetry.MOST_SPANS`, with room."""
+"""The most bytes of one message of spans: `wire.telemetry.MOST_SPANS`, with room."""
 SPANS_A_SECOND, SPANS_AT_ONCE = 20_000.0, 50_000.0
 CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE = 0.5, 20.0
 CALLS = {
@@ -206,37 +207,38 @@ CALLS = {
     "not due": (0.01, 10.0),
     "probe": (2.0**20, 2.0**26),
 }
-"""By kind: calls a second and at once, of probes bytes. Of other kinds only a few are served at a time."""
+"""By kind: calls per second and at once; for probes, bytes. Of other kinds, only a few are served at a
+time."""
 LAYER = "layer "
 """Begins the kind of calls for one layer of one snapshot, which a node needs once."""
 LAYERS_A_SECOND, LAYERS_AT_ONCE = 1 / 60, 4.0
-"""How often each may be sent to a node, over lines that break."""
+"""How often each layer may be sent to a node, over lines that break."""
 LEAST_PROBE_BYTES = 16 * 1024
 """A smaller probe counts as this."""
 
 
 def heartbeat_pause(members: int, settings: CoordinatorSection) -> float:
-    """Seconds between two heartbeats of each of so many members: more often than `HEARTBEATS_A_SECOND` in all
-    they come only where nodes would count as dead otherwise."""
+    """The seconds between two heartbeats of each member, if there are so many. They come more often than
+    `HEARTBEATS_A_SECOND` in all only if nodes would otherwise count as dead."""
     longest = settings.silent_seconds / HEARTBEATS_IN_SILENCE
     return max(settings.heartbeat_seconds, min(members / HEARTBEATS_A_SECOND, longest))
 
 
 class Measured(NamedTuple):
-    """A message, before it is decoded."""
+    """The sizes of a message, before it is decoded."""
 
     kind: str
     size: int
-    """Bytes."""
+    """The bytes of the whole message."""
     links: int = 0
-    """In its report."""
+    """The number of links in its report."""
     step: int = 0
-    """Of spans."""
+    """The step of its spans."""
     spans: int = 0
 
 
 class MessageLimits:
-    """One member's, over all its sessions."""
+    """The limits of one member's messages, over all its sessions."""
 
     def __init__(self, config: RunConfig) -> None:
         self.connections = RateLimit(CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE)
@@ -298,7 +300,8 @@ class SessionHandler(Protocol):
 
 
 class Names:
-    """Looks up host names that nodes gave, on its own threads: the loop's threads write the run's records."""
+    """Looks up host names that nodes gave, on its own threads, because the loop's threads write the run's
+    records."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MOST_LOOKUPS, thread_name_prefix="names")
@@ -321,7 +324,7 @@ class Names:
 
 
 class Greetings:
-    """Sessions that are not open yet: of each node only the newest goes on."""
+    """Sessions that are not open yet. Only the newest of each node continues."""
 
     def __init__(self) -> None:
         self._newest: dict[str, asyncio.Timeout] = {}
@@ -352,7 +355,8 @@ class Greetings:
 
 
 class SessionDesk:
-    """Call everything on the event loop."""
+    """Opens and closes the sessions of a run's nodes, and takes their messages. Call everything on the event
+    loop."""
 
     def __init__(
         self,
@@ -371,7 +375,7 @@ class SessionDesk:
         self.names = Names()
         self._make_limits = limits
         self._limits: dict[str, MessageLimits] = {}
-        """By node."""
+        """Limits, by node."""
         self._relays = relays
 
     def limits_of(self, node_id: str) -> MessageLimits | None:
@@ -472,7 +476,7 @@ def each(request: control_pb2.NodeMessage) -> Sequence[control_pb2.NodeMessage]:
 
 
 def measured(message: control_pb2.NodeMessage) -> Measured:
-    """What the bounds of a member's messages look at."""
+    """What the limits of a member's messages look at."""
     kind, size = message.WhichOneof("body") or "message", message.ByteSize()
     if kind == "step_spans":
         spans = message.step_spans
@@ -494,7 +498,7 @@ def admitted(
 
 
 def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:
-    """Where a node that calls from `source` may be reached, the likeliest first."""
+    """The addresses at which a node that calls from `source` may be reached, the most likely first."""
     address = hello.peer_address
     if not address.startswith(":"):
         return (address,)

@@ -1,4 +1,4 @@
-"""Receive the layers of snapshots that the run asked for, and serve stored ones."""
+"""Receives the layers of snapshots that the run asked for, and serves stored ones."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ MOST_WANTED = 3
 """Snapshots whose layers are still taken in before they are complete: two are asked for at a time, and nodes
 still hand in an older one."""
 MOST_REPEATS = 3
-"""How often a layer may come whole: the answer to its node may be lost."""
+"""How often a layer may arrive whole, because the answer to its node may be lost."""
 log = logging.getLogger(__name__)
 
 Hosts = dict[str, tuple[str, ...]]
@@ -43,26 +43,27 @@ Hosts = dict[str, tuple[str, ...]]
 SAME_SUM = 1e-6
 """Sums of squares of the same values, added up in another order, differ by less."""
 AGREE_SECONDS = 600.0
-"""How long an upload waits until its layer's hash is agreed on."""
+"""How many seconds an upload waits until its layer's hash is agreed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What the layers of a snapshot are."""
+    """What the layers of a snapshot must be."""
 
     units: Mapping[str, UnitHash]
     alone: Collection[str]
-    """Those that one node alone holds: the file must be what it says of it."""
+    """Layers that only one node holds; the file must be what it reports."""
 
 
 class NotDueError(ProtocolViolationError):
-    """An upload that the run does not wait for. A correct node sends one now and then, since the run has gone
-    on or has another coordinator."""
+    """An upload for which the run does not wait. A correct node sends one now and then, because the run has
+    moved on or has another coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadPermit:
-    """Permission for one upload; valid for the attempt at its step that was current when it began."""
+    """The permission for one upload. It is valid for the attempt at its step that was current when it
+    began."""
 
     node_id: str
     step: int
@@ -85,16 +86,16 @@ class _Upload:
 
 @dataclass(frozen=True)
 class ServedLayer:
-    """A unit's file of a complete snapshot, which is read once it is needed."""
+    """A unit's file of a complete snapshot, which is read only when it is needed."""
 
     entry: UnitEntry
-    """What the manifest says of it."""
+    """What the manifest says about the file."""
     read: Callable[[], Awaitable[bytes]]
     """The whole file, its SHA-256 checked. Raises RunError, or DataError of a checkpoint."""
 
 
 class SnapshotHandler:
-    """One run's snapshots. Disk work runs on threads."""
+    """The snapshots of one run at the coordinator. Disk work runs on threads."""
 
     def __init__(self, book: SnapshotBook, run: SnapshotRun) -> None:
         self._book = book
@@ -104,11 +105,11 @@ class SnapshotHandler:
         self._store = book.store
         self._folder = SnapshotFolder(self._directory, book.config, book.run_id, book.windows, book.scale_of)
         self._wanted: dict[int, Hosts] = {}
-        """By step, in the order of the requests; those of steps that are complete are among them."""
+        """Snapshots by step, in the order of the requests, including complete ones."""
         self._came: Counter[tuple[int, str, str]] = Counter()
-        """How often a layer of a wanted step came whole, by node."""
+        """How often each node's layers of a wanted step arrived whole."""
         self._agreements: dict[int, asyncio.Future[Agreement | None]] = {}
-        """By step, from the request on; None: the snapshot is not taken."""
+        """By step, from the request on; None if the snapshot is not taken."""
         self._newest = 0
         """The newest step completed by this process."""
         self._first: dict[str, asyncio.Task[LayerFile]] = {}
@@ -167,8 +168,8 @@ class SnapshotHandler:
             )
 
     async def refused(self, permit: UploadPermit) -> None:
-        """What a node handed in is no layer of this snapshot: another node that holds its layers is asked for
-        them. Without one, what has come of the snapshot is removed."""
+        """A node handed in something that is not a layer of this snapshot. Another node that holds its layers
+        is asked for them; without one, what has arrived of the snapshot is removed."""
         async with self._writing:
             if self._wanted.get(permit.step) is permit.hosts and not self._asks_another(permit):
                 await self._forget(permit.step)
@@ -194,7 +195,7 @@ class SnapshotHandler:
             await asyncio.to_thread(self._folder.discard, step, remove=True)
 
     def agreed(self, step: int, agreement: Agreement) -> None:
-        """What the layers of `step` are, as their holders agree: no other file is stored."""
+        """Set what the layers of `step` are, as their holders agree. No other file is stored."""
         self._settle(step, agreement)
 
     async def drop(self, step: int) -> None:
@@ -319,7 +320,7 @@ class SnapshotHandler:
             done.result()
 
     async def _agreement(self, permit: UploadPermit) -> Agreement | None:
-        """What the layers of this snapshot are; None: it is not taken."""
+        """What the layers of this snapshot are; None if it is not taken."""
         await asyncio.wait([permit.agreed], timeout=AGREE_SECONDS)
         if not permit.agreed.done():
             raise RunError(f"it is not known yet what layer {permit.unit} of step {permit.step} is")
@@ -329,7 +330,8 @@ class SnapshotHandler:
         return agreement
 
     def _examined(self, permit: UploadPermit, file: LayerFile, agreement: Agreement) -> UnitEntry:
-        """What this file is, once it is known to be the one that was agreed on. On a thread, beside others.
+        """Wait until this file is known to be the agreed one. Runs on a thread. Raises WrongLayerError, or
+        ProtocolViolationError if no run can continue from it.
 
         Raises WrongLayerError, or ProtocolViolationError if nobody can go on from it.
         """

@@ -1,4 +1,4 @@
-"""What the coordinator makes from every n-th snapshot beside the run: model folders, and samples of text.
+"""What the coordinator makes from every n-th snapshot: model folders, and samples of text.
 
 The run depends on neither and waits for neither.
 """
@@ -33,7 +33,7 @@ SAMPLE_SECONDS = 600.0
 LAST_SECONDS = 60.0
 """The longest that the end of a run waits for those of its last snapshot."""
 MEMORY_SHARE = 0.5
-"""Of the main memory that is free, for the model that is sampled."""
+"""The share of the free main memory that the sampled model may take."""
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +87,7 @@ class SnapshotExports:
 
 
 class SnapshotSamples:
-    """Has every n-th snapshot continue `data.prompts`, by `thinwire sample` in a process of its own.
+    """Lets every n-th snapshot continue `data.prompts`, by `thinwire sample` in a separate process.
 
     A snapshot that comes while an earlier one is sampled waits, and is skipped if a later one comes.
     """
@@ -156,7 +156,7 @@ class SnapshotSamples:
             self._due = 0
 
     async def _answers(self) -> list[events.SampleMade]:
-        """What the model of the newest snapshot makes of the prompts. Raises ThinwireError and OSError."""
+        """How the model of the newest snapshot continues the prompts. Raises ThinwireError and OSError."""
         nice = ["nice", "-n", "10"] if shutil.which("nice") else []
         threads = max(1, (os.cpu_count() or 1) // 4)  # nodes may compute on this machine too
         self._process = process = await asyncio.create_subprocess_exec(

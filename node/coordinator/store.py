@@ -1,9 +1,9 @@
-"""The coordinator's database: one SQLite file in the run's directory that outlives any crash.
+"""The coordinator's database: one SQLite file in the run's directory, which survives any crash.
 
 A method returns only after its change is on disk (WAL, synchronous=FULL). One connection behind one lock:
-call it from any thread, never from an event loop. Other processes may have the file open at the same time
-(`thinwire token create` beside a running coordinator): writers take turns by BEGIN IMMEDIATE and wait some
-seconds.
+call it from any thread, but never from an event loop. Other processes may have the file open at the same
+time, such as `thinwire token create` beside a running coordinator. Writers take turns by BEGIN IMMEDIATE
+and wait some seconds.
 
 Times are Unix seconds.
 """
@@ -36,7 +36,7 @@ EVICTED_WORDS = (
     "evicted from this run by its operator; to come back, ask for a new join line and give a new --state-dir"
 )
 _CLOSED = 2
-"""In the column `revoked`: closed."""
+"""The value of the column `revoked` for a token that was closed."""
 DATABASE_FILE = "run.db"
 SCHEMA_VERSION = 2
 """Schema 1 is the same without the tables that a run had no use for yet."""
@@ -91,7 +91,7 @@ NORMS_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The run's identity; only the advertised addresses change."""
+    """The run's identity. Only the advertised addresses change."""
 
     run_id: str
     config_json: str
@@ -118,12 +118,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What `Store.evict` did."""
+    """The result of `Store.evict`."""
 
     node_id: str
     at: float
     tokens: tuple[TokenRecord, ...]
-    """By which the node came, as they were before."""
+    """The tokens that admitted the node, as they were before."""
     evicted: frozenset[bytes]
     """Keys of all evicted nodes."""
     keeps_token: bool
@@ -147,7 +147,7 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class PlacedNode:
-    """Who hosts a stage in an epoch, and where its neighbours reach it."""
+    """A node that hosts a stage in an epoch, and where its neighbours reach it."""
 
     stage: int
     node_id: str
@@ -174,7 +174,7 @@ class StepRecord:
 
 
 class StepOutcome(Enum):
-    """What `record_step` found."""
+    """The result of `record_step`."""
 
     NEW = "new"
     REPEATED = "repeated"
@@ -185,7 +185,7 @@ class StepOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRecord:
-    """A snapshot after a step; `complete` once every layer's file is stored."""
+    """A snapshot after a step. It is `complete` when every layer's file is stored."""
 
     step: int
     manifest_sha256: str
@@ -202,7 +202,7 @@ class SnapshotRecord:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutRecord:
-    """The held-out loss of the state of a step, as `node.run_state.actions.RecordHeldOut`."""
+    """The held-out loss of the state of a step; see `node.run_state.actions.RecordHeldOut`."""
 
     step: int
     loss: float | None
@@ -423,7 +423,7 @@ class Store:
             return [row[0] for row in db.execute("SELECT node_id FROM members WHERE evicted IS NOT NULL")]
 
     def record_placement(self, epoch: int, nodes: Sequence[PlacedNode]) -> None:
-        """Who hosts what in an epoch; recording the same epoch again replaces it."""
+        """Record the hosts of an epoch; recording the same epoch again replaces them."""
         with self.writing() as db:
             db.execute("DELETE FROM placements WHERE epoch = ?", (epoch,))
             first = [(epoch, node.stage, node.node_id, node.address) for node in nodes if not node.replica]
@@ -533,7 +533,7 @@ class Store:
         return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
 
     def best_of(self, steps: Iterable[int]) -> int | None:
-        """Of these steps the one with the least held-out loss; None if none of them has one."""
+        """Of these steps, the one with the least held-out loss; None if none has one."""
         losses = {one.step: one.uncompressed for one in self.held_out() if math.isfinite(one.uncompressed)}
         return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
 

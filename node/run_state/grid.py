@@ -29,7 +29,7 @@ HELD_GROUPS = 2
 PROMPT_SECONDS = 2.0
 """Groups that take less than this do not wait, because messages about them would cost more than they save."""
 MOST_TRIALS = 2**20
-"""The most trials of the exact search for a sharing. If it would take more, rows with more groups come first."""
+"""The most trials of the exact search for a sharing. Beyond it, rows with more groups simply come first."""
 
 
 def holders_by_stage(holders: Sequence[str | None], rows: int, present: Collection[str]) -> list[list[str]]:
