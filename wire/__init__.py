@@ -1,1 +1,1 @@
-"""Everything that crosses a link: codecs, frames, streams, identities, errors. No training loop."""
+"""Everything that crosses a link: codecs, frames, streams, identities, errors. It knows no training loop."""

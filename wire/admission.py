@@ -1,11 +1,11 @@
 """Which connections a port keeps while strangers crowd it. A state machine without I/O.
 
-A connection is *silent* until its first byte, then in its *handshake*, and *proven* once a call over it has
-shown a certificate of the run. Each phase has a number of places. A newcomer to a full phase replaces the
-oldest connection of the group (address, or node if proven) that holds most places, and of groups that hold as
-many rather a stranger's than that of an address that has shown a certificate before. So one crowded address
-cannot shut out another, idle connections never shut out a talking one, and members who connect again come
-before strangers.
+A connection is *silent* until its first byte, then in its *handshake*, and *proven* once a call over it
+has shown a certificate of the run. Each phase has a number of places. On a full phase, a new connection
+replaces the oldest connection of the group (address, or node if proven) that holds most places. Among
+groups that hold equally many, it replaces one of a stranger's before one of an address that has shown a
+certificate before. So one crowded address cannot shut out another, idle connections never shut out one
+that talks, and members who connect again come before strangers.
 """
 
 import ipaddress
@@ -15,9 +15,9 @@ from enum import IntEnum
 from functools import lru_cache
 
 SILENT_SECONDS = 5.0
-"""From accepting a connection to its first byte."""
+"""The seconds from accepting a connection to its first byte."""
 PROOF_SECONDS = 10.0
-"""From the first byte to the first call with a certificate; gRPC ends a handshake after 5 s."""
+"""The seconds from the first byte to the first call with a certificate; gRPC ends a handshake after 5 s."""
 MOST_KNOWN = 1024
 """Addresses that are remembered for having shown a certificate."""
 MOST_OF_A_NODE = 16
@@ -34,17 +34,19 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Places in each phase. A connection uses one descriptor while silent, then three (see `wire.front`)."""
+    """The places in each phase. A connection uses one descriptor while silent, then three (see
+    `wire.front`)."""
 
     silent: int
     handshakes: int
     proven: int = 0
     handshake_seconds: float = PROOF_SECONDS
-    """Limit from the first byte to the proof; on a port without proof, for the whole connection."""
+    """The limit from the first byte to the proof; on a port without proof, for the whole connection."""
 
     @classmethod
     def of_members(cls, descriptors: int) -> "Limits":
-        """For a port of mutual TLS in a process of so many descriptors: at most 0.46 of them."""
+        """The limits for a port with mutual TLS in a process with this many descriptors: at most 0.46 of
+        them."""
         return cls(
             silent=_between(descriptors // 16, 16, 1024),
             handshakes=_between(descriptors // 32, 8, 512),
@@ -53,7 +55,8 @@ class Limits:
 
     @classmethod
     def of_strangers(cls, descriptors: int, seconds: float) -> "Limits":
-        """For a port that anybody may use for `seconds`: at most 0.16 of the process's descriptors."""
+        """The limits for a port that anybody may use for `seconds`: at most 0.16 of the process's
+        descriptors."""
         return cls(
             silent=_between(descriptors // 32, 16, 1024),
             handshakes=_between(descriptors // 24, 8, 512),
@@ -171,7 +174,7 @@ class Admission:
         """Ports that pass connections on to each other share them."""
         self._connections: dict[int, _Connection] = {}
         self._places = tuple(map(_Places, (limits.silent, limits.handshakes, limits.proven)))
-        """Of each phase."""
+        """The places of each phase."""
 
     def __len__(self) -> int:
         return len(self._connections)

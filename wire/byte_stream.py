@@ -1,4 +1,5 @@
-"""gRPC's bidirectional streams as streams of byte messages; every way one can end becomes one error."""
+"""gRPC's bidirectional streams as streams of byte messages. Every way in which one can end becomes one
+error."""
 
 import asyncio
 import re
@@ -33,7 +34,7 @@ class StreamDroppedError(LinkError):
 
 
 class ByteStream(Protocol):
-    """Both methods raise `StreamDroppedError` when the stream has ended."""
+    """A stream of messages both ways. Both methods raise `StreamDroppedError` when the stream has ended."""
 
     async def read(self) -> bytes: ...
 
@@ -43,7 +44,7 @@ class ByteStream(Protocol):
 
 
 class ClientStream:
-    """The calling end."""
+    """The calling end of a stream."""
 
     def __init__(self, call: ClientCall) -> None:
         self._call = call
@@ -77,7 +78,7 @@ class ClientStream:
 
 
 class ServerStream:
-    """The called end."""
+    """The called end of a stream."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -99,8 +100,8 @@ class ServerStream:
 
 
 class BulkStream(Protocol):
-    """The receiving half of a stream on gRPC's synchronous stack, for a thread of its own. gRPC takes what is
-    to be sent from an iterator, on another thread."""
+    """The receiving half of a stream on gRPC's synchronous stack, which has its own thread. gRPC takes what
+    is sent from an iterator, on another thread."""
 
     def read(self) -> bytes:
         """Wait for a message. Raises `StreamDroppedError` when the stream has ended."""
@@ -112,7 +113,7 @@ class BulkStream(Protocol):
 
 
 class BulkClient:
-    """The calling end."""
+    """The calling end of a bulk stream."""
 
     def __init__(
         self,
@@ -146,7 +147,8 @@ class BulkClient:
 
 
 class BulkServer:
-    """The called end. Its call ends when the handler's iterator does, and with it a wait of `read`."""
+    """The called end of a bulk stream. Its call ends when the handler's iterator does, and a wait in `read`
+    ends with it."""
 
     def __init__(self, requests: Iterator[bytes]) -> None:
         self._requests = requests

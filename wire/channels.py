@@ -1,6 +1,6 @@
 """gRPC channels and servers with mutual TLS, with the options that tensors on slow links need.
 
-Every channel has sockets of its own: bulk data must never share one with small messages.
+Every channel has its own sockets, because bulk data must never share one with small messages.
 """
 
 import asyncio
@@ -57,7 +57,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class LinkIdentity(Protocol):
-    """The parts of a node's identity that connections use; read at each handshake, so renewals count."""
+    """The parts of a node's identity that connections use. They are read at each handshake, so renewals
+    count."""
 
     @property
     def node_id(self) -> str: ...
@@ -102,7 +103,7 @@ class BulkChannel:
     def __init__(
         self, address: str, *, identity: LinkIdentity, server_name: str, unread_bytes: int | None = None
     ) -> None:
-        """As `open_channel`; the other end's door tells bulk streams by `bulk_name`."""
+        """Like `open_channel`; the other end's door recognizes bulk streams by `bulk_name`."""
         credentials, options = _to(address, identity, bulk_name(server_name))
         limits = (*_messages(BULK_MESSAGE_BYTES), *_flow_control(unread_bytes))
         self.channel = grpc.secure_channel(address, credentials, options=(*options, *limits))

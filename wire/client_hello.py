@@ -19,9 +19,9 @@ class ClientHello:
     """The parts of a client hello that choose a service."""
 
     server_name: str = ""
-    """As the client wrote it; empty if it named none, or one that is not ASCII."""
+    """The name as the client wrote it; empty if it named none, or one that is not ASCII."""
     protocols: tuple[str, ...] = ()
-    """In the client's order of preference."""
+    """The protocols in the client's order of preference."""
 
 
 def read_client_hello(data: bytes) -> ClientHello | int:

@@ -1,8 +1,9 @@
 """One connection of a link: its bulk and control streams, from the first greeting until either ends.
 
 State that outlives a connection (`LinkState`) belongs to the link. Each end first sends the lowest frame
-number that it has not received; nothing is written to bulk before the other end's number is here. Then four
-loops run: read and write control on the event loop, read and write bulk on a thread each.
+number that it has not received, and writes nothing to bulk before it has the other end's number. Then four
+loops run: two read and write control on the event loop, and two read and write bulk, each on its own
+thread.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class Connection:
 
     @property
     def up(self) -> bool:
-        """Both streams are open, the peer's hello has arrived and it has answered a ping."""
+        """Whether both streams are open, the peer's hello has arrived, and it has answered a ping."""
         return self._greeted.is_set() and self._ponged and not self._ended.is_set()
 
     @property
@@ -157,7 +158,8 @@ class Connection:
                 self._loop.call_soon_threadsafe(self._control_alarm.by, news_at)
 
     def frames(self) -> Iterator[bytes]:
-        """What to write to bulk, in order, until the connection ends. For one thread, which waits here."""
+        """What to write to bulk, in order, until the connection ends. Only one thread calls it, which waits
+        here."""
         state, settings, keep_alive = self._state, self._state.settings, KeepAlive()
         spent = time.thread_time()
         while (frame := self._next_frame(keep_alive)) is not None:
@@ -378,9 +380,9 @@ def now() -> float:
 
 
 class Alarm:
-    """Waits for an event that only wakes its waiter, until a deadline at most: the event is set then.
+    """Waits for an event that only wakes its waiter, at most until a deadline, at which the event is set.
 
-    It may be set sooner, at an earlier call's deadline: one timer serves many waits.
+    The event may be set sooner, at an earlier call's deadline, because one timer serves many waits.
     """
 
     def __init__(self, event: asyncio.Event) -> None:

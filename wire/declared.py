@@ -1,10 +1,12 @@
-"""What a message's fields may hold, written where the message is declared.
+"""The declarations of what a message's fields may hold, written where the message is declared.
 
-A message is a frozen dataclass. The type of each field says what it holds; `Annotated` adds what is allowed.
-`wire.messages_proto` derives the conversion to and from protobuf from that, and the tests derive examples and
-attacks: a new field needs a line in the dataclass and one in the `.proto` file.
+A message is a frozen dataclass. The type of each field says what it holds, and `Annotated` adds what is
+allowed. `wire.messages_proto` derives the conversion to and from protobuf from these declarations, and the
+tests derive examples and attacks. So a new field needs one line in the dataclass and one in the `.proto`
+file.
 
-A message may have a method `contradiction() -> str`: what its fields say against each other, or nothing.
+A message may have a method `contradiction() -> str`, which says how its fields contradict each other;
+empty if they do not.
 """
 
 import sys
@@ -43,39 +45,40 @@ class Line:
     """Characters."""
 
     def clean(self) -> Callable[[str], str]:
-        """What makes text such a line."""
+        """The function that makes text such a line."""
         most = self.most
         return lambda text: _kept_line(text[:most])
 
 
 @dataclass(frozen=True)
 class Size:
-    """So many bytes. A field of type `str` holds them in hex."""
+    """Exactly this many bytes. A field of type `str` holds them in hex."""
 
     bytes: int
 
 
 @dataclass(frozen=True)
 class AtMost:
-    """Entries of a tuple or a mapping."""
+    """At most this many entries of a tuple or a mapping."""
 
     entries: int
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a function makes of the value that came. It raises ValueError or ConfigError to refuse it."""
+    """The result of a function of the value that arrived. The function raises ValueError or ConfigError to
+    refuse it."""
 
     parse: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Present:
-    """A nested message that must be there. Without this, one that is not there counts as an empty one."""
+    """A nested message that must be present. Without this mark, a missing message counts as an empty one."""
 
 
 class Declared(NamedTuple):
-    """A field's declaration, or that of an entry of a tuple or a mapping."""
+    """The declaration of a field, or of an entry of a tuple or a mapping."""
 
     kind: Any
     """Its type: a class, `tuple[X, ...]` or `Mapping[K, V]`."""
@@ -99,12 +102,12 @@ class Declared(NamedTuple):
 
     @property
     def entries(self) -> tuple["Declared", ...]:
-        """Of a collection: what it holds; of a mapping the keys, then the values."""
+        """The declarations of a collection's entries; for a mapping, of the keys and then of the values."""
         return tuple(declared(one) for one in get_args(self.kind) if one is not Ellipsis)
 
 
 def declared(hint: Any) -> Declared:
-    """What an annotation says."""
+    """The declaration that an annotation contains."""
     marks: tuple[Any, ...] = ()
     optional = False
     while True:

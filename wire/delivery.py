@@ -1,46 +1,49 @@
 """Whether frames that were written arrive, and how fast. State machines without I/O.
 
-A path may take bytes of one stream and deliver none, while other streams beside it go on. Pings of the
-control stream do not show that; only acknowledgements of frames do.
+A path may accept the bytes of one stream and deliver none, while other streams beside it go on. Pings on
+the control stream do not show that; only acknowledgements of frames do.
 """
 
 import math
 
 PATIENCE = 3.0
-"""Times the longest wait so far: a slow link waits long for each frame."""
+"""A connection may be silent for this many times the longest wait so far, because a slow link waits long for
+each frame."""
 _MOST_DOUBLINGS = 6
 
 OWED_SECONDS, OWED_RATE = 0.25, 125_000.0
-"""What a relay owes a link: an acknowledgement after so long, and the time of the bytes at this rate."""
+"""What a relay owes a link: an acknowledgement within these seconds, plus the time of the bytes at this
+rate."""
 SLOW_TIMES = 2.0
-"""As often as that is slow."""
+"""A relay is slow if it takes this many times as long as it owes."""
 LEAST_SECONDS = 2.0
-"""For so long frames must have been under way before a relay is judged."""
+"""Frames must have been under way for this many seconds before a relay is judged."""
 LEAST_OWED = 3 * OWED_SECONDS
-"""Frames that are owed in so long must have been acknowledged before one counts as fast."""
+"""A path counts as fast only if it has acknowledged as many frames as this time allows."""
 _MEMORY_SECONDS = 10.0
 """Time under way after which what was before weighs 1/e."""
 
 
 class Delivery:
-    """Of one link, over all its connections. Times are seconds on any clock."""
+    """The delivery of one link, over all its connections. Times are seconds on any clock."""
 
     def __init__(self, least_seconds: float) -> None:
         """`least_seconds`: without an acknowledgement for so long, a connection may count as stalled."""
         self._least = least_seconds
         self._longest = 0.0
         self._stalls = 0
-        """Since the last acknowledgement: the wait doubles with each, or a slow link would never deliver."""
+        """The number of stalls since the last acknowledgement. The wait doubles with each, or a slow link
+        would never deliver."""
         self._since: float | None = None
-        """Since when an acknowledgement is awaited."""
+        """The time since which an acknowledgement is awaited."""
 
     @property
     def limit(self) -> float:
-        """Seconds without an acknowledgement after which the connection counts as stalled."""
+        """The seconds without an acknowledgement after which the connection counts as stalled."""
         return max(self._least * 2.0**self._stalls, PATIENCE * self._longest)
 
     def connected(self) -> None:
-        """There is a new connection, on which nothing was written."""
+        """There is a new connection, and nothing has been written on it."""
         self._since = None
 
     def written(self, *, again: bool, now: float) -> None:
@@ -65,10 +68,11 @@ class Delivery:
 
 
 class Service:
-    """What one connection by a relay delivers, against what is owed. Times are seconds on any clock.
+    """What one connection through a relay delivers, compared with what it owes. Times are seconds on any
+    clock.
 
-    Only frames under way count: what waits for the neighbour's window, or for this node's bandwidth limit,
-    tells nothing of a relay.
+    Only frames under way count. What waits for the neighbour's window, or for this node's bandwidth limit,
+    says nothing about a relay.
     """
 
     def __init__(self) -> None:
@@ -78,7 +82,7 @@ class Service:
         """There is a new connection."""
         self._took = self._owed = 0.0
         self._since: float | None = None
-        """Since when frames are under way without a pause."""
+        """The time since which frames have been under way without a pause."""
         self._bytes = 0
 
     def written(self, size: int, now: float) -> None:

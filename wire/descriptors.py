@@ -12,11 +12,13 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 NEEDED = 4096
-"""What `doctor` asks for: a coordinator of 200 members under attack, or a node of many GPUs."""
+"""The number of descriptors that `doctor` asks for: enough for a coordinator of 200 members under attack, or
+a node of many GPUs."""
 EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 """Errors of a system call that mean that descriptors, or the memory behind them, have run out."""
 _MOST = 65536
-"""More would only make tables larger: macOS says that there is no hard limit, and then refuses it."""
+"""The highest limit that is set. More would only make tables larger, and macOS reports no hard limit but
+refuses higher values."""
 
 
 def limits() -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""Outgoing TCP connections: IPv6 first, and through an HTTP proxy where the environment names one.
+"""Outgoing TCP connections: IPv6 first, and through an HTTP proxy if the environment names one.
 
-`HTTPS_PROXY` (or `https_proxy`) is http://[user:password@]host:port of a proxy that knows the method CONNECT.
-`NO_PROXY` lists what is dialled without it, between commas: `*`, domains (with all below them), addresses and
-networks such as 10.0.0.0/8, each perhaps with a port. Loopback is never dialled through a proxy.
+`HTTPS_PROXY` (or `https_proxy`) is http://[user:password@]host:port of a proxy that supports the method
+CONNECT. `NO_PROXY` lists what is dialled without it, separated by commas: `*`, domains (with everything
+below them), addresses and networks such as 10.0.0.0/8, each with an optional port. Loopback is never
+dialled through a proxy.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from wire.errors import UserError
 from wire.identity.names import join_address, split_address
 
 HEAD_START_SECONDS = 0.25
-"""Before the next address of a host is dialled beside those that have not answered (RFC 8305)."""
+"""The seconds before the next address of a host is dialled beside those that have not answered (RFC 8305)."""
 TRY_SECONDS, PAUSE_SECONDS = 1.5, 0.05
 """One of several attempts to dial the same address, and the pause after one that was refused."""
 PROXY_SECONDS = 10.0
-"""For a proxy's answer, which comes after it has connected to its target."""
+"""The seconds for a proxy's answer, which comes after it has connected to its target."""
 _MOST_ANSWER = 16 * 1024
 _DEFAULT_PORT = 80
 
@@ -40,7 +41,7 @@ class Proxy:
     port: int
     secret: str = field(default="", repr=False)
     url: str = field(repr=False)
-    """As the environment has it."""
+    """The URL in the environment."""
 
     @property
     def shown(self) -> str:

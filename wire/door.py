@@ -1,8 +1,8 @@
 """One port for several services, distinguished by a client's first bytes.
 
-A TLS client names a server in its first message (`wire.client_hello`); a browser without TLS begins with a
-method of HTTP. The connection then belongs to its service's `Front`, which has limits of its own: a crowd at
-one service takes no place at another.
+A TLS client names a server in its first message (`wire.client_hello`), and a browser without TLS begins
+with a method of HTTP. The connection then belongs to its service's `Front`, which has its own limits, so a
+crowd at one service takes no place at another.
 """
 
 from wire.admission import Limits

@@ -111,7 +111,7 @@ class NonFiniteError(CodecError):
     """A tensor holds infinities or NaNs; it is refused at the encoder and at the decoder."""
 
     row = 0
-    """Of tensors that were packed together, the one that does."""
+    """The row that is not finite, if several tensors were packed together."""
 
 
 class PackedMismatchError(CodecError):
@@ -139,7 +139,7 @@ class WrongLayerError(ProtocolViolationError):
 
 
 class NotYetError(LinkError):
-    """The coordinator answers, but is still loading the run it resumes: try again."""
+    """The coordinator answers, but it is still loading the run that it resumes: try again."""
 
 
 class LinkLostError(LinkError):
@@ -151,7 +151,7 @@ class RunError(ThinwireError):
 
 
 class DiskFullError(RunError):
-    """The coordinator's disk is full: the run pauses until there is room."""
+    """The coordinator's disk is full. The run pauses until there is room."""
 
 
 class DeviceLostError(RunError):
@@ -159,7 +159,7 @@ class DeviceLostError(RunError):
 
 
 class MemoryExhaustedError(DeviceLostError):
-    """A device ran out of memory. The node ends: the next epoch would fail the same way."""
+    """A device ran out of memory. The node ends, because the next epoch would fail in the same way."""
 
     def __init__(self, message: str, *, need: int = 0, happened: str = "") -> None:
         """

@@ -23,7 +23,8 @@ uvloop = _import_uvloop()
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`, on uvloop where there is one. Ctrl-C cancels `main` and raises KeyboardInterrupt."""
+    """Like `asyncio.run`, but on uvloop if it is installed. Ctrl-C cancels `main` and raises
+    KeyboardInterrupt."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
         return runner.run(main)
 
@@ -37,8 +38,8 @@ def carrier() -> asyncio.AbstractEventLoop:
 
 
 def on_thread(work: Callable[[], Result], name: str) -> "asyncio.Future[Result]":
-    """What `work` returns or raises, on a thread that it has for itself. The thread outlives whoever waits no
-    longer, but never the process."""
+    """Return or raise what `work` does, on its own thread. The thread may outlive its caller, but never the
+    process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 

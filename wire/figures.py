@@ -1,9 +1,8 @@
-"""The figures of a link and of a stage, each one record from the node that counts them to the page that shows
-them.
+"""The figures of a link and of a stage, each one record from the node that counts them to the page.
 
-A record has counters, which its fields mark as `COUNTED`, and facts of a moment, such as a rate, a queue or a
-path. Records add up with `+` and differ with `-`: counters are summed or subtracted, and the facts are those
-of the newer record. A new figure is one field here and one of the message that carries it.
+A record has counters, which its fields mark as `COUNTED`, and facts of a moment, such as a rate, a queue
+or a path. Records are added with `+` and subtracted with `-`: this sums or subtracts counters, and takes
+the facts of the newer record. A new figure is one field here and one in the message that carries it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,7 +68,7 @@ class Figures:
     """Base of the records, which are frozen dataclasses."""
 
     def __add__(self, newer: Self) -> Self:
-        """Both together, as `total` has it: sums of pairs are most of what a step of many nodes takes."""
+        """The sum of both, as in `total`. Sums of pairs are most of the work for a step of many nodes."""
         older, found, counters = vars(self), dict(vars(newer)), counters_of(type(newer))
         for name in counters.numbers:
             found[name] += older[name]
@@ -80,7 +79,8 @@ class Figures:
         return made(type(newer), found)
 
     def __sub__(self, older: "Figures") -> Self:
-        """What was added since an older record of the same totals. A flow's codec may have changed since."""
+        """What was added since an older record of the same totals. The codec of a flow may have changed
+        since."""
         found, theirs = dict(vars(self)), vars(older)
         counters = counters_of(type(older))
         for name in counters.numbers:
@@ -94,7 +94,7 @@ class Figures:
         return made(type(self), found)
 
     def counters(self, change: Callable[[str, Any], Any]) -> Self:
-        """With each counting number changed, given its field's name and itself."""
+        """The record with each counting number changed by a function of its field's name and itself."""
         found, counters = dict(vars(self)), counters_of(type(self))
         for name in counters.numbers:
             found[name] = change(name, found[name])
@@ -109,14 +109,14 @@ class Figures:
         return self.counters(lambda _, value: value // count if isinstance(value, int) else value / count)
 
     def grown(self, **by: float) -> Self:
-        """With counters larger by these numbers."""
+        """The record with counters larger by these numbers."""
         found = dict(vars(self))
         for name, number in by.items():
             found[name] += number
         return made(type(self), found)
 
     def json_fields(self) -> dict[str, Any]:
-        """As JSON has them."""
+        """The fields as they are in JSON."""
         return vars(self)
 
 
@@ -182,7 +182,7 @@ _NAMES = {direction: direction.name.lower() for direction in Direction}
 
 
 def flow_sum(links: "Iterable[LinkFigures]", kind: str) -> FlowFigures:
-    """What these links sent of one kind of tensor, whatever the codec."""
+    """What these links sent of one kind of tensor, with any codec."""
     flows = [flow for link in links for flow in link.flows if flow.kind == kind]
     return FlowFigures(
         direction=Direction[kind.upper()],
@@ -206,10 +206,10 @@ class LinkFigures(Figures):
     busy_seconds: Seconds = field(default=0.0, metadata=COUNTED)
     """Time in which tensors waited to be sent or acknowledged."""
     processor_seconds: Seconds = field(default=0.0, metadata=COUNTED)
-    """Of the thread that sends: frames and TLS. Where it is busy whenever the link is, the program limits the
-    link, and not the line."""
+    """The processor time of the thread that sends, for frames and TLS. If it is busy whenever the link is,
+    the program limits the link, and not the line."""
     capacity: Amount = 0.0
-    """Bytes a second that the link delivers while it is busy; 0 while not known."""
+    """The bytes per second that the link delivers while it is busy; 0 while not known."""
     round_trip_seconds: Seconds = 0.0
     """Smoothed, of a ping on the control stream; 0 before the first reply."""
     retransmits: Count = field(default=0, metadata=COUNTED)
@@ -222,11 +222,11 @@ class LinkFigures(Figures):
     """The row of the stage that sends."""
     target_replica: int = 0
     path: Annotated[str, Line(LONGEST_PATH)] = ""
-    """Of the newest connection: `DIRECT`, `TOGETHER`, `RELAY` or a `relay_path`, as in `wire.telemetry`;
+    """The path of the newest connection: `DIRECT`, `TOGETHER`, `RELAY` or a `relay_path` of `wire.telemetry`;
     empty while not known."""
     not_together: Annotated[str, Line(LONGEST_PATH)] = ""
-    """Of a relayed link: why both ends could not dial at once, a key of `wire.telemetry.NOT_TOGETHER`; empty
-    while not known, and at the end that is dialled."""
+    """Why the ends of a relayed link could not dial at the same moment, a key of
+    `wire.telemetry.NOT_TOGETHER`; empty while not known, and at the end that is dialled."""
     bytes_received: Count = field(default=0, metadata=COUNTED)
     """Read from both sockets."""
     least_round_trip_seconds: Seconds = 0.0
@@ -238,7 +238,7 @@ class LinkFigures(Figures):
 
     @property
     def held_out_bytes(self) -> int:
-        """Of `bytes`, those that held-out samples sent."""
+        """The part of `bytes` that held-out samples sent."""
         return sum([flow.bytes for flow in self.flows if flow.direction is Direction.HELD_OUT])
 
 
@@ -248,7 +248,7 @@ class StageFigures(Figures):
 
     wall_seconds: Seconds = field(default=0.0, metadata=COUNTED)
     seconds: Mapping[Text, Seconds] = field(default_factory=dict, metadata=COUNTED)
-    """By kind (forward, backward, encode, ...); they sum to `wall_seconds`."""
+    """Seconds by kind (forward, backward, encode, ...); they sum to `wall_seconds`."""
     memory_bytes: Count = 0
     """Resident set of the node's process now."""
     peak_memory_bytes: Count = 0
@@ -256,14 +256,15 @@ class StageFigures(Figures):
     """Device memory that torch holds now; 0 without a GPU."""
     gpu_peak_memory_bytes: Count = 0
     expert_load: Amount = 0.0
-    """Of a mixture, since the epoch began: tokens of the block's busiest expert over the mean of its experts,
-    in the most uneven block; 0 without experts."""
+    """For a mixture, since the epoch began: the tokens of the busiest expert over the mean of the block's
+    experts, in the most uneven block; 0 without experts."""
     dead_experts: Count = 0
     """Experts of all blocks that got no token since then."""
     without_kernels: Annotated[str, Line(200)] = ""
-    """What its device computes in plain torch, as kernels give wrong results there; empty if none do."""
+    """What the device computes in plain torch, because kernels give wrong results there; empty if there is
+    nothing."""
 
     def time_shares(self, kinds: Iterable[str]) -> dict[str, float]:
-        """Of `wall_seconds`, 0 to 1, by kind; empty before any time has passed."""
+        """The shares of `wall_seconds`, 0 to 1, by kind; empty before any time has passed."""
         wall, seconds = self.wall_seconds, self.seconds
         return {kind: seconds.get(kind, 0.0) / wall for kind in kinds} if wall > 0 else {}

@@ -35,12 +35,12 @@ from wire.spec import ON_LINKS, Direction, TensorKey
 FRAME_BYTES = 256 * 1024
 HEADER_BYTES = 64
 PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
-"""Of a piece."""
+"""The bytes of a piece."""
 MOST_PIECES = 4
-"""Of a frame: 1 MiB, beyond which gRPC carries a byte no cheaper."""
+"""The most pieces in a frame: 1 MiB, beyond which gRPC is no cheaper per byte."""
 MOST_FRAME_BYTES = HEADER_BYTES + MOST_PIECES * PAYLOAD_BYTES
 FRAME_SECONDS = 0.008
-"""What a frame may take on the line: what is sent behind it waits so long."""
+"""How long a frame may take on the line, since whatever is sent after it waits for it."""
 MAX_TENSOR_BYTES = 2**32 - 1
 
 _MAGIC = b"TW"
@@ -59,7 +59,8 @@ assert _FIELDS.size + _CRC.size == HEADER_BYTES
 class DamagedFrameError(LinkError):
     """The checksum does not match, so nothing in the frame can be trusted.
 
-    `sequence` is what the header says, a guess at which frame this was; None if the frame is too short.
+    `sequence` is the number in the header, which is a guess at which frame this was; None if the frame is
+    too short.
     """
 
     def __init__(self, message: str, sequence: int | None) -> None:
@@ -83,7 +84,7 @@ class Frame:
 
 
 def pieces_at(rate: float, payload_bytes: int = PAYLOAD_BYTES) -> int:
-    """Of a frame, for a line that carries so many bytes a second; 0: not known yet."""
+    """The pieces in a frame, for a line that carries this many bytes per second; 0: not known yet."""
     return max(1, min(MOST_PIECES, int(FRAME_SECONDS * rate / payload_bytes)))
 
 

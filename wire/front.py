@@ -36,7 +36,7 @@ _BACKLOG = 4096
 _ACCEPTS = 64
 """Connections to accept before other work of the loop gets its turn."""
 _LOOK_SECONDS = 0.5
-"""Between two looks for connections that took too long."""
+"""The seconds between two checks for connections that took too long."""
 TLS_HANDSHAKE = b"\x16"
 """The first byte of a TLS connection."""
 _LONGEST_DIRECTORY = 80
@@ -45,7 +45,8 @@ _LONGEST_DIRECTORY = 80
 PassOn = Callable[[socket.socket], "asyncio.Future[None] | asyncio.Task[None]"]
 """Takes over an accepted socket; done when the front no longer needs to count it."""
 Choose = Callable[[bytes], "Front | int | None"]
-"""Whose a connection is, by its first bytes; how many bytes are needed to decide; None to drop it."""
+"""Chooses the front of a connection by its first bytes. It returns the number of bytes that it needs to
+decide, or None to drop the connection."""
 
 
 class Front:
@@ -72,7 +73,7 @@ class Front:
         self._pacer = pacer
         self._directory = "" if pass_on or choose else private_directory()
         self._peeked: dict[int, int] = {}
-        """Bytes of connections that must say more before it is known whose they are."""
+        """The bytes seen of connections that must send more before their front is known."""
         self._closed = False
         self._numbers = count()
         self._hosts: dict[int, str] = {}
@@ -87,7 +88,7 @@ class Front:
 
     @property
     def backend(self) -> str:
-        """Where gRPC is to listen."""
+        """The address at which gRPC must listen."""
         return f"unix:{self._directory}/server"
 
     @property

@@ -34,7 +34,7 @@ def default_source(family: socket.AddressFamily) -> str:
 
 
 def dialled_from_anywhere() -> tuple[str, ...]:
-    """This machine's addresses of the internet, at most one of IPv6 and one of IPv4."""
+    """This machine's public addresses, at most one of IPv6 and one of IPv4."""
     four = default_source(socket.AF_INET)
     six = [one for one in ipv6_addresses() if not is_private(one)]
     return (*six[:1], *((four,) if four and not is_private(four) else ()))
@@ -81,7 +81,8 @@ def ipv6_addresses() -> tuple[str, ...]:
 
 
 def _usable(lines: list[str]) -> tuple[str, ...]:
-    """Of /proc/net/if_inet6: address, index, prefix, scope, flags (hexadecimal) and interface a line."""
+    """The usable addresses in /proc/net/if_inet6, where a line has address, index, prefix, scope, flags
+    (hexadecimal) and interface."""
     found = []
     for line in lines:
         digits, _, _, scope, flags, _ = line.split()

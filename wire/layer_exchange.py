@@ -1,10 +1,11 @@
 """Layers of snapshots between nodes, on the port for neighbours, with mutual TLS.
 
-The requester must hold a certificate of the run and know the file's SHA-256. The coordinator tells the hash
-to members only, so it grants access to that one file. A broken transfer resumes from any byte, at any holder.
+The requester must hold a certificate of the run and know the file's SHA-256. The coordinator tells the
+hash only to members, so it grants access to that one file. A broken transfer resumes at any byte, from any
+holder.
 
-Summed gradients of newest steps come the same way. They have no hash on record: the requester compares their
-norms with those that the run's nodes voted.
+Summed gradients of the newest steps travel in the same way. They have no hash on record, so the requester
+compares their norms with those for which the run's nodes voted.
 """
 
 import asyncio
@@ -22,7 +23,8 @@ from wire.v1 import control_pb2
 
 LAYER_METHOD = "/thinwire.wire.v1.Layers/Get"
 CHUNK_BYTES, MOST_CHUNK_BYTES = 64 * 1024, 256 * 1024
-"""Between two chunks training traffic goes first. On a line that takes one in `QUICK_SECONDS` they grow."""
+"""The sizes of a chunk. Between two chunks training traffic goes first. Chunks grow on a line that takes one
+in `QUICK_SECONDS`."""
 QUICK_SECONDS = 0.005
 SILENT_SECONDS = 30.0
 """The longest wait for the next chunk."""
@@ -34,8 +36,8 @@ once in so many seconds."""
 MOST_COUNTED = 4096
 """Files and askers for which that is counted."""
 LEAST_RATE = 10_000.0
-"""Bytes a second that a file comes with at least, besides `SILENT_SECONDS`: who sends a byte now and then is
-left for another holder."""
+"""The least bytes per second with which a file must come, besides `SILENT_SECONDS`. A sender that is slower
+is left for another holder."""
 YIELD_SECONDS = 0.25
 """The longest that a chunk waits while training traffic is queued."""
 _LOOK_SECONDS = 0.01
@@ -47,14 +49,14 @@ class NotHeldError(LinkError):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRequest:
-    """Which file, and from which byte on."""
+    """Which file is wanted, and from which byte on."""
 
     step: int
     unit: str
     sha256: str = ""
     offset: int = 0
     sums: bool = False
-    """Not a layer's file: the unit's summed gradients of `step`, packed."""
+    """Whether the unit's packed, summed gradients of `step` are wanted, and not a layer's file."""
 
 
 class LayerSource(Protocol):
@@ -76,9 +78,10 @@ class LayerServer:
         self._source = source
         self._turn = asyncio.Semaphore(MOST_TRANSFERS)
         self._turns: dict[str, asyncio.Semaphore] = {}
-        """By asking node, those that wait or are served."""
+        """By asking node, the requests that wait or are served."""
         self._sent: dict[tuple[str, int, str, bool], tuple[float, float]] = {}
-        """By asker and file: how much of it was sent, in files, less what time has forgiven until then."""
+        """By asker and file: how many times the file was sent, in files, less what has been forgiven since,
+        and when."""
 
     async def serve(self, peer: str, message: bytes, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         """Answer one call of node `peer`, whose certificate has been checked."""
@@ -119,8 +122,8 @@ class LayerServer:
 
 
 def growing_pieces(first: int, end: int, least: int, most: int) -> Iterator[tuple[int, int]]:
-    """Where to cut the bytes from `first` to `end`: at least one piece, of `most` bytes after one that went
-    within `QUICK_SECONDS`, else of `least`."""
+    """Where to cut the bytes from `first` to `end`. A piece has `most` bytes after one that took less than
+    `QUICK_SECONDS`, else `least`. There is at least one piece."""
     size = least
     while True:
         until, began = min(end, first + size), time.monotonic()

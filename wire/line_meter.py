@@ -1,13 +1,13 @@
-"""The most that a machine's line carries, over all links together, from when bytes passed. Pure.
+"""The most that a machine's line carries, over all links together, measured from when bytes passed. Pure.
 
-Time is cut into spans of `SPAN_SECONDS`. What a link carried between two moments counts in the spans between
-them. The most of the newest spans is what the line carries at least, and what it carries at most once it was
-full for one span. The few largest do not count: a shaper's bucket and a late clock make spans that no line
-repeats.
+Time is cut into spans of `SPAN_SECONDS`. What a link carried between two moments counts in the spans
+between them. The most of the newest spans is what the line carries at least; it is what the line carries
+at most once the line was full for one span. The few largest spans do not count, because a shaper's bucket
+and a late clock make spans that no line repeats.
 
-The newest are those of the last two steps: the parts of a step differ, steps of one placement are alike. A
-line that became slower is known two steps later: windows planned by what it carried before only make its
-queue longer.
+The newest spans are those of the last two steps: the parts of a step differ, but steps of one placement
+are alike. A line that became slower is known two steps later. Until then, windows that were planned for
+the faster line only make its queue longer.
 """
 
 import threading
@@ -24,17 +24,17 @@ BEYOND = 0.05
 
 
 class LineMeter:
-    """One direction, for links on several threads. Times are seconds on any clock."""
+    """The meter of one direction, for links on several threads. Times are seconds on any clock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: dict[int, float] = {}
-        """Bytes by the number of a span."""
+        """Bytes, by the number of a span."""
         self._steps: deque[int] = deque(maxlen=STEPS)
         """The spans in which the newest steps began."""
 
     def step_begins(self, now: float) -> None:
-        """What was carried before the last step counts no longer."""
+        """A step begins. What was carried before the last step no longer counts."""
         with self._lock:
             self._steps.append(int(now // SPAN_SECONDS))
             if len(self._steps) == STEPS:
@@ -59,7 +59,7 @@ class LineMeter:
                 self._add(span, size * within / seconds)
 
     def rate(self, now: float) -> float:
-        """Bytes a second; 0 before a span was whole."""
+        """The measured bytes per second; 0 before a span was whole."""
         with self._lock:
             spans = tuple(self._spans.items())
         whole = sorted(size for span, size in spans if span < int(now // SPAN_SECONDS))
@@ -85,7 +85,7 @@ class Line:
         self.received.step_begins(now)
 
     def up(self, now: float) -> float:
-        """Bytes a second that it sends at most, as set or as seen; 0 while not known."""
+        """The bytes per second that it sends at most, as set or as measured; 0 while not known."""
         return self._most_up or self.sent.rate(now)
 
     def down(self, now: float) -> float:

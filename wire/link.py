@@ -38,24 +38,26 @@ from wire.version import PROTOCOL
 BULK_METHOD = "/thinwire.wire.v1.Link/Bulk"
 CONTROL_METHOD = "/thinwire.wire.v1.Link/Control"
 METADATA_PREFIX = "thinwire-"
-"""Both calls carry protocol, epoch, stage, session and attempt as decimal numbers under these keys."""
+"""The prefix of metadata keys. Both calls carry protocol, epoch, stage, session and attempt as decimal
+numbers."""
 
 PATIENCE_SECONDS = 2.0
 """A direct path that fails is tried again for this long before another is."""
 PATH_SECONDS = 3.0
-"""Limit for one attempt to connect while there is another path."""
+"""The limit for one attempt to connect while there is another path."""
 RELAY_SILENT_SECONDS = 2.0
 """A relay that is silent for this long is left, where there is another."""
 TOO_SLOW = "the relay is too slow"
 """The end that is dialled says this when it ends a connection."""
 JUDGE_SECONDS = 0.5
-"""Between two looks at what a relay delivers."""
+"""The seconds between two checks of what a relay delivers."""
 MOST_BREAKS = 2
 """Connections by one relay that broke; then others are tried first."""
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 300.0
-"""From coming to a path to looking for a better one; three times as long the next time, and so on."""
+"""The time from changing to a path until the link looks for a better one. It triples each time, up to the
+longest."""
 QUIET_SECONDS, QUIET_POLL_SECONDS = 30.0, 0.02
-"""How long a better path waits until nothing is on its way, and how often that is looked at."""
+"""How long a better path waits until nothing is in flight, and how often that is checked."""
 _CLOSE_SECONDS = 5.0
 
 __all__ = ["DialledLink", "Link", "LinkPath", "LinkSettings", "dial_link"]
@@ -67,7 +69,7 @@ class Link(ABC):
     def __init__(self, *, peer_node_id: str, state: LinkState) -> None:
         self.peer_node_id = peer_node_id
         self.path = DIRECT
-        """Of the newest connection."""
+        """The path of the newest connection."""
         self.lost: asyncio.Future[ThinwireError] = asyncio.get_running_loop().create_future()
         self._state = state
         state.loop = asyncio.get_running_loop()
@@ -97,7 +99,7 @@ class Link(ABC):
 
     @property
     def up(self) -> bool:
-        """Both sockets are open and a ping was answered on this connection."""
+        """Whether both sockets are open, and a ping was answered on this connection."""
         return self._up.is_set() and not self._over.is_set()
 
     @property
@@ -135,7 +137,7 @@ class Link(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of received tensors that are incomplete or not released."""
+        """The bytes of received tensors that are incomplete or not released."""
         return self._state.receiver.held_bytes
 
     @property
@@ -144,7 +146,7 @@ class Link(ABC):
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of tensors that wait to be sent or acknowledged."""
+        """The bytes of tensors that wait to be sent or acknowledged."""
         return self._state.sender.queued_bytes
 
     def send(self, key: TensorKey, payload: Payload, elements: int = 0) -> None:
@@ -326,17 +328,17 @@ class LinkPath:
     """A way to a neighbour."""
 
     name: str
-    """As in `wire.telemetry`."""
+    """One of the names in `wire.telemetry`."""
     address: str
     """What gRPC dials: host:port, or unix:PATH."""
     shown: str
-    """For people."""
+    """The address as people see it."""
     trouble: Callable[[], str] = str
     """Why the newest attempt beyond `address` failed; empty if it did not."""
     leave: Callable[[], None] = lambda: None
     """Called when a connection by this path has ended."""
     seconds: float = PATH_SECONDS
-    """Limit for one attempt to connect while there is another path."""
+    """The limit for one attempt to connect while there is another path."""
     in_background: bool = False
     """It takes long to fail: tried last, and while another path carries the link."""
 
@@ -357,9 +359,9 @@ class _Prepared:
 class DialledLink(Link):
     """The link at the end that dials. After a failure it takes the next of its paths.
 
-    While it has another than the best, it looks for a better one from time to time. One that answers is taken
-    when nothing is on its way, that is, between two steps: its channels are open by then, so the change takes
-    two round trips.
+    While it does not use its best path, it looks for a better one from time to time. It changes to one
+    that answers when nothing is in flight, that is, between two steps. The channels of the new path are
+    open by then, so the change takes two round trips.
     """
 
     def __init__(
@@ -371,18 +373,18 @@ class DialledLink(Link):
         self._paths = deque(sorted(paths, key=lambda path: path.in_background))
         self._prepared: _Prepared | None = None
         self._look_pause = LOOK_SECONDS
-        """From one look for a better path to the next."""
+        """The seconds from one look for a better path to the next."""
         self._look = asyncio.Event()
         self._identity = identity
         self.path = self._paths[0].name
         self.why_not: dict[str, str] = {}
-        """By path: why the newest attempt failed."""
+        """Why the newest attempt failed, by path."""
         self._breaks: Counter[str] = Counter()
-        """By relayed path, its connections that broke."""
+        """The number of broken connections, by relayed path."""
         self._slow: dict[str, tuple[float, float]] = {}
-        """By relayed path that was left: how many times as long as owed it took, and when."""
+        """For each relayed path that was left: how many times as long as owed it took, and when."""
         self._untold: set[str] = set()
-        """Those of them of which it is not known that others are faster."""
+        """Those paths of which it is not known yet that others are faster."""
 
     @property
     def figures(self) -> LinkFigures:
@@ -470,7 +472,7 @@ class DialledLink(Link):
                     tell(path)
 
     def _times_of(self, path: LinkPath) -> float:
-        """How slow a path was, if that is not long ago; 0 if nothing is known against it."""
+        """How slow a path recently was; 0 if nothing is known against it."""
         times, at = self._slow.get(path.name, (0.0, -math.inf))
         return times if now() - at < LONGEST_LOOK_SECONDS else 0.0
 
@@ -489,7 +491,7 @@ class DialledLink(Link):
             self._paths.rotate(-1)
 
     def add_paths(self, paths: Sequence[LinkPath]) -> None:
-        """More ways to the neighbour, better than the last one so far."""
+        """Add ways to the neighbour, which are better than the last one so far."""
         self._ranked = (*self._ranked[:-1], *paths, self._ranked[-1])
         self._paths.extend(paths)
         self._look_pause = LOOK_SECONDS

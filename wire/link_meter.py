@@ -30,7 +30,7 @@ _STEADY_SECONDS = 30.0
 
 @dataclass(slots=True)
 class _Rate:
-    """Bytes over carrying time, with the newest weighing most."""
+    """Bytes over carrying time, in which the newest weigh most."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -42,12 +42,13 @@ class _Rate:
 
     @property
     def value(self) -> float:
-        """Bytes a second; 0 before it is known."""
+        """The bytes per second; 0 before they are known."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
 
 class LinkMeter:
-    """One direction of a link. `now` is seconds on any clock; bytes are totals since the link was made."""
+    """The meter of one direction of a link. `now` is seconds on any clock; bytes are totals since the link
+    was made."""
 
     def __init__(self, carried: Callable[[int, float, float], None] | None = None) -> None:
         """`carried`: called with bytes that were carried, from when, and until when."""
@@ -71,7 +72,7 @@ class LinkMeter:
 
     @property
     def capacity(self) -> float:
-        """Bytes a second that the link carries; 0 before it is known."""
+        """The bytes per second that the link carries; 0 before they are known."""
         steady, other = self._steady.value, self._other.value
         if steady == 0.0:
             return other

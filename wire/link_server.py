@@ -64,9 +64,9 @@ _NUMBERS = {
 
 _HUNG_UP = StreamDroppedError("the neighbour hung up")
 ADMIT_SECONDS = 30.0
-"""For the event loop's answer whether a bulk stream is admitted."""
+"""The seconds for the event loop to answer whether a bulk stream is admitted."""
 STOP_SECONDS = 10.0
-"""For calls to end when the server stops."""
+"""The seconds for calls to end when the server stops."""
 
 AnyContext = ServerContext | grpc.ServicerContext
 
@@ -88,11 +88,11 @@ class AcceptedLink(Link):
         self._session: int | None = None
         self._bulk: BulkServer | None = None
         self._control: ServerStream | None = None
-        """Both of the newest connection."""
+        """Both streams of the newest connection."""
         self._arrived = asyncio.Event()
         self.path = DIRECT
         self._ended_at: dict[str, list[float]] = {}
-        """By relayed path, when its connections were ended because it was slow."""
+        """When connections of a relayed path were ended because it was slow, by path."""
 
     def join(self, session: int, attempt: int) -> Connection:
         """The connection that a stream belongs to; a newer attempt ends the previous one.
@@ -228,7 +228,7 @@ class LinkServer:
         self.probes: ProbeServer | None = None
         """Lets other nodes measure their line to this one, in a run that is placed by measurement."""
         self.shut_out: Collection[str] = frozenset()
-        """Nodes that get no layer, though they hold a certificate of the run."""
+        """Nodes that get no layer, although they hold a certificate of the run."""
 
     async def start(self, listen: str, relay: Front | None = None) -> int:
         """Listen on `listen` ("host:port"; port 0 picks one); returns the port.
@@ -351,7 +351,7 @@ class LinkServer:
             await _abort(context, answer.status, str(answer), answer.refusal)
 
     def _serve_bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """On a thread of its own, which writes what the connection sends."""
+        """Serve a bulk stream on its own thread, which writes what the connection sends."""
 
         async def admit() -> tuple[AcceptedLink, Connection]:
             return self._admit(self._bulk_front, context)
@@ -442,7 +442,7 @@ def _path(front: Front | None, context: AnyContext) -> str:
 
 
 def _last_words(connection: Connection) -> _NotAdmitted | None:
-    """What a neighbour is told whose connection was ended here."""
+    """The last message for a neighbour whose connection was ended here."""
     if str(connection.error) in (TOO_SLOW, NO_FRAMES):
         return _NotAdmitted(grpc.StatusCode.UNAVAILABLE, TOO_SLOW)
     if isinstance(connection.error, ProtocolViolationError):

@@ -27,8 +27,8 @@ OnTensor = Callable[[TensorKey, bytearray], None]
 
 
 class FrameFilter(Protocol):
-    """For fault injection: the messages to write to the bulk stream in place of a frame. Called on a link's
-    own thread, which it may keep waiting."""
+    """Replaces a frame by the messages to write to the bulk stream, for fault injection. It is called on a
+    link's own thread, and may block it."""
 
     def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]: ...
 
@@ -38,20 +38,20 @@ class LinkSettings:
     """Both ends of a link need the same `piece_bytes`; the rest may differ."""
 
     window_bytes: int = 16 * 1024 * 1024
-    """Limit for received tensors that are incomplete or not released, plus one tensor. Should exceed rate
-    times round trip: 1 Gbit/s times 100 ms is 12.5 MB."""
+    """The limit for received tensors that are incomplete or not released, plus one tensor. It should exceed
+    rate times round trip: 1 Gbit/s times 100 ms is 12.5 MB."""
     outbox_bytes: int = 1024 * 1024 * 1024
-    """Limit for tensors that wait to be sent and acknowledged; a node raises it to what its run needs
+    """The limit for tensors that wait to be sent and acknowledged. A node raises it to what its run needs
     (`node.stage.epoch_links`)."""
     piece_bytes: int = PAYLOAD_BYTES
-    """Of a tensor, the least that a frame carries."""
+    """The piece of a tensor that a frame carries at least."""
     ping_seconds: float = 0.5
-    """Between pings on the control stream."""
+    """The seconds between pings on the control stream."""
     silent_seconds: float = 10.0
     """A connection with a silent peer, or on which no frame arrives, is dropped after this long; on slow
     links later (`wire.delivery`)."""
     connect_seconds: float = 15.0
-    """Limit for one attempt to connect."""
+    """The limit for one attempt to connect."""
     backoff_seconds: float = 0.1
     """Pause after a failed attempt; doubles with each, up to `max_backoff_seconds`."""
     max_backoff_seconds: float = RECONNECT_SECONDS
@@ -96,9 +96,9 @@ class LinkState:
     delivery: Delivery
     session: int = 0
     figures: LinkFigures = field(default_factory=LinkFigures)
-    """Since the link was made; `Link.figures` adds what others know. Its flows have no codec."""
+    """The figures since the link was made; `Link.figures` adds what others know. Its flows have no codec."""
     processor_seconds: float = 0.0
-    """Of the thread that sends."""
+    """The processor time of the thread that sends."""
     frames_sent: int = 0
     frames_received: int = 0
     reconnects: int = 0
@@ -106,11 +106,11 @@ class LinkState:
     meter: LinkMeter = field(default_factory=LinkMeter)
     transfers: TransferLog | None = None
     elements: deque[int] = field(default_factory=deque)
-    """Of each queued tensor whose last frame was not sent yet."""
+    """The elements of each queued tensor whose last frame was not sent yet."""
     tensor_bytes: int = 0
     """Frames sent of the first of these."""
     waiting: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
-    """Calls, each with the payload bytes that are acknowledged before."""
+    """Calls to make, each with the payload bytes that must be acknowledged first."""
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_PINGS))
     lock: threading.RLock = field(default_factory=threading.RLock)
     bulk_wake: threading.Condition = field(init=False)
@@ -118,7 +118,7 @@ class LinkState:
     control_wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on the loop."""
     loop: asyncio.AbstractEventLoop | None = None
-    """Of the link."""
+    """The event loop of the link."""
 
     def __post_init__(self) -> None:
         self.bulk_wake = threading.Condition(self.lock)
@@ -177,7 +177,7 @@ class LinkState:
                 self.loop.call_soon_threadsafe(self.control_wake.set)
 
     def next_frame(self, now: float) -> bytes | None:
-        """As `StreamSender.next_frame`, with frames of a size that fits the line."""
+        """Like `StreamSender.next_frame`, with frames of a size that fits the line."""
         rate, pacer = self.meter.capacity, self.settings.pacer
         if pacer is not None:
             rate = min(rate, pacer.rate)

@@ -1,7 +1,7 @@
 """Messages between a node and the coordinator, as plain dataclasses whose fields declare what is allowed.
 
-`wire.messages_proto` derives their wire form. State machines take and return these. Step numbers start at 0;
-the *state* of step s is the weights after s applied steps.
+`wire.messages_proto` derives their wire form. State machines take and return them. Step numbers start at
+0; the *state* of step s is the weights after s applied steps.
 """
 
 import sys
@@ -30,7 +30,7 @@ from wire.telemetry import CodecTimes, StepSpans, Telemetry
 LONGEST_REASON = 240
 """Characters of a node's reason to leave; longer text is cut."""
 DIGEST_BYTES = 16
-"""Of a SHA-256: enough that nobody finds other bytes with the same one."""
+"""The bytes kept of a SHA-256, which are enough that nobody finds other bytes with the same ones."""
 
 
 def node_id(text: str) -> str:
@@ -72,7 +72,7 @@ class HeldLayer:
     unit: str
     bytes: int
     sha256: str
-    """In hex."""
+    """The SHA-256 in hex."""
     weights_sha256: str = ""
 
 
@@ -88,13 +88,13 @@ class Hello:
     flops: Amount
     """Matrix multiplication rate, measured."""
     download_rate: Amount
-    """Bytes a second from the coordinator, measured."""
+    """The measured bytes per second from the coordinator."""
     epoch: int
     process_nonce: int
     name: Annotated[str, Parsed(clean_name)] = ""
-    """What its owner calls it, as `clean_name` returns it."""
+    """The name that its owner gave it, as `clean_name` returns it."""
     relay_rate: Amount = 0.0
-    """Bytes a second that it relays for others; 0: it does not."""
+    """The bytes per second that it relays for others; 0: it does not."""
     mapped_port: int = 0
     """A port of its router that leads to the node's own; 0: none."""
     also: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Placed:
     lineage: int = 0
     """Lineage of the held state: the epoch that loaded it. A replayed step belongs to another lineage."""
     storages: Mapping[Text, Seconds] = field(default_factory=dict)
-    """With `storage.allow`: seconds of a microbatch with each storage that fits here, by its name."""
+    """With `storage.allow`: the seconds per microbatch with each storage that fits here, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +139,17 @@ class GroupDigests:
     """
 
     gradient: Digest
-    """Of the packed gradient of the stage's layer units."""
+    """The digest of the packed gradient of the stage's layer units."""
     boundaries: Mapping[BoundaryEnd, Digest] = field(default_factory=dict)
-    """Of the packed tensors of the group's microbatches, in their order."""
+    """The digests of the packed tensors of the group's microbatches, in their order."""
     loss: float | None = None
-    """Where the head is, of a group that the row computes only to check another row."""
+    """The loss of a group that the row computes only to check another row; only where the head is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """Ready to commit: squared gradient norms by layer unit, and the mean loss where the head is.
+    """The stage is ready to commit: squared gradient norms by layer unit and, where the head is, the mean
+    loss.
 
     Norms are of the sum over all gradient groups, so they are the same in every row.
     """
@@ -159,17 +160,19 @@ class Vote:
     loss: float | None
     """None if a run has several gradient groups."""
     group_losses: Mapping[int, float] = field(default_factory=dict)
-    """From the last stage with several groups: by group of its row, the group's part of the mean loss."""
+    """The part of the mean loss of each group of its row; from the stage with the head, if there are several
+    groups."""
     digests: Mapping[int, GroupDigests] = field(default_factory=dict)
-    """With audits: of each group of its row, and of `Begin.audited`."""
+    """With audits: the digests of each group of its row, and of `Begin.audited`."""
     telemetry: Telemetry = field(default_factory=Telemetry)
     generation: int = 0
-    """Of the newest `Begin` that this answers."""
+    """The generation of the newest `Begin` that this answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """Answer to a commit that no step follows at once. Else the vote for the next step says the same."""
+    """The answer to a commit after which no step begins at once. Otherwise the vote for the next step says
+    the same."""
 
     epoch: int
     step: int
@@ -203,7 +206,7 @@ class StepFailed:
 class Heartbeat:
     telemetry: Telemetry
     sent_at: Finite = 0.0
-    """On the node's monotonic clock."""
+    """The time on the node's monotonic clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +218,10 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True)
 class Following:
-    """Answer to `Follow` and `FollowStep`."""
+    """The answer to `Follow` and `FollowStep`."""
 
     snapshot: int
-    """That the node began with."""
+    """The snapshot with which the node began."""
     step: int
     """The step whose state it holds now."""
     failed: Reason = ""
@@ -226,10 +229,10 @@ class Following:
 
 
 class UnitHash(NamedTuple):
-    """What a layer unit's state is. The sums of squares tell about what it is where bits may differ."""
+    """The state of a layer unit. Where bits may differ, the sums of squares describe it."""
 
     sha256: Annotated[str, Size(32)]
-    """Of its snapshot file, in hex."""
+    """The SHA-256 of its snapshot file, in hex."""
     weights: FiniteSquares = 0.0
     """Sum of squares of its weights."""
     moments: FiniteSquares = 0.0
@@ -240,7 +243,7 @@ class UnitHash(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StateHashes:
-    """Answer to `TakeSnapshot`: what the node's layers are after `step` steps, by layer unit."""
+    """The answer to `TakeSnapshot`: the state of the node's layers after `step` steps, by layer unit."""
 
     epoch: int
     step: int
@@ -248,14 +251,15 @@ class StateHashes:
 
 
 RELAY_LEFT = 1e6
-"""Seconds, in place of a round trip."""
+"""Seconds that stand in place of a round trip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelayTimes:
-    """Round trips in seconds to the relays of `Relays`, by node id; one that does not answer is left out.
+    """Round trips in seconds to the relays of `Relays`, by node id; a relay that does not answer is left
+    out.
 
-    `RELAY_LEFT` for one that a link of this node has left, as it was much faster by another.
+    A relay that a link of this node has left, because another was much faster, has `RELAY_LEFT`.
     """
 
     times: Mapping[NodeId, Seconds]
@@ -263,7 +267,7 @@ class RelayTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTime:
-    """With placement by measurement: what a block of the run takes this node."""
+    """With measured placement: how long a block of the run takes on this node."""
 
     seconds: Seconds
     """Forward and backward, a microbatch."""
@@ -271,15 +275,15 @@ class BlockTime:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRate:
-    """Answer to `ProbePeer`."""
+    """The answer to `ProbePeer`."""
 
     node_id: NodeId
     round_trip: Seconds = 0.0
-    """Seconds; 0: the node could not be reached."""
+    """The round trip in seconds; 0: the node could not be reached."""
     up: Amount = 0.0
-    """Bytes a second to it; 0 where nothing came."""
+    """The bytes per second to it; 0 if nothing arrived."""
     down: Amount = 0.0
-    """Bytes a second from it; 0 where nothing came."""
+    """The bytes per second from it; 0 if nothing arrived."""
 
 
 NodeMessage = (
@@ -323,7 +327,7 @@ class HeartbeatReply:
     at: Finite
     """The coordinator's Unix time at receipt."""
     pause: Amount = 0.0
-    """Seconds until the next heartbeat; 0: as `Welcome` says."""
+    """The seconds until the next heartbeat; 0: as in `Welcome`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +348,7 @@ class PlacedRow:
     """A row of the grid, as a node sees it: a thousand of them need not know all of each other."""
 
     node: Annotated[PlacedStage, Present()]
-    """That hosts the same stage as the node that is told."""
+    """The node that hosts the same stage as the node that gets this message."""
     groups: tuple[int, ...]
     """The gradient groups that it computes, a contiguous run."""
 
@@ -354,15 +358,16 @@ class Placement:
     epoch: int
     stage: int
     stages: tuple[PlacedStage, ...]
-    """Of the node's own row."""
+    """The stages of the node's own row."""
     replica: int = 0
     """The node's own row."""
     rows: tuple[PlacedRow, ...] = ()
     """Empty: one row, with all groups. Nodes of one stage in different rows sum their gradients."""
     relays: Mapping[str, tuple[PlacedStage, ...]] = field(default_factory=dict)
-    """By neighbour: volunteers that relay the link to it, the best first; then comes the coordinator's."""
+    """By neighbour, the volunteers that relay the link to it, the best first; the coordinator's relay comes
+    after them."""
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By neighbour: where it may be dialled if its first address does not answer, host:port."""
+    """By neighbour, further addresses (host:port) to dial if its first address does not answer."""
     enters: bool = False
     """The epoch is on, and the node takes an empty seat of it: it follows the run until its first `Begin`."""
     renewed: tuple[Seat, ...] = ()
@@ -377,7 +382,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Relays:
-    """The volunteers that relay for others now."""
+    """The volunteers that now relay for others."""
 
     relays: tuple[PlacedStage, ...]
 
@@ -391,13 +396,13 @@ class ProbePeer:
 
 @dataclass(frozen=True, kw_only=True)
 class RelayFor:
-    """To a relay: any two of these nodes may be joined, and nobody else."""
+    """Tells a relay that any two of these nodes may be connected, and no others."""
 
     nodes: tuple[str, ...]
 
 
 class Portion(NamedTuple):
-    """Gradient groups that a row computes one after another, and whose sums it sends by themselves."""
+    """Gradient groups that a row computes in sequence, and whose sums it sends separately."""
 
     row: int
     groups: tuple[int, ...]
@@ -405,7 +410,7 @@ class Portion(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """Run a step; sent again with a higher `generation` when others have to do its work."""
+    """Run a step. It is sent again with a higher `generation` when other nodes have to do its work."""
 
     epoch: int
     step: int
@@ -416,17 +421,17 @@ class Begin:
     audited: tuple[int, ...] = ()
     """Gradient groups of another row, to compute as well and only to give their digests."""
     waited_seconds: Amount = 0.0
-    """Of the node's wait since its last answer: how long other stages had not answered yet."""
+    """The part of the node's wait since its last answer in which other stages had not answered yet."""
     loss_scale: Amount = 0.0
     """The loss's factor, of a run that computes in float16; 0 in others. Votes have the norms of gradients of
     the loss times this."""
     digests: bool = False
     """Give the digests of the own groups too, though the run has no audits: one of them is compared."""
     generation: int = 0
-    """How often the work of this epoch was shared anew; the vote repeats it."""
+    """How often the work of this epoch was shared again; the vote repeats it."""
     portions: tuple[Portion, ...] = ()
-    """Who computes which groups of the step, each group once; empty: as the placement says. Groups of one
-    more row than there are wait: they are given out later."""
+    """Which row computes which groups of the step, each group once; empty: as in the placement. Groups of one
+    additional row wait, and are given out later."""
     absent: tuple[Seat, ...] = ()
     """Seats of the placement without a node: nothing comes from them, and nothing goes to them."""
     late: tuple[Seat, ...] = ()
@@ -441,7 +446,7 @@ class Commit:
     """0: the step is skipped."""
     lr: Amount
     waited_seconds: Amount = 0.0
-    """As in `Begin`."""
+    """The same as in `Begin`."""
     then: Begin | None = None
     """The step to begin as soon as this one is applied; its vote says that it is. None: say `Applied`."""
 
@@ -457,10 +462,10 @@ class Restore:
     lineage: int = 0
     """Lineage of the state that counts as held. A node without it loads `step` and joins this lineage."""
     activation_codecs: tuple[str, ...] = ()
-    """With planned codecs: of each boundary, the first one first; fixed for the epoch."""
+    """With planned codecs: the codec of each boundary, the first one first; fixed for the epoch."""
     gradient_codecs: tuple[str, ...] = ()
     storages: tuple[str, ...] = ()
-    """With several storages allowed: of each stage, the first one first; fixed for the epoch."""
+    """With several storages allowed: the storage of each stage, the first one first; fixed for the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,7 +506,8 @@ class SendLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class Follow:
-    """To a node that is about to get a stage: load the snapshot of `step`, then apply each `FollowStep`.
+    """Tells a node that is about to get a stage to load the snapshot of `step`, then to apply each
+    `FollowStep`.
 
     Without sources: stop following.
     """
@@ -510,11 +516,11 @@ class Follow:
     stage: int = 0
     stages: int = 1
     lineage: int = 0
-    """Of the run's state."""
+    """The lineage of the run's state."""
     sources: tuple[PlacedStage, ...] = ()
     """Nodes of this stage, which keep the summed gradients of their steps."""
     storages: tuple[str, ...] = ()
-    """As in `Restore`."""
+    """The same as in `Restore`."""
 
     def contradiction(self) -> str:
         impossible = self.sources and self.stage >= self.stages
@@ -526,7 +532,7 @@ class FollowStep:
     """A step is committed. `norms` are the votes for this stage, which the fetched gradients must have."""
 
     snapshot: int
-    """That of the `Follow` before it."""
+    """The snapshot of the `Follow` before it."""
     step: int
     clip_coefficient: Amount
     lr: Amount
@@ -543,7 +549,8 @@ class TakeSnapshot:
     """Hand in nothing: another row does. Say what the layers are and, if their place is `NODES`, keep a copy
     where there is room: a layer that the other row hands in may be refused."""
     attempt: int = 0
-    """Of this epoch at this step. What a node handed in or said in an earlier one is forgotten."""
+    """The attempt of this epoch at this step. What a node handed in or reported in an earlier one is
+    forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -558,7 +565,7 @@ class Validate:
     number: int
     microbatches: int
     waited_seconds: Amount = 0.0
-    """As in `Begin`."""
+    """The same as in `Begin`."""
 
 
 @dataclass(frozen=True, kw_only=True)

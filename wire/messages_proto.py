@@ -40,12 +40,12 @@ def _refuse(where: str, why: str) -> NoReturn:
 
 
 class _Way(NamedTuple):
-    """How a value travels. None: as it is."""
+    """How a value travels. None: unchanged."""
 
     encode: Convert | None = None
     decode: Convert | None = None
     bound: Within | None = None
-    """Of a number; `decode` does not check it."""
+    """The bounds of a number; `decode` does not check them."""
 
 
 def _check(bound: Within | None, where: str) -> Callable[[Collection[float]], None]:
@@ -68,7 +68,7 @@ def _check(bound: Within | None, where: str) -> Callable[[Collection[float]], No
 
 
 def _scalar(one: Declared, where: str) -> _Way:
-    """Of a number, text, bytes or a member of an enumeration."""
+    """How a number, text, bytes or a member of an enumeration travels."""
     if (size := one.mark(Size)) is not None:
         in_hex = one.kind is str
 
@@ -100,7 +100,7 @@ def _scalar(one: Declared, where: str) -> _Way:
 
 
 def _way(one: Declared, field: FieldDescriptor, where: str) -> _Way:
-    """Of a field's value that is there."""
+    """How the value of a present field travels."""
     if one.is_record:
         return _Way(*form_of(one.kind, field.message_type))
     if one.origin is None:
@@ -174,7 +174,7 @@ def parts_of(one: Declared, entry: Descriptor) -> tuple[Part, Part]:
 
 
 def _part(one: Declared, entry: Descriptor, names: list[str], where: str) -> "Form":
-    """What these fields of an entry hold together."""
+    """How these fields of an entry travel together."""
     if one.is_record:
         return form_of(one.kind, entry, frozenset(names))
     (name,) = names
@@ -236,7 +236,7 @@ _JOINT: dict[tuple[type, str], _Joint] = {
 
 @functools.cache
 def form_of(kind: type, message: Descriptor, only: frozenset[str] = frozenset()) -> Form:
-    """Of a dataclass or a NamedTuple.
+    """The form of a dataclass or a NamedTuple.
 
     Args:
         only: the fields of the protobuf message that the class holds; empty: all.
@@ -380,7 +380,7 @@ class _Messages(Generic[MessageT]):
         self._names = {kind: fields[name].name for name, kind in kinds.items()}
 
     def fields(self, message: MessageT) -> dict[str, Any]:
-        """What the constructor of the message around it takes."""
+        """The fields that the constructor of the enclosing message takes."""
         name = self._names[type(message)]
         return {name: self._forms[name].encode(message)}
 
@@ -414,7 +414,7 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
 
 
 def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> CoordinatorMessage:
-    """As `node_message_from_proto`."""
+    """See `node_message_from_proto`."""
     return _OF_THE_COORDINATOR.read(message)
 
 

@@ -1,9 +1,9 @@
-"""Tells a stranger from which address its connection comes: what a NAT made of it.
+"""Tells a stranger from which address its connection comes, which shows what a NAT does.
 
 A client sends `REQUEST`, gets `host:port` and a line feed, and the connection ends. Two such answers, from
-different machines and to connections that left from one port, tell whether a NAT maps a port in the same way
-for every target. Coordinators and relays answer, each for one connection at a time and by TCP, so nobody can
-have a mirror send anything to somebody else.
+different machines and to connections that left from one port, show whether a NAT maps a port in the same
+way for every target. Coordinators and relays answer, for one connection at a time and by TCP, so nobody
+can make a mirror send anything to another machine.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ async def _answer(connection: socket.socket) -> None:
 
 
 async def seen_as(place: Place, own: tuple[str, int]) -> tuple[tuple[str, int], tuple[str, int]]:
-    """This machine's end of a connection to a mirror, and that end as the mirror sees it.
+    """The address of this machine's end of a connection to a mirror, and that end as the mirror sees it.
 
     Args:
         place: the mirror's address.

@@ -8,23 +8,24 @@ BURST_SECONDS = 0.05
 """Sending may run ahead of the rate by what fits in this time, or by one frame."""
 
 LEAST_PIECE = 16 * 1024
-"""Bytes."""
+"""The least bytes that are taken at once."""
 
 KEEP_ALIVE = b"\0"
 """One byte on the bulk stream. It cannot be a frame, which has 64 bytes or more."""
 PERIOD_SECONDS = 0.1
-"""Between keep-alives; below Linux's least retransmission timeout."""
+"""The seconds between keep-alives; below Linux's least retransmission timeout."""
 LONGEST_SECONDS = 3.0
-"""After a pause this long TCP has lost its rate anyway."""
+"""The longest pause over which keep-alives are sent; after a longer one TCP has lost its rate anyway."""
 LEAST_ROUND_TRIP = 0.005
-"""Seconds. On a shorter link slow start is over in the time of a message."""
+"""The least round trip in seconds at which keep-alives help. On a shorter link slow start ends within one
+message."""
 
 RECONNECT_SECONDS = 2.0
 """The longest pause between two attempts to connect."""
 
 
 class Pacer:
-    """A bandwidth limit: `rate` bytes a second on average, for everything that shares it. Thread-safe."""
+    """A bandwidth limit: `rate` bytes per second on average, for everything that shares it. Thread-safe."""
 
     def __init__(self, rate: float, ahead: float = BURST_SECONDS) -> None:
         """
@@ -39,7 +40,7 @@ class Pacer:
 
     @property
     def piece(self) -> int:
-        """Bytes to take at once, so that nobody who shares the rate waits long."""
+        """The bytes to take at once, so that nobody who shares the rate waits long."""
         return max(LEAST_PIECE, int(BURST_SECONDS * self.rate))
 
     def reserve(self, size: int, now: float) -> float:
@@ -60,9 +61,10 @@ class KeepAlive:
     """Says when an idle bulk stream should send `KEEP_ALIVE`, so that TCP keeps its rate over a pause.
 
     Between steps a bulk stream pauses for a round trip or more. TCP that was idle for a retransmission
-    timeout (0.2 s and more) starts again with ten packets a round trip (RFC 5681, section 4.1); at tens of
-    milliseconds a round trip most of a step is over before the link is full. With a byte now and then the
-    connection is never idle: TCP then only halves an unused window once a timeout (RFC 7661).
+    timeout (0.2 s and more) starts again with ten packets per round trip (RFC 5681, section 4.1). With
+    round trips of tens of milliseconds, most of a step is over before the link is full. With a byte now
+    and then the connection is never idle, and TCP only halves an unused window once per timeout (RFC
+    7661).
     """
 
     def __init__(self) -> None:

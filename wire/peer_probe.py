@@ -1,12 +1,12 @@
-"""Measure the line between two nodes, on the port for neighbours, with mutual TLS.
+"""Measures the line between two nodes, on the port for neighbours, with mutual TLS.
 
-The node that asks sends some small messages for the round trip, then a bounded number of bytes, then gets as
-many. A rate is that of the second half of the bytes: the first pays for TCP's slow start. A probe is short:
-`DIRECTION_SECONDS` each way, and `CHUNKS` chunks at most. Training goes first on both ends, and both keep to
-their owners' bandwidth limit.
+The node that asks sends some small messages for the round trip, then a bounded number of bytes, and then
+gets as many. A rate is that of the second half of the bytes, because the first half pays for TCP's slow
+start. A probe is short: at most `DIRECTION_SECONDS` and `CHUNKS` chunks in each direction. Training goes
+first at both ends, and both respect their owners' bandwidth limits.
 
-A node answers one probe at a time, and each other node a few times an hour, so that nobody can keep its line
-busy with them.
+A node answers one probe at a time, and each other node only a few times per hour, so that nobody can keep
+its line busy.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from wire.errors import LinkError, ProtocolViolationError, first_error
 PROBE_METHOD = "/thinwire.wire.v1.Layers/Probe"
 CHUNK_BYTES = 64 * 1024
 CHUNKS = 32
-"""Of a direction: 2 MiB."""
+"""The most chunks in a direction: 2 MiB."""
 DIRECTION_SECONDS = 3.0
-"""After this nothing more is sent in a direction."""
+"""The seconds after which nothing more is sent in a direction."""
 PROBE_SECONDS = 12.0
 """The longest that a probe may take, connection included."""
 PINGS = 3
 PROBES_AN_HOUR = 6
-"""Of one node."""
+"""The most probes per hour by one node."""
 MOST_KNOWN = 2048
 """Nodes whose probes are counted."""
 
@@ -45,16 +45,16 @@ PassThrough = Callable[[int], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class LineRate:
-    """What was measured. Bytes a second from the node that asked, and to it; 0 where nothing came."""
+    """The measured rates, in bytes per second from the node that asked and to it; 0 if nothing arrived."""
 
     round_trip: float
-    """Seconds, the least of `PINGS`."""
+    """The least of `PINGS` round trips, in seconds."""
     up: float
     down: float
 
 
 def rate_of(arrivals: list[tuple[float, int]]) -> float:
-    """Bytes a second from (time, bytes so far), the first of which begins the count."""
+    """The bytes per second from (time, bytes so far); the first entry begins the count."""
     if len(arrivals) < 2 or arrivals[-1][1] <= arrivals[0][1]:
         return 0.0
     end, whole = arrivals[-1]

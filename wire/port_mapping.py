@@ -1,7 +1,7 @@
-"""A port that the router leads to this machine: asked for by NAT-PMP (RFC 6886), else by UPnP.
+"""A port of the router that is mapped to this machine, by NAT-PMP (RFC 6886) or else by UPnP.
 
-NAT-PMP is two packets with the default gateway. UPnP needs the package miniupnpc, an extra. What a router
-says is not trusted: the coordinator dials the port before it tells neighbours of it.
+NAT-PMP is two packets with the default gateway. UPnP needs the package miniupnpc, an extra. A router's
+answer is not trusted: the coordinator dials the port before it tells neighbours about it.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from wire.interfaces import default_source, is_private
 log = logging.getLogger(__name__)
 
 LIFETIME_SECONDS = 7200
-"""Of a mapping, as RFC 6886 recommends; renewed long before."""
+"""The lifetime of a mapping, as RFC 6886 recommends; it is renewed long before."""
 RENEW_SECONDS = 600.0
-"""Between two renewals at most: a router that was restarted has forgotten its mappings."""
+"""The most seconds between two renewals, because a router that restarts forgets its mappings."""
 ANSWER_SECONDS = 0.25
-"""For a gateway's first answer; doubled for each of the `TRIES`."""
+"""The seconds for a gateway's first answer; doubled for each of the `TRIES`."""
 TRIES = 4
 NAT_PMP_PORT = 5351
 UPNP_SECONDS = 10.0
-"""For all that UPnP needs: to find the router and to ask it."""
+"""The seconds for everything that UPnP needs: to find the router and to ask it."""
 DISCOVER_MILLISECONDS = 2000
 CLOSE_SECONDS = 3.0
 Result = TypeVar("Result")
@@ -50,16 +50,16 @@ _RESULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mapping:
-    """A router's promise."""
+    """The mapping that a router promised."""
 
     outside: int
     """Its port that leads here."""
     seconds: float
-    """How long; 0: until it is removed."""
+    """The seconds for which it lasts; 0: until it is removed."""
 
 
 class Router(Protocol):
-    """One way of asking. Both methods raise OSError, with words for people, when it does not help."""
+    """One way to ask a router. Both methods raise OSError, with words for people, if it does not help."""
 
     name: str
 
@@ -104,7 +104,8 @@ class NatPmp:
 
 
 def _read_reply(packet: bytes, port: int) -> Mapping | None:
-    """What the gateway promises for `port`; None if the packet is no answer to that. Raises OSError."""
+    """The mapping that the gateway promises for `port`; None if the packet does not answer that. Raises
+    OSError."""
     if len(packet) < _REPLY.size:
         # A refusal may end after its code and time.
         packet += bytes(_REPLY.size - len(packet)) if len(packet) >= 8 else b""
@@ -182,7 +183,7 @@ class Upnp:
 
 
 class MappedPort:
-    """Asks routers for a port and keeps it. Call everything on the event loop."""
+    """Asks routers for a port mapping and keeps it. Call everything on the event loop."""
 
     def __init__(self, routers: Sequence[Router], tell: Callable[[str], None] = log.info) -> None:
         """
@@ -205,7 +206,7 @@ class MappedPort:
 
     @property
     def by(self) -> str:
-        """How it was asked for."""
+        """The protocol by which it was asked for."""
         return self._router.name if self._router is not None else ""
 
     async def open(self, port: int) -> None:

@@ -1,13 +1,14 @@
-"""A relay: joins connections of two members that cannot reach each other. It cannot read what it carries.
+"""A relay: connects two members that cannot reach each other. It cannot read what it carries.
 
-Both members dial the relay, show their certificates over TLS (ALPN `thinwire-relay`) and say whom they want
-to reach, or from whom they take a connection. The relay answers when both are there; from then on the sockets
-are plain, and the neighbours' own mutual TLS runs inside. The relay can neither read nor change nor forge it.
+Both members dial the relay, show their certificates over TLS (ALPN `thinwire-relay`), and say which node
+they want to reach, or from which node they accept a connection. The relay answers when both are there.
+From then on the sockets are plain, and the neighbours' own mutual TLS runs inside, which the relay can
+neither read nor change nor forge.
 
-A request is 16 bytes: `D` to dial or `A` to accept, and the peer's node id. The answer is `+`, or `-` before
-the relay hangs up. Two that ask with `S` are not joined: each is told, after `+`, from which address the
-other comes (its length in a byte, then host:port), so that both can dial at the same moment, which opens the
-NAT of each for the other.
+A request is 16 bytes: `D` to dial or `A` to accept, and the peer's node id. The answer is `+`, or `-`
+before the relay hangs up. Two members that ask with `S` are not connected. Instead, after `+`, each is
+told the address from which the other comes (its length in a byte, then host:port). Both can then dial at
+the same moment, which opens the NAT of each for the other.
 """
 
 import asyncio
@@ -27,15 +28,16 @@ from wire.splice import Pipe
 from wire.tls_socket import TlsSocket
 
 PROTOCOL_NAME = "thinwire-relay"
-"""Of TLS's ALPN."""
+"""The protocol name in TLS's ALPN."""
 DIAL, ACCEPT, TOGETHER = b"D", b"A", b"S"
 PARTNER = {DIAL: ACCEPT, ACCEPT: DIAL, TOGETHER: TOGETHER}
 YES, NO = b"+", b"-"
 NODE_ID_BYTES = 15
 REQUEST_SECONDS = 10.0
-"""From a connection's first byte to its request."""
+"""The seconds from a connection's first byte to its request."""
 TELL_SECONDS = 10.0
-"""How long two that were told each other's addresses may stay, so that their NAT keeps its mappings."""
+"""How long two members that were told each other's addresses may stay, so that their NATs keep the
+mappings."""
 MOST_WAITING = 4
 """Connections of one member that wait for one other in one role; of more, the oldest is dropped."""
 MOST_OF_A_NODE = 64
@@ -55,7 +57,7 @@ class _Wait:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What follows from a request."""
+    """What a request leads to."""
 
     refused: str = ""
     """Why, in words for the log."""
@@ -67,16 +69,17 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Rendezvous:
-    """Who waits for whom, and who is joined. A state machine without I/O; connections are numbers."""
+    """Which members wait for which others, and which are connected. A state machine without I/O; connections
+    are numbers."""
 
     most: int
     """Connections in all."""
     allowed: frozenset[str] = frozenset()
-    """Nodes that the newest placement names: any two of them may be joined."""
+    """The nodes that the newest placement names: any two of them may be connected."""
     _waiting: dict[_Wait, list[int]] = field(default_factory=dict)
     """The newest last."""
     _asked: dict[int, _Wait] = field(default_factory=dict)
-    """By every connection that waits or is joined."""
+    """The requests, by every connection that waits or is connected."""
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -122,7 +125,7 @@ class Rendezvous:
 
 @dataclass(kw_only=True)
 class RelayTotals:
-    """Since the relay was made."""
+    """What the relay has carried since it was made."""
 
     bytes: int = 0
     """Carried, both ways together."""
@@ -133,7 +136,7 @@ class RelayTotals:
 
 
 class Relay:
-    """The service behind a front. Call everything on the event loop."""
+    """The relay's service behind a front. Call everything on the event loop."""
 
     def __init__(
         self, context: Callable[[], ssl.SSLContext], note: Callable[[str], None], rate: float = 0.0
@@ -158,7 +161,7 @@ class Relay:
         self._numbers = count()
         self._waiting: dict[int, TlsSocket] = {}
         self._pipes: dict[int, Pipe] = {}
-        """By both connections' numbers."""
+        """Pipes, by the numbers of both connections."""
         self._totals = RelayTotals()
 
     @property

@@ -1,12 +1,12 @@
 """A member's ways to a neighbour with a relay's help: through it, or by dialling at the same moment.
 
-gRPC dials a Unix socket here, and its bytes go to the relay; connections that come from the relay go to the
-link port's front as if it had accepted them. So nothing needs to listen on the network.
+gRPC dials a Unix socket here, and its bytes go to the relay. Connections that come from the relay go to
+the link port's front as if it had accepted them. So nothing needs to listen on the network.
 
-To dial at the same moment (TCP's simultaneous open, RFC 9293, figure 8), both ask the relay from a fresh
-port, learn from it where the other's NAT shows that connection to come from, and dial there from the same
-port again. That works where a NAT maps a port in the same way for every target. Each end's outgoing packet
-makes its own NAT let in the other's.
+To dial at the same moment (TCP's simultaneous open, RFC 9293, figure 8), both members ask the relay from a
+fresh port. Each learns at which address the other's NAT shows that connection, and dials there from the
+same port. This works if a NAT maps a port in the same way for every target. Each end's outgoing packet
+makes its own NAT accept the other's.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from wire.tls_socket import TlsSocket, mutual_context
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
-"""For the connection to the relay, TLS and the request."""
+"""The seconds for the connection to the relay, TLS and the request."""
 PARTNER_SECONDS = 10.0
 """How long a dialler waits for the neighbour to come to the relay."""
 TOGETHER_SECONDS = 4.0
-"""How long two dial each other at the same moment."""
+"""How long two members dial each other at the same moment."""
 SPARES = 2
 """Connections that wait at the relay for a neighbour: a link has two."""
 _BACKLOG = 16
@@ -59,14 +59,14 @@ class RelayClient:
         self._listeners: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pipes: dict[Pipe, tuple[str, bool]] = {}
-        """Whose each is, and whether it was dialled together."""
+        """The neighbour of each pipe, and whether both ends dialled at the same moment."""
         self.trouble: dict[str, str] = {}
-        """By neighbour: why the newest attempt through the relay failed; empty after a success."""
+        """Why the newest attempt through the relay failed, by neighbour; empty after a success."""
         self.trouble_together: dict[str, str] = {}
         """The same for dialling at the same moment."""
 
     def local_address(self, peer: str, *, together: bool = False) -> str:
-        """Where gRPC dials to reach `peer` through the relay, or `together` with it."""
+        """The address that gRPC dials to reach `peer` through the relay, or `together` with it."""
         if not self._directory:
             self._directory = private_directory()
         name = f"{peer}.s" if together else peer

@@ -33,10 +33,10 @@ ON_LINKS: frozenset[Direction] = frozenset(Direction) - {Direction.HELD_OUT}
 class TensorKey(NamedTuple):
     """The name of one tensor in flight; unique within a run.
 
-    `boundary` is the global index of the chunk that lies before the boundary (chunk j feeds chunk j + 1, so
-    its activation and the gradient that comes back both cross boundary j). Zero for tied gradients. Between
-    rows it is the number of the piece, and `microbatch` that of the node of the tree. Where microbatches are
-    cut into N slices, `microbatch` is that of the microbatch times N, plus that of the slice.
+    `boundary` is the global index of the chunk before the boundary (chunk j feeds chunk j + 1, so its
+    activation and the gradient that comes back both cross boundary j). It is zero for tied gradients.
+    Between rows it is the number of the piece, and `microbatch` is the node of the tree. If microbatches
+    are cut into N slices, `microbatch` is the microbatch times N plus the slice.
     """
 
     epoch: int
@@ -48,7 +48,7 @@ class TensorKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Dtype and shape that both ends agreed on before anything was sent."""
+    """The dtype and shape on which both ends agreed before anything was sent."""
 
     dtype: "torch.dtype"
     shape: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""Two connected sockets joined: what one receives, the other sends, in bounded memory.
+"""Joins two connected sockets: what one receives, the other sends, in bounded memory.
 
 On Linux the bytes stay in the kernel (splice(2)), which moves them from a socket to a pipe and on to the
-other socket without a copy. Elsewhere, and where many directions wait at once, they pass through a buffer of
-this process. All of it happens on the carrier's thread (`wire.event_loop`): the process's own loop carries no
-byte, and none waits for it.
+other socket without a copy. Elsewhere, and if many directions wait at once, they pass through a buffer of
+this process. All of it happens on the carrier's thread (`wire.event_loop`). The process's event loop
+carries no byte, and no byte waits for it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from wire.pacing import Pacer
 CLOSE_SECONDS = 5.0
 """A closed connection's last bytes may take this long."""
 STORE_BYTES = 256 * 1024
-"""What one direction holds of bytes that were received and not sent; nothing is read beside them."""
+"""The most bytes that one direction holds between receiving and sending; nothing more is read meanwhile."""
 _TURNS = 8
 """Reads of one direction before the loop's other work."""
 _SHORT_BYTES = 16 * 1024
@@ -35,7 +35,7 @@ class _Store(Protocol):
     """Holds what one direction has received and not sent."""
 
     held: int
-    """Bytes."""
+    """The number of bytes held."""
 
     def fill(self, source: socket.socket, most: int) -> bool:
         """Receive at most so many bytes into the empty store; False at the end. Raises BlockingIOError."""
@@ -102,7 +102,7 @@ _buffers: list[_Buffer] = []
 """Empty, for the next use."""
 _made: set[_KernelPipe] = set()
 _spare: list[_KernelPipe] = []
-"""Those of them that are empty."""
+"""The empty ones among them."""
 
 
 def _buffer() -> _Buffer:
@@ -159,14 +159,14 @@ async def settled() -> None:
 
 
 class Pipe:
-    """Joins two sockets, once. Make it on an event loop; that loop calls `on_close` when one of the sockets
+    """Joins two sockets, once. Create it on an event loop, which calls `on_close` when one of the sockets
     ends by itself. Methods may be called from any thread."""
 
     def __init__(self, on_close: Callable[[], None], pacer: Pacer | None = None) -> None:
         """`pacer` limits what passes, both ways together; pipes may share one."""
         self.pacer = pacer
         self.carried = 0
-        """Bytes, both ways together."""
+        """The bytes carried in both directions together."""
         self._on_close = on_close
         self._owner = asyncio.get_running_loop()
         self._ways: tuple[_Way, ...] = ()
@@ -195,7 +195,7 @@ class Pipe:
             way.read()
 
     def end(self) -> None:
-        """What `closed` does, for the pipe's own directions."""
+        """Do what `closed` does, for the pipe's own directions."""
         if self._closed or self._aborted:
             return
         self._closed = True
@@ -229,7 +229,7 @@ class _Way:
         self._target = target
         self._pipe = pipe
         self._most = STORE_BYTES if pipe.pacer is None else min(STORE_BYTES, pipe.pacer.piece)
-        """Bytes of one read."""
+        """The most bytes of one read."""
         self._loop = carrier()
         self._store: _Store | None = None
         """While it holds bytes."""

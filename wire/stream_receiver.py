@@ -1,20 +1,22 @@
-"""The receiving end of a bulk stream as a state machine without I/O: frames in, whole tensors out, once each.
+"""The receiving end of a bulk stream as a state machine without I/O: frames in, whole tensors out, once
+each.
 
-**RAM.** A frame occupies the window from its arrival until its tensor is released. The sender may run at most
-a window of frames ahead of the released ones, but may always finish a tensor it has begun. So buffers never
-exceed `window_bytes` plus one tensor, however slow the consumer, and a tensor larger than the window passes.
-Buffers of released tensors are reused for the next of their size, within `window_bytes` plus the peak of held
-tensors. Bookkeeping of frames is bounded too: none may be sent further than a window, or the rest of its
-tensor, beyond the lowest missing one. A correct sender never waits for that: missing frames need no credit.
+**RAM.** A frame occupies the window from its arrival until its tensor is released. The sender may run at
+most a window of frames ahead of the released ones, but may always finish a tensor that it has begun. So
+buffers never exceed `window_bytes` plus one tensor, however slow the consumer is, and a tensor larger than
+the window still passes. Buffers of released tensors are reused for the next tensor of their size, within
+`window_bytes` plus the peak of held tensors. The record of frames is bounded too: none may be sent further
+than a window, or the rest of its tensor, beyond the lowest missing one. A correct sender never waits for
+that, because missing frames need no credit.
 
 **No deadlock.** The consumer may take tensors in another order than the sender's. A tensor that has begun
-always completes (above). For one that has not begun, the consumer calls `want`; until it is complete, the
-window counts from the lowest missing frame instead of the oldest unreleased one, so everything sent before it
-gets through. Held beyond the bound is then only what was sent before the wanted tensor, which any receiver
-would have to hold.
+always completes (above). For a tensor that has not begun, the consumer calls `want`. Until it is complete,
+the window counts from the lowest missing frame instead of the oldest unreleased one, so everything that
+was sent before it gets through. The buffers then exceed the bound only by what was sent before the wanted
+tensor, which any receiver would have to hold.
 
-**Once each.** A key received in the two newest steps is refused when it comes again; `expect` drops older
-steps.
+**Once each.** A key that was received in the two newest steps is refused when it comes again; `expect`
+drops older steps.
 """
 
 from collections.abc import Callable
@@ -37,7 +39,7 @@ MAX_DAMAGED_IN_A_ROW = 64
 SMALL_BYTES = 64 * 1024
 """Smaller tensors are acknowledged together: a message costs both ends more than the tensor."""
 ACK_SECONDS = 0.02
-"""For so long acknowledgements of frames and of small tensors are collected."""
+"""How long acknowledgements of frames and of small tensors are collected."""
 MOST_SPARE = 8
 """Released buffers to keep for reuse, so that a busy link with tensors of several sizes allocates nothing."""
 
@@ -88,10 +90,9 @@ class _Incoming:
 class StreamReceiver:
     """Receives the tensors of one link.
 
-    After every call, `poll` returns the messages that are due, and `deadline` says when the next one will be.
-    Acknowledgements of frames and of small tensors are collected for
-    `ACK_SECONDS`, and repeated every
-    `repeat_seconds` so that a lost one cannot hang the link.
+    After every call, `poll` returns the messages that are due, and `deadline` says when the next one will
+    be. Acknowledgements of frames and of small tensors are collected for `ACK_SECONDS`, and repeated every
+    `repeat_seconds`, so that a lost one cannot stop the link.
 
     The link sets `session` before the first frame arrives.
     """

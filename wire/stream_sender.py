@@ -1,8 +1,8 @@
 """The sending end of a bulk stream as a state machine without I/O: tensors in, frames out, in order.
 
-A frame is cut from the caller's buffer when it is due and copied once, into the message for gRPC. A tensor
-that waits or is not acknowledged costs no second copy; a piece to send again is cut again, alone. Sequence
-numbers, credit and acknowledgements count pieces.
+A frame is cut from the caller's buffer when it is due, and copied once, into the message for gRPC. A
+tensor that waits or is not acknowledged needs no second copy; a piece to send again is cut again, alone.
+Sequence numbers, credit and acknowledgements count pieces.
 """
 
 from bisect import bisect_right
@@ -26,11 +26,11 @@ class _Outgoing:
 
 
 class StreamSender:
-    """Sends tensors of one link, oldest first, each frame until it is acknowledged.
+    """Sends the tensors of one link, oldest first, each frame until it is acknowledged.
 
-    The receiver's `credit_limit` bounds its RAM; `outbox_bytes` bounds what waits here. A frame without
-    acknowledgement is sent again after `resend_seconds` of silence, then after twice that and so on, so a
-    lost acknowledgement cannot hang the link.
+    The receiver's `credit_limit` bounds its RAM, and `outbox_bytes` bounds what waits here. A frame
+    without acknowledgement is sent again after `resend_seconds` of silence, then after twice that and so
+    on, so that a lost acknowledgement cannot stop the link.
 
     The link sets `session` before it takes the first frame.
     """
@@ -65,7 +65,7 @@ class StreamSender:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of tensors that are not fully acknowledged."""
+        """The bytes of tensors that are not fully acknowledged."""
         return self._queued_bytes
 
     @property

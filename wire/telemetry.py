@@ -1,4 +1,4 @@
-"""A node's measurements of itself, sent to the coordinator; fields declare what is allowed in them."""
+"""A node's measurements of itself, sent to the coordinator. The fields declare what is allowed in them."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ RELAY = "relay"
 """The coordinator's. Of a volunteer's the node id follows: see `relay_path`."""
 
 MOST_CODEC_TIMES = 32
-"""In one message."""
+"""The most entries in one message."""
 
 NOT_TOGETHER = {
     "proxy": "through a proxy nobody can dial at the same moment",
@@ -51,7 +51,7 @@ def known_codec(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(StageFigures):
-    """Totals of one epoch: time since its first step began, bytes since its links opened.
+    """Totals of one epoch: time since its first step began, and bytes since its links opened.
 
     The coordinator takes differences.
     """
@@ -59,7 +59,7 @@ class Telemetry(StageFigures):
     epoch: int = 0
     """0 for a node without a stage."""
     links: tuple[LinkFigures, ...] = ()
-    """Those that the node sends on."""
+    """The links on which the node sends."""
     clock_skew_seconds: Finite = 0.0
     """The node's wall clock minus the coordinator's."""
     clock_error_seconds: Seconds = 0.0
@@ -70,7 +70,7 @@ class Telemetry(StageFigures):
     """Pairs of connections of others that it joins now; a link has two."""
     relay_refused: Count = 0
     line_up: Amount = 0.0
-    """Bytes a second that all links together send at most, as set or as seen; 0 while not known."""
+    """The bytes per second that all links together send at most, as set or as measured; 0 while not known."""
     line_down: Amount = 0.0
     """The same of what they receive, as seen."""
 
@@ -97,10 +97,11 @@ _DIRECTIONS = frozenset((_NO_TENSOR, *(direction + 1 for direction in ON_LINKS))
 
 
 class SpanColumns(Collection[Span]):
-    """Spans as they travel: columns of small numbers, an entry a span. Each span is made when it is read.
+    """Spans as they travel: columns of small numbers, with one entry per span. Each span is made when it
+    is read.
 
-    Starts are relative to the previous span's, kinds are indices of `names`. A run sends hundreds of spans a
-    step, and few of them are ever looked at.
+    Starts are relative to the previous span's, and kinds are indices of `names`. A run sends hundreds of
+    spans per step, and few of them are ever read.
     """
 
     def __init__(self, epoch: int, names: Sequence[str], columns: Sequence[Sequence[int]]) -> None:
@@ -118,7 +119,7 @@ class SpanColumns(Collection[Span]):
         if not _DIRECTIONS.issuperset(directions):
             raise ValueError("a span's direction is none")
         self.epoch = epoch
-        """Of all their tensors."""
+        """The epoch of all their tensors."""
         self.names = names
         self.columns = columns
 
@@ -172,7 +173,7 @@ class SpanColumns(Collection[Span]):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpans:
-    """Spans of one stage in one step; more than `MOST_SPANS` come in several messages."""
+    """The spans of one stage in one step. More than `MOST_SPANS` come in several messages."""
 
     epoch: int
     step: int
@@ -189,7 +190,7 @@ class StepSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecTime:
-    """What one codec takes a node, in seconds an element."""
+    """How long packing with one codec takes on a node, in seconds per element."""
 
     codec: Annotated[str, Parsed(known_codec)]
     pack: Seconds
@@ -198,7 +199,7 @@ class CodecTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecTimes:
-    """With codecs that are planned: what packing takes this node, as it tried and as its steps showed."""
+    """With planned codecs: how long packing takes on this node, in its own trials and in its steps."""
 
     times: Annotated[tuple[CodecTime, ...], AtMost(MOST_CODEC_TIMES)]
 

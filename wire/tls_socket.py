@@ -1,7 +1,7 @@
 """TLS on a socket for a few messages, after which the socket carries plain bytes again.
 
-A relay must know who asks, but need not encrypt what it carries, which is TLS already. So both ends agree
-over mutual TLS and then use the bare socket. Whole TLS records are read and no more, so no byte after the
+A relay must know who asks, but need not encrypt what it carries, which is TLS already. So both ends first
+agree over mutual TLS and then use the bare socket. Only whole TLS records are read, so no byte after the
 last one is lost.
 """
 

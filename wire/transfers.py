@@ -15,11 +15,11 @@ class TransferKind(StrEnum):
     """A part of a tensor's transfer over a link."""
 
     SEND = "send"
-    """From its first frame to its last, as the socket accepted them."""
+    """The time from its first frame to its last, as the socket accepted them."""
     IN_FLIGHT = "in-flight"
-    """From then until all of it was acknowledged."""
+    """The time from then until all of it was acknowledged."""
     RECEIVE = "receive"
-    """From the arrival of its first frame to that of its last."""
+    """The time from the arrival of its first frame to that of its last."""
 
 
 OnTransfer = Callable[[TransferKind, TensorKey, float, float], None]
@@ -27,7 +27,7 @@ OnTransfer = Callable[[TransferKind, TensorKey, float, float], None]
 
 
 class TransferLog:
-    """Watches the frames of one link. A frame sent again does not count."""
+    """Watches the frames of one link. A frame that is sent again does not count."""
 
     def __init__(self, on_transfer: OnTransfer) -> None:
         self._on_transfer = on_transfer

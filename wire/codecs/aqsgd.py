@@ -1,14 +1,14 @@
-"""`aqsgd-b`: the change of a sample's activation since it was last sent, at b bits an element.
+"""`aqsgd-b`: the change of a sample's activation since it was last sent, at b bits per element.
 
-AQ-SGD (Wang et al. 2022, "Fine-tuning language models over slow networks using activation quantization with
-guarantees", algorithm 1): both ends cache an activation m for each sample. The sender packs Q(a - m), both
-set m to m + Q(a - m), and the receiver computes with m. A sample that is sent for the first time travels
-uncompressed and becomes m. Here m and the first pass are bf16 (16 bits an element), which has fp32's range; Q
-is `fixed-b`. The error of one pass is part of the next change.
+AQ-SGD (Wang et al. 2022, "Fine-tuning language models over slow networks using activation quantization
+with guarantees", algorithm 1): both ends cache an activation m for each sample. The sender packs Q(a - m),
+both set m to m + Q(a - m), and the receiver computes with m. A sample that is sent for the first time
+travels uncompressed and becomes m. Here m and the first pass are bf16 (16 bits per element), which has
+fp32's range, and Q is `fixed-b`. The error of one pass is part of the next change.
 
-Payload: activations of new samples, bf16, in order | `fixed-b` payload of the changes of the known samples,
-in order, as one tensor. A part without samples is left out. Both ends know which samples are new from their
-place in the run, so they know the size before anything is sent.
+Payload: activations of new samples, bf16, in order | `fixed-b` payload of the changes of the known
+samples, in order, as one tensor. A part without samples is left out. Both ends know from their place in
+the run which samples are new, so they know the size before anything is sent.
 """
 
 import math
@@ -54,7 +54,7 @@ class SampleBatch:
 
 
 class AqsgdCodec(Codec):
-    """Sizes of `aqsgd-b` when all samples are known. `of` gives the codec that packs one tensor."""
+    """The sizes of `aqsgd-b` when all samples are known. `of` gives the codec that packs one tensor."""
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
@@ -154,7 +154,8 @@ class AqsgdTensorCodec(Codec):
         self._batch.cache.stage(self._batch.place, self._batch.samples, updated)
 
     def _unpacked(self, payload: torch.Tensor, shape: torch.Size, exponent: torch.Tensor) -> torch.Tensor:
-        """What the receiver decodes from a payload just packed; anything, if the tensor is refused."""
+        """What the receiver will decode from a payload that was just packed; arbitrary if the tensor is
+        refused."""
         sections = fixed.FixedSections(*self._fixed._layout(tuple(shape)).views(payload))
         change = torch.zeros(shape, dtype=torch.float32, device=payload.device)
         constant = self.parameters.constant

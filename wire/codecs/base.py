@@ -1,8 +1,8 @@
 """The interface of all codecs and what they share: header, checks, checksum, sections of a payload.
 
-On a CPU `encode` and `decode` are enough. For a tensor on a GPU they are split, so that the copy to the host
-runs beside other work: `pack` on the device, copy, `seal` on the host; `open` on the host, copy, `unpack` on
-the device.
+On a CPU, `encode` and `decode` are enough. For a tensor on a GPU they are split, so that the copy to the
+host runs beside other work: `pack` on the device, copy, `seal` on the host; then `open` on the host, copy,
+`unpack` on the device.
 """
 
 from abc import ABC, abstractmethod
@@ -69,7 +69,7 @@ class Layout(Sections):
 
 
 class _Agreed(NamedTuple):
-    """What follows from a spec."""
+    """The header and the layout that follow from a spec."""
 
     header: Header
     head: bytes
@@ -95,7 +95,7 @@ def _payload_bytes(known: Format, shape: tuple[int, ...]) -> int:
 
 
 class Codec(ABC):
-    """Packs tensors into bytes; their number depends on shape and parameters alone. Stateless."""
+    """Packs tensors into bytes, whose number depends only on shape and parameters. Stateless."""
 
     name: str
     parameters: Parameters
@@ -116,7 +116,8 @@ class Codec(ABC):
         return self
 
     def packed_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of a packed tensor, header included. `CodecError` for a spec that cannot be packed."""
+        """The bytes of a packed tensor, header included. Raises `CodecError` for a spec that cannot be
+        packed."""
         wire_header.check_spec(spec)
         return HEADER_BYTES + self._payload_bytes(spec)
 
@@ -205,7 +206,7 @@ class Codec(ABC):
         return out
 
     def round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `decode` gives for the packed form of every row of x, fp32 `[n, C]`, each a tensor by itself:
+        """Decode the packed form of every row of x, fp32 `[n, C]`, each packed as a separate tensor. Returns
         fp32 `[n, C]`, and the rows' exponents, int32 `[n]`.
 
         Values are meaningless where the exponent is `NON_FINITE`, which `seal` would refuse. On a GPU with
@@ -296,7 +297,7 @@ class Codec(ABC):
         return True
 
     def _payload_bytes(self, spec: TensorSpec) -> int:
-        """Bytes after the header, for a spec that the header can describe."""
+        """The bytes after the header, for a spec that the header can describe."""
         return _payload_bytes(self.format, spec.shape)
 
     @abstractmethod

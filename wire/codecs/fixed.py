@@ -1,6 +1,6 @@
-"""`fixed-b`: b bits an element, symmetric, one scale for 64 elements. The default for gradients (b = 8).
+"""`fixed-b`: b bits per element, symmetric, one scale for 64 elements. The default for gradients (b = 8).
 
-Payload: scales, fp16 | bit-planes, lowest first, a 64-bit word for each tile. b + 0.25 bits an element.
+Payload: scales, fp16 | bit-planes, lowest first, a 64-bit word for each tile. b + 0.25 bits per element.
 """
 
 from collections.abc import Sequence

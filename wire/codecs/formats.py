@@ -1,10 +1,10 @@
 """The format of every codec, by the names that run files use. Without torch.
 
 A `Format` states every fact about its codec: wire number, parameters and sizes, what it may carry, whether
-it keeps state, how precise it is, what packing costs, and which class packs (`wire.codecs.base.Codec`). All
-else asks it, so a new codec is declared here and in its own module. The coordinator works with formats alone.
-`trellis-R` and `dither-R` each stand for one codec at every rate R. `aqsgd-b` packs nothing by itself:
-`wire.codecs.aqsgd` makes a codec of it for each tensor.
+it keeps state, how precise it is, what packing costs, and which class packs (`wire.codecs.base.Codec`).
+All other code asks it, so a new codec is declared here and in its own module. The coordinator works with
+formats alone. `trellis-R` and `dither-R` each stand for one codec at every rate R. `aqsgd-b` cannot pack
+by itself: `wire.codecs.aqsgd` makes a codec from it for each tensor.
 """
 
 import math
@@ -51,12 +51,12 @@ class Sections:
 
     @property
     def gaps(self) -> list[slice]:
-        """Bytes between and after sections."""
+        """The bytes between and after sections."""
         return self._gaps
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sections, with the gaps between and after them."""
+        """The bytes of all sections, with the gaps between and after them."""
         return self._starts[-1]
 
 
@@ -86,7 +86,7 @@ class Carried(Flag):
 
     @property
     def words(self) -> str:
-        """For messages."""
+        """What it may carry, in words for messages."""
         return {Carried.ACTIVATIONS: "activations", Carried.GRADIENTS: "gradients of activations"}.get(
             self, "sums of gradients"
         )
@@ -101,7 +101,7 @@ class Format(ABC):
     """Bits an element of the `trellis` codec with about the same error; measured on boundary tensors
     (scripts/results/boundary_error.json)."""
     core_nanoseconds: tuple[float, float]
-    """To encode and to decode an element on one core; the slowest of several measurements
+    """The time to encode and to decode an element on one core; the slowest of several measurements
     (scripts/results/codec_speed.json, rivals.json)."""
 
     IMPLEMENTATION: ClassVar[tuple[str, str]]
@@ -114,7 +114,8 @@ class Format(ABC):
     KERNELS: ClassVar[str] = ""
     """The kernels that pack on a GPU, of `kernels.common.dispatch.PARTS`; "" without any of its own."""
     GPU_SHARE: ClassVar[float] = 0.004
-    """How much longer a GPU computes beside packing with it (scripts/results/packing_overhead.json)."""
+    """The share by which a GPU computes longer while it also packs
+    (scripts/results/packing_overhead.json)."""
     PLANNED: ClassVar[tuple[str, ...]] = ()
     """Names among which `auto` chooses for activations."""
     PROPOSED: ClassVar[tuple[str, ...]] = ()
@@ -147,13 +148,14 @@ class Format(ABC):
         return ""
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a packed tensor, header included. `CodecError` for a shape that cannot be packed."""
+        """The bytes of a packed tensor, header included. Raises `CodecError` for a shape that cannot be
+        packed."""
         check_shape(shape)
         return HEADER_BYTES + self.payload_bytes(shape)
 
     @abstractmethod
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes after the header, for a shape that the header can describe."""
+        """The bytes after the header, for a shape that the header can describe."""
 
 
 @lru_cache(maxsize=256)
@@ -167,7 +169,7 @@ def check_shape(shape: tuple[int, ...]) -> None:
 
 
 class RawFormat(Format):
-    """Every element in `bits` bits; `number` distinguishes dtypes of the same width."""
+    """Every element has `bits` bits; `number` distinguishes dtypes of the same width."""
 
     IMPLEMENTATION = ("raw", "RawCodec")
     COMPILES = False
@@ -183,7 +185,8 @@ class RawFormat(Format):
 
 
 class FixedFormat(Format):
-    """`fixed-b`: b bits an element, one scale a tile. `ConfigError` for bits or a constant out of range."""
+    """`fixed-b`: b bits per element and one scale per tile. Raises `ConfigError` for bits or a constant out
+    of range."""
 
     NUMBER = 4
     MIN_BITS = 2
@@ -295,7 +298,7 @@ def samples_and_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class TrellisFormat(Format):
-    """`trellis-R`: R bits an element, header included. `ConfigError` for a rate out of range."""
+    """`trellis-R`: R bits per element, header included. Raises `ConfigError` for a rate out of range."""
 
     NUMBER = 7
     PREFIX = "trellis-"
@@ -345,7 +348,7 @@ class TrellisFormat(Format):
 
     @property
     def for_gradients(self) -> str:
-        """At low rates gradients need a codec whose error has no mean."""
+        """The format for gradients: at low rates they need a codec whose error has a mean of zero."""
         return f"{DitherFormat.PREFIX}{self.rate:g}"
 
     @property
@@ -360,7 +363,7 @@ class TrellisFormat(Format):
 
 
 class DitherFormat(TrellisFormat):
-    """`dither-R`: as `trellis-R`, with dither that is subtracted."""
+    """`dither-R`: like `trellis-R`, with dither that is subtracted."""
 
     NUMBER = 10
     PREFIX = "dither-"
@@ -374,7 +377,8 @@ class DitherFormat(TrellisFormat):
 
 
 class AqsgdFormat(Format):
-    """`aqsgd-b`: b bits an element, as `fixed-b`, for tensors `[n, ...]` of n samples that are all cached."""
+    """`aqsgd-b`: b bits per element, like `fixed-b`, for tensors `[n, ...]` of n samples that are all
+    cached."""
 
     NUMBER = 9
     PREFIX = "aqsgd-"
@@ -394,7 +398,7 @@ class AqsgdFormat(Format):
         self.precision = bits - 0.5
         self.parameters = Parameters(codec=self.NUMBER, bits=bits, tile=TILE, constant=1.0)
         self.changes = FixedFormat(bits)
-        """How changes of known samples are packed."""
+        """The format in which changes of known samples are packed."""
 
     @property
     def golden(self) -> tuple[str, str]:
@@ -416,18 +420,18 @@ class AqsgdFormat(Format):
         return self.changes.payload_bytes(shape)
 
     def first_pass_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a packed tensor whose samples are all new, header included."""
+        """The bytes of a packed tensor whose samples are all new, header included."""
         check_shape(shape)
         return HEADER_BYTES + self.new_bytes(shape, shape[0])
 
     @staticmethod
     def new_bytes(shape: tuple[int, ...], samples: int) -> int:
-        """Bytes of `samples` new samples in bf16, rounded up to where the next part starts."""
+        """The bytes of `samples` new samples in bf16, rounded up to where the next part starts."""
         return aligned(2 * math.prod(shape) // shape[0] * samples)
 
 
 class HalfFormat(RawFormat):
-    """`fp16`, scaled by one power of two a tensor."""
+    """`fp16`, scaled by one power of two per tensor."""
 
     IMPLEMENTATION = ("raw", "HalfCodec")
 
@@ -469,7 +473,7 @@ def planned_names() -> tuple[str, ...]:
 
 
 def ladder(min_bits: float) -> tuple[str, ...]:
-    """Those of `planned_names` with at least this precision. ConfigError if none is left."""
+    """Those of `planned_names` with at least this precision. Raises ConfigError if none is left."""
     names = planned_names()
     allowed = tuple(name for name in names if codec_format(name).precision >= min_bits)
     if not allowed:

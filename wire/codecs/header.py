@@ -81,7 +81,7 @@ PackedBytes = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The 64 bytes, without the checksum."""
+    """The 64 bytes in front of a packed tensor, without the checksum."""
 
     parameters: Parameters
     spec: TensorSpec
@@ -134,7 +134,7 @@ def seal(buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:
 
 
 def refusal(shape: tuple[int, ...]) -> str:
-    """What `seal` says of a tensor that is not finite."""
+    """The message with which `seal` refuses a tensor that is not finite."""
     return (
         f"a tensor of shape {list(shape)} was not packed: it holds "
         "infinities, NaNs or values beyond its codec's range; lower the learning rate or check the stage"

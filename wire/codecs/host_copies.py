@@ -1,7 +1,7 @@
 """Asynchronous copies between a GPU and page-locked host memory.
 
-Page-locked memory comes from torch's caching allocator, which reuses a block once its copies are done: in the
-steady state nothing is allocated.
+Page-locked memory comes from torch's caching allocator, which reuses a block once its copies are done. So
+nothing is allocated in the steady state.
 """
 
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ class Streams(Protocol):
 
 
 class HostCopies:
-    """Copies run on the device's current stream."""
+    """Copies tensors to and from the host, on the device's current stream."""
 
     def __init__(self, streams: Streams = torch.cuda, *, page_locked: bool = True) -> None:
         """`page_locked` is False only without a GPU."""

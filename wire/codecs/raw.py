@@ -1,4 +1,4 @@
-"""`fp32`, `bf16` and `fp16`: the elements as they are, or rounded to nearest even. Baselines."""
+"""`fp32`, `bf16` and `fp16`: the elements unchanged, or rounded to nearest even. Baselines."""
 
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -93,11 +93,11 @@ class RawCodec(Codec):
 
 
 class HalfCodec(RawCodec):
-    """`fp16` scaled by one power of two a tensor, which the header carries.
+    """`fp16` scaled by one power of two per tensor, which the header carries.
 
-    Plain fp16 ends at 6e-8, and gradients of a mean over many tokens are smaller: nearly all became zero and
-    training stood still (scripts/results/convergence.json). The scale puts the largest element between 2**15
-    and 65504; a tensor that is already fp16 is packed exactly.
+    Plain fp16 ends at 6e-8, and gradients of a mean over many tokens are smaller: nearly all became zero,
+    and training made no progress (scripts/results/convergence.json). The scale puts the largest element
+    between 2**15 and 65504. A tensor that is already fp16 is packed exactly.
     """
 
     exponents = range(_SMALLEST_EXPONENT, _LARGEST_EXPONENT + 1)

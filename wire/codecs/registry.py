@@ -1,4 +1,4 @@
-"""The codec for a name of a run file."""
+"""Finds the codec for a name of a run file."""
 
 from functools import lru_cache
 from importlib import import_module

@@ -1,9 +1,9 @@
-"""The sample cache of `aqsgd-b`: for every sample, the activation last sent over a boundary.
+"""The sample cache of `aqsgd-b`: for every sample, the activation that was last sent over a boundary.
 
 Both ends of a boundary keep one and update it from the same bytes, so they stay equal. A step is a
 transaction: its updates are staged, applied by `commit` and dropped by `rollback`. Values are bf16 on the
-CPU, whatever device the stage computes on. `since` is the step at which both ends started their caches; every
-tensor's header carries it, with a CRC32C of the entries that the tensor was packed against.
+CPU, whatever device the stage computes on. `since` is the step at which both ends started their caches.
+Every tensor's header carries it, with a CRC32C of the entries against which the tensor was packed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ VALUES, SAMPLES, SINCE = "values", "samples", "since"
 
 
 class SampleCache:
-    """Activations `[*shape]` of `samples` samples at one end of one boundary.
+    """The activations `[*shape]` of `samples` samples at one end of one boundary.
 
-    RAM is used as samples are seen. Methods belong to the thread that packs and unpacks; any thread may read
-    `since`.
+    RAM is used as samples are seen. Only the thread that packs and unpacks calls the methods; any thread
+    may read `since`.
     """
 
     def __init__(

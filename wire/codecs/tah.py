@@ -1,7 +1,7 @@
-"""`tah`: TAH-Quant, 4.41 bits an element and the header. The default for activations.
+"""`tah`: TAH-Quant, 4.41 bits per element and the header. The default for activations.
 
-Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit a tile | pivots, 6 bits a tile | three bit-planes
-of all tiles | fourth bit-plane of the 4-bit tiles, in order.
+Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit per tile | pivots, 6 bits per tile | three
+bit-planes of all tiles | fourth bit-plane of the 4-bit tiles, in order.
 """
 
 from functools import lru_cache

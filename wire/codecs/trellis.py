@@ -1,11 +1,12 @@
-"""`trellis-R`: R bits an element, from 2 to 10 and anything between; a third of `tah`'s error at its bits.
+"""`trellis-R`: R bits per element, from 2 to 10 and anything between. At `tah`'s bits it has a third of
+its error.
 
-Low-rank prediction, trellis-coded quantization with one step, range coding: `kernels.trellis.reference`. The
-byte budget follows from shape and rate alone. The encoder searches for nearly the smallest step whose code
-fits; bytes left over are zero.
+It combines low-rank prediction, trellis-coded quantization with one step size, and range coding:
+`kernels.trellis.reference`. The byte budget follows only from shape and rate. The encoder searches for
+nearly the smallest step size whose code fits; bytes that are left over are zero.
 
-On a GPU with Triton `kernels.trellis.triton.encode` decides the same there: the host never sees the tensor
-and never waits to encode; decoding waits twice.
+On a GPU with Triton, `kernels.trellis.triton.encode` makes the same decisions on the device: the host sees
+no values and never waits to encode. Decoding waits twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,12 +55,12 @@ Int32Array = NDArray[np.int32]
 
 
 class TrellisCodec(Codec):
-    """Meets a rate in bits an element, header included, for tensors of a few thousand elements or more."""
+    """Meets a rate in bits per element, header included, for tensors of a few thousand elements or more."""
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     _salt: int | None = None
-    """With a salt, elements have its dither."""
+    """If there is a salt, elements get its dither."""
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         if dispatch.has_kernels(tensor.device, "trellis"):
@@ -168,9 +169,10 @@ class TrellisCodec(Codec):
 
 
 class DitherCodec(TrellisCodec):
-    """`dither-R`: `trellis-R` whose error has no mean, whatever is coded (`kernels.trellis.dither`).
+    """`dither-R`: `trellis-R` whose error has a mean of zero, whatever is coded
+    (`kernels.trellis.dither`).
 
-    `salted` gives the codec of one tensor: both ends have its salt. The registry's has salt 0.
+    `salted` gives the codec of one tensor: both ends have its salt. The registry's codec has salt 0.
     """
 
     draws = True

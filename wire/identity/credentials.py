@@ -1,7 +1,7 @@
-"""A node's identity: its key, its certificate, its run's CA; on disk, and as gRPC credentials.
+"""A node's identity: its key, its certificate and its run's CA, on disk and as gRPC credentials.
 
-An identity has its own directory (mode 0700), so one machine can be several nodes: `node.key`, made first and
-never sent, and `identity.json`, the certificates, replaced as a whole at each renewal.
+An identity has its own directory (mode 0700), so one machine can be several nodes. `node.key` is made
+first and never sent. `identity.json` holds the certificates, and is replaced as a whole at each renewal.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Messages of joining a run, as plain values; protobuf stays in the servicer and the client."""
+"""Messages for joining a run, as plain values. Protobuf stays in the servicer and the client."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -22,21 +22,21 @@ Some = Annotated[int, Parsed(at_least_one)]
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A node's hardware, by its own report: shown to people, never trusted."""
+    """A node's hardware, as it reports it. It is shown to people, and never trusted."""
 
     device: Text
     """`cpu` or the accelerator's name."""
     cores: int
     memory_bytes: int
-    """Of the device a stage would use; of several, the smallest one's."""
+    """The memory of the device that a stage would use; of several, the smallest one's."""
     devices: Some = 1
     """Devices that share the stage, each in its own process."""
     tensor_parallel: Some = 1
-    """How many of them share each block; divides `devices`."""
+    """How many of the devices share each block; divides `devices`."""
     host_bytes: int = 0
     """Main memory for what each device moves there; 0 if that is the devices' own."""
     arithmetic: Text = ""
-    """What the bits of its results depend on: nodes that say the same compute the same."""
+    """What the bits of its results depend on: nodes with the same value compute the same bits."""
 
     def contradiction(self) -> str:
         whole = self.devices % self.tensor_parallel == 0
@@ -58,7 +58,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The node is a member and this is its certificate."""
+    """The node is a member, and this is its certificate."""
 
     node_id: str
     certificate_pem: bytes
@@ -67,7 +67,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No, and why: one line that says what was wrong and what to do."""
+    """The request is refused: one line that says what was wrong and what to do."""
 
     code: RefusalCode
     message: Text

@@ -1,4 +1,4 @@
-"""Private files, written atomically; the folders in which a user's files lie."""
+"""Private files, written atomically, and the folders for a user's files."""
 
 import contextlib
 import errno
@@ -27,14 +27,14 @@ def home() -> Path:
 
 
 def state_folder() -> Path:
-    """Where a user's keys and reports of crashes lie: `$XDG_STATE_HOME/thinwire`, or
-    `~/.local/state/thinwire`. Not created. Raises UserError if neither is known."""
+    """The folder for a user's keys and reports of crashes: `$XDG_STATE_HOME/thinwire`, or
+    `~/.local/state/thinwire`. It is not created. Raises UserError if neither is known."""
     return _folder("XDG_STATE_HOME", ".local/state")
 
 
 def cache_folder() -> Path:
-    """Where what can be made again lies: `$XDG_CACHE_HOME/thinwire`, or `~/.cache/thinwire`. Not created.
-    Raises UserError if neither is known."""
+    """The folder for what can be made again: `$XDG_CACHE_HOME/thinwire`, or `~/.cache/thinwire`. It is not
+    created. Raises UserError if neither is known."""
     return _folder("XDG_CACHE_HOME", ".cache")
 
 

@@ -33,7 +33,7 @@ MAX_ADDRESSES_BYTES = 2800
 """All addresses together, each with its length byte; keeps the whole token below `_LONGEST`."""
 MOST_USES = 1_000_000
 LONGEST_TTL = timedelta(days=366)
-"""Of a token that an operator makes."""
+"""The longest lifetime of a token that an operator creates."""
 # Decoding base58 takes quadratic time; no real token is near this long.
 _LONGEST = 4096
 
@@ -168,7 +168,7 @@ class TokenRecord:
     bound: frozenset[bytes] = frozenset()
     """Public keys (SHA-256 of their SPKI) admitted with this token."""
     unclaimed: Mapping[bytes, float] = field(default_factory=dict, compare=False)
-    """Those of them whose nodes have not come yet, and when they were admitted."""
+    """Those keys whose nodes have not come yet, and when they were admitted."""
     closed: bool = False
     """No further keys are admitted, since a node that it admitted was evicted; the others may come back."""
 
