@@ -1,11 +1,12 @@
-"""torch's allocator of GPU memory: segments that grow, and what it holds.
+"""torch's allocator of GPU memory: expandable segments, and what the allocator holds.
 
-A cap on a process counts what the allocator has reserved, not what tensors take. Of segments of fixed size it
-keeps the rest of each, and a tensor that fits in no single rest needs a new one: plans whose tensors were
-estimated to take 0.1 to 1.9 GB less than the cap ran out (scripts/results/memory_plan.json). Segments that
-grow are mapped in pages (`node.tuning.device_memory.PAGE`); before the allocator gives up it unmaps every
-page that no tensor touches and maps it where it is needed, so that only partly filled pages are lost. The
-plan counts those (`Share.pages`).
+A limit on a process counts what the allocator has reserved, and not what tensors take. With segments of
+fixed size the allocator keeps the rest of each, and a tensor that fits in no single rest needs a new
+segment. Plans whose tensors were estimated to take 0.1 to 1.9 GB less than the limit ran out
+(scripts/results/memory_plan.json). Expandable segments are mapped in pages
+(`node.tuning.device_memory.PAGE`). Before the allocator gives up, it unmaps every page that no tensor
+touches and maps it where it is needed, so that only partly filled pages are lost. The plan counts those
+(`Share.pages`).
 """
 
 import logging
@@ -24,7 +25,7 @@ GROWS = "expandable_segments"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch's own, the newer one first."""
 _earlier: dict[int, int] = {}
-"""By GPU, the most bytes in tensors before the newest `begin_peak`."""
+"""The most bytes in tensors before the newest `begin_peak`, by GPU."""
 
 
 def grow_segments(device: torch.device) -> None:
@@ -47,7 +48,7 @@ def grow_segments(device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes of one device."""
+    """The bytes that a process holds on one device."""
 
     allocated: int
     """Held by tensors."""
@@ -56,7 +57,7 @@ class Held:
     largest_free: int
     """The largest tensor that fits into a free part."""
     most_allocated: int
-    """Since `begin_peak`."""
+    """The most bytes since `begin_peak`."""
     most_reserved: int
 
     def __str__(self) -> str:
@@ -64,7 +65,7 @@ class Held:
 
 
 def held(device: torch.device) -> Held:
-    """What this process holds now on a GPU."""
+    """What this process now holds on a GPU."""
     snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # torch's
     return Held(
         allocated=torch.cuda.memory_allocated(device),

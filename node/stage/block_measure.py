@@ -35,12 +35,12 @@ from node.tuning.device_memory import Devices
 log = logging.getLogger(__name__)
 
 COPIED = 1 << 28
-"""Bytes of a copy that is measured."""
+"""The bytes of a copy that is measured."""
 MOST_COPIES = 64
-"""Of these, beside a block's passes."""
+"""The most of these copies beside a block's passes."""
 ROUNDS = 3
 MEASURED_SECONDS = 0.02
-"""Of work beside copies."""
+"""The seconds of work beside copies."""
 
 
 def block_seconds(config: RunConfig, device: torch.device) -> float:
@@ -60,7 +60,7 @@ def block_seconds(config: RunConfig, device: torch.device) -> float:
 
 
 def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None:
-    """Of a device that computes a stage alone; None where that fails.
+    """The measured times of a device that computes a stage alone; None if that fails.
 
     What takes a whole microbatch, or a slice, is measured on one that is as long but has a single sample.
     """
@@ -155,7 +155,8 @@ def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
 
 
 def copy_rate(memory: HostMemory, work: Callable[[], object], size: int = COPIED) -> float:
-    """Bytes a second each way, both ways at a time and beside `work`: each alone has at least as much."""
+    """The bytes per second in each direction, both at a time and beside `work`; each alone is at least as
+    fast."""
     out, into = _buffers(memory, size)
     rate = 0.0
     # Pages are touched for the first time in the first round.
@@ -174,8 +175,8 @@ def copy_rate(memory: HostMemory, work: Callable[[], object], size: int = COPIED
 def slowed_by_copies(
     memory: HostMemory, work: Callable[[], object], rate: float, size: int = COPIED
 ) -> float:
-    """Seconds that a byte which is copied adds to work beside it: how much longer `work` takes beside copies
-    both ways, which share the device's memory, and launches, with it.
+    """The seconds that each copied byte adds to work beside it: how much longer `work` takes, with its
+    launches, beside copies in both directions, which share the device's memory.
 
     Args:
         rate: of copies, bytes a second each way (`copy_rate`).
@@ -206,7 +207,7 @@ def slowed_by_copies(
 
 
 def _buffers(memory: HostMemory, size: int) -> tuple[Copy, Copy]:
-    """For a copy out, and one in."""
+    """The buffers for a copy out, and for one in."""
     there, back = (torch.empty(size, dtype=torch.uint8, device=memory.device) for _ in range(2))
     return (there, memory.empty(size)), (memory.empty(size), back)
 

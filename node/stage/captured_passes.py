@@ -54,7 +54,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """By CUDA graphs."""
+    """Records work as CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,14 +108,15 @@ class _Slot:
     labels: Tensor | None
     documents: Documents | None = None
     gradient: Tensor | None = None
-    """Of the result; None for a loss."""
+    """The gradient of the result; None for a loss."""
     result: Tensor = field(init=False)
     forward: Work = field(init=False)
     backward: Work = field(init=False)
 
 
 class CapturedPasses:
-    """`node.stage.passes.Passes` by replay; through autograd in the first step or if capturing fails.
+    """Implements `node.stage.passes.Passes` by replay; through autograd in the first step, or if capturing
+    fails.
 
     Everything runs on the caller's current stream.
     """
@@ -160,7 +161,7 @@ class CapturedPasses:
 
     @property
     def slots(self) -> int:
-        """How many microbatches have graphs."""
+        """The number of microbatches that have graphs."""
         return len(self._slots)
 
     def begin_step(self, loss_weight: float = 1.0) -> None:

@@ -35,7 +35,8 @@ def collective() -> Iterator[None]:
 
 
 class TensorRanks(TensorRank):
-    """One of the ranks of a process group that share blocks. All call the same in the same order."""
+    """One of the ranks of a process group that share blocks. All ranks make the same calls in the same
+    order."""
 
     def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
         self._group = group

@@ -41,16 +41,17 @@ from wire.v1 import control_pb2, control_pb2_grpc
 PIECE_BYTES = 256 * 1024, 1024 * 1024
 """Least and most of a layer that is sent at a time."""
 MOST_LAYERS = 2
-"""That are fetched at a time, and that are sent: the coordinator serves no more of one node."""
+"""The most layers that are fetched at a time, and that are sent. The coordinator serves no more of one
+node."""
 TOGETHER_BYTES = 16 * 1024
 """Messages for the coordinator go together until they have so many bytes: one has up to 200 kB, and gRPC's
 limit is 260 kB."""
 PROBE_BYTES = 1024 * 1024
 CALL_SECONDS = 600.0
-"""How long one bulk call may take, plus the time for its bytes."""
+"""The seconds for one bulk call, plus the time for its bytes."""
 ANSWER_SECONDS = 5.0
 LEAST_RATE = 32 * 1024
-"""Bytes a second: a slower transfer times out."""
+"""The least bytes per second; a slower transfer times out."""
 
 _FATAL = {
     grpc.StatusCode.PERMISSION_DENIED,
@@ -78,7 +79,7 @@ class _Shared:
 
 
 class _Calls:
-    """Calls on one channel, which is dialled again where it broke."""
+    """Calls on one channel, which is dialled again after it breaks."""
 
     def __init__(self, dial: Callable[[], _Shared]) -> None:
         self._dial = dial
@@ -129,7 +130,8 @@ class _Calls:
 
 
 class CoordinatorClient:
-    """Dials with the newest identity; reconnects for at most `outage_seconds`."""
+    """The node's connections to the coordinator. It dials with the newest identity, and reconnects for at
+    most `outage_seconds`."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class CoordinatorClient:
         return _Shared(channel, control_pb2_grpc.CoordinatorStub(channel))
 
     def _dial_layers(self) -> _Shared:
-        """On gRPC's synchronous stack: layers pass no event loop."""
+        """Dial on gRPC's synchronous stack, because layers do not pass the event loop."""
         identity = self._identity()
         channel = BulkChannel(self.address, identity=identity, server_name=identity.coordinator_name)
         return _Shared(channel, control_pb2_grpc.CoordinatorStub(channel.channel))
@@ -222,7 +224,7 @@ class CoordinatorClient:
         return True
 
     async def measure_download(self) -> float:
-        """Bytes a second from the coordinator, by a download on a warm connection."""
+        """Measure the bytes per second from the coordinator, by a download on a warm connection."""
         await self._retry(lambda stub: _probe(stub, 16 * 1024))
         began = time.perf_counter()
         await self._retry(lambda stub: _probe(stub, PROBE_BYTES))
@@ -328,7 +330,7 @@ class CoordinatorClient:
         over = threading.Event()
 
         def chunks() -> Iterator[control_pb2.PutLayerChunk]:
-            """On a thread of gRPC's, which only logs what is raised here."""
+            """The chunks to send. Runs on one of gRPC's threads, which only logs what is raised here."""
             first = control_pb2.PutLayerChunk(step=step, unit=unit, total_bytes=file.size, sha256=file.sha256)
             for start, end in growing_pieces(0, file.size, *PIECE_BYTES):
                 if self._pacer is not None and start:
@@ -394,7 +396,7 @@ class _Ahead:
 
 
 def _waiting(first: NodeMessage, outbox: "asyncio.Queue[NodeMessage]") -> control_pb2.NodeMessage:
-    """What waits to be sent, as one message: each costs both ends more than what it says."""
+    """What waits to be sent, as one message, because each message costs both ends more than its contents."""
     messages = [node_message_to_proto(first)]
     room = TOGETHER_BYTES - messages[0].ByteSize()
     while room > 0 and not outbox.empty():
@@ -406,10 +408,12 @@ def _waiting(first: NodeMessage, outbox: "asyncio.Queue[NodeMessage]") -> contro
 
 
 class Batches:
-    """Token ids for the first stage, labels for the last and documents' starts, fetched before their step.
+    """Token ids for the first stage, labels for the stage with the head and documents' starts, fetched
+    before their step.
 
-    A batch is a pure function of its step, so it can be fetched early, and again after an abort. Small ones
-    come several steps at a time: steps of milliseconds would spend much of their time on calls.
+    A batch is a pure function of its step, so it can be fetched early, and again after an abort. Small
+    batches are fetched for several steps at a time, because steps of milliseconds would spend much of
+    their time on calls.
     """
 
     def __init__(self, config: RunConfig, client: CoordinatorClient, group: asyncio.TaskGroup) -> None:
@@ -419,7 +423,7 @@ class Batches:
         self._steps = config.run.steps
         self._group_count = config.pipeline.groups
         self._groups: dict[BatchPart, tuple[int, ...]] = {}
-        """Of the newest batch of each part."""
+        """The groups of the newest batch of each part."""
         self._client = client
         self._group = group
         self._ahead: dict[BatchPart, list[_Ahead]] = {part: [] for part in BatchPart}
@@ -458,7 +462,8 @@ class Batches:
         return batch
 
     async def more(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> Mapping[int, np.ndarray]:
-        """By group: the samples of these as well. None of what `get` gives whole. Raises as `get`."""
+        """The samples of further groups, by group; empty for what `get` gives whole. Raises what `get`
+        raises."""
         if part is BatchPart.LABELS and self._masks_labels:
             return {}
         found = await self._fetch(step, part, groups=groups)
@@ -500,7 +505,7 @@ class Batches:
         return np.split(found, len(steps))
 
     def _rows_and_columns(self, groups: tuple[int, ...]) -> tuple[int, int]:
-        """Of a step's batch of these groups, or of all if there are none."""
+        """The rows and columns of a step's batch for these groups, or for all if there are none."""
         rows, columns = self._shape
         return rows * len(groups) // self._group_count if groups else rows, columns
 
@@ -587,7 +592,7 @@ class _Download:
 
 
 async def _on_thread(work: Callable[[], Result], call: "grpc.Future[Any] | grpc.Call") -> Result:
-    """What `work` gives, which waits for a call: that ends with the wait."""
+    """What `work` gives. It waits for a call, which ends if the wait does."""
     try:
         return await on_thread(work, "layer")
     finally:

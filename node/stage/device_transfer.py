@@ -25,7 +25,7 @@ from wire.spec import TensorSpec
 
 
 class DeviceTransfer(ABC):
-    """To and from one device."""
+    """Moves tensors to and from one device."""
 
     @abstractmethod
     def mark(self) -> Mark | None:
@@ -51,7 +51,7 @@ class DeviceTransfer(ABC):
 
 
 class CpuTransfer(DeviceTransfer):
-    """Tensors are on the host already. The memory of large tensors is reused."""
+    """For a CPU: tensors are on the host already. The memory of large tensors is reused."""
 
     def __init__(self) -> None:
         self._buffers = HostBuffers()
@@ -74,7 +74,7 @@ class CpuTransfer(DeviceTransfer):
 
 
 class PlainTransfer(CpuTransfer):
-    """Of a device whose codecs run on the CPU, and whose copies come after its work so far by themselves."""
+    """For a device whose codecs run on the CPU, and whose copies wait by themselves for its work so far."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Digests of what a stage computes for each gradient group, with which rows check each other.
 
-Packed tensors are hashed beside compute: those of boundaries where they are packed and unpacked, a group's
-gradient on the sync thread. SHA-256 reads about a gigabyte a second on one core.
+Packed tensors are hashed while compute goes on: those of boundaries when they are packed and unpacked, and
+a group's gradient on the sync thread. SHA-256 reads about a gigabyte per second on one core.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ _BOUNDARIES = (Direction.ACTIVATION, Direction.GRADIENT)
 
 
 class StepDigests:
-    """Of one step of one stage. Call `note` and `note_piece` from any thread."""
+    """The digests of one step of one stage. Call `note` and `note_piece` from any thread."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._slices = slices_of(config)
         self._lock = threading.Lock()
         self._tensors: dict[tuple[int, BoundaryEnd], dict[int, bytes]] = {}
-        """By group and end: the SHA-256 of each microbatch's, or slice's."""
+        """The SHA-256 of the tensor of each microbatch, or slice, by group and end."""
         self._pieces: dict[int, dict[int, bytes]] = {}
-        """By group: the SHA-256 of each piece of its gradient."""
+        """The SHA-256 of each piece of a group's gradient, by group."""
 
     def note(self, key: TensorKey, packed: Tensor, *, received: bool) -> None:
         """A packed tensor, uint8 [n] on the CPU, goes over a boundary or has come over one."""
@@ -51,8 +51,8 @@ class StepDigests:
     def of(
         self, groups: Collection[int], losses: Mapping[int, float], audited: Collection[int]
     ) -> dict[int, GroupDigests]:
-        """Of these groups and of `audited`, once all is computed. `losses`: of the groups, where the head
-        is."""
+        """The digests of these groups and of `audited`, once all is computed. `losses`: of the groups, where
+        the head is."""
         found = {}
         for group, pieces in sorted(self._pieces.items()):
             if group not in groups and group not in audited:

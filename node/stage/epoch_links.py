@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.5
 _MOST_ROWS = 2**16
 """The two rows of a link are one number of 32 bits."""
 LINK_SECONDS = 60.0
-"""How long the links of a new epoch may take to open; a neighbour may still be ending its last epoch."""
+"""The seconds for the links of a new epoch to open; a neighbour may still be ending its last epoch."""
 
 
 def outbox_bytes(config: RunConfig, stages: int) -> int:
@@ -83,7 +83,7 @@ def dials(placement: Placement, peer: Peer) -> bool:
 
 
 class EpochLinks:
-    """Links of one epoch at a time. Call everything on the event loop."""
+    """The links of one epoch at a time. Call everything on the event loop."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class EpochLinks:
         self._identity = identity
         self._relay_address = relay_address
         self._clients: dict[str, RelayClient] = {}
-        """By the relay's node id, "" for the coordinator."""
+        """Clients by the relay's node id, "" for the coordinator."""
         self.relay: Relay | None = None
         """Joins connections of others, once this listens."""
         self._relay_rate = relay_rate
@@ -109,7 +109,7 @@ class EpochLinks:
         self._server = LinkServer(identity=identity, run_id=identity.current.run_id, settings=settings)
         self._links: dict[Peer, Link] = {}
         self._known: dict[Peer, dict[str, RelayClient]] = {}
-        """By neighbour of the current epoch: the paths with a relay's help."""
+        """The paths with a relay's help, by neighbour of the current epoch."""
         self._add: Callable[[Peer, Mapping[str, RelayClient]], None] = lambda peer, found: None
         """Gives a link of the current epoch more of them."""
         self._renew: Callable[[Placement, Sequence[Peer]], None] = lambda placement, peers: None
@@ -138,7 +138,8 @@ class EpochLinks:
             await self.relay.close()
 
     async def round_trips(self, relays: Sequence[PlacedStage]) -> dict[str, float]:
-        """Seconds to connect to each relay, the least of a few; one that does not answer is left out."""
+        """The seconds to connect to each relay, the least of a few; a relay that does not answer is left
+        out."""
         found: dict[str, float] = {}
         for relay in relays:
             with contextlib.suppress(OSError, TimeoutError, ThinwireError):
@@ -155,11 +156,11 @@ class EpochLinks:
         self._server.shut_out = frozenset(nodes)
 
     def serve_layers(self, layers: LayerServer) -> None:
-        """From now on answer other nodes that ask for layers of snapshots."""
+        """From now on, answer other nodes that ask for layers of snapshots."""
         self._server.layers = layers
 
     def serve_probes(self, probes: ProbeServer) -> None:
-        """From now on other nodes may measure their line to this one."""
+        """From now on, let other nodes measure their line to this one."""
         self._server.probes = probes
 
     @property
@@ -168,7 +169,7 @@ class EpochLinks:
         return any(link.queued_bytes for link in self._links.values())
 
     def figures(self) -> dict[Peer, LinkFigures]:
-        """By neighbour. The codecs of flows, and rows, are not named."""
+        """Figures by neighbour. The codecs of flows, and rows, are not named."""
         return {peer: link.figures for peer, link in self._links.items()}
 
     @contextlib.asynccontextmanager
@@ -293,7 +294,7 @@ class EpochLinks:
         return {**found, RELAY: own}
 
     def _client(self, node_id: str, address: str) -> RelayClient:
-        """For the relay of a volunteer, or with "" for the coordinator's."""
+        """The client for a volunteer's relay, or with "" for the coordinator's."""
         known = self._clients.get(node_id)
         if known is None:
             identity = self._identity.current

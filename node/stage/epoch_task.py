@@ -1,7 +1,7 @@
-"""One epoch on a node: executes the coordinator's commands in order until the epoch ends.
+"""One epoch on a node. It executes the coordinator's commands in order until the epoch ends.
 
-The coordinator repeats commands that a broken connection may have lost. A repeated command is answered again
-and not executed again.
+The coordinator repeats commands that a broken connection may have lost. A repeated command is answered
+again, but not executed again.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ REFUSED_SECONDS = 1.0
 
 
 class LinkEvents(Protocol):
-    """What an epoch's links report and ask: of tensors on threads of their own, else on the event loop."""
+    """What an epoch's links report and ask: about tensors on their own threads, else on the event loop."""
 
     def expect(self, peer: Peer, key: TensorKey) -> int | None:
         """The exact size in bytes of a tensor that may come from this neighbour, or None."""
@@ -91,7 +91,7 @@ class Services(StateServices, Protocol):
         ...
 
     async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
-        """As `node.tuning.storage_choice.storage_seconds`, on this node."""
+        """See `node.tuning.storage_choice.storage_seconds`; measured on this node."""
         ...
 
     def keep_sums(self, *, wanted: bool) -> None:
@@ -158,7 +158,7 @@ class EpochTask:
         self._running = -1
         """The step whose passes run; -1 if none do."""
         self._generation = 0
-        """Of the newest `Begin` that the passes know of."""
+        """The generation of the newest `Begin` that the passes know."""
         self._newest: Begin | None = None
         """The newest that has come, which may say who else computes what in the step that runs."""
         self._news = asyncio.Event()
@@ -166,10 +166,10 @@ class EpochTask:
         self._sampled: set[int] = set()
         """Groups of which the step that runs has the samples."""
         self._io: LinksIO | None = None
-        """Of the newest step."""
+        """The tensors' way to the links, in the newest step."""
         self._vote: Vote | None = None
         self._seconds = 0.0
-        """Of a microbatch's passes in the newest step; 0 before one."""
+        """The seconds of a microbatch's passes in the newest step; 0 before one."""
         self._validated: Validated | None = None
         self._has_seat = False
         """Whether a node that enters has begun its first step."""
@@ -476,7 +476,7 @@ class EpochTask:
             await self._run_more(newest, late)
 
     def _change(self, begin: Begin) -> StepChange:
-        """Who computes what in a step."""
+        """Which row computes which groups in a step."""
         self._generation = begin.generation
         absent, late = (
             [row for row, stage in seats if stage == self.stage] for seats in (begin.absent, begin.late)
@@ -488,7 +488,7 @@ class EpochTask:
         return StepChange(generation=begin.generation, work=work)
 
     async def _with_samples(self, change: StepChange) -> StepChange:
-        """With the samples of groups that the row has not computed yet in this step."""
+        """The change with the samples of groups that the row has not computed yet in this step."""
         executor, batches = self._services.executor, self._services.batches
         more = tuple(group for group in change.work.groups if group not in self._sampled)
         self._sampled.update(more)
@@ -603,7 +603,7 @@ class EpochTask:
 
 
 def placed_node(placement: Placement, peer: Peer) -> PlacedStage:
-    """Who has a neighbour's place."""
+    """The node that has a neighbour's place."""
     own_row = peer.replica == placement.replica
     return placement.stages[peer.stage] if own_row else placement.rows[peer.replica].node
 
@@ -614,6 +614,6 @@ def is_taken(placement: Placement, peer: Peer) -> bool:
 
 
 def _in_passes(clock: StageClock) -> float:
-    """Seconds of forward and backward so far."""
+    """The seconds of forward and backward so far."""
     times = clock.snapshot()
     return times[TimeKind.FORWARD] + times[TimeKind.BACKWARD]

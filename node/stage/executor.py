@@ -1,7 +1,7 @@
-"""Runs one stage: takes its placement, holds its state, computes its votes, applies commits.
+"""Runs one stage: takes its placement, holds its state, computes its votes, and applies commits.
 
-It runs on the compute thread. The passes of a step are `node.stage.step_passes`; `run_step` changes nothing
-durable, and gradients accumulate beside the weights until `apply`.
+It runs on the compute thread. The passes of a step are in `node.stage.step_passes`. `run_step` changes
+nothing durable: gradients accumulate beside the weights until `apply`.
 """
 
 from collections.abc import Callable, Mapping
@@ -106,19 +106,20 @@ class StageExecutor:
         self.uncompressed = False
         """Whether every link carries fp32 instead of the run's codecs."""
         self._plans: dict[tuple[bool, bool], SyncPlan] = {}
-        """Of this placement: without the run's codecs or with them, of an exact step or of a round."""
+        """The plans of this placement, by whether the run's codecs are used and whether the step is a
+        round."""
         self._boundaries, self._tied = boundary_specs(config), tied_spec(config)
         self.model = model
         self.storage = StageStorage(config)
         self._sync = GradientSync(device) if config.pipeline.groups > 1 else None
         self._digests: StepDigests | None = None
         self._scale = 1.0
-        """Of the loss, in the newest step."""
+        """The scale of the loss in the newest step."""
         self._running: StepPasses | None = None
-        """Of the newest step, until its commit; None if it failed."""
+        """The passes of the newest step, until its commit; None if the step failed."""
         self._overflow = Overflow()
         self.expert_load = (0.0, 0)
-        """After the newest step, as `StageModel.expert_load` gives it."""
+        """The load of the experts after the newest step, as `StageModel.expert_load` gives it."""
         self.keep_sums: KeepSums | None = None
         """Gets each step's summed gradients, packed, for nodes that follow the run."""
 
@@ -141,7 +142,7 @@ class StageExecutor:
 
     @property
     def needs(self) -> tuple[BatchPart, ...]:
-        """What of a step's samples this stage computes with."""
+        """The parts of a step's samples that this stage needs."""
         wanted = {
             BatchPart.INPUTS: self._place.is_first,
             BatchPart.LABELS: self._place.has_loss,
@@ -176,7 +177,7 @@ class StageExecutor:
 
     @property
     def microbatch_numbers(self) -> list[int]:
-        """As `StepOrder.numbers`."""
+        """See `StepOrder.numbers`."""
         return self._order.numbers
 
     def use_windows(
@@ -185,7 +186,7 @@ class StageExecutor:
         audited: tuple[int, ...] = (),
         groups: tuple[int, ...] | None = None,
     ) -> None:
-        """As `StepOrder.use`."""
+        """See `StepOrder.use`."""
         self._order.use(link_windows, audited, groups)
 
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
@@ -244,7 +245,7 @@ class StageExecutor:
         self.voted = False
 
     def copy_state(self) -> StateCopy:
-        """What a snapshot has of every unit, to be read beside the next step."""
+        """A copy of every unit's state for a snapshot, which is read while the next step runs."""
         caches = self._caches
         boundaries = self._cached_boundaries().items()
         of_caches = {} if caches is None else {unit: caches.state(boundary) for boundary, unit in boundaries}
@@ -409,7 +410,7 @@ class StageExecutor:
     # ---- following a run without a part in it
 
     def sum_bytes(self, unit: str) -> int:
-        """Bytes of a unit's packed sum, as `keep_sums` gets it."""
+        """The bytes of a unit's packed sum, as `keep_sums` gets it."""
         return self._sync_plan(self.state_step).unit_bytes(unit)
 
     def put_sums(self, sums: Mapping[str, bytes]) -> Mapping[int, float]:
@@ -490,5 +491,6 @@ class StageExecutor:
         return cut_samples(part, batch, self.config.training.microbatch, self.device)
 
     def _cached_boundaries(self) -> dict[int, str]:
-        """By number, the unit before each boundary of this stage; empty if the codec has no sample cache."""
+        """The unit before each boundary of this stage, by the boundary's number; empty if the codec has no
+        sample cache."""
         return {} if self._caches is None else self._place.boundaries

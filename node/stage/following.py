@@ -1,8 +1,9 @@
-"""A node without a stage follows the run: it holds a stage's state, step by step, before it gets the stage.
+"""A node without a stage follows the run: it holds a stage's state, step by step, before it gets the
+stage.
 
 It loads a snapshot and applies to it what the run commits meanwhile, from the summed gradients that the
-stage's nodes keep. So the run goes on while the node fetches its state, and when its epoch begins the node
-holds the same state as the others, to the bit.
+stage's nodes keep. So the run goes on while the node fetches its state. When its epoch begins, the node
+holds the same state as the others, bit for bit.
 """
 
 import asyncio
@@ -31,10 +32,10 @@ Result = TypeVar("Result")
 FETCHES = 4
 """Layers that are fetched at a time."""
 TRIES = 3
-"""How often a step's gradients are fetched while they are not what the run committed."""
+"""How often a step's gradients are fetched if they are not what the run committed."""
 SETTLE_SECONDS = 60.0
-"""How long a node that gets its stage may take to apply the committed steps that it knows of. Less than the
-coordinator waits for it to take its place."""
+"""The seconds for a node that gets its stage to apply the committed steps that it knows. It is less than the
+time that the coordinator waits for the node to take its place."""
 
 
 class StateServices(Protocol):
@@ -101,7 +102,7 @@ async def load_state(services: StateServices, step: int) -> None:
 
 
 async def several(units: Collection[str], fetch: Callable[[str], Awaitable[Result]]) -> dict[str, Result]:
-    """What `fetch` gives for each unit, `FETCHES` at a time."""
+    """The results of `fetch` for each unit, `FETCHES` at a time."""
     turn = asyncio.Semaphore(FETCHES)
 
     async def one(unit: str) -> Result:
@@ -121,7 +122,7 @@ FetchSums = Callable[[tuple[PlacedStage, ...], int, str, int], Awaitable[bytes]]
 
 
 class Follower:
-    """One node's. Call everything on the event loop."""
+    """The followed state of one node. Call everything on the event loop."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class Follower:
             self._steps.put_nowait(step)
 
     async def settle(self) -> None:
-        """This node gets its stage: apply what has been told, then follow no longer."""
+        """This node gets its stage: apply what it was told, then stop following."""
         if self._task is None:
             return
         told = asyncio.ensure_future(self._steps.join())

@@ -1,8 +1,9 @@
-"""All-reduce of e4m3 gradients that never adds in e4m3 (papers/agoq.txt, section 5, figures 5 and 6).
+"""An all-reduce of e4m3 gradients that never adds in e4m3 (papers/agoq.txt, section 5, figures 5 and 6).
 
-Each rank owns a share of every bucket: an all-to-all brings it all ranks' codes of that share; it adds them
-in fp32 in the order of ranks, packs the sum once, and an all-gather sends it to all. One rank packs each
-share, so all ranks end with the same bits. This moves 1.01 bytes an element each way; a ring of fp32 moves 4.
+Each rank owns a share of every bucket. An all-to-all brings it all ranks' codes of that share. It adds
+them in fp32 in the order of ranks and packs the sum once, and an all-gather sends the sum to all. One rank
+packs each share, so all ranks end with the same bits. This moves 1.01 bytes per element in each direction;
+a ring of fp32 moves 4.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class _Piece:
     end: int
     rank: int
     at: int
-    """Where in that rank's share the first block goes."""
+    """Where the first block goes in that rank's share."""
 
     def gradient_codes(self) -> Tensor:
         return self.gradient.codes[self.start * BLOCK : self.end * BLOCK]
@@ -94,7 +95,7 @@ class Fp8AllReduce:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a rank sends in one all-reduce: its codes and its sums to the others."""
+        """The bytes that a rank sends in one all-reduce: its codes, and its sums to the others."""
         each = sum(bucket.share * (BLOCK + 1) for bucket in self._buckets)
         return 2 * (self._ranks - 1) * each
 
@@ -143,7 +144,7 @@ class Fp8AllReduce:
         self._complete.clear()
 
     def _sum(self, bucket: _Bucket) -> Tensor:
-        """This rank's share, summed: uint8 [share * 129]."""
+        """The sum of this rank's share: uint8 [share * 129]."""
         mine = bucket.sent[dist.get_rank(self._group)]
         total = Fp8Gradient(bucket.codes(mine), bucket.exponents(mine).view(torch.int8))
         received = bucket.received

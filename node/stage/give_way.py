@@ -1,7 +1,7 @@
-"""Give way to other programs that use this node's GPU, such as a game (`thinwire join --yield-gpu`).
+"""Lets other programs, such as a game, use this node's GPU (`thinwire join --yield-gpu`).
 
-Between two microbatches the node pauses while others use more of the GPU than its owner set. A pause lasts at
-most a few times as long as the work before it: so the run sees a slow node, and not a lost one.
+Between two microbatches the node pauses while others use more of the GPU than its owner allows. A pause
+lasts at most a few times as long as the work before it, so the run sees a slow node, and not a lost one.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ MOST_SECONDS = 10.0
 """No pause is longer, however long a microbatch takes."""
 LOOK_SECONDS = 0.1
 ASK_SECONDS = 2.0
-"""Between two readings of the meter."""
+"""The seconds between two readings of the meter."""
 PATIENCE_SECONDS = 20.0
 
 
 class GiveWay:
-    """Call `pause` on the compute thread."""
+    """Pauses the compute thread while other programs use the GPU. Call `pause` on the compute thread."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class GiveWay:
         """The end of the last pause."""
 
     def pause(self, check: Callable[[], None]) -> None:
-        """Between two microbatches: return once others use less, or the pause has been long enough.
+        """Between two microbatches: return when others use less, or the pause has been long enough.
 
         `check` raises if the step was interrupted.
         """
@@ -65,7 +65,7 @@ class GiveWay:
 
 
 class OtherUse:
-    """What other programs take of a GPU, which a thread asks the driver's `nvidia-smi` for. Call it as a
+    """How much of a GPU other programs use, which a thread asks the driver's `nvidia-smi`. Call it as a
     function for the newest reading."""
 
     def __init__(self, gpu: str, ask: Callable[[str], str] | None = None) -> None:
@@ -123,7 +123,7 @@ def others_percent(table: str, own: Collection[int]) -> float:
 
 
 def _own_processes() -> set[int]:
-    """This process and those it started, by Linux's list; elsewhere this process."""
+    """This process and the processes that it started, by Linux's list; elsewhere only this process."""
     own = {os.getpid()}
     with contextlib.suppress(OSError):
         listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="ascii")

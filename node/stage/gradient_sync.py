@@ -1,10 +1,12 @@
-"""Sums a stage's gradient groups, its own row's and those of other rows, beside its compute.
+"""Sums a stage's gradient groups, those of its own row and of other rows, while it computes.
 
-A thread of its own packs each group's gradient as soon as the group's last backward is over, adds up nodes of
-the tree, sends the row's subtrees to the pieces' owners, adds up the pieces that this row owns, and sends
-these sums back. What is left when the stage has no more to compute is time of kind `sync`.
+A separate thread packs each group's gradient as soon as the group's last backward is over. It adds up
+nodes of the tree, sends the row's subtrees to the pieces' owners, adds up the pieces that this row owns,
+and sends these sums back. What is left when the stage has no more to compute counts as time of kind
+`sync`.
 
-What a row sent it keeps until the commit, packed: an owner may die, and another row then sums up its pieces.
+A row keeps what it sent, packed, until the commit, because an owner may die, and another row then sums up
+its pieces.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +58,7 @@ class SyncIO(Protocol):
 
 
 class DevicePacking:
-    """`node.training.group_sums.RowPacking` for a GPU, on streams beside the stage's compute."""
+    """Implements `node.training.group_sums.RowPacking` for a GPU, on streams beside the stage's compute."""
 
     def __init__(self, device: CudaTransfer) -> None:
         self._device = device
@@ -115,10 +117,10 @@ class SyncPlan:
             for piece in pieces[unit]
         }
         self.owners = owners(self.sizes, share.subtree_counts)
-        """By piece: the row that sums it up where every row has a node of this stage."""
+        """For each piece, the row that sums it up if every row has a node of this stage."""
 
     def unit_bytes(self, unit: str) -> int:
-        """Bytes of a unit's packed sum."""
+        """The bytes of a unit's packed sum."""
         return sum(self.sizes[piece.number] for piece in self.pieces[unit])
 
     def bytes_between_rows(self, key: TensorKey) -> int | None:
@@ -142,19 +144,20 @@ class GradientSync:
         self._plan: SyncPlan
         self._sums: PieceSums
         self._joined: PieceSums
-        """On the compute thread."""
+        """The sums of pieces; used on the compute thread."""
         self._io: SyncIO
         self._keep: KeepSums | None = None
         self._place = 0, 0
         self._work: StepWork
         self._folds: dict[int, Fold[Tensor]] = {}
-        """Of the own row's groups, by piece."""
+        """The sums of the own row's groups, by piece."""
         self._held: dict[int, dict[int, Tensor]] = {}
-        """By piece: whole subtrees of the own row, and those that came from others to be summed up."""
+        """For each piece, whole subtrees of the own row, and those that came from others to be summed up."""
         self._spare: dict[int, dict[int, Tensor]] = {}
-        """By piece: leaves of groups that others are to compute."""
+        """For each piece, leaves of groups that other rows will compute."""
         self._sums_of: dict[int, Tensor] = {}
-        """By piece: the sum over all groups. Whoever computes more groups in this step gives them again."""
+        """For each piece, the sum over all groups. A row that computes more groups in this step gives them
+        again."""
         self._sent: set[tuple[int, int, Direction, int]] = set()
         """Piece, node of the tree, direction and row of what was sent."""
         self._roots: dict[str, Future[None]] = {}
@@ -249,8 +252,8 @@ class GradientSync:
         self.drain()
 
     def read(self, plan: SyncPlan, sums: Mapping[str, bytes]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """What `finish` gave on the node that kept these packed sums, by unit. Raises PackedMismatchError or
-        NonFiniteError for bytes that no node keeps."""
+        """The result of `finish` on the node that kept these packed sums, by unit. Raises PackedMismatchError
+        or NonFiniteError for bytes that no node keeps."""
         joining = _piece_sums(self._joining)
         for unit in plan.units:
             pieces = plan.pieces[unit]

@@ -33,7 +33,7 @@ from wire.errors import RunError
 _EMBEDDED, _LABELLED, _EVALUATED = 1, 2, 4
 """Flags of a forward: its input is token ids; its output is a loss; no backward follows."""
 _AS_THE_RUN_FILE_SAYS = -1
-"""Of a build: no storage was chosen."""
+"""The number in a build that means that no storage was chosen."""
 
 
 class RankModel:
@@ -53,7 +53,7 @@ class RankModel:
         samples, self._head_first = config.training.microbatch // ranks.data_parallel, False
         slices = [len(own) // ranks.tensor_rank.count for own in slice_ranges(config)]
         self._tokens = [(samples, positions) for positions in slices]
-        """Of each slice of a microbatch."""
+        """The tokens of each slice of a microbatch."""
         self._hidden = [(*shape, config.model.hidden) for shape in self._tokens]
 
     def build(self, stage: int, stages: int, storage: int | None, *, is_drawn: bool) -> None:
@@ -110,7 +110,8 @@ class RankModel:
         return self.ranks.gather(result.view(1) if flags & _LABELLED else result)
 
     def _documents(self, whole: Tensor | None, number: int) -> Tensor | None:
-        """Of this rank's samples, all positions up to the slice's end; the leader gives all samples'."""
+        """The starts of documents in this rank's samples, for all positions up to the slice's end; the leader
+        gives all samples'."""
         config = self.config
         if not config.data.separate_documents:
             return None
@@ -202,7 +203,7 @@ class Follower:
 
 
 class Leader:
-    """Rank 0: a `StageCompute` that makes the followers run their share of each call."""
+    """Rank 0: a `StageCompute` that makes the followers run their shares of each call."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, room: Room | None = None) -> None:
         check_sizes(config, ranks.count, ranks.tensor_rank.count)
@@ -214,7 +215,7 @@ class Leader:
 
     @property
     def optimizer(self) -> StageOptimizer:
-        """This rank's."""
+        """The optimizer of this rank."""
         return self._model.local.optimizer
 
     @property
@@ -306,7 +307,7 @@ class Leader:
         self._model.put_gradients(unit, values)
 
     def expert_load(self) -> tuple[float, int]:
-        """Of the samples of the leader's own device."""
+        """The load of experts for the samples of the leader's own device."""
         return self._model.local.expert_load()
 
     def squared_norms(self) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """Reuses the memory of large host tensors, so that packing and unpacking allocate nothing.
 
-glibc maps blocks of more than 32 MiB every time and returns them when a thread other than the first frees
-them: a boundary tensor [2, 4096, 2048] in float32 cost 16,385 page faults, two thirds of the time to unpack
-it. Making malloc keep such blocks (`mallopt`) helps the transfer thread only with a single arena, and left up
-to 600 MiB in use where 475 were needed.
+glibc maps blocks of more than 32 MiB every time, and returns them when a thread other than the first frees
+them. A boundary tensor [2, 4096, 2048] in float32 cost 16,385 page faults, two thirds of the time to
+unpack it. To make malloc keep such blocks (`mallopt`) helps the transfer thread only with a single arena,
+and left up to 600 MiB in use where 475 were needed.
 """
 
 import math
@@ -27,7 +27,7 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self.most_lent = 0
-        """Bytes lent at once, at most."""
+        """The most bytes lent at once."""
         self._lent = 0
         self._idle: list[Tensor] = []  # the oldest first
         # Any thread may drop a tensor at any moment, so returning a block only appends.
@@ -35,12 +35,12 @@ class HostBuffers:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the blocks kept for the next tensors."""
+        """The bytes of the blocks that are kept for the next tensors."""
         self._collect()
         return sum(block.nbytes for block in self._idle)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `torch.empty` on the CPU."""
+        """Like `torch.empty` on the CPU."""
         size = math.prod(shape) * dtype.itemsize
         if size < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype)

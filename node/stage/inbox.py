@@ -1,7 +1,8 @@
-"""Packed tensors between the links and the compute thread: received ones wait here by key.
+"""Packed tensors between the links and the compute thread; received tensors wait here by key.
 
 Receivers are passive: whatever arrives is stored under its key, so the order in which neighbours send can
-never block a stage. A link's thread puts, the compute thread takes; an interruption ends every wait at once.
+never block a stage. A link's thread puts, the compute thread takes, and an interruption ends every wait at
+once.
 """
 
 import functools
@@ -29,7 +30,7 @@ OWN_ROW = -1
 
 
 class StepInterrupted(Exception):
-    """The step must stop: its epoch is over, or a link is lost (`cause`)."""
+    """The step must stop, because its epoch is over or a link is lost (`cause`)."""
 
     def __init__(self, reason: str, cause: Exception | None = None) -> None:
         super().__init__(reason)
@@ -37,21 +38,22 @@ class StepInterrupted(Exception):
 
 
 class RegroupedError(StepInterrupted):
-    """Others compute the step's groups from now on: `Inbox.take_change` says who."""
+    """The step's groups are shared again. `Inbox.take_change` says which row computes which."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepChange:
-    """Other work in the step that runs."""
+    """A change of the work in the current step."""
 
     generation: int
-    """As in `wire.messages.Begin`."""
+    """The generation in `wire.messages.Begin`."""
     work: StepWork
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
-    """By part: of each group that the row gets to compute as well."""
+    """By part, the samples of each group that the row also has to compute."""
 
     def after(self, before: "StepChange | None") -> "StepChange":
-        """With the samples of an earlier change that was not taken, too: they are asked for once."""
+        """This change with the samples of an earlier change that was not taken, because they are asked for
+        only once."""
         if before is None:
             return self
         parts = {*before.samples, *self.samples}
@@ -60,11 +62,11 @@ class StepChange:
 
 
 class Inbox:
-    """Complete packed tensors by key, those of other rows by row too. Thread-safe."""
+    """Complete packed tensors by key; those of other rows also by row. Thread-safe."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, TensorKey], bytearray] = {}
-        """By row, `OWN_ROW` for tensors of this one, and key."""
+        """Tensors by row (`OWN_ROW` for tensors of this one) and key."""
         self._watched: dict[TensorKey, Callable[[bytearray], None]] = {}
         self._arrived = threading.Condition()
         self._interruption: StepInterrupted | None = None
@@ -128,7 +130,7 @@ class Inbox:
                 raise stop
 
     def _stops(self, row: int) -> StepInterrupted | None:
-        """What ends a wait for a tensor of this row."""
+        """The error that ends a wait for a tensor of this row."""
         if self._interruption is not None:
             return self._interruption
         # Who still has groups to compute goes on with them.
@@ -212,12 +214,12 @@ class LinksIO:
         self._inbox = inbox
         self._over = over
         self._neighbours = tuple(links.values())
-        """What goes to other rows waits until these have what is queued for them."""
+        """The links to neighbours. What goes to other rows waits until these have sent what is queued."""
         self._behind: dict[int, Callable[[], None]] = {}
-        """What waits so, by number."""
+        """The calls that wait in this way, by number."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        """Of what waits."""
+        """The lock of the waiting calls."""
 
     def holds(self, key: TensorKey) -> bool:
         return self._inbox.holds(key)
@@ -267,8 +269,9 @@ class LinksIO:
         )
 
     def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
-        """Behind what is queued for neighbours: the last gradients go through all stages before it, while
-        nothing but the vote waits for sums. On a line that they share, each would slow the other down."""
+        """Send to another row after what is queued for neighbours. The last gradients pass through all
+        stages first, while only the vote waits for sums. On a line that they share, each would slow down
+        the other."""
         payload = memoryview(packed.numpy().data)
         self._send_behind(functools.partial(self._send_to_row, self._rows[row], key, payload, elements))
 

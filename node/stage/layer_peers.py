@@ -1,5 +1,5 @@
-"""What nodes do with each other beside training: a node fetches layers of snapshots from others, and measures
-its line to them."""
+"""What nodes do with each other besides training: a node fetches layers of snapshots from others, and
+measures its line to them."""
 
 import asyncio
 import hashlib
@@ -26,7 +26,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace:
-    """Where a layer's file is, as the coordinator says."""
+    """Where the coordinator says that a layer's file is."""
 
     step: int
     unit: str
@@ -34,7 +34,7 @@ class LayerPlace:
     sha256: str
     holders: tuple[PlacedStage, ...] = ()
     url: str = ""
-    """In an object store."""
+    """The URL in an object store."""
 
 
 class LayersHeld:

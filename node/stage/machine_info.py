@@ -22,7 +22,7 @@ from wire.identity.enrolment import MPS, Hardware
 MATRIX = 1024
 MEASURE_SECONDS = 0.2
 HOST_SHARE = 0.5
-"""Of the free main memory, for what does not fit on the GPUs."""
+"""The share of the free main memory for what does not fit on the GPUs."""
 ASK_SECONDS = 120.0
 """Loading torch may take long on a slow disk."""
 _ASK = "import sys, torch; print(min(torch.cuda.mem_get_info(int(index))[0] for index in sys.argv[1:]))"
@@ -102,7 +102,7 @@ def describe(
 
 
 def arithmetic(device: torch.device) -> str:
-    """What the bits of a node's results depend on, beside its devices: torch and its kernels, and the chip.
+    """What the bits of a node's results depend on, besides its devices: torch and its kernels, and the chip.
 
     Sums on a CPU also depend on how many threads share them.
     """
@@ -149,7 +149,7 @@ def _free_elsewhere(others: Sequence[torch.device]) -> int:
 
 
 def limit_memory(device: torch.device, most_bytes: int) -> None:
-    """Limit the GPU memory that torch takes in this process; 0 is no limit."""
+    """Limit the GPU memory that torch uses in this process; 0 is no limit."""
     if device.type != "cuda" or most_bytes == 0:
         return
     total = torch.cuda.get_device_properties(device).total_memory

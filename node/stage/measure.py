@@ -37,7 +37,7 @@ class NodeMeter:
         self.line = line
         self._metrics = metrics
         self.relay: Relay | None = None
-        """What this node carries for others, if it does."""
+        """The relay that this node offers to others, if it does."""
         self.ring = SpanRing()
         self._traced = TracedSteps.parse("off")
         self._device = device

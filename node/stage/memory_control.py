@@ -1,11 +1,12 @@
-"""Whether a stage's plan of memory still holds, by what its steps take; another plan where it does not. Pure.
+"""Checks whether a stage's memory plan still holds, by what its steps take, and makes another plan if not.
+Pure.
 
-A plan rests on an estimate of memory and on times measured before the run. Between two steps the most that
-tensors took and the time of a microbatch are compared with it: what is off by over 5 % goes into another
-plan. The first step with a plan compiles and does not count. The second is looked at, then the one 2 later, 4
-later and so on, and after a change from the second one again (the exponential back-off of Adacc's policy
-evolution, papers/adacc.txt). A device that runs short all the same gets a plan for a tenth
-less memory, until none takes less. No plan changes a bit.
+A plan rests on an estimate of memory and on times that were measured before the run. Between two steps,
+the peak of the tensors and the time of a microbatch are compared with it; what is off by more than 5 %
+goes into another plan. The first step with a plan compiles and does not count. The second step is checked,
+then the one 2 later, 4 later and so on, and after a change again from the second one (the exponential
+back-off of Adacc's policy evolution, papers/adacc.txt). A device that still runs out of memory gets a plan
+for a tenth less, until no plan needs less. No plan changes a bit.
 """
 
 from dataclasses import dataclass, replace
@@ -16,15 +17,15 @@ from node.tuning.memory import FIXED_BYTES
 from node.tuning.memory_plan import MemoryPlan, Room, planned_again
 
 OFF = 0.05
-"""What is off by a larger share is planned with anew."""
+"""If something is off by a larger share, a new plan is made."""
 GAIN = 0.01
 """Another plan that fits has to save this share of a microbatch's time."""
 LESS = 0.1
-"""Of the stage's memory that was not enough."""
+"""The share by which a memory that was not enough is reduced."""
 FIRST_LOOK = 2
 """Steps with a plan until the first look."""
 MOST_STEPS = 1024
-"""Between two looks."""
+"""The most steps between two checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +33,22 @@ class Taken:
     """What a step took on the device."""
 
     most_bytes: int = 0
-    """In tensors, at its peak; 0 if the device does not say."""
+    """The peak of the bytes in tensors; 0 if the device does not say."""
     seconds: float = 0.0
-    """Of forward and backward of a microbatch; 0 if not known."""
+    """The seconds of forward and backward of a microbatch; 0 if not known."""
 
 
 class MemoryControl:
-    """Of one stage as it is built."""
+    """The memory control of one stage as it is built."""
 
     def __init__(self, config: RunConfig, stages: int, stage: int, room: Room) -> None:
         """`config`: the run file as the stage has it."""
         self._config, self._stages, self._stage, self._room = config, stages, stage, room
         self._times: BlockTimes = room.times or assumed_times(config, room.devices)
         self._memory = room.memory_bytes
-        """To plan for: what the node offers, less what the estimate is too low by."""
+        """The memory to plan for: what the node offers, less the error of the estimate."""
         self._most: int | None = None
-        """After the device ran short, no more than this."""
+        """The most memory to plan for after the device ran out of it."""
         self._wait = 1
         """Steps between two comparisons with the plan."""
         self._left = FIRST_LOOK

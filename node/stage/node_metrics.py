@@ -72,7 +72,7 @@ class NodeMetrics:
 
 
 def _codecs(telemetry: Telemetry) -> list[str]:
-    """Of its flows: bytes are counted by direction, so a change of codec begins to count anew."""
+    """The codecs of its flows. Bytes are counted by direction, so a change of codec begins a new count."""
     return [flow.codec for link in telemetry.links for flow in link.flows]
 
 

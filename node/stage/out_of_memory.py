@@ -1,8 +1,8 @@
-"""Running out of memory: recognize it, explain it in one line, and offer less memory the next time.
+"""Running out of memory: recognizes it, explains it in one line, and offers less memory the next time.
 
 The memory estimate refuses stages that cannot fit before anything is allocated. But other programs use a
-device too, and estimates err. A node that runs short goes on with a plan for less memory
-(`node.stage.memory_control`). If no plan takes less it ends, because every later step would fail too.
+device too, and estimates can be wrong. A node that runs out of memory continues with a plan for less
+(`node.stage.memory_control`). If no plan needs less, it ends, because every later step would fail too.
 When a service manager starts it again, it offers less than that stage needs for a day, so that the
 coordinator does not assign the same stage again.
 """
@@ -29,7 +29,8 @@ NOTE_FILE = "out-of-memory.json"
 VALID_SECONDS = 86_400.0
 
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In messages of torch's CPU allocator, CUDA, cuBLAS, NCCL and Triton, which raise plain RuntimeErrors."""
+"""Words in the messages of torch's CPU allocator, CUDA, cuBLAS, NCCL and Triton, which raise plain
+RuntimeErrors."""
 
 REMEDY = (
     "end what else uses that memory, or join with more (another --device, --gpus with --tensor-parallel), or "

@@ -1,4 +1,4 @@
-"""What packing a block's tensors takes on this node's own device, operator by operator."""
+"""Measures how long packing a block's tensors takes on this node's own device, operator by operator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class _Work:
 
 
 def pack_times(config: RunConfig, device: torch.device) -> tuple[PackTime, ...]:
-    """Of each kind and form that blocks of this run may be stored in (`stored_forms`), for a microbatch; what
-    takes a whole one is measured on a single sample.
+    """The times of each kind and form in which blocks of this run may be stored (`stored_forms`), for a
+    microbatch; what takes a whole one is measured on a single sample.
 
     Kernels of norms and activations pack their own results: their time is the difference from the kernels
     that pack nothing.
@@ -49,7 +49,7 @@ def pack_times(config: RunConfig, device: torch.device) -> tuple[PackTime, ...]:
 
 
 def _timed(device: torch.device, works: list[_Work]) -> tuple[float, float]:
-    """Seconds of forward and backward of all of these."""
+    """The seconds of forward and backward of all of these."""
     totals = [seconds_of(device, work.forward, work.backward) for work in works]
     return sum(one for one, _ in totals), sum(one for _, one in totals)
 
@@ -62,7 +62,7 @@ class _Kinds:
         self._dtype = HALVES.get(config.training.precision, torch.float32)
 
     def of(self, kind: str, bits: int) -> list[_Work]:
-        """What one kind of tensor goes through, kept in so many bits; 0 as computed."""
+        """The operators for one kind of tensor that is kept in this many bits; 0 as computed."""
         widths = family_of(self._config.model).kept_widths(self._config.model)[kind]
         if kind == "norm_input":
             return [self._norm(width, bits) for width in widths]

@@ -1,8 +1,8 @@
-"""What packing takes this node, codec by codec: as it tried before its first step, and as its steps show.
+"""What packing costs this node, codec by codec: in its trials before its first step, and in its steps.
 
-Steps show what trying cannot: that compute, or other programs, use the same cores. What slows one codec slows
-all that pack in the same way, by about the same factor, which holds until steps use such a codec again: so a
-codec that proved slow does not seem fast once it is out of use.
+Steps show what trials cannot: that compute, or other programs, use the same cores. What slows one codec
+slows all that pack in the same way, by about the same factor. This factor holds until steps use such a
+codec again, so that a codec that proved slow does not seem fast when it is not used.
 """
 
 import time
@@ -24,18 +24,18 @@ LEAST_TENSORS = 8
 
 
 class PackingMeter:
-    """One thread adds, any thread may ask."""
+    """Measures the cost of packing. One thread adds, and any thread may ask."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._tried: dict[str, CodecTime] = {}
         self._factors: dict[str, float] = {}
         self._spent: dict[str, list[tuple[float, float]]] = {}
-        """By family: for each tensor since the last news its seconds, and those expected from the trial."""
+        """For each family and tensor since the last news: its seconds, and those expected from the trial."""
         self._told: dict[str, CodecTime] = {}
 
     def tried(self, codec: str, pack: float, unpack: float) -> None:
-        """Without a step beside it, packing took so many seconds an element."""
+        """Record a trial: without a step beside it, packing took this many seconds per element."""
         with self._lock:
             self._tried[codec] = CodecTime(codec=codec, pack=pack, unpack=unpack)
 
@@ -47,7 +47,7 @@ class PackingMeter:
         self.add(kind, codec, elements, time.perf_counter() - began)
 
     def add(self, kind: WorkKind, codec: str, elements: int, seconds: float) -> None:
-        """As `spent`, of a tensor that took so long."""
+        """Record a tensor on which this many seconds were spent; see `spent`."""
         alike = codec_format(codec).family
         with self._lock:
             tried = [one for one in self._tried.values() if codec_format(one.codec).family == alike]
@@ -81,7 +81,8 @@ class PackingMeter:
 
 
 def packing_meter(config: RunConfig, device: torch.device) -> PackingMeter | None:
-    """Of a stage on this device; none without planned codecs, or on a GPU, where packing counts as free."""
+    """The meter of a stage on this device; None without planned codecs, or on a GPU, where packing counts as
+    free."""
     return PackingMeter() if config.pipeline.plans_codecs and device.type == "cpu" else None
 
 

@@ -1,4 +1,4 @@
-"""A chunk's forward and backward of one microbatch at a time, through autograd.
+"""A chunk's forward and backward passes, one microbatch at a time, through autograd.
 
 `node.stage.captured_passes` does the same with CUDA graphs.
 """
@@ -28,7 +28,7 @@ class Passes(Protocol):
         ...
 
     def weights_changed(self) -> None:
-        """Within a step: later passes are of the new weights."""
+        """The weights have changed within a step: later passes use the new weights."""
         ...
 
     def forward(
@@ -39,11 +39,11 @@ class Passes(Protocol):
         documents: Documents | None = None,
         number: int = 0,
     ) -> Tensor:
-        """As `node.stage.stage_model.StageModel.forward`; `number` is the slice's."""
+        """See `node.stage.stage_model.StageModel.forward`; `number` is the slice's."""
         ...
 
     def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
-        """As `node.stage.stage_model.StageModel.backward`."""
+        """See `node.stage.stage_model.StageModel.backward`."""
         ...
 
 
@@ -163,9 +163,9 @@ class AutogradPasses:
         self._slices = slices if len(slices) > 1 else ()
         self._in_flight: dict[int, _InFlight] = {}
         self._sliced: dict[tuple[int, int], _SliceInFlight] = {}
-        """By microbatch and slice."""
+        """Slices in flight, by microbatch and slice."""
         self._pasts: dict[int, Past] = {}
-        """Of microbatches that are cut into slices."""
+        """The keys and values of microbatches that are cut into slices."""
         # A tensor, so that a CUDA graph reads the present value.
         self._loss_weight = torch.ones((), device=device) if weighs_loss else None
 

@@ -24,7 +24,7 @@ from wire.errors import DeviceLostError, UserError
 
 POLL_SECONDS = 0.2
 END_SECONDS = 20.0
-"""How long a process may take to end after the stop command."""
+"""The seconds for a process to end after the stop command."""
 
 
 def choose_devices(wanted: str, count: int) -> tuple[torch.device, ...]:

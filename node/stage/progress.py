@@ -1,6 +1,7 @@
-"""What a node is at, for its owner: the stage, the step, its speed, what it computes, sends and receives.
+"""What a node does now, for its owner: the stage, the step, its speed, and what it computes, sends and
+receives.
 
-Before the first step it says what the node waits for: compilation, neighbours, so many bytes of its state.
+Before the first step it says what the node waits for: compilation, neighbours, or bytes of its state.
 """
 
 import logging
@@ -19,7 +20,7 @@ from wire.identity.names import join_address, split_address
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-"""Between two looks at a node's clock and links."""
+"""The seconds between two readings of a node's clock and links."""
 WINDOW_SECONDS = 10.0
 """Rates are means over about this long."""
 STEPS_REMEMBERED = 15
@@ -35,19 +36,19 @@ class Shows(Protocol):
         ...
 
     def now(self, what: str, detail: str = "") -> None:
-        """What the node is at, until the next call; `detail` changes often."""
+        """Show what the node does until the next call; `detail` changes often."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Totals of a node at one time: they grow, and begin at 0 with each epoch."""
+    """A node's totals at one time. They grow, and begin at 0 with each epoch."""
 
     computing: float
-    """Seconds of forward, backward and optimizer."""
+    """The seconds of forward, backward and optimizer."""
     sent: int
     received: int
-    """Bytes over links to neighbours."""
+    """The bytes received over links to neighbours."""
 
 
 class Progress:
@@ -64,9 +65,9 @@ class Progress:
         self._doing = ""
         self._since = 0.0
         self._waits: dict[str, float] | None = {}
-        """Seconds of each thing done before the first step's end; None from then on."""
+        """The seconds of each thing done before the first step's end; None after it."""
         self._fetching: tuple[int, int] | None = None
-        """Bytes that came, and those that a fetch takes."""
+        """The bytes that have arrived, and those that the whole fetch takes."""
         self._done = 0
         self._seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._last_step = 0.0
@@ -109,7 +110,7 @@ class Progress:
         self._turn_to("fetching its state")
 
     def came(self, count: int) -> None:
-        """So many bytes of a state have come."""
+        """Count bytes of a state that have arrived."""
         if self._fetching is not None:
             self._fetching = self._fetching[0] + count, self._fetching[1]
 
@@ -132,7 +133,7 @@ class Progress:
         self._waits = None
 
     def _turn_to(self, what: str) -> None:
-        """From now on this is what is done."""
+        """From now on, the node does this."""
         now = self._clock()
         if self._waits is not None and self._since:
             before = self._doing or TAKING
@@ -155,7 +156,7 @@ class Progress:
         return bool(self._place) and not self._doing and bool(self._last_step)
 
     def line(self) -> tuple[str, str]:
-        """What the node is at, and how far; empty if there is nothing to say."""
+        """What the node does now, and how far it is; empty if there is nothing to say."""
         if not self.is_training:
             detail = ""
             if self._fetching is not None and self._fetching[0]:
@@ -172,7 +173,7 @@ class Progress:
         return self._place, "   ".join(parts)
 
     def thanks(self) -> str:
-        """What this node gave, for the end; empty if it took part in no step."""
+        """What this node contributed, for the end; empty if it took part in no step."""
         if not self.own_steps:
             return ""
         steps = f"{count_text(self.own_steps)} step{'' if self.own_steps == 1 else 's'}"

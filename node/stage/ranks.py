@@ -30,9 +30,9 @@ from node.training.gradients import Fp8Gradients
 from node.training.optimizer import StageOptimizer
 
 WAIT = timedelta(days=30)
-"""How long followers wait for the next command: a run may pause for days."""
+"""How long followers wait for the next command; a run may pause for days."""
 COLLECTIVE = timedelta(minutes=10)
-"""Limit of a collective: all ranks run the same commands, so they are never further apart."""
+"""The limit of a collective. All ranks run the same commands, so they are never further apart."""
 _FIELDS = 8
 
 
@@ -64,7 +64,8 @@ class Command:
 
 
 class Ranks:
-    """This process among the node's. Make all calls on the compute thread, in the same order on all ranks."""
+    """This process among the node's processes. Make all calls on the compute thread, in the same order on all
+    ranks."""
 
     def __init__(
         self, rank: int, count: int, device: torch.device, meeting_place: Path, tensor_parallel: int = 1
@@ -95,7 +96,7 @@ class Ranks:
         self._reduces: tuple[Fp8AllReduce, ...] = ()
 
     def _make_groups(self, tensor_parallel: int) -> tuple[TensorRank, dist.ProcessGroup | None]:
-        """This rank's row and its column; a column of None is all ranks."""
+        """This rank's row and column; a column of None is all ranks."""
         if tensor_parallel == 1:
             return TensorRank(), None
         # Every process makes every group, in one order.
@@ -136,7 +137,7 @@ class Ranks:
     # ---- tensors
 
     def scatter(self, whole: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """This rank's samples and positions, of `shape`; the leader passes all as `whole`."""
+        """This rank's samples and positions, of `shape`; the leader passes those of all as `whole`."""
         mine = torch.empty(shape, dtype=dtype, device=self.device)
         parts = None
         if whole is not None:

@@ -63,10 +63,10 @@ RunMessage = (
     | SendLayers
     | Abort
 )
-"""What the coordinator sends to a member of the run."""
+"""The messages that the coordinator sends to a member of the run."""
 
 END_EPOCH_SECONDS = 30
-"""How long the tasks of a finished epoch may take to end."""
+"""The seconds for the tasks of a finished epoch to end."""
 
 
 class RunMember:
@@ -111,7 +111,7 @@ class RunMember:
         self._running: tuple[EpochTask, asyncio.Task[None]] | None = None
         """The current epoch; None between epochs."""
         self._storage_seconds: dict[tuple[int, int], Mapping[str, float]] = {}
-        """By stage and number of stages: a node that returns to a stage answers at once."""
+        """Seconds by stage and number of stages, so that a node that returns to a stage answers at once."""
         self._told = (-1, 0, "")
         """The stage whose memory plan and storage were shown last."""
 

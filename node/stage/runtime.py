@@ -76,16 +76,16 @@ from wire.telemetry import Telemetry, relay_path
 from wire.version import PROTOCOL, VERSION
 
 FIRST_OUTAGE_SECONDS = 60.0
-"""How long to try to reach the coordinator before its welcome gives the run's limit."""
+"""The seconds to try to reach the coordinator before its welcome gives the run's limit."""
 LEAVE_SECONDS = 120.0
-"""How long a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
+"""The seconds for which a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
 LEAVE_IDLE_SECONDS = 2.0
 """The same for a node without a stage, which holds nothing."""
 MOST_PAUSE = 60.0
 """The longest time between two heartbeats, in seconds, even if the coordinator asks for more."""
 COMPUTING = TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER
 SUMS_PART = 4
-"""Of the room for snapshots on disk, one part in so many is for gradients that followers fetch."""
+"""One part in this many of the disk space for snapshots is for gradients that followers fetch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class NodeSettings:
     """host:port for neighbours' connections; empty: nothing listens."""
     advertise: str
     name: str = ""
-    """What its owner calls it."""
+    """The name that its owner gave it."""
     devices: StageDevices
     hardware: Hardware
     flops: float
@@ -106,7 +106,7 @@ class NodeSettings:
     """The most that snapshots may take on disk."""
     allows: OwnerAllows
     relay_rate: float = 0.0
-    """Bytes a second that it relays for others; 0: it does not."""
+    """The bytes per second that it relays for others; 0: it does not."""
     maps_port: bool = True
     """Whether routers may be asked for a port that leads here."""
     pacer: Pacer | None = None
@@ -156,7 +156,8 @@ class NodeRuntime:
         self._measuring = False
         """Whether a line to another node is being measured."""
         self._heartbeat_pause = 0.0
-        """Seconds, as the coordinator answered the newest heartbeat; 0: as it said at first."""
+        """The seconds until the next heartbeat, as in the coordinator's newest answer; 0: as in its
+        welcome."""
         self._sums: SumsKept | None = None
         self._snapshots: SnapshotTransfer | None = None
         self._joining: asyncio.Task[None] | None = None
@@ -328,7 +329,7 @@ class NodeRuntime:
                 await self._for_member(message)
 
     async def _for_member(self, message: RunMessage | Prefetch) -> None:
-        """What weights a stage begins with is fetched while this node still measures and compiles."""
+        """Fetch the weights with which a stage begins while this node still measures and compiles."""
         if self._joining is None or self._snapshots is None:
             return
         if isinstance(message, Prefetch):
@@ -462,12 +463,12 @@ class NodeRuntime:
         self.progress.idle("waiting for a stage")
 
     def _test_device(self, config: RunConfig) -> tuple[str, ...]:
-        """On the compute thread."""
+        """Test the device, on the compute thread."""
         at = self._settings.cache_directory
         return prepared(config, self._settings.devices.first, at.with_name("self_test.json"))
 
     def _make_executor(self, config: RunConfig, room: Room) -> StageExecutor:
-        """On the compute thread."""
+        """Create the executor, on the compute thread."""
         device = self._settings.devices.first
         if device.type == "cuda":
             # Triton launches on the thread's current device, wherever the tensors are.
@@ -497,7 +498,8 @@ class NodeRuntime:
             self._session.post(RelayTimes(times={relay: RELAY_LEFT}))
 
     def _block_seconds(self, config: RunConfig, times: BlockTimes | None) -> float:
-        """On the compute thread. Several devices share a block, or the microbatch's samples."""
+        """The seconds of a block, measured on the compute thread. Several devices share a block, or the
+        microbatch's samples."""
         device, count = self._settings.devices.first, self._settings.hardware.devices
         if times is None:
             return block_seconds(config, device) / count

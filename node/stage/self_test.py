@@ -1,9 +1,10 @@
-"""Whether this node's device computes what a run needs as it should, before the node gets a stage.
+"""Tests, before the node gets a stage, whether its device computes what a run needs correctly.
 
-Codecs and stored tensors must have the bits of golden vectors or of the reference on the CPU; layers,
-attention and optimizers must be near it. A part whose Triton kernels fail is computed in plain torch from
-then on, which gives the same bits where bits are promised. What fails that way too refuses the node: it would
-spoil the run. Results are kept in a file while the device, its driver and the program stay what they are.
+Codecs and stored tensors must have the bits of golden vectors, or of the reference on the CPU. Layers,
+attention and optimizers must be near it. If a part's Triton kernels fail, plain torch computes it from
+then on, which gives the same bits where bits are promised. If that fails too, the node is refused, because
+it would spoil the run. Results are kept in a file while the device, its driver and the program stay the
+same.
 """
 
 import contextlib
@@ -55,8 +56,8 @@ Check = Callable[[torch.device], bool]
 
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _HALF_ERROR, _SINGLE_ERROR, _ITERATED_ERROR = 2e-2, 1e-4, 6e-2
-"""Of a whole tensor, relative: in half precision, in single, and after Newton-Schulz's iterations in
-bfloat16, whose rounding alone is 1.5e-2."""
+"""The error of a whole tensor that is allowed, relative: in half precision, in single, and after
+Newton-Schulz's iterations in bfloat16, whose rounding alone is 1.5e-2."""
 _CPU = torch.device("cpu")
 _FORCED = os.environ.get("THINWIRE_PLAIN", "")
 """What is computed without kernels anyway, and so is not tested with them."""
@@ -134,7 +135,7 @@ def _key(device: torch.device, checks: Iterable[str]) -> str:
 
 
 def _kept(path: Path) -> dict[str, list[str]]:
-    """What the file says of each key; nothing of a file that is not ours."""
+    """What the file says of each key; empty if the file is not ours."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -152,7 +153,7 @@ def _kept(path: Path) -> dict[str, list[str]]:
 
 
 def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
-    """By what is checked: the part whose kernels compute it, and the check."""
+    """For each thing that is checked: the part whose kernels compute it, and the check."""
     dtype = getattr(torch, config.training.precision)
     made: dict[str, tuple[str, Check]] = {
         "matrix products": ("", partial(_products, dtype=dtype)),
@@ -374,7 +375,7 @@ def _experts(device: torch.device, dtype: torch.dtype, bits: int) -> bool:
 def _both_weights(
     weights: Tensor, bits: int, device: torch.device
 ) -> tuple[experts.Weights, experts.Weights]:
-    """As the device uses them, and in float32 on the CPU."""
+    """The weights as the device uses them, and in float32 on the CPU."""
     if not bits:
         return weights.to(device), weights.float()
     packed = torch.stack([blockfloat.pack(weight.float(), bits) for weight in weights])

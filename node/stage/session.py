@@ -31,7 +31,8 @@ from wire.pacing import RECONNECT_SECONDS, Backoff
 log = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 5.0
-"""How long a failing node tries to send its reason: one round trip on an open connection, several without."""
+"""The seconds for which a failing node tries to send its reason: one round trip on an open connection,
+several without."""
 CLOSE_SECONDS = 5.0
 RENEW_RETRY_SECONDS = 10.0
 

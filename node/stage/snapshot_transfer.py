@@ -1,4 +1,4 @@
-"""A node's part in snapshots: saves layers, holds copies, fetches what it needs."""
+"""A node's part in snapshots: it saves layers, holds copies, and fetches what it needs."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 MOST_ASKED = 4
 """How often the coordinator is asked where a layer is before a fetch fails."""
 STORE_TRIES, STORE_SECONDS = 13, 5.0
-"""How often an object store is tried, and how long after each failure."""
+"""How often an object store is tried, and how many seconds after each failure."""
 CHUNK_BYTES = 256 * 1024
 UPLOADS = 2
 """Layers that are sent to the coordinator at a time: it takes no more of one node."""
@@ -104,16 +104,17 @@ class SnapshotTransfer:
         self._uploads: dict[int, asyncio.Task[bool]] = {}
         self._prefetching: asyncio.Task[None] | None = None
         self._ahead = Prefetch(step=0, units=())
-        """What that fetches."""
+        """What the prefetch in progress fetches."""
         self._others: set[asyncio.Task[None]] = set()
         """Copies that this node was asked to hold, layers that it sends, files that it offers."""
         self._turns = WeakValueDictionary[tuple[int, str], asyncio.Lock]()
-        """Of layers that are being fetched."""
+        """The locks of layers that are being fetched."""
         self._keeping: set[tuple[int, str]] = set()
         self._retained: tuple[int, ...] = ()
         """Snapshots that the run counts on."""
         self._witnessed: StateHashes | None = None
-        """What was told last; again with each connection, since one that breaks may lose it."""
+        """The hashes reported last. They are sent again with each connection, since one that breaks may lose
+        them."""
         self._witnessing: tuple[int, asyncio.Task[None]] | None = None
         """The step whose layers were hashed last, or are."""
 
@@ -160,8 +161,8 @@ class SnapshotTransfer:
     # ---- saving
 
     def take(self, epoch: int, take: TakeSnapshot, state: StateCopy, *, stage: int) -> None:
-        """In the background: tell the coordinator what the layers of a snapshot are and, unless it wants
-        hashes alone, save them where `take` says. Each is read once. One that is not saved fails the
+        """In the background, tell the coordinator the hashes of a snapshot's layers and, unless it wants only
+        hashes, save the layers where `take` says. Each is read once. A layer that is not saved fails the
         epoch."""
         step = take.step
         if take.only_hashes:
@@ -222,7 +223,7 @@ class SnapshotTransfer:
             self._say_hashes(epoch, take.step, state.units, await asyncio.gather(*map(read, state.units)))
 
     def _hash_layer(self, take: TakeSnapshot, state: StateCopy, unit: str) -> UnitHash:
-        """What a layer is. If `take` says so and there is room, its file stays on the disk. Blocks."""
+        """The hash of a layer. If `take` says so and there is room, its file stays on the disk. Blocks."""
         if take.place == NODES:
             try:
                 with self._cache.writing(take.step, unit, state.digest(unit).bytes) as file:
@@ -428,7 +429,8 @@ class SnapshotTransfer:
         self._tell(f"holding the snapshot of step {wanted.step}, ready to take a stage")
 
     async def _prefetch_weights(self, units: Sequence[str]) -> None:
-        """From the hub into its cache, else to this node's disk, unless they are in a folder here."""
+        """Prefetch weights from the hub into its cache, else to this node's disk, unless they are in a folder
+        here."""
         model = self._config.model
         if not model.from_.startswith(HUB):
             most = 4 * sum(spec.elements for unit in units for spec in parameter_specs(model, unit))

@@ -1,6 +1,6 @@
 """A stage's model: its chunks, their optimizer, and the microbatches between forward and backward.
 
-It knows no schedule and no network; the executor says what to run. `StageModel` runs on one device,
+It knows no schedule and no network; the executor says what to run. `StageModel` runs on one device, and
 `node.stage.group` runs one on each of several devices.
 """
 
@@ -108,7 +108,7 @@ class StageDevices(Protocol):
 
     @property
     def first(self) -> torch.device:
-        """Where boundary tensors are."""
+        """The device that has boundary tensors."""
         ...
 
     def start(self, config: RunConfig, room: Room | None = None) -> StageCompute:
@@ -138,13 +138,13 @@ class OneDevice:
         return StageModel(config, self.first, room=room)
 
     async def watch(self) -> None:
-        """There is no other process."""
+        """Return at once, because there is no other process."""
 
     def exhausted(self) -> None:
         return None
 
     def close(self, *, broken: bool = False) -> None:
-        """There is nothing to end."""
+        """Do nothing, because there is nothing to end."""
 
 
 class StageModel:
@@ -188,7 +188,7 @@ class StageModel:
         """The run's, at this stage."""
         self._captured = False
         self._copy: StateCopy | None = None
-        """Of the state that is held, if anybody was given one."""
+        """The copy of the state that is held, if one was given out."""
 
     def build(self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True) -> None:
         """Make this stage's chunks with their initial weights, and a fresh optimizer.
@@ -295,8 +295,8 @@ class StageModel:
             chunk.offload = self._offload
 
     def adapt(self, seconds: float) -> None:
-        """Between two steps: if the last one took another time or memory than planned, and another plan is
-        better, go on with that. The bits stay the same.
+        """Between two steps, if the last one took another time or memory than planned, and another plan is
+        better, continue with that plan. The bits stay the same.
 
         `seconds`: of forward and backward of a microbatch.
         """
@@ -311,8 +311,8 @@ class StageModel:
             self._change(plan)
 
     def relieve(self) -> bool:
-        """Between two attempts of a step, the first of which ran out of memory: compute more again, or move
-        more to host memory, and say whether anything was left to do."""
+        """Between two attempts of a step, the first of which ran out of memory, recompute more or move more
+        to host memory. Returns whether anything was left to do."""
         if not self._degrades or self._control is None:
             return False
         plan = self._control.ran_short()
@@ -341,7 +341,7 @@ class StageModel:
             torch.cuda.empty_cache()
 
     def _move_state(self, plan: MemoryPlan) -> None:
-        """Between two steps: have on the host, or on the device, what this plan has there."""
+        """Between two steps, move state to the host or the device as this plan says."""
         if plan.state.weights or plan.state.moments:
             self._settle()
         optimizer, blocks = self.optimizer, [unit for unit in self.optimizer.units if is_block(unit)]
@@ -371,7 +371,8 @@ class StageModel:
         self._offload = None
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
-        """As `StageOptimizer.load_unit_state`; frozen weights too, under names that begin with `frozen.`"""
+        """See `StageOptimizer.load_unit_state`; also loads frozen weights, under names that begin with
+        `frozen.`"""
         frozen = {
             name.removeprefix(FROZEN_PREFIX): tensor
             for name, tensor in state.items()
@@ -385,7 +386,7 @@ class StageModel:
             self.optimizer.load_unit_state(unit, state)
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
-        """As `StageOptimizer.unit_state`, of the whole unit."""
+        """See `StageOptimizer.unit_state`; of the whole unit."""
         return self.optimizer.unit_state(unit)
 
     def copy_state(
@@ -463,7 +464,7 @@ class StageModel:
                 raise failed
 
     def _relieve_forward(self) -> bool:
-        """In a step: keep less of the forwards to come; state stays where it is."""
+        """In a step, keep less of the next forwards; state stays where it is."""
         plan = None if self._control is None else self._control.ran_short()
         if plan is None:
             return False
@@ -497,11 +498,11 @@ class StageModel:
         return {unit: self.optimizer.take_gradients(unit) for unit in units}
 
     def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None:
-        """As `StageOptimizer.put_gradients`, in place of `finish_step`."""
+        """See `StageOptimizer.put_gradients`; used in place of `finish_step`."""
         self.optimizer.put_gradients(unit, values)
 
     def squared_norms(self) -> dict[str, float]:
-        """As `StageOptimizer.squared_norms`, of the whole stage."""
+        """See `StageOptimizer.squared_norms`; of the whole stage."""
         return self.optimizer.squared_norms()
 
     def expert_load(self) -> tuple[float, int]:
@@ -516,7 +517,7 @@ class StageModel:
         return most, int(dead)
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
-        """As `StageOptimizer.apply`."""
+        """See `StageOptimizer.apply`."""
         self._settle()
         self.optimizer.apply(lr, clip_coefficient)
 

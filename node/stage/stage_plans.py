@@ -1,4 +1,5 @@
-"""What a stage has of the run file or the coordinator's plans: codecs of tensors, storage of activations."""
+"""What a stage takes from the run file or the coordinator's plans: codecs of tensors, storage of
+activations."""
 
 from collections.abc import Iterable
 
@@ -18,8 +19,8 @@ from wire.spec import Direction, TensorKey
 
 
 class StageCodecs:
-    """Which codec a tensor has: the run's, one that was planned for an epoch, or fp32. Of one node, for
-    whatever stage it has."""
+    """The codec of each tensor: the run's, one that was planned for an epoch, or fp32. It belongs to a node,
+    whatever stage the node has."""
 
     def __init__(self, config: RunConfig, caches: BoundaryCaches | None) -> None:
         """`caches`: those of activations, for a codec with a sample cache."""
@@ -35,11 +36,11 @@ class StageCodecs:
         }
         self._numbers = config.microbatches * slices_of(config)
         self._planned: dict[Way, Codec] = {}
-        """Of tensors whose codecs the coordinator planned for the epoch."""
+        """The codecs that the coordinator planned for the epoch."""
 
     @property
     def all(self) -> Iterable[Codec]:
-        """Those of the run file that can pack without a placement, each once."""
+        """The codecs of the run file that can pack without a placement, each once."""
         # A codec with a sample cache packs for a placement only.
         directions = (Direction.ACTIVATION, Direction.GRADIENT)[self._caches is not None :]
         found = dict.fromkeys(self._codecs[direction] for direction in directions)
@@ -47,7 +48,7 @@ class StageCodecs:
 
     @property
     def to_time(self) -> Iterable[Codec]:
-        """Those that tell what packing takes a node, where codecs are planned."""
+        """The codecs that show what packing costs a node, if codecs are planned."""
         pipeline = self._config.pipeline
         return map(codec, to_time(pipeline.min_bits)) if pipeline.plans_codecs else ()
 
@@ -115,13 +116,13 @@ class StageCodecs:
 
 
 class StageStorage:
-    """What a stage stores its activations in: as the run file says, or what was chosen of `storage.allow`. Of
-    one stage at a time."""
+    """The form in which a stage stores its activations: as in the run file, or what was chosen of
+    `storage.allow`. It belongs to one stage at a time."""
 
     def __init__(self, config: RunConfig) -> None:
         self._whole = config
         self.number: int | None = None
-        """Of `allowed_storages`; None as the run file says."""
+        """The number in `allowed_storages`; None: as in the run file."""
 
     @property
     def config(self) -> RunConfig:

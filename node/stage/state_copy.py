@@ -1,8 +1,8 @@
-"""A stage's state after a step, read while the next step's passes run.
+"""A stage's state after a step, which is read while the next step's passes run.
 
-From one optimizer step to the next the state stays as it is, so nobody waits for a copy of it: threads read
-it slice by slice, hash it and write it to disk, and only the next change waits for them (`settle`). What they
-hold of a GPU's state is `AHEAD` slices in page-locked memory, whatever the size of the state.
+From one optimizer step to the next the state does not change, so nobody waits for a copy of it. Threads
+read it slice by slice, hash it and write it to disk, and only the next change waits for them (`settle`).
+They hold at most `AHEAD` slices of a GPU's state in page-locked memory, whatever the size of the state.
 """
 
 import os
@@ -33,10 +33,10 @@ AHEAD = 32
 """Slices, 512 MB in float32, that come from a GPU before they are hashed and written: the next change waits
 for the copies alone."""
 AT_ONCE_BYTES = 8 << 20
-"""So small a state is copied at once, sooner than threads begin."""
+"""A state of at most this size is copied at once, because that is faster than to start threads."""
 PATIENCE = 2.0
-"""Seconds that the next change of the state waits for its readers, which may wait for a disk. Then what they
-have not read is copied, whatever memory it takes."""
+"""The seconds for which the next change of the state waits for its readers, which may wait for a disk. Then
+what they have not read is copied, whatever memory that takes."""
 
 UnitTensors = Mapping[str, StateTensor]
 
@@ -74,7 +74,7 @@ class StateCopy:
         self._left = set(self._units) if stays else set[str]()
         """Units that are read where they are, or will be."""
         self._finished = set[str]()
-        """Those that were, and may change now."""
+        """The units that were read, and may change now."""
         self._closed = False
         self._copies = HostCopies()
         self._ahead = threading.Semaphore(AHEAD)
@@ -92,7 +92,7 @@ class StateCopy:
 
     @property
     def bytes(self) -> int:
-        """Of all of it, as it is saved."""
+        """The bytes of all of it, as it is saved."""
         return sum(
             one.tensor.numel() * one.saved.itemsize
             for state in self._units.values()
@@ -139,7 +139,7 @@ class StateCopy:
             self._ahead.release()
 
     def _share(self) -> int:
-        """How many slices a reader may have ahead."""
+        """The number of slices that a reader may have ahead."""
         return max(1, AHEAD // max(1, min(READERS, len(self._left))))
 
     def done(self, unit: str) -> None:
@@ -174,7 +174,7 @@ class StateCopy:
                 self._left.discard(unit)
 
     def close(self) -> None:
-        """Nobody reads any more of it: nothing waits for it."""
+        """End the reading, so that nothing waits for it."""
         self._closed = True
         with self._changed:
             self._left.clear()
@@ -238,7 +238,7 @@ def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: i
 
 
 def hash_layer(state: StateCopy, unit: str) -> UnitHash:
-    """What the unit's file would be. Blocks. Raises RunError once the copy is closed."""
+    """The hash that the unit's file would have. Blocks. Raises RunError once the copy is closed."""
     digest = state.digest(unit)
     state.read(unit, digest.order, digest.add)
     state.done(unit)

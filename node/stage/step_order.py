@@ -1,4 +1,4 @@
-"""What a stage of one row runs in a step, first to last. Pure, without torch."""
+"""What a stage of one row runs in a step, from first to last. Pure, without torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,22 +15,22 @@ MOST_FOUND = 64
 
 
 class StepOrder:
-    """Of one placement."""
+    """The order of actions for one placement."""
 
     def __init__(self, config: RunConfig, layout: StageLayout, share: RowShare) -> None:
         self._config = config
         self._layout = layout
         self._share = share
         self.groups = share.groups
-        """That the row computes in the step."""
+        """The groups that the row computes in the step."""
         self.windows: tuple[int, ...] = ()
         """Extra microbatches in flight on each link; empty: the run file's."""
         self.audited: tuple[int, ...] = ()
         """Groups of another row that the step computes as well, only for their digests."""
         self._orders: dict[int, Order] = {}
-        """By number of microbatches, which count from 0."""
+        """Orders by number of microbatches, which count from 0."""
         self._found: dict[tuple[int, ...], Order] = {}
-        """By microbatches."""
+        """Orders by microbatches."""
 
     def use(
         self,

@@ -1,7 +1,8 @@
-"""The passes of one step on one stage: runs the schedule's actions, receives and sends their tensors.
+"""The passes of one step on one stage. Runs the schedule's actions, and receives and sends their tensors.
 
-`node.stage.executor` makes one of these a step. It runs on the compute thread and knows no network: tensors
-come and go through a `StageIO`. Nothing durable changes: gradients accumulate beside the weights.
+`node.stage.executor` makes one of these for each step. It runs on the compute thread and knows no network:
+tensors come and go through a `StageIO`. It changes nothing durable: gradients accumulate beside the
+weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,12 +53,12 @@ class StageIO(PackedIO, SyncIO, Protocol):
 
 
 def boundary_specs(config: RunConfig) -> tuple[TensorSpec, ...]:
-    """Of a microbatch between two chunks, or of each of its slices."""
+    """The spec of a microbatch's tensor between two chunks, or of each of its slices' tensors."""
     return tuple(TensorSpec(torch.float32, shape) for shape in boundary_shapes(config))
 
 
 def tied_spec(config: RunConfig) -> TensorSpec:
-    """Of the gradient of a tied weight."""
+    """The spec of the gradient of a tied weight."""
     return TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
 
 
@@ -78,7 +79,7 @@ def put_group_sums(model: StageCompute, unit: str, sums: dict[str, Tensor], *, o
 
 @dataclass(kw_only=True)
 class StepPasses:
-    """Of one step, or of one pass over held-out samples."""
+    """The passes of one step, or of one measurement over held-out samples."""
 
     config: RunConfig
     layout: StageLayout
@@ -96,15 +97,15 @@ class StepPasses:
     step: int
     io: StageIO
     samples: Mapping[BatchPart, Mapping[int, Tensor]]
-    """By microbatch."""
+    """Samples by microbatch."""
     cut: Callable[[BatchPart, np.ndarray], Sequence[Tensor]]
     """Cuts samples into microbatches."""
     give_way: GiveWay | None = None
     """Pauses between microbatches while other programs use the GPU."""
     loss_weight: float = 1.0
-    """As for `StageCompute.begin_step`."""
+    """The weight for `StageCompute.begin_step`."""
     generation: int = 0
-    """As in `wire.messages.Begin`."""
+    """The generation in `wire.messages.Begin`."""
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     """The microbatches' shares of the loss, by group; on the stage with the head."""
 
@@ -113,7 +114,8 @@ class StepPasses:
         self._slices = slice_ranges(self.config)
         self._is_round = self.config.is_round(self.step)
         self._running: Mark | None = None
-        """After the newest action, which the device may still compute; None where each ends as it returns."""
+        """The mark after the newest action, which the device may still compute; None if each action ends when
+        it returns."""
         self._given = {part: dict(found) for part, found in self.samples.items()}
         self._waiting = [*self.work.groups, *self.order.audited]
         """Groups that have not begun."""
@@ -341,7 +343,7 @@ class StepPasses:
             self.clock.switch(kind, key)
 
     def _end_group(self, action: Action) -> None:
-        """After a backward: if it is the chunk's last of a gradient group, pack its gradients."""
+        """After a backward that is the chunk's last of a gradient group, pack the group's gradients."""
         group = group_of(self.config, action.microbatch)
         if not self.layout.ends_microbatch(action):
             return

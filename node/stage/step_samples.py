@@ -1,4 +1,4 @@
-"""A step's samples, cut into microbatches on the stage's device."""
+"""A step's samples, divided into microbatches on the stage's device."""
 
 from collections.abc import Sequence
 
@@ -18,6 +18,7 @@ def cut_samples(part: BatchPart, batch: np.ndarray, size: int, device: torch.dev
 
 
 def numbered(found: Sequence[Tensor], count: int, numbers: Sequence[int]) -> dict[int, Tensor]:
-    """By number, from all `count` microbatches of the step or from those alone that the row computes."""
+    """Microbatches by number, from all `count` microbatches of the step or only from those that the row
+    computes."""
     own = range(count) if len(found) == count else sorted(numbers)
     return dict(zip(own, found, strict=False))

@@ -1,4 +1,4 @@
-"""How long work takes on a device: by its own clock on a GPU, by the system's elsewhere."""
+"""Measures how long work takes on a device: with its own clock on a GPU, with the system's elsewhere."""
 
 import statistics
 import time
@@ -10,16 +10,16 @@ import torch
 
 RUNS = 3
 LONGEST_DELAY = 0.1
-"""Seconds, of what is asked of a GPU while it still waits."""
+"""The longest delay in seconds for which a GPU waits while work is queued."""
 CYCLES_A_SECOND = 2e9
 """No GPU's clock is faster by much."""
 ENOUGH_SECONDS = 2.0
-"""Of measured work, on a slow machine."""
+"""On a slow machine, this many seconds of measured work are enough."""
 
 
 def seconds_of(device: torch.device, *parts: Callable[[], object]) -> tuple[float, ...]:
-    """Of each part, one after another: the median of a few rounds. The first round compiles, and does not
-    count.
+    """The seconds of each part, one after another: the median of a few rounds. The first round compiles and
+    does not count.
 
     A GPU's time alone: it begins once a whole round has been asked of it. Launching one kernel after another
     can take longer than running them, above all beside other work, and a run's passes are CUDA graphs.

@@ -1,7 +1,7 @@
-"""Summed gradients of the newest steps, packed, on a node's disk: for nodes that follow the run.
+"""The packed, summed gradients of the newest steps on a node's disk, for nodes that follow the run.
 
-A node that is to get a stage loads a snapshot and applies to it the steps that the run does meanwhile. For
-each of these it needs what every replica of the stage has after sync: the packed sum over all groups.
+A node that will get a stage loads a snapshot, and applies to it the steps that the run commits meanwhile.
+For each of these it needs what every replica of the stage has after sync: the packed sum over all groups.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class SumsKept:
-    """One node's. A failing or full disk is no error: then a follower finds nothing here."""
+    """The sums that one node keeps. A failing or full disk is no error: a follower then finds nothing
+    here."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         """
@@ -27,7 +28,7 @@ class SumsKept:
         self._sizes: dict[int, int] = {}
         """Bytes by step, the oldest step first."""
         self._writes: dict[tuple[int, str], Future[None]] = {}
-        """Of the newest step and the one before."""
+        """The writes of the newest step and the one before."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums")
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -42,7 +43,7 @@ class SumsKept:
         self._writes[step, unit] = self._thread.submit(self._write, step, unit, data)
 
     def clear(self) -> None:
-        """Nobody follows any longer. Returns before all is removed."""
+        """Remove all sums, because nobody follows any longer. Returns before all are removed."""
         if self._writes:
             self._writes.clear()
             self._thread.submit(self._drop, None)

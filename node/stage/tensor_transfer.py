@@ -1,12 +1,13 @@
 """Packs and unpacks tensors on a second thread, the transfer thread, beside the stage's compute.
 
 The compute thread hands over a tensor and continues; the packed tensor goes straight to the link. Received
-tensors that the stage needs next are unpacked when they arrive, whatever the compute thread does then. Jobs
-run one at a time in the order of submission, and no job waits for the network. Codecs with a sample cache see
-their tensors in a fixed order: those the compute thread submits itself. `settle` ends all jobs of a step.
+tensors that the stage needs next are unpacked when they arrive, whatever the compute thread does then.
+Jobs run one at a time in the order of submission, and no job waits for the network. Codecs with a sample
+cache see their tensors in a fixed order, which is that in which the compute thread submits them. `settle`
+ends all jobs of a step.
 
-On a GPU packing waits until the device has made the tensor. A third thread unpacks there, so that a tensor
-that arrives meanwhile does not wait for that.
+On a GPU, packing waits until the device has computed the tensor. A third thread unpacks there, so that a
+tensor that arrives meanwhile does not wait for that.
 
 A tensor that is packed or unpacked faster than threads hand it over stays on the compute thread.
 """
@@ -45,11 +46,13 @@ Result = TypeVar("Result")
 Unpacked = tuple[Tensor, Mark | None]
 
 TRIALS = 2
-"""Of a codec that is timed."""
+"""How often a codec that is timed is tried."""
 AT_ONCE_SECONDS = 6e-4
-"""Of processor time. Handing a tensor over and its result back wakes two threads, which share one lock."""
+"""The processor time up to which a tensor stays on the compute thread. To hand it over and its result back
+wakes two threads, which share one lock."""
 SLOWER = 1.25
-"""What one tensor took counts up to this many times what the one before did: a busy machine has outliers."""
+"""A tensor's time counts up to this many times that of the one before, because a busy machine has
+outliers."""
 
 
 class PackedIO(Protocol):
@@ -158,9 +161,9 @@ class TensorTransfer:
         self._in_order = in_order
         self._lock = threading.Lock()
         self._watched: set[TensorKey] = set()
-        """Those that are unpacked as soon as they arrive."""
+        """The tensors that are unpacked as soon as they arrive."""
         self._early: dict[TensorKey, Future[Unpacked]] = {}
-        """Those of them that have arrived, and that the compute thread has not come to."""
+        """Those of them that have arrived, and that the compute thread has not yet asked for."""
         self._packing: list[Future[None]] = []
         self.digests: StepDigests | None = None
         """Notes what the step that runs sends and receives."""
@@ -349,7 +352,7 @@ class TensorTransfer:
         self._took[alike] = min(took, SLOWER * self._took.get(alike, took))
 
     def _time(self, meter: PackingMeter, codec: Codec, sample: Tensor) -> None:
-        """Without other work of this node beside it; the first of `TRIALS` compiles."""
+        """The time of a codec without other work of this node beside it. The first of `TRIALS` compiles."""
         spec = TensorSpec(sample.dtype, tuple(sample.shape))
         took = []
         for _ in range(TRIALS):
@@ -367,7 +370,7 @@ class TensorTransfer:
 
 
 def example_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Of small whole numbers, fp32, to compile codecs with."""
+    """A tensor of small whole numbers, fp32, to compile codecs with."""
     elements = torch.arange(spec.elements, device=device)
     return elements.remainder_(251).sub_(125).float().view(spec.shape)
 

@@ -1,8 +1,9 @@
-"""The compute thread, and a watchdog that finds one that hangs: in a driver, or on a disk that never answers.
+"""The compute thread, and a watchdog that detects if it hangs: in a driver, or on a disk that never
+answers.
 
 The process still answers pings and sends heartbeats, so to others it looks like a slow stage. A thread
-cannot be ended from outside; the process ends instead, and the run goes on with another node, or with this
-one once it is started again.
+cannot be ended from outside. So the process ends, and the run continues with another node, or with this
+one when it is started again.
 """
 
 import asyncio

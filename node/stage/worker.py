@@ -1,11 +1,11 @@
-"""`python -m node.stage.worker`: the process of one more device of a node. `processes` starts it.
+"""`python -m node.stage.worker`: the process of a further device of a node. `processes` starts it.
 
-The run file comes as JSON on stdin, which then stays open while the node lives. When stdin closes, the node
-has ended, and this process ends too, even while it waits.
+The run file comes as JSON on stdin, which then stays open while the node lives. When stdin closes, the
+node has ended, and this process ends too, even while it waits.
 
 The node prints why it ends, so this process prints nothing, unless a collective failed here and the node
-lives on: then only this process knows the reason. If memory runs out here, it leaves a file for the node
-beside the meeting place and ends.
+lives on, because then only this process knows the reason. If memory runs out here, it leaves a file for
+the node beside the meeting place and ends.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Adapters of a LoRA run as a folder in PEFT's format. Torch-free; `node.state.merging` merges them.
+"""Writes the adapters of a LoRA run as a folder in PEFT's format. Torch-free; `node.state.merging` merges
+them.
 
     OUT/adapter_config.json  adapter_model.safetensors  README.md  tokenizer files
 

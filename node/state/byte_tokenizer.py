@@ -1,8 +1,9 @@
-"""The tokenizer `bytes` in files that other programs read: a token a byte, its id the byte's value.
+"""Writes the tokenizer `bytes` as files for other programs: one token per byte, whose id is the byte's
+value.
 
-`tokenizer.json` is for transformers and vLLM. llama.cpp's converter knows tables of byte-pair encodings by a
-hash of published ones alone, but takes any SentencePiece model, so the same vocabulary is in
-`tokenizer.model` too, where it looks first for all families but GPT-2 and OLMo 2.
+`tokenizer.json` is for transformers and vLLM. llama.cpp's converter recognizes byte-pair tables only by
+the hashes of published ones, but accepts any SentencePiece model. So the same vocabulary is also in
+`tokenizer.model`, where it looks first for all families except GPT-2 and OLMo 2.
 """
 
 import struct
@@ -76,7 +77,7 @@ def byte_pieces() -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """As protobuf's base 128; negative numbers as 64 bits in two's complement."""
+    """A number in protobuf's base 128; negative numbers as 64 bits in two's complement."""
     value &= (1 << 64) - 1
     found = bytearray()
     while value > 127:

@@ -1,6 +1,6 @@
 """The model card of an exported folder: settings, data, tokens and losses of the run. Torch-free.
 
-Paths of the machine that exports are left out: of a file or folder the name alone is written.
+Paths of the exporting machine are left out: a file or folder appears only with its name.
 """
 
 import math
@@ -125,7 +125,7 @@ def _name(source: str) -> str:
 
 
 def _shown(source: str) -> str:
-    """Where the run started from, without the path of a folder."""
+    """The checkpoint from which the run started, without the path of a folder."""
     repository = hub_repository(source)
     if repository is not None:
         return str(repository)
@@ -133,5 +133,5 @@ def _shown(source: str) -> str:
 
 
 def _cell(value: str) -> str:
-    """In a table of Markdown."""
+    """A value in a table of Markdown."""
     return " ".join(value.split()).replace("|", "\\|")

@@ -63,11 +63,11 @@ from wire.errors import RunError, UserError
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 SHARD_BYTES = 4 << 30
-"""Longest safetensors file, unless one tensor is longer."""
+"""The longest safetensors file, unless one tensor is longer."""
 BYTES = "bytes"
 SETTINGS = "tokenizer_config.json"
 PATH_KEYS = frozenset(("name_or_path", "tokenizer_file", "special_tokens_map_file"))
-"""Of `SETTINGS`: transformers writes paths there, and reads none of them."""
+"""The keys of `SETTINGS` in which transformers writes paths that it does not read."""
 GENERATION = "generation_config.json"
 SNAPSHOT_TRIES = 5
 """Snapshots that may be removed while they are read, one after the other."""
@@ -307,7 +307,7 @@ def _encoded(array: np.ndarray, dtype: str) -> bytes:
 
 
 def _config(manifest: Manifest) -> RunConfig:
-    """What a manifest says of the run; snapshots from before adapters have none."""
+    """The run file in a manifest. Snapshots from before there were adapters have no keys for them."""
 
     def fields(section: str, known: type | None = None) -> dict[str, Any]:
         given = manifest.config.get(section, {})

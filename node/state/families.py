@@ -96,8 +96,8 @@ def write_config(
 
 
 def _kept(original: Mapping[str, Any]) -> dict[str, Any]:
-    """What an export keeps of the `config.json` that a run started from: no paths, and no nulls that
-    transformers refuses. A null means something for a window and for tokens."""
+    """What an export keeps of the `config.json` from which a run started: no paths, and no nulls that
+    transformers refuses. A null has a meaning for a window and for tokens."""
     kept = {}
     for key, value in original.items():
         if value is None and key != "sliding_window" and not key.endswith("_token_id"):

@@ -1,8 +1,9 @@
 """Checkpoints on the hub: `hf://owner/name@revision`, through `huggingface_hub` and HTTP range requests.
 
-`huggingface_hub` resolves revisions, finds tokens and cached files, and so honours HF_HOME, HF_ENDPOINT and
-HF_TOKEN. It has no call for a byte range of a file, so ranges are requested here. A revision is pinned to its
-commit, and a broken connection goes on where it was. Of a file in the cache nothing is requested.
+`huggingface_hub` resolves revisions and finds tokens and cached files, and so respects HF_HOME,
+HF_ENDPOINT and HF_TOKEN. It has no call for a byte range of a file, so ranges are requested here. A
+revision is pinned to its commit, and a broken connection continues where it was. Nothing is requested of a
+file that is in the cache.
 """
 
 import asyncio
@@ -69,7 +70,7 @@ class FileInfo:
 
 
 class HubUnreachableError(DataError):
-    """The hub does not answer, or not as a hub does."""
+    """The hub does not answer, or its answer is not that of a hub."""
 
 
 class HubBusyError(HubUnreachableError):
@@ -161,11 +162,11 @@ class HubFiles:
     def __init__(self, repository: Repository, session: "aiohttp.ClientSession") -> None:
         self.where = str(repository)
         self.fetched = 0
-        """Bytes that came over the network."""
+        """The bytes that came over the network."""
         self._repository = repository
         self._session = session
         self._files: dict[str, FileInfo] | None = None
-        """What the hub lists; None until it is asked."""
+        """The files that the hub lists; None until it is asked."""
 
     async def size(self, name: str) -> int | None:
         if (cached := await self._cached(name)) is not None:
@@ -337,7 +338,7 @@ def _forbidden(repository: Repository) -> DataError:
 
 
 def _with_token(repository: Repository) -> str:
-    """What to do so that the hub gets a token."""
+    """Advice so that the hub gets a token."""
     if repository.token:
         return "set HF_TOKEN to your token"
     return f"set HF_TOKEN to your token and join with --hub {repository.name}"

@@ -1,8 +1,8 @@
 """A snapshot's `manifest.json`, and the hash of a model's weights. Torch-free.
 
-The weights' hash depends on the parameters only, not on the split, the optimizer or the file's padding.
-It is the SHA-256 over the units' own hashes in model order; a unit's is over name, dtype, shape and bytes of
-each of its parameters, sorted by name.
+The weights' hash depends only on the parameters, and not on the split, the optimizer or the file's
+padding. It is the SHA-256 over the units' own hashes in model order. A unit's hash is over name, dtype,
+shape and bytes of each of its parameters, sorted by name.
 """
 
 import json
@@ -34,7 +34,7 @@ class SnapshotDamagedError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class UnitEntry:
-    """One layer unit's file."""
+    """What a manifest says about one layer unit's file."""
 
     unit: str
     file: str
@@ -45,7 +45,7 @@ class UnitEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete snapshot."""
+    """What a complete snapshot is: its step, its run, and the hashes of its files."""
 
     format: int
     run_id: str
@@ -54,10 +54,10 @@ class Manifest:
     config: dict[str, Any]
     """The resolved run file, as JSON values."""
     units: tuple[UnitEntry, ...]
-    """In model order."""
+    """The units in model order."""
     weights_sha256: str
     loss_scale: LossScale | None = None
-    """Of the next step, in a run that computes in float16."""
+    """The loss scale of the next step, in a run that computes in float16."""
 
     @classmethod
     def of(
@@ -122,11 +122,11 @@ class Manifest:
 
 
 class LayerFile(NamedTuple):
-    """A unit's snapshot file."""
+    """What a unit's snapshot file is."""
 
     data: bytes
     sha256: str
-    """In hex."""
+    """The SHA-256 in hex."""
 
     @classmethod
     def of(cls, data: bytes) -> "LayerFile":
@@ -140,7 +140,7 @@ class LayerFile(NamedTuple):
         return self.data[offset : offset + size]
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing, because there is nothing to close."""
 
 
 class LayerSource(Protocol):
@@ -148,13 +148,13 @@ class LayerSource(Protocol):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
 
     @property
     def sha256(self) -> str: ...
 
     def read(self, offset: int, size: int) -> bytes:
-        """At most `size` bytes from `offset` on. Blocks; raises RunError if the disk fails."""
+        """At most `size` bytes from `offset` on. Blocks. Raises RunError if the disk fails."""
 
     def close(self) -> None:
         """It is read no more."""
@@ -162,9 +162,9 @@ class LayerSource(Protocol):
 
 class SnapshotStore(Protocol):
     """A place that keeps the layers of a run's snapshots: the coordinator's folder, a node's disk, or an
-    object store. What a file must be is the caller's to know: it compares the SHA-256.
+    object store. The caller must know what a file should be, and compares the SHA-256.
 
-    Every call blocks, and raises RunError if the place fails: call them from a thread.
+    Every call blocks, and raises RunError if the place fails. Call them from a thread.
     """
 
     def put(self, step: int, unit: str, data: bytes) -> object:
@@ -202,7 +202,7 @@ def unit_weights_sha256(parameters: Mapping[str, np.ndarray]) -> str:
 
 
 def weights_line(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """What comes before a parameter's bytes in that hash."""
+    """The bytes that come before a parameter's bytes in that hash."""
     return f"{name} {dtype.str} {shape}\n".encode()
 
 

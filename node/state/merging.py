@@ -1,7 +1,7 @@
-"""Adapters merged into the weights of a whole model.
+"""Merges adapters into the weights of a whole model.
 
-Merged weights are those that training computed with: what `[lora] base` unpacks to, plus the adapters. With
-torch, which the rest of an export does without, because the base is packed again.
+Merged weights are those with which training computed: what `[lora] base` unpacks to, plus the adapters.
+This module uses torch, which the rest of an export does not, because the base is packed again.
 """
 
 import asyncio

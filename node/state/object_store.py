@@ -23,15 +23,15 @@ from wire.errors import RunError, UserError, shortened
 RECORD_FILE = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _EXTRAS = {"s3": "s3fs"}
-"""By scheme, the package that fsspec needs beside itself and that `thinwire[store]` brings."""
+"""For each scheme, the package that fsspec needs in addition, and that `thinwire[store]` installs."""
 _FOLDERS = ("file", "local")
 """Schemes of a folder on this machine."""
 _PORTS = {"http": 80, "https": 443, "webdav": 443, "ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
-"""By scheme whose addresses begin with a host, which has no case, its usual port."""
+"""The usual port, for each scheme whose addresses begin with a host (hosts ignore case)."""
 MOST_URL = 1000
 """Characters of an address."""
 _NOT_PLAIN = frozenset("%\\*[]#~")
-"""What a store's library may read as another character, a pattern or a home directory."""
+"""Characters that a store's library may read as another character, a pattern or a home directory."""
 
 
 def wrong_url(url: str) -> str | None:
@@ -101,8 +101,8 @@ class ObjectStore:
         self._put(f"{self._step(step)}/{unit_file(unit)}", data)
 
     def get(self, step: int, unit: str, size: int) -> LayerFile:
-        """As of every store; raises RunError for a missing file too, since the store's library may not tell
-        that from another failure."""
+        """See `SnapshotStore.get`. Raises RunError for a missing file too, because the store's library may
+        not tell that from another failure."""
         path = f"{self._step(step)}/{unit_file(unit)}"
         with self._errors(path):
             self._refuse_link(path)
@@ -124,7 +124,7 @@ class ObjectStore:
             self._put(f"{self._root}/{RECORD_FILE}", record.encode())
 
     def record(self) -> bytes:
-        """What `hold` stored last. Raises RunError."""
+        """The record that `hold` stored last. Raises RunError."""
         path = f"{self._root}/{RECORD_FILE}"
         with self._errors(path):
             self._refuse_link(path)

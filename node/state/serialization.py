@@ -1,4 +1,5 @@
-"""A layer unit's state as bytes, in the safetensors format: what nodes send, receive and snapshots store."""
+"""A layer unit's state as bytes in the safetensors format, as nodes send and receive it and snapshots store
+it."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -52,7 +52,7 @@ _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
 def snapshot_directory(root: Path, step: int) -> Path:
-    """Where the snapshot taken after `step` optimizer steps lives."""
+    """The folder of the snapshot that was taken after `step` optimizer steps."""
     return root / f"step-{step:08d}"
 
 
@@ -67,7 +67,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def held_by_nodes(run_directory: Path) -> str:
-    """How to fetch a snapshot that is not here; empty if nodes hold none."""
+    """How to fetch a snapshot that is not at the coordinator; empty if nodes hold none."""
     kept = sorted((run_directory / "kept").glob("step-*.json"))
     held = [path for path in kept if not path.with_suffix(".url").is_file()]
     if not held:
@@ -255,7 +255,7 @@ class SnapshotFolder:
         self._lock = Lock()
 
     def get(self, step: int, unit: str, size: int) -> LayerFile:
-        """As of every store. Raises what `read_unit` does."""
+        """See `SnapshotStore.get`. Raises what `read_unit` raises."""
         return LayerFile.of(read_unit(snapshot_directory(self._root, step), unit)[:size])
 
     def steps(self) -> tuple[int, ...]:
@@ -266,8 +266,8 @@ class SnapshotFolder:
             self._remove(step)
 
     def hold(self, steps: Collection[int], record: str = "") -> None:
-        """As of every store; incomplete snapshots that are older than the newest of `steps` go too, and
-        damaged ones that are older than all. No record is kept: the database is in the same directory."""
+        """See `SnapshotStore.hold`. Also removes incomplete snapshots older than the newest of `steps`, and
+        damaged ones older than all. No record is kept, because the database is in the same directory."""
         newest, oldest = max(steps, default=0), min(steps, default=0)
         with self._lock:
             for step, directory in _step_directories(self._root):
@@ -339,7 +339,7 @@ class SnapshotFolder:
             return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
 
     def check(self, step: int, unit: str, file: LayerFile) -> tuple[UnitEntry, tuple[float, float, float]]:
-        """What a unit's file is in a manifest, and its `state_sums`. Several threads may call it.
+        """What a manifest says about a unit's file, and its `state_sums`. Several threads may call it.
 
         Raises ProtocolViolationError if nobody can go on from it.
         """

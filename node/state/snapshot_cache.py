@@ -31,7 +31,7 @@ _SUM = 32
 
 
 class LayerName(NamedTuple):
-    """A file's place and, unchecked, what it is."""
+    """A file's place and, unchecked, its description."""
 
     step: int
     unit: str
@@ -40,7 +40,8 @@ class LayerName(NamedTuple):
 
 
 class SnapshotCache:
-    """Holds the newest steps, at most `limit` bytes. Implements `node.state.manifest.SnapshotStore`."""
+    """The layer files of the newest steps, with at most `limit` bytes. Implements
+    `node.state.manifest.SnapshotStore`."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         self._directory = directory
@@ -52,7 +53,7 @@ class SnapshotCache:
         """Files that are being written, and their bytes."""
 
     def get(self, step: int, unit: str, size: int = sys.maxsize) -> LayerFile | None:
-        """As of every store. A damaged file is removed."""
+        """See `SnapshotStore.get`. A damaged file is removed."""
         path = self._path(step, unit)
         try:
             content = path.read_bytes() if path is not None else b""
@@ -66,8 +67,8 @@ class SnapshotCache:
         return None
 
     def put(self, step: int, unit: str, data: bytes, *, sha256: str = "", durable: bool = True) -> None:
-        """As of every store; with the data's SHA-256 if it is known. Not `durable`: a machine that stops at
-        once may find the file damaged."""
+        """See `SnapshotStore.put`. The data's SHA-256 may be given if it is known. If not `durable`, a
+        machine that stops at once may find the file damaged."""
         with self.writing(step, unit, len(data)) as file:
             file.write(data)
             file.keep(sha256 or hashlib.sha256(data).hexdigest(), durable=durable).close()
@@ -110,11 +111,11 @@ class SnapshotCache:
         shutil.rmtree(self._directory / str(step), ignore_errors=True)
 
     def record(self) -> bytes:
-        """What `hold` stored last. Raises OSError."""
+        """The record that `hold` stored last. Raises OSError."""
         return (self._directory / RECORD_FILE).read_bytes()
 
     def hold(self, steps: Collection[int], record: str = "") -> None:
-        """As of every store. A failing disk is no error here: other nodes hold copies."""
+        """See `SnapshotStore.hold`. A failing disk is no error here, because other nodes hold copies."""
         self._kept = frozenset(steps)
         newest = max(steps, default=0)
         for step in self.steps():
@@ -169,7 +170,7 @@ class SnapshotCache:
         return sorted((int(path.name), path) for path in found)
 
     def _size(self, replaced: Path) -> int:
-        """Bytes on disk and on their way there, without the file that will be replaced."""
+        """The bytes on disk and on their way there, without the file that will be replaced."""
         coming = dict(self._coming)
         here = {path: path.stat().st_size for path in self._files()} | coming
         return sum(size for path, size in here.items() if path != replaced)
@@ -207,7 +208,7 @@ class LayerWriter:
 
 
 class StoredLayer:
-    """A file on this node's disk, which may be read until it is closed, though it is removed meanwhile.
+    """A file on this node's disk, which may be read until it is closed, even if it is removed meanwhile.
     Implements `node.state.manifest.LayerSource`."""
 
     def __init__(self, handle: int, size: int, sha256: str) -> None:

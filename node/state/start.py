@@ -32,14 +32,14 @@ OTHER_FILES = (
 ADAPTER_CONFIG = "adapter_config.json"
 MOST_CONFIG_BYTES = 4 << 20
 OTHER_TABLES = ("vocab.json", "merges.txt", SENTENCEPIECE)
-"""Of a tokenizer without `TOKENIZER`."""
+"""The files of a tokenizer that has no `TOKENIZER`."""
 PADDING = 1024
 """Rows that a model may have beyond its tokens are fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a run file's `model.from` stands for."""
+    """The checkpoint that a run file's `model.from` names."""
 
     name: str
     """The same, with a hub's revision pinned to a commit."""

@@ -1,8 +1,8 @@
 """Reads and checks a layer unit's snapshot file. Torch-free.
 
-A file that a node cannot load would end every attempt to resume, and older snapshots are pruned meanwhile. So
-tensors are compared with the run file by name, dtype and shape, and impossible numbers are refused by their
-largest and smallest element.
+A file that a node cannot load would end every attempt to resume, while older snapshots are removed. So the
+names, dtypes and shapes of tensors are compared with the run file, and impossible numbers are refused by
+their largest and smallest element.
 """
 
 import json
@@ -37,7 +37,7 @@ _DTYPES = (
     *("bool", "uint8", "int8", "int16", "uint16", "float16", BFLOAT16, "int32", "uint32"),
     *("float32", "float64", "int64", "uint64"),
 )
-"""In the order in which safetensors has them, the narrowest first."""
+"""The dtypes in the order in which safetensors has them, the narrowest first."""
 ALL, WEIGHTS = LASTS = ("all", "weights")
 """Values of `snapshots.last`."""
 _CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
@@ -88,7 +88,7 @@ class LayerDigest:
         text += b" " * (-len(text) % 8)
         self.head = len(text).to_bytes(8, "little") + text
         self.bytes = len(self.head) + at
-        """Of the whole file."""
+        """The size of the whole file in bytes."""
         self._reports = reports
         self._file, self._weights = sha256(self.head), sha256()
         self._sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
@@ -119,7 +119,7 @@ class LayerDigest:
 
     @property
     def weights_sha256(self) -> str:
-        """As `node.state.manifest.unit_weights_sha256`."""
+        """See `node.state.manifest.unit_weights_sha256`."""
         assert self._reports is not None, "asked for when it was made"
         return self._weights.hexdigest()
 
@@ -138,7 +138,7 @@ def unit_pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryvie
 
 
 def unit_hash(tensors: Mapping[str, np.ndarray]) -> UnitHash:
-    """What a unit's file is, which is not made for it."""
+    """The hash of a unit's file, without making the file."""
     digest = LayerDigest(layout_of(tensors))
     for name in digest.order:
         digest.add(name, tensors[name])
@@ -228,7 +228,7 @@ def _check_numbers(name: str, array: np.ndarray, windows: int) -> None:
 
 
 def _cache_layout(config: RunConfig, tensors: Mapping[str, np.ndarray]) -> Layout:
-    """Of any number of samples."""
+    """The layout of a sample cache, for any number of samples."""
     values, samples, since = (f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since"))
     count = tensors[samples].size if samples in tensors else 0
     return {

@@ -1,8 +1,8 @@
-"""Reads the tensors of a Hugging Face checkpoint by byte ranges, only those that are needed. Torch-free.
+"""Reads only the needed tensors of a Hugging Face checkpoint, by byte ranges. Torch-free.
 
-A safetensors file starts with 8 bytes of header length and a JSON header with each tensor's dtype, shape and
-byte range. A checkpoint is one such file or an index of several. Nothing is unpickled. All sizes are checked
-before anything is loaded, so an error leaves nothing half loaded.
+A safetensors file starts with 8 bytes of header length and a JSON header with each tensor's dtype, shape
+and byte range. A checkpoint is one such file, or an index of several. Nothing is unpickled. All sizes are
+checked before anything is loaded, so an error leaves nothing half loaded.
 """
 
 import asyncio
@@ -27,9 +27,10 @@ from wire.errors import DataError
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PIECE_BYTES = 32 << 20
-"""Longest single read."""
+"""The longest single read."""
 MOST_HEADER_BYTES = 16 << 20
-"""Of all headers and the index of a checkpoint together: the largest models have a tenth of it."""
+"""The most bytes of all headers and the index of a checkpoint together; the largest models have a tenth of
+it."""
 MOST_TENSORS = 100_000
 _FLOATS = ("F32", "F16", "BF16")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
@@ -47,7 +48,7 @@ Weights = dict[str, dict[str, np.ndarray]]
 
 
 class CheckpointError(DataError):
-    """What a checkpoint's files hold is wrong: to read them again would not help."""
+    """The contents of a checkpoint's files are wrong, so reading them again would not help."""
 
 
 class Files(Protocol):
@@ -57,7 +58,7 @@ class Files(Protocol):
     """Names the checkpoint in messages."""
 
     async def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is no such file."""
+        """The bytes of a file; None if there is no such file."""
         ...
 
     async def read(self, name: str, start: int, end: int) -> bytes:
@@ -113,7 +114,7 @@ class _Place:
 
 
 _Stored = tuple[_Place, ...]
-"""Where a tensor is: in one place, or codes and their scales."""
+"""Where a tensor is: in one place, or as codes and their scales."""
 
 
 class Checkpoint:
@@ -226,7 +227,7 @@ class Checkpoint:
         return (await self._place(name, tensor),)
 
     async def _packed_places(self, blocks: str, tensor: FileTensor) -> _Stored:
-        """Where codes and scales in MXFP4 are, whose last dimension is the inputs'."""
+        """Where the codes and scales of a tensor in MXFP4 are, whose last dimension is that of the inputs."""
         *leading, inputs, outputs = tensor.shape
         shapes = {
             blocks: (*leading, outputs, inputs // _MXFP4_BLOCK, _MXFP4_BLOCK // 2),
@@ -240,7 +241,7 @@ class Checkpoint:
         return tuple(found)
 
     async def _place(self, name: str, tensor: FileTensor, dtypes: Sequence[str] = _FLOATS) -> _Place:
-        """Where a tensor that the weight map has is, its shape and dtype checked."""
+        """Where a tensor of the weight map is, after checking its shape and dtype."""
         assert self._map is not None, "its name is from there"
         where = self._files.where
         place = (await self._header(self._map[name]))[1].get(name)

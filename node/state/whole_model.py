@@ -1,6 +1,6 @@
-"""A whole model from a snapshot in one process: held-out loss and generated text.
+"""A whole model from a snapshot in one process, for the held-out loss and generated text.
 
-Layers are read one file at a time, so loading takes the memory of the model and one layer's state.
+Layers are read one file at a time, so loading takes the memory of the model and of one layer's state.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
