@@ -152,7 +152,9 @@ def run(args: argparse.Namespace) -> int:
     if args.advertise:
         parse_listen(args.advertise)
         if args.no_listen:
-            raise UsageError("--advertise names a port to dial and --no-listen opens none: give one of them")
+            raise UsageError(
+                "--advertise names a port to dial, but --no-listen opens none: use only one of them"
+            )
     if args.metrics:
         parse_listen(args.metrics)
     if args.store:
@@ -163,11 +165,11 @@ def run(args: argparse.Namespace) -> int:
     if len(args.name) > MOST_NAME:
         raise UsageError(f"--name may have at most {MOST_NAME} characters, got {len(args.name)}")
     if args.relay and args.no_listen:
-        raise UsageError("--relay carries what comes to an open port and --no-listen opens none: give one")
+        raise UsageError("--relay needs an open port, but --no-listen opens none: use only one of them")
     if 0 < args.relay < 1:
         raise UsageError(f"--relay must be at least 1 Mbit/s, got {args.relay:g}")
     if args.model is not None and not args.model.is_dir():
-        raise UsageError(f"--model {args.model} is no folder: name the folder with its config.json")
+        raise UsageError(f"--model {args.model} is not a folder: name the folder that has its config.json")
     check_devices(args)
     if not 0 <= args.threads <= MOST_THREADS:
         raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")

@@ -24,8 +24,8 @@ def new_run_directory(wanted: Path | None, name: str) -> Path:
         if wanted is not None:
             if run_began(wanted):
                 raise UserError(
-                    f"{wanted} holds a run already: go on with `thinwire resume {wanted}`, or give another "
-                    "--run-dir"
+                    f"{wanted} holds a run already: continue with `thinwire resume {wanted}`, or give "
+                    "another --run-dir"
                 )
             check_free_or_ours(wanted, OURS, "--run-dir", besides=(DEMO_LOGS,))
             wanted.mkdir(mode=0o700, parents=True, exist_ok=True)

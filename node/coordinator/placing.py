@@ -294,7 +294,7 @@ class PlacePlanner:
         )
 
     def _most_blocks(self, offer: Candidate) -> int:
-        """How many blocks fit. A block counts with the memory that it takes on the stage where it takes most."""
+        """How many blocks fit, if each takes the memory of one on the stage where blocks take most."""
         if offer.memory_bytes == 0:
             return self._config.model.layers
         needs = self._needs(self._split, offer.devices)

@@ -298,8 +298,8 @@ def _compare(
         other, where = known.setdefault(manifest.step, (layers, path))
         if other != layers:
             raise UserError(
-                f"{path} and {where} say that the snapshot of step {manifest.step} is another one, so one of "
-                "them is wrong: leave that out, as most of the others say"
+                f"{path} and {where} disagree about the snapshot of step {manifest.step}, so one of "
+                "them is wrong: leave out the one that most others contradict"
             )
 
 

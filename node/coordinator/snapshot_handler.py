@@ -273,7 +273,7 @@ class SnapshotHandler:
             raise NotDueError(f"nobody asked for a snapshot of step {step}")
         if hosts[unit][0] != node_id:
             raise NotDueError(
-                f"layer {unit} of the snapshot of step {step} is another node's to hand in, not {node_id}'s"
+                f"layer {unit} of the snapshot of step {step} must come from another node, not from {node_id}"
             )
         if self._came[step, unit, node_id] >= MOST_REPEATS:
             raise ProtocolViolationError(f"layer {unit} of step {step} came {MOST_REPEATS} times before")

@@ -332,7 +332,7 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
         if not isinstance(value, str):
             found = f"it is {_KINDS.get(type(value), 'no text')}" if field in row else f"it has {_names(row)}"
             raise DataError(
-                f"{place} has no text in field {field!r} ({found}): mend or remove that row, or set [data] "
+                f"{place} has no text in field {field!r} ({found}): repair or remove that row, or set [data] "
                 "jsonl_field to the field that holds the text"
             )
         # Escapes may stand for zero bytes and halves of surrogate pairs, which a text file cannot contain.
@@ -600,7 +600,7 @@ def _json_rows(extent: Extent) -> Iterator[tuple[str, Document]]:
         elif isinstance(row, dict):
             yield place, row
         else:
-            raise DataError(f"{place} is not a JSON object but {_KINDS[type(row)]}: mend or remove it")
+            raise DataError(f"{place} is not a JSON object but {_KINDS[type(row)]}: repair or remove it")
 
 
 def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
@@ -770,7 +770,7 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
                 row[name] = value.decode() if isinstance(value, bytes) else value
             except Exception as error:  # of a value that Python cannot hold, or no UTF-8
                 raise DataError(
-                    f"{place}: column {name!r} cannot be read ({error}): mend or remove that row"
+                    f"{place}: column {name!r} cannot be read ({error}): repair or remove that row"
                 ) from error
         yield place, row
 

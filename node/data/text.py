@@ -68,7 +68,7 @@ def expanded(path: str, key: str) -> Path:
         return home() / below if own == "~" else Path(path).expanduser()
     except (RuntimeError, UserError):
         raise ConfigError(
-            f"{key} {path!r}: this machine knows no home of that user; write the whole path, from / on"
+            f"{key} {path!r}: this machine knows no home directory of that user; write the absolute path"
         ) from None
 
 

@@ -84,9 +84,9 @@ class Phases:
                 break
             if self._spare == 0:
                 raise RunError(
-                    f"steps of {step.done.seconds:.2g} s went by while the links changed, so what was "
-                    f"measured is of no link, and the run has no more to spare: raise lab.warmup_steps (now "
-                    f"{self._warmup})"
+                    f"steps of {step.done.seconds:.2g} s passed while the links changed, so what was "
+                    f"measured belongs to no setting, and the run has no spare steps left: raise "
+                    f"lab.warmup_steps (now {self._warmup})"
                 )
             self._spare -= 1
             self._write(step, label, "warmup")

@@ -79,13 +79,13 @@ class Results:
         values = read_results(path)
         if values["profile_sha256"] != profile.sha256:
             raise UserError(
-                f"{path} was measured with another version of this profile: results of both do not mix; "
-                "give another --out"
+                f"{path} was measured with another version of this profile: their results cannot be "
+                "combined; give another --out"
             )
         if other := differing(values["machine"], machine):
             raise UserError(
-                f"{path} was measured elsewhere (its {', '.join(other)} differ): results of both do not mix; "
-                "give another --out"
+                f"{path} was measured elsewhere (its {', '.join(other)} differ): their results cannot be "
+                "combined; give another --out"
             )
         # Older results do not record which cells were asked for.
         if "only" in values:

@@ -129,7 +129,7 @@ def test_directories_that_hold_a_run_or_none(prefork: Prefork, tmp_path: Path) -
         assert first.wait_exit() == 130
         database = (run.run_dir / "run.db").read_bytes()
 
-        assert "holds a run already: go on with `thinwire resume" in one_line(run.start())
+        assert "holds a run already: continue with `thinwire resume" in one_line(run.start())
         assert "holds no run" in one_line(run.command("resume", str(tmp_path)))
         assert "is not a directory" in one_line(run.command("resume", str(tmp_path / "nowhere")))
 

@@ -203,7 +203,7 @@ def test_a_folder_that_is_no_text_holds_no_text_of_a_run(
 
 
 def test_a_run_is_never_overwritten(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"holds a run already: go on with `thinwire resume {run_dir}`"):
+    with pytest.raises(UserError, match=f"holds a run already: continue with `thinwire resume {run_dir}`"):
         new_run_directory(run_dir, "demo")
     assert existing_run_directory(run_dir) == run_dir
     (run_dir / DATABASE_FILE).unlink()

@@ -166,7 +166,7 @@ def test_a_run_keeps_its_text_whatever_folder_it_is_resumed_in(
 @pytest.mark.parametrize("key", ["data.path", "data.tokenizer"])
 def test_the_home_of_nobody_is_named(key: str) -> None:
     config = default_config([f"{key}=~nosuchuser/x.txt"])
-    words = f"^{key} '~nosuchuser/x.txt': this machine knows no home of that user"
+    words = f"^{key} '~nosuchuser/x.txt': this machine knows no home directory of that user"
     with pytest.raises(ConfigError, match=words):
         with_absolute_paths(config)
     with pytest.raises(ConfigError, match=words):
