@@ -28,7 +28,7 @@ from wire.v1 import link_pb2
 NO_FRAMES = "the control stream goes on and no frame arrives"
 MAX_OPEN_PINGS = 8
 JUST_NOW = 1000
-"""Microseconds."""
+"""The microseconds up to which a moment counts as just now."""
 
 
 class _Ended(Exception):

@@ -21,7 +21,7 @@ LEAST_SECONDS = 2.0
 LEAST_OWED = 3 * OWED_SECONDS
 """A path counts as fast only if it has acknowledged as many frames as this time allows."""
 _MEMORY_SECONDS = 10.0
-"""Time under way after which what was before weighs 1/e."""
+"""The time under way after which older measurements weigh 1/e."""
 
 
 class Delivery:

@@ -23,7 +23,8 @@ from wire.identity.names import join_address, split_address
 HEAD_START_SECONDS = 0.25
 """The seconds before the next address of a host is dialled beside those that have not answered (RFC 8305)."""
 TRY_SECONDS, PAUSE_SECONDS = 1.5, 0.05
-"""One of several attempts to dial the same address, and the pause after one that was refused."""
+"""The seconds for one of several attempts to dial the same address, and the pause after an attempt that was
+refused."""
 PROXY_SECONDS = 10.0
 """The seconds for a proxy's answer, which comes after it has connected to its target."""
 _MOST_ANSWER = 16 * 1024

@@ -29,12 +29,12 @@ QUICK_SECONDS = 0.005
 SILENT_SECONDS = 30.0
 """The longest wait for the next chunk."""
 MOST_TRANSFERS, MOST_OF_A_NODE = 4, 2
-"""Layers that a node sends at a time, in all and to one other; more wait."""
+"""How many layers a node sends at a time, in total and to one other node; further requests wait."""
 AT_ONCE, AGAIN_SECONDS = 8, 60.0
-"""One node needs a file once, and again from where a line broke: it is sent it so often at once, and then
-once in so many seconds."""
+"""A node needs a file once, and again if a line breaks. So it gets each file at most this many times at once,
+and then once per so many seconds."""
 MOST_COUNTED = 4096
-"""Files and askers for which that is counted."""
+"""How many files and askers are counted for that limit."""
 LEAST_RATE = 10_000.0
 """The least bytes per second with which a file must come, besides `SILENT_SECONDS`. A sender that is slower
 is left for another holder."""

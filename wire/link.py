@@ -42,7 +42,7 @@ METADATA_PREFIX = "thinwire-"
 numbers."""
 
 PATIENCE_SECONDS = 2.0
-"""A direct path that fails is tried again for this long before another is."""
+"""For this many seconds a direct path that fails is tried again before another path is."""
 PATH_SECONDS = 3.0
 """The limit for one attempt to connect while there is another path."""
 RELAY_SILENT_SECONDS = 2.0
@@ -52,7 +52,7 @@ TOO_SLOW = "the relay is too slow"
 JUDGE_SECONDS = 0.5
 """The seconds between two checks of what a relay delivers."""
 MOST_BREAKS = 2
-"""Connections by one relay that broke; then others are tried first."""
+"""After this many broken connections through one relay, other relays are tried first."""
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 300.0
 """The time from changing to a path until the link looks for a better one. It triples each time, up to the
 longest."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _MEMORY_SECONDS = 2.0
-"""Carrying time after which a sample weighs 1/e of a new one: averages out the clock's noise."""
+"""The carrying time after which a sample weighs 1/e of a new one, which averages out the clock's noise."""
 _BUCKET_SECONDS = 0.05
 """The most a bucket holds, in time at its rate; the same as our `Pacer`'s."""
 _SHARE_SAVED = 0.1

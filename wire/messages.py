@@ -61,7 +61,7 @@ NODES = "nodes"
 
 
 MOST_HELD = 200
-"""Layers of one report of what a node holds and lacks."""
+"""The most layers in one report of what a node holds and lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)

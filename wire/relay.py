@@ -39,9 +39,10 @@ TELL_SECONDS = 10.0
 """How long two members that were told each other's addresses may stay, so that their NATs keep the
 mappings."""
 MOST_WAITING = 4
-"""Connections of one member that wait for one other in one role; of more, the oldest is dropped."""
+"""The most connections of one member that wait for one other in one role; beyond it, the oldest is
+dropped."""
 MOST_OF_A_NODE = 64
-"""Connections of one member, waiting or joined; it needs four for each neighbour."""
+"""The most connections of one member, waiting or connected; it needs four for each neighbour."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ PARTNER_SECONDS = 10.0
 TOGETHER_SECONDS = 4.0
 """How long two members dial each other at the same moment."""
 SPARES = 2
-"""Connections that wait at the relay for a neighbour: a link has two."""
+"""How many connections wait at the relay for a neighbour; a link has two."""
 _BACKLOG = 16
 
 

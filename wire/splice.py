@@ -26,7 +26,7 @@ STORE_BYTES = 256 * 1024
 _TURNS = 8
 """Reads of one direction before the loop's other work."""
 _SHORT_BYTES = 16 * 1024
-"""A read of less took all there was, most often: one more would find nothing."""
+"""A read of less than this usually took everything there was, so another read would find nothing."""
 _MOST_PIPES = 64
 """Kernel pipes of the process, two descriptors each; a direction has one only while it holds bytes."""
 

@@ -24,7 +24,7 @@ NOT_TOGETHER = {
     "nat": "dialling at the same moment did not help: one end's NAT has another port for each connection, or "
     "lets nothing in",
 }
-"""Why a link is not opened by both ends at once: in words, by the word of a report."""
+"""Why both ends of a link did not open it at once: the words for each code in a report."""
 
 
 def relay_path(node_id: str) -> str:

@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 SMALL = 128
 """How many nodes the coordinator serves itself."""
 SHARE = 64
-"""Nodes for each gateway."""
+"""How many nodes there are for each gateway."""
 START_SECONDS = 30.0
-"""Longer the coordinator does not wait for its gateways before it serves."""
+"""The most seconds for which the coordinator waits for its gateways before it serves."""
 RESTART_SECONDS = 0.2, 10.0
 LOOK_SECONDS = 1.0
 SILENT_LOOKS = 10
-"""A gateway from which nothing came between so many looks hangs, and is ended. Looks come late where this
-process itself was stopped, so that counts for little."""
+"""A gateway that sends nothing between this many checks hangs, and is ended. If this process itself was
+stopped, checks come late, so that counts for little."""
 STOP_SECONDS = 5.0
 MOST_UNREAD = 256 * 1024 * 1024
 """The most bytes that may wait for a gateway that does not read. Beyond it, the gateway is ended."""

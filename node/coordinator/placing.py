@@ -37,12 +37,12 @@ LOOK_SECONDS = 0.5
 PLAN_SECONDS = 5.0
 """The seconds between two plans."""
 MOST_WAIT = 1000
-"""Steps of a placement before it may change: `LEAST_STEPS`, twice as many after each move, at most this many.
-So noise cannot move a run to and fro."""
+"""The most steps before a placement may change. It starts at `LEAST_STEPS` and doubles after each move, so
+noise cannot move a run back and forth."""
 BUSY = 0.5
 """A link's measured rate counts where it carried tensors for this share of a step."""
 REST = 20
-"""Wait this many times as long as the last plan took to make."""
+"""The pause after a plan is this many times as long as the plan took to make."""
 
 
 class PlacePlanner:

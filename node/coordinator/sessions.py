@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
 RECONNECT_SECONDS = 2.0
-"""A node that connects too often is held up for this."""
+"""A node that connects too often is delayed by this many seconds."""
 MOST_LOOKUPS = 16
 """Concurrent DNS look-ups. A node chooses the name, and its name server may take minutes to answer."""
 NO_HELLO = "no hello came in time, or this node connects too often"
@@ -179,7 +179,7 @@ class Sessions:
 HEARTBEATS_A_SECOND = 250.0
 """The most heartbeats per second of all members together."""
 HEARTBEATS_IN_SILENCE = 3.5
-"""Heartbeats that a node misses before it counts as dead, at least."""
+"""A node must miss at least this many heartbeats before it counts as dead."""
 
 MOST_LINKS = 4
 """The most links in a report of one row: a stage has two neighbours, or three where the ring closes. Each

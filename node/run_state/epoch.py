@@ -67,17 +67,17 @@ from wire.messages import (
 
 REMEMBERED_AUDITS = 16
 PLACING_SECONDS = 300.0
-"""A node that does not say within this time what state it holds is stuck. Longer than a node may take to end
-the epoch before, and than one that has just come takes to compile kernels, to test its device and to measure
-a block of a large model."""
+"""A node that does not say within this time what state it holds is stuck. It is longer than a node may take
+to end the previous epoch, and longer than a node that has just joined takes to compile kernels, to test its
+device and to measure a block of a large model."""
 ENTERING_SECONDS = 120.0
 """A node that does not open the links of its seat within this time does not get it."""
 PROOF_STEPS = 3
-"""Steps that a state from disk repeats, as far as they are on record, before it counts as the run's."""
+"""The number of recorded steps that a state from disk must repeat before it counts as the run's."""
 Neighbours = Callable[[int, int], Collection[int]]
-"""(stage, number of stages) -> the stages that it has links with."""
+"""A function of (stage, number of stages) that gives the stages with which the stage has links."""
 StepPlan = Callable[[int, float], tuple[float, float]]
-"""(step, global gradient norm) -> (clip coefficient, learning rate)."""
+"""A function of (step, global gradient norm) that gives (clip coefficient, learning rate)."""
 
 
 class Phase(StrEnum):

@@ -37,17 +37,18 @@ from wire.messages import (
 )
 
 MAX_RETRIES = 3
-"""Attempts at one step that may fail, with nobody dead, before the run stops."""
+"""How many attempts at one step may fail, with nobody dead, before the run stops."""
 MAX_STRIKES = 3
-"""Refused messages, values refuted by a second node, or failed pairs, before a node is quarantined."""
+"""How many refused messages, values refuted by a second node, or failed pairs put a node into quarantine."""
 MIN_PARTNERS = 2
-"""Different nodes that a node must have failed with before it is quarantined for complaints."""
+"""With how many different nodes a node must have failed before complaints put it into quarantine."""
 MEMORY_STEPS = 100
-"""Steps for which a node that gave up its stage gets one only if no other node is left."""
+"""For this many steps, a node that gave up its stage gets one only if no other node is left."""
 LEAST_ENDS, MOST_ENDS = 3, 8
-"""Ends of a node that count together, at least and at most."""
+"""How many ends of a node count together, at least and at most."""
 UNLIKELY = 1e-4
-"""A node stands out if so many ends in so short a time have at most this chance at the rate of all others."""
+"""A node stands out if the chance of this many ends in such a short time, at the rate of all others, is at
+most this."""
 CALM_SECONDS = 600.0
 """The rate of ends that counts as usual before the others' rate is known: one end in this many seconds of
 having a stage."""
@@ -486,7 +487,8 @@ FIRST_PATIENCE = 120.0
 """The patience in an epoch's first step and while its state is loaded, when kernels are compiled and links
 warm up."""
 WORKING_PATIENCE, WORKING_TIMES = 2.0, 10.0
-"""A node that says that it works: as often as one that does nothing, and as often as steps take."""
+"""For a node that reports that it works, patience is longer: this many times that for a node that does
+nothing, or this many times the usual step time."""
 PATIENCE_TIMES = 3.0
 """How many times longer than the others, or than usual steps, a node may take. The stages of a slow pipeline
 answer in turn."""
@@ -496,18 +498,18 @@ complains itself within ten minutes (`node.stage.watchdog`, `node.stage.inbox`).
 LATE_TIMES = 3.0
 REMEMBERED_STEPS = 9
 SLOW_TIMES, SLOW_LEAST = 2.0, 2.0
-"""A node is slow in a step if it costs so many times what a step takes, and so many seconds, in addition."""
+"""A node is slow in a step if it adds this many times the usual step time, and at least this many seconds."""
 SLOW_STEPS, LOOKED_AT = 4, 32
-"""It is slow if it was in so many of at most so many steps that follow one another."""
+"""A node is slow if it was slow in so many of at most so many consecutive steps."""
 SLOWER_STEP = 1.005
 """By at most this factor per step, the usual step time counts as longer."""
 MORE_SECONDS = {Phase.PLACING: 10.0, Phase.RESTORING: 30.0}
 """The seconds used instead of `SLOW_LEAST` in these phases: the previous epoch has to end, and kernels are
 compiled."""
 FASTER = 1.5
-"""A spare counts as faster only if it is expected to be so many times as fast."""
+"""A spare counts as faster only if it is expected to be this many times as fast."""
 LEAST_RATE = 250_000.0
-"""Bytes a second that every node is expected to reach when it fetches or hands in its state."""
+"""The bytes per second that every node is expected to reach when it fetches or hands in its state."""
 
 
 def transfer_seconds(size: int, rate: float) -> float:

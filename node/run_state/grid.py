@@ -18,7 +18,8 @@ Groups = tuple[tuple[int, ...], ...]
 ONE_ROW: Groups = ((0,),)
 
 SHARED_STEPS = 30
-"""Steps of an epoch before its groups may move; twice as many after each move, as speeds vary."""
+"""How many steps an epoch has before its groups may move; twice as many after each move, because speeds
+vary."""
 MOST_SHARED_STEPS = 1000
 REMEMBERED_STEPS = 30
 """A node's speed is the median of this many steps. Groups move only when there are this many."""

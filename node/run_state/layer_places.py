@@ -14,11 +14,12 @@ from wire.messages import HeldLayer
 
 COPIES = 2
 MOST_UNDER_WAY = 3
-"""Snapshots that are not complete; of more, the oldest is given up."""
+"""The most incomplete snapshots. If there are more, the oldest is given up."""
 PATIENCE = 60.0
-"""Seconds that a node may take to fetch a copy, besides the time for its bytes; then another one is asked."""
+"""The seconds for a node to fetch a copy, besides the time for its bytes. After that, another node is
+asked."""
 LEAST_RATE = 62_500.0
-"""Lowest expected rate of a copy, in bytes a second."""
+"""The least expected rate of a copy, in bytes per second."""
 
 
 @dataclass

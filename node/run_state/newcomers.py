@@ -22,13 +22,14 @@ from node.run_state.votes import UnitNumbers
 from wire.messages import CoordinatorMessage, Follow, Following, FollowStep, NodeMessage, Placed, Seat
 
 MOST_BEHIND = 1
-"""Steps that a newcomer may still have to apply when its epoch begins."""
+"""How many steps a newcomer may still have to apply when its epoch begins."""
 OPEN_STEPS = 8
-"""So long after a snapshot nodes that come for an empty seat follow from it at once; then from a new one."""
+"""For this many steps after a snapshot, nodes that come for an empty seat follow from it; later they need a
+new one."""
 EARLY_SECONDS = 60.0
-"""Before the first step is done newcomers enter at once, for so long after the first of them."""
+"""Before the first step is done, newcomers enter at once for this long after the first of them."""
 MOST_STEPS = 64
-"""A newcomer with so many steps to apply is too slow: it enters at a snapshot that the others wait for."""
+"""A newcomer with this many steps to apply is too slow. It enters at a snapshot for which the others wait."""
 
 
 @dataclass(kw_only=True)

@@ -8,25 +8,26 @@ from node.run_state.epoch import Epoch
 from node.run_state.run_plan import RunPlan
 
 HASHES = "#hashes"
-"""Stands among the layers that a node is to hand in for what it says of them; no layer has this name."""
+"""The name, among the layers that a node must hand in, for its report of hashes. No layer has this name."""
 MAX_ASKED = 2
-"""Snapshots being uploaded at a time; on slower links some are skipped. Each costs its nodes a copy of their
-state."""
+"""How many snapshots may be uploaded at a time. On slower links some are skipped. Each costs its nodes a copy
+of their state."""
 
 
 PATIENCE = 60.0
-"""Seconds that a node may take to hand in its layers, besides the time for their bytes."""
+"""The seconds for a node to hand in its layers, besides the time for their bytes."""
 ALONE_TIMES = 15.0
-"""As much longer while nobody has handed in anything: it may not be the nodes."""
+"""How many times longer the run waits if no node has handed in anything, because it may not be the nodes'
+fault."""
 PATIENCE_TIMES = 4.0
-"""As often as it took the last time."""
+"""How many times longer than the last time a node may take."""
 LEAST_UPLOAD_RATE = 62_500.0
-"""Bytes a second that a node's layers are expected to come with while nothing is measured."""
+"""The bytes per second with which a node's layers are expected to come before anything is measured."""
 CHEAP_SECONDS, BEST_PAUSE = 5.0, 10.0
-"""A new best is saved at once where a snapshot takes this long at most, or so many times as long has passed
-since the last one."""
+"""A new best state is saved at once if a snapshot takes at most this many seconds, or if this many times its
+duration has passed since the last one."""
 SLOW_SECONDS = 10.0
-"""After this the operator sees whom a pending snapshot waits for."""
+"""After this many seconds the operator reads for which nodes a pending snapshot waits."""
 
 
 @dataclass

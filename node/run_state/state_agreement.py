@@ -21,19 +21,20 @@ from node.run_state.votes import UnitNumbers
 from wire.messages import StateHashes, UnitHash
 
 LATE_WORDS = 4
-"""Snapshots of which nodes may still say what they held."""
+"""For how many past snapshots nodes may still report what they held."""
 REMEMBERED = 64
-"""Snapshots."""
+"""How many snapshots are remembered."""
 LEAST_TIMES, MOST_TIMES = 0.25, 16.0
-"""Of a layer's weights: the sum of squares stays within so many times that of the newest agreed snapshot."""
+"""The sum of squares of a layer's weights stays between these multiples of that in the newest agreed
+snapshot."""
 MOMENT_TIMES = 1e6
-"""Of its moments: they follow the gradients, and never vanish."""
+"""The same for moments, which follow the gradients and never vanish."""
 OTHER_KIND = 0.05
-"""By so large a part the sums of nodes of another kind may differ."""
+"""The share by which the sums of nodes of another kind may differ."""
 PROBATION = 2
-"""Steps that a newcomer computes like others: the first shows its weights, the next its moments."""
+"""How many steps a newcomer must compute like others: the first shows its weights, the next its moments."""
 MOST_DISPUTES = 3
-"""Attempts at one step whose nodes do not agree, before the run ends."""
+"""How many attempts at one step may end without agreement before the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

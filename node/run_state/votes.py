@@ -86,39 +86,44 @@ Outcome = (
 
 
 UnitNumbers = Callable[[int], Sequence[frozenset[int]]]
-"""Number of stages -> the numbers of each stage's layer units."""
+"""A function of the number of stages that gives the numbers of each stage's layer units."""
 
 REMEMBERED = 32
-"""Steps that make the range."""
+"""How many steps make up the range."""
 LEAST = 8
-"""Steps that there must be for it."""
+"""How many steps there must be for a range."""
 HISTORY_STEPS = 1024
-"""Steps on record that a resumed run takes its references from."""
+"""How many recorded steps a resumed run uses for its references."""
 SPREAD = 8 * 1.4826
-"""Median absolute deviations; 1.4826 of them are a standard deviation of a normal distribution."""
+"""The width of the range in median absolute deviations; 1.4826 of them are a standard deviation of a normal
+distribution."""
 NORM_TIMES = 1e4
-"""In one step a squared norm up to this often the reference is plausible whatever the deviations."""
+"""In one step, a squared norm of up to this many times the reference is plausible, whatever the deviations
+are."""
 TREND_TIMES = 100.0
-"""So is one up to this often in most of the newest `LEAST` steps, beside what other stages' norms grew."""
+"""In most of the newest `LEAST` steps, a squared norm of up to this many times the reference is plausible,
+after subtracting the growth of other stages' norms."""
 SHRUNK_TIMES = 1e6
-"""So is one down to a part like this of the reference, where other stages' norms did not shrink too."""
+"""A squared norm of at least the reference divided by this is plausible, if other stages' norms did not
+shrink too."""
 ABSURD_TIMES = 1e12
-"""No deviations make more than this plausible."""
+"""Nothing above this many times the reference is plausible, whatever the deviations are."""
 RISE, FALL, EARLY = math.log(2) / 250, math.log(2) / 25, math.log(10)
 """How far the logarithm of a reference moves in a step: up, down, and in the n-th step `EARLY` / n."""
 LEAST_CLIP, CLIPPED_STEPS = 0.01, 50
-"""Gradients clipped to less than this part of them, in so many steps running, are worth a line."""
+"""A line is printed if gradients are clipped to less than this share in so many consecutive steps."""
 OTHERS_TIMES = 1e6
-"""In the first steps: a squared norm up to this often the largest of other stages."""
+"""In the first steps, a squared norm of up to this many times the largest of other stages is plausible."""
 LOSS_MARGIN = 1.0
-"""A loss this far from the median is plausible whatever the deviations, and half of the median."""
+"""A loss within this distance of the median, or within half of the median, is plausible whatever the
+deviations are."""
 REPEATED_TIMES = 16.0
-"""A replayed step's squared norm is within so many times the one on record: codecs and hardware may
+"""A replayed step's squared norm must be within this many times the recorded one. Codecs and hardware may
 differ."""
 REPEATED_LOSS, REPEATED_PART = 0.1, 0.05
-"""Its loss differs by at most so much, or by so large a part."""
+"""A replayed step's loss may differ by at most this much, or by this share."""
 RECORDED = 1024
-"""Steps whose votes are remembered for replays."""
+"""How many steps' votes are remembered for replays."""
 FIRST_LOSS = 1e4
 """The largest plausible loss in the first steps."""
 

@@ -30,8 +30,8 @@ READERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 SLICE = 1 << 22
 """Elements that are read at a time."""
 AHEAD = 32
-"""Slices, 512 MB in float32, that come from a GPU before they are hashed and written: the next change waits
-for the copies alone."""
+"""How many slices (512 MB in float32) may come from a GPU before they are hashed and written. The next change
+waits only for the copies."""
 AT_ONCE_BYTES = 8 << 20
 """A state of at most this size is copied at once, because that is faster than to start threads."""
 PATIENCE = 2.0

@@ -70,7 +70,7 @@ PATH_KEYS = frozenset(("name_or_path", "tokenizer_file", "special_tokens_map_fil
 """The keys of `SETTINGS` in which transformers writes paths that it does not read."""
 GENERATION = "generation_config.json"
 SNAPSHOT_TRIES = 5
-"""Snapshots that may be removed while they are read, one after the other."""
+"""How many snapshots in a row may be removed while they are read."""
 
 Arrays = Callable[[str], Mapping[str, np.ndarray]]
 """A unit's weights by name, float32."""

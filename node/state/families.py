@@ -19,7 +19,7 @@ from wire.errors import ConfigError
 OUTPUT = "lm_head.weight"
 """The head's matrix in a checkpoint."""
 LONGEST_DEFAULT_SEQUENCE = 1024
-"""`sequence` of a run file that does not say it, if the model takes as many positions."""
+"""The `sequence` of a run file that does not set it, if the model has at least this many positions."""
 _NOT_KEPT = ("dtype", "_name_or_path", "name_or_path", "transformers_weights", "quantization_config")
 _BY_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 

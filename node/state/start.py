@@ -34,7 +34,7 @@ MOST_CONFIG_BYTES = 4 << 20
 OTHER_TABLES = ("vocab.json", "merges.txt", SENTENCEPIECE)
 """The files of a tokenizer that has no `TOKENIZER`."""
 PADDING = 1024
-"""Rows that a model may have beyond its tokens are fewer."""
+"""A model may have fewer than this many rows beyond its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

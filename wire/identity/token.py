@@ -203,7 +203,7 @@ class Decision:
 
 
 CLAIM_SECONDS = 60.0
-"""A node that was admitted has so long to come before its use may go to another one."""
+"""The seconds for an admitted node to come. After that, its use of the token may go to another node."""
 
 
 def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now: float) -> Decision:
