@@ -77,11 +77,11 @@ class ModelSection:
     """The weights of a token's experts add up to 1 (mixture only); without it they are their shares of the
     softmax over all experts (OLMoE)."""
     balance_loss: float = 0.0
-    """Times this, each block adds to the loss: experts times the sum over them of their share of the tokens
-    times their mean probability (mixture only)."""
+    """Factor of a term that each block adds to the loss to balance its experts: the number of experts, times
+    the sum over them of their share of the tokens times their mean probability (mixture only)."""
     z_loss: float = 0.0
-    """Times this, each block adds the mean square of the logarithm of the sum of the router's exponentials
-    (mixture only)."""
+    """Factor of a term that each block adds to the loss to keep the router's logits small: the mean square of
+    the logarithm of the sum of their exponentials (mixture only)."""
     swiglu_limit: float = 0.0
     """Experts clamp gate and input to this and scale the gate's sigmoid by 1.702; 0 is plain SwiGLU (mixture
     only; gpt-oss)."""
@@ -139,7 +139,7 @@ class ModelSection:
     query_scale: int = 0
     """Scores are divided by the square root of this; 0 is the width of a head (llama only; Gemma 3)."""
     activation: str = "silu"
-    """Of the feed-forward's gate: `silu`, or `gelu` in its tanh form (llama only; Gemma 3)."""
+    """The activation of the feed-forward's gate: `silu`, or `gelu` in its tanh form (llama only; Gemma 3)."""
     scaled_embedding: bool = False
     """Token embeddings are multiplied by the square root of `hidden` (llama only; Gemma 3)."""
     init_std: float = 0.02
@@ -203,7 +203,7 @@ class DataSection:
     valid_every: int = 0
     """Measure the held-out loss every this many steps and after the last; 0 never does."""
     valid_samples: int = 64
-    """Held-out samples to measure the loss on; more take longer and vary less."""
+    """Held-out samples to measure the loss on; more samples take longer and give a steadier loss."""
     tokenizer: str = "bytes"
     """`bytes` (a token per byte, vocabulary 256), or a folder or file with `tokenizer.json`, GPT-2 style
     BPE tables or `tokenizer.model`."""
@@ -272,7 +272,7 @@ class TrainingSection:
     loss_scale: float = 65536.0
     """With `precision` float16: the loss's first factor, a power of two. It halves after a skipped step."""
     loss_scale_steps: int = 1000
-    """With `precision` float16: after so many steps without a skipped one the factor doubles."""
+    """With `precision` float16: the factor doubles after this many steps without a skipped one."""
     compute: str = "precision"
     """Multiply blocks' matrices in `precision`, or in `fp8`: forward and for inputs' gradients in e4m3, with
     a scale a row; attention, embedding and head stay in bfloat16. Needs `precision` bfloat16, and GPUs of
@@ -296,7 +296,7 @@ class TrainingSection:
     export_every: int = 0
     """Write a Hugging Face folder at every n-th snapshot, in the run directory's `exports`; 0 writes none."""
     cuda_graphs: bool = True
-    """Capture passes as CUDA graphs on single-GPU nodes; bit-identical."""
+    """Capture passes as CUDA graphs on single-GPU nodes; the bits are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,10 +360,11 @@ class PipelineSection:
     chunks: int = 1
     """Model chunks in a stage; above 1 the schedule is interleaved 1F1B."""
     sequence_chunks: SequenceChunks = 1
-    """Cut each sample along the sequence into so many slices, which pass through the stages one after another
-    (exact; no link carries more bytes): fill, drain and what a stage keeps for backward shrink by this
-    number. `auto` takes the fewest with which fill and drain are at most 4 % of a step, beside links. The
-    number decides bits."""
+    """Cut each sample along the sequence into this many slices, which pass through the stages one after
+    another. The result is exact, and no link carries more bytes. The times to fill and drain the pipeline,
+    and what a stage keeps for backward, shrink by this number. `auto` takes the fewest slices for which
+    filling and draining take at most 4 % of a step, apart from links. The number of slices determines
+    bits."""
     window: Window = "auto"
     """Extra microbatches in flight on each link, or slices (see `sequence_chunks`), to overlap compute with
     transfers; `auto` plans it from measured times."""
@@ -373,9 +374,9 @@ class PipelineSection:
     split: tuple[int, ...] = ()
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty balances them by cost."""
     placement: str = "order"
-    """Who gets which stage: `order`, as nodes come; or `measured`, by their speed, memory and the lines
-    between them, which nodes measure. Then stages move and `split` changes where that makes a step shorter by
-    a tenth and pays back within 200 steps what the move takes. A split decides bits, so it is on record."""
+    """How stages are assigned: in the `order` in which nodes join, or `measured`, by their speed and memory
+    and the lines between them, which nodes measure. Then stages move, and `split` changes, if a step becomes
+    a tenth shorter and 200 steps make up for the cost. A split determines bits, so it is on record."""
     head: str = "auto"
     """The stage of a tied model's head. `first`: with the embedding, so that the last stage sends its hidden
     states there. `last`: the two send each other the weight's gradient; also where the first stage is short
@@ -387,12 +388,12 @@ class PipelineSection:
     backward_codec: str = "fixed-8"
     """Codec of their gradients: the same names, without `aqsgd-b`."""
     min_bits: float = 4.41
-    """With codec `auto`: the fewest bits an element, 2 to 8, that a link which binds anyway may get."""
+    """With codec `auto`: the fewest bits per element, 2 to 8, for a link that limits the step in any case."""
     cache_gb: float = 4.0
     """With `aqsgd-b`: the most memory, in GB, of a stage's sample cache."""
     groups: int = 1
-    """Gradient groups of a step's microbatches, which must divide their number. Up to so many rows of nodes
-    share a step; the run's bits depend on `groups` and not on how many rows there are."""
+    """Gradient groups of a step's microbatches; must divide their number. At most this many rows of nodes
+    share a step. The run's bits depend on `groups`, but not on the number of rows."""
     sync_codec: str = "fixed-8"
     """With several groups: codec of each group's gradient and of their sums: `fp32`, `bf16`, `fp16`,
     `fixed-2` to `-10`, `trellis-2` to `-10`."""
@@ -440,8 +441,8 @@ class SyncSection:
 
     every: int = 1
     """Local steps in a step. 1 sums gradients exactly. Above 1 a step is a round: the samples of each
-    gradient group are cut into so many parts, the group takes an optimizer step of its own on each, and then
-    all go on from the mean of their weights. Must divide the microbatches of a group."""
+    gradient group are divided into this many parts, the group takes its own optimizer step on each, and then
+    all groups continue from the mean of their weights. Must divide the microbatches of a group."""
     warmup: int = 100
     """With `every` above 1: steps at the start of the run that are exact all the same, with one optimizer
     step each. Local steps from initial weights cost far more loss."""
