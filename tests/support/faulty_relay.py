@@ -195,8 +195,8 @@ def faulty_port(target: int) -> Iterator[Spoilt]:
 PIECES = {"trickles": (TRICKLE, 1.0), "drops": (READ_BYTES, 0.0)}
 """By fault: the most bytes that a relay reads at a time, and how long it holds them."""
 CARRIED = 60_000
-"""Bytes that a pair's connection carries well, both ways together: a few steps of the smallest model, each of which
-carries 20 kB, so that one step at least is seen to have come this way."""
+"""Bytes that a pair's connection carries well, both ways together. A step of the smallest model has 20 kB, so
+at least one step is seen to come this way."""
 
 
 def spoil_pipes(fault: str) -> None:
