@@ -75,7 +75,7 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert "this machine is ready" in healthy
 
         # Slow, so that steps leave the processor to the commands.
-        run.program = ("tests.support.slow_node",)
+        run.program = ("tests.support.slow_node", "node.cli.main")
         run.add_node()
         run.program = ("node.cli.main",)
         coordinator.wait_event(SnapshotStored, lambda stored: stored.step >= 4)

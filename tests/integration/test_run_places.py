@@ -68,7 +68,7 @@ def start_with_a_slow_node(run: Run) -> Coordinator:
     """The second of two nodes is slow."""
     coordinator = run.start()
     run.add_node()
-    run.program = ("tests.support.slow_node",)
+    run.program = ("tests.support.slow_node", "node.cli.main")
     run.add_node()
     return coordinator
 

@@ -46,6 +46,19 @@ PROGRAMS = (
     "tests.support.strangers",
 )
 """Modules that `-m` can start: their `main` reads `sys.argv` and returns an exit code."""
+USED_LATER = (
+    *(
+        "encodings.ascii",
+        "encodings.idna",
+        "encodings.utf_8_sig",
+        "grpc.aio",
+        "grpc._channel",
+        "grpc._server",
+    ),
+    *("torch.utils._device", "node.cli.importing", "node.cli.run_output", "node.coordinator.rebuild"),
+    *("node.display.loggers", "tests.support.faults", "wire.codecs.raw"),
+)
+"""Modules that a process imports once it runs, beside those that `node.cli.main` does."""
 DESCRIPTORS_VARIABLE = "THINWIRE_TEST_DESCRIPTORS"
 """In a process's environment: the most descriptors that it may have."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -299,9 +312,6 @@ def _execute(words: list[str]) -> int:
 
 
 def _import_everything() -> None:
-    import encodings.idna  # noqa: F401  # imported for the processes to be forked
-
-    import grpc.aio  # noqa: F401
     from cryptography.hazmat.primitives.asymmetric import ec
 
     import node.cli.coordinator
@@ -318,6 +328,8 @@ def _import_everything() -> None:
     from node.stage import machine_info
     from wire.identity.credentials import key_to_pem, make_csr
 
+    for name in USED_LATER:
+        importlib.import_module(name)
     node.cli.main.build_parser()  # imports every command
     # What every process would read and import first: its packages, a run's settings, how to sign a request.
     node.processes.node.package_owners = cache(doctor.package_owners)

@@ -1,13 +1,13 @@
 """`thinwire` whose blocks take longer and compute the same: a slow node.
 
-python -m tests.support.slow_node join TOKEN ...
+python -m tests.support.slow_node PROGRAM join TOKEN ...
 """
 
+import importlib
 import sys
 import time
 from typing import Any
 
-from node.cli.main import main as thinwire
 from node.model import blocks
 
 SECONDS = 0.06
@@ -23,7 +23,9 @@ def main() -> int:
         return forward(block, *arguments, **named)
 
     blocks.Block.forward = slow  # type: ignore[method-assign]
-    return thinwire()
+    del sys.argv[0]
+    code: int = importlib.import_module(sys.argv[0]).main()
+    return code
 
 
 if __name__ == "__main__":
