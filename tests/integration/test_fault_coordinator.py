@@ -36,12 +36,10 @@ def killed(phase: Phase, *, step: int = STEP, skip: int = 0) -> Fault:
     return Fault(kind=Kind.COORDINATOR_KILL, phase=phase, step=step, skip=skip)
 
 
-KILLS = (
-    # Before the first layer of the first snapshot, and after the last.
-    (killed(Phase.SNAPSHOT, step=SNAPSHOT),),
-    (killed(Phase.SNAPSHOT, step=SNAPSHOT, skip=UNITS - 1),),
+KILLS = {
+    "last-layer": (killed(Phase.SNAPSHOT, step=SNAPSHOT, skip=UNITS - 1),),
     # Between two batches, votes or answers of one step: some nodes have it, some do not.
-    (
+    "in-steps": (
         killed(Phase.FORWARD, step=3, skip=1),
         killed(Phase.VOTING, step=4),
         killed(Phase.VOTING, step=5, skip=2),
@@ -49,10 +47,10 @@ KILLS = (
         killed(Phase.APPLY, step=7),
         killed(Phase.APPLY, step=8, skip=2),
     ),
-)
+}
 
 
-@pytest.mark.parametrize("kills", KILLS, ids=["first-layer", "last-layer", "in-steps"])
+@pytest.mark.parametrize("kills", KILLS.values(), ids=KILLS.keys())
 def test_a_killed_coordinator_finds_its_nodes_again(
     kills: tuple[Fault, ...], tmp_path: Path, prefork: Prefork
 ) -> None:
@@ -122,19 +120,12 @@ def test_coordinator_and_node_killed_in_the_same_step(tmp_path: Path, prefork: P
         run.assert_undisturbed()
 
 
-@pytest.mark.parametrize(
-    "skips",
-    [(0, UNITS), (UNITS, UNITS - 1)],
-    ids=["first-layer-and-manifest", "manifest-and-last-layer"],
-)
-def test_a_snapshot_torn_in_the_middle_of_a_write(
-    skips: tuple[int, int], tmp_path: Path, prefork: Prefork
-) -> None:
-    """kill -9 between writing a temporary file and renaming it, on the way and in the last snapshot: the
-    partial file is never used."""
+def test_a_snapshot_torn_in_the_middle_of_a_write(tmp_path: Path, prefork: Prefork) -> None:
+    """kill -9 between writing a temporary file and renaming it, a layer on the way and the last
+    snapshot's manifest. The partial file is never used."""
     torn = [
         Fault(kind=Kind.TORN_WRITE, phase=Phase.SNAPSHOT, step=step, skip=skip)
-        for step, skip in zip((SNAPSHOT, 6), skips, strict=True)
+        for step, skip in ((SNAPSHOT, 0), (6, UNITS))
     ]
     with FaultRun(tmp_path, small(), torn, launch=prefork.popen) as run:
         run.start()

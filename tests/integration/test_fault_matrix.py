@@ -4,13 +4,11 @@ Faults of links and of the coordinator are in the files beside this one.
 """
 
 import contextlib
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from node.config.schema import RunConfig
 from node.telemetry.events import (
     Event,
     NodeJoined,
@@ -20,11 +18,10 @@ from node.telemetry.events import (
     SnapshotStored,
     StepAborted,
 )
-from node.tuning.memory import stage_storages
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, held, small, until_joined
 from tests.support.faults import Fault, Kind, Phase
-from tests.support.run_harness import Process, packed
+from tests.support.run_harness import Process
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -79,23 +76,10 @@ KILLS = {
 def test_spares_take_the_stages_of_killed_nodes(
     kills: tuple[Fault, ...], tmp_path: Path, prefork: Prefork
 ) -> None:
-    """Each death is noticed by its connection, and a spare goes on from a snapshot."""
-    replace_killed_nodes(small(steps=12), kills, tmp_path, prefork)
-
-
-def test_a_spare_takes_the_stage_of_a_killed_node_that_kept_few_bits(
-    tmp_path: Path, prefork: Prefork
-) -> None:
-    """e4m3 gradients and moments, weights in bfloat16, 4-bit activations, on each stage in other bits."""
-    config = packed(small())
-    assert len({storage.ffn_input for storage in stage_storages(config, 3)}) > 1
-    replace_killed_nodes(config, [at(Kind.KILL, Phase.BACKWARD)], tmp_path, prefork)
-
-
-def replace_killed_nodes(config: RunConfig, kills: Sequence[Fault], tmp_path: Path, prefork: Prefork) -> None:
-    """One node after the other dies, in later and later steps. There is a spare for each."""
+    """One node after the other dies, in later and later steps. Each death is noticed by its connection, and a
+    spare goes on from a snapshot."""
     count = 3 + len(kills)
-    with FaultRun(tmp_path, config, kills, gather=count, launch=prefork.popen) as run:
+    with FaultRun(tmp_path, small(steps=12), kills, gather=count, launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), *(run.add_spare() for _ in kills)]
         run.assert_ends_undisturbed(restart=False)
@@ -142,10 +126,9 @@ def test_a_node_killed_while_its_state_is_saved_before_it_leaves(tmp_path: Path,
         assert exit_codes(nodes) == [KILLED, 0, 0, 0]
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.VOTING])
-def test_a_node_that_leaves_loses_nothing(phase: Phase, tmp_path: Path, prefork: Prefork) -> None:
-    """Ctrl-C in any phase: the step ends, its state is saved, the spare goes on with the next step."""
-    leave = at(Kind.LEAVE, phase)
+def test_a_node_that_leaves_loses_nothing(tmp_path: Path, prefork: Prefork) -> None:
+    """Ctrl-C: the step ends, its state is saved, the spare goes on with the next step."""
+    leave = at(Kind.LEAVE, Phase.VOTING)
     with FaultRun(tmp_path, small(), [leave], gather=4, launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
@@ -212,16 +195,17 @@ def test_a_node_that_froze_while_it_enrolled_waits_in_the_lobby(tmp_path: Path, 
         assert joined == run.node_id(nodes.index(late)) not in placement.nodes
 
 
-@pytest.mark.parametrize("kind", [Kind.CUT, Kind.CUT_CONTROL])
-def test_connections_cut_in_every_phase_come_back(kind: Kind, tmp_path: Path, prefork: Prefork) -> None:
+def test_connections_cut_in_every_phase_come_back(tmp_path: Path, prefork: Prefork) -> None:
     """A lost connection to a neighbour or to the coordinator costs no step."""
     points = [(phase, stage) for phase in IN_A_STEP for stage in range(3)]
-    cuts = [
-        Fault(kind=kind, phase=phase, stage=stage, step=step) for step, (phase, stage) in enumerate(points)
-    ]
-    saving = [Fault(kind=kind, phase=Phase.SNAPSHOT, stage=stage, step=20) for stage in range(3)]
-    config = small(steps=22, snapshot_every=20)
-    with FaultRun(tmp_path, config, [*cuts, *saving], launch=prefork.popen) as run:
+    cuts = []
+    for number, kind in enumerate((Kind.CUT, Kind.CUT_CONTROL)):
+        for step, (phase, stage) in enumerate(points, 22 * number):
+            cuts.append(Fault(kind=kind, phase=phase, stage=stage, step=step))
+        for stage in range(3):
+            cuts.append(Fault(kind=kind, phase=Phase.SNAPSHOT, stage=stage, step=20 + 20 * number))
+    config = small(steps=42, snapshot_every=20)
+    with FaultRun(tmp_path, config, cuts, launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
         run.assert_ends_undisturbed()

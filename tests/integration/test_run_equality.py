@@ -1,6 +1,6 @@
 """Runs of real processes give the unsplit trainer's losses and weights, bit for bit.
 
-These are forked; `test_run_faults.py` starts every process of a run from nothing, and holds it to the same.
+The coordinator and a node of one run start from nothing; other processes are forked.
 """
 
 import subprocess
@@ -26,8 +26,10 @@ RING = replace(
 @pytest.mark.parametrize("config", [PLAIN, RING], ids=["four-stages", "two-stages-two-chunks-tied"])
 def test_a_run_is_the_unsplit_model(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, config, launch=prefork.popen) as run:
-        coordinator = run.start()
-        nodes = run.add_nodes(config.pipeline.stages)
+        # What is wrapped is not forked.
+        wrapper = ("env",) if config is PLAIN else ()
+        coordinator = run.start(wrapper=wrapper)
+        nodes = [run.add_node(wrapper=wrapper), *run.add_nodes(config.pipeline.stages - 1)]
         assert coordinator.wait_exit() == 0
         assert [node.wait_exit() for node in nodes] == [0] * len(nodes)
         run.assert_undisturbed()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from node.cli.main import main
 from node.config.schema import RunConfig
 from node.display.render import SHORT_ID
 from node.display.watch import PageWatch
@@ -49,41 +50,32 @@ def said(node: Process) -> str:
     return line
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT_APPLY])
-def test_a_spare_takes_the_stage_of_a_node_that_ran_out(
-    phase: Phase, tmp_path: Path, prefork: Prefork
-) -> None:
-    fault = Fault(kind=Kind.MEMORY, phase=phase, stage=1, step=3)
-    with FaultRun(tmp_path, small(), [fault], gather=4, launch=prefork.popen) as run:
+def test_spares_take_the_stages_of_nodes_that_ran_out(tmp_path: Path, prefork: Prefork) -> None:
+    phases = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT_APPLY)
+    faults = [
+        Fault(kind=Kind.MEMORY, phase=phase, stage=1, step=step) for step, phase in enumerate(phases, 3)
+    ]
+    count = 3 + len(faults)
+    with FaultRun(tmp_path, small(steps=8), faults, gather=count, launch=prefork.popen) as run:
         run.start()
-        nodes = [*run.add_nodes(3), run.add_spare()]
+        nodes = [*run.add_nodes(3), *(run.add_spare() for _ in faults)]
         run.assert_ends_undisturbed(restart=False, codes=(0, 1))
-        assert sorted(node.wait_exit() for node in nodes) == [0, 0, 0, 1]
-        (victim,) = [node for node in nodes if node.wait_exit() == 1]
+        assert sorted(node.wait_exit() for node in nodes) == [0, 0, 0, 1, 1, 1]
         estimate = bytes_text(stage_bytes(run.config, 3)[1])
-        assert said(victim).startswith(
-            "thinwire: error: cpu ran out of memory at stage 1 of 3, which was estimated to need "
-            f"{estimate}, and this node ends; it offered "
-        )
-        before, after = run.all(PlacementMade)
-        number = nodes.index(victim)
-        assert before.nodes[1] == run.node_id(number) and run.node_id(number) not in after.nodes
-        (left,) = run.all(NodeLeft)
-        assert left.node_id == run.node_id(number)
-        assert left.reason.startswith(
-            f"it ended: cpu ran out of memory at stage 1 of 3, which was estimated to need {estimate}; it "
-        )
-        assert "and this node ends" not in left.reason and "pipeline.window" not in left.reason
+        ran_out = f"cpu ran out of memory at stage 1 of 3, which was estimated to need {estimate}"
+        placements, departures = run.all(PlacementMade), run.all(NodeLeft)
+        assert len(departures) == len(faults)
+        for before, after, left in zip(placements, placements[1:], departures, strict=False):
+            assert before.nodes[1] == left.node_id not in after.nodes
+            (victim,) = [node for number, node in enumerate(nodes) if run.node_id(number) == left.node_id]
+            assert said(victim).startswith(f"thinwire: error: {ran_out}, and this node ends; it offered ")
+            assert left.reason.startswith(f"it ended: {ran_out}; it ")
+            assert "and this node ends" not in left.reason and "pipeline.window" not in left.reason
 
 
-def answer(run: FaultRun, *command: str) -> str:
-    """The output of a command that ends by itself."""
-    process = run.command(*command)
-    assert process.wait_exit() == 0, process.report()
-    return "\n".join(process.lines)
-
-
-def test_operators_read_why_it_is_gone(tmp_path: Path, prefork: Prefork) -> None:
+def test_operators_read_why_it_is_gone(
+    tmp_path: Path, prefork: Prefork, capsys: pytest.CaptureFixture[str]
+) -> None:
     """While the run is on, and once it is over."""
     fault = Fault(kind=Kind.MEMORY, phase=Phase.BACKWARD, stage=1, step=3)
     with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
@@ -93,11 +85,11 @@ def test_operators_read_why_it_is_gone(tmp_path: Path, prefork: Prefork) -> None
         (left,) = run.all(NodeLeft)
         directory, gone = str(run.run_dir), f"gone      {left.node_id[:SHORT_ID]}: {left.reason}"
         assert left.reason.startswith("it ended: cpu ran out of memory at stage 1 of 3, ")
-        assert gone in answer(run, "status", directory)
+        assert main(["status", directory]) == 0 and gone in capsys.readouterr().out
         run.add_spare()
         assert run.tend(restart=False) == 0
         run.assert_undisturbed(codes=(0, 1))
-        assert gone in answer(run, "status", directory)
+        assert main(["status", directory]) == 0 and gone in capsys.readouterr().out
         page = run.command("dashboard", directory, "--listen", "127.0.0.1:0")
         url = page.wait_line(lambda line: line.startswith("page at ")).split()[2]
         (seen,) = [event for event in PageWatch(url).view().events if event.kind == "left"]
