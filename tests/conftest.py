@@ -4,6 +4,7 @@ What tests themselves share is in `tests.support.session`.
 """
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from functools import cache
@@ -11,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Here and in all that tests start: threads that wait for their next part of a product spin, on cores that others
+# need. This stands before anything imports torch.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = (
