@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-# Here and in all that tests start: threads that wait for their next part of a product spin, on cores that others
-# need. This stands before anything imports torch.
+# Here and in all that tests start: threads that wait for their next part of a product spin, on cores that
+# others need. This stands before anything imports torch.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
