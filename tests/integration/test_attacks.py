@@ -16,15 +16,12 @@ SEED = 21
 SAYS = {
     "nan-once": "as another node found; it gets a stage again only if no other node is left",
     "internal": "a spare takes stage",
-    "flood-heartbeats": "quarantined: a heartbeat of",
     "flood-gateway": "quarantined: a heartbeat of",
     "huge-layers": "bytes, not 67108864: a spare takes stage",
     "reconnect": "its connection closed and did not come back",
     "wrong-activations": "two others did not get the same",
-    "wrong-no-spare": "two others did not get the same",
     "zero-layers": "is not the one that 2 other nodes hold",
     "layer-of-another": "is not the one of step",
-    "late-layer-of-another": "is not the one of step",
     "stored-layer-of-another": "is not the one of step",
 }
 """What the operator reads about the liar."""

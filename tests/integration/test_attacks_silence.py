@@ -12,7 +12,6 @@ SAYS = {
     "no-applied": "it did not end step",
     "idle": "it did nothing in step",
     "withhold-layers": "it did not hand in its layers of step",
-    "silent": "it has been silent for more than",
 }
 """What the operator reads about the liar."""
 
