@@ -24,9 +24,6 @@ FLOAT16 = replace(
     training=replace(CONFIG.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=4),
 )
 """Some steps are skipped before it stops, and some after: the factor of the loss goes on."""
-SLICES = replace(
-    CONFIG, run=replace(CONFIG.run, steps=10), pipeline=replace(CONFIG.pipeline, sequence_chunks=3)
-)
 TIED_RING = replace(
     CONFIG,
     run=replace(CONFIG.run, steps=8),
@@ -54,7 +51,7 @@ def stopped(run: Run) -> int:
     return stopped_at
 
 
-@pytest.mark.parametrize("config", [PACKED, FLOAT16, SLICES], ids=["packed", "float16", "slices"])
+@pytest.mark.parametrize("config", [PACKED, FLOAT16], ids=["packed", "float16"])
 def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
@@ -187,8 +184,7 @@ def test_a_damaged_newest_snapshot_costs_some_steps(when: str, prefork: Prefork,
         run.assert_undisturbed()
 
 
-@pytest.mark.parametrize("harm", ["truncated", "missing"])
-def test_a_damaged_record_is_rebuilt_by_resume(harm: str, prefork: Prefork, tmp_path: Path) -> None:
+def test_a_damaged_record_is_rebuilt_by_resume(prefork: Prefork, tmp_path: Path) -> None:
     """The run goes on from its newest snapshot, and a manifest of another one that is nonsense is damage."""
     config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=2))
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=7)) as run:
@@ -200,9 +196,7 @@ def test_a_damaged_record_is_rebuilt_by_resume(harm: str, prefork: Prefork, tmp_
         for companion in ("-wal", "-shm"):
             database.with_name(f"run.db{companion}").unlink(missing_ok=True)
         whole = database.read_bytes()
-        database.unlink()
-        if harm == "truncated":
-            database.write_bytes(whole[: len(whole) // 2])
+        database.write_bytes(whole[: len(whole) // 2])
         second = run.resume("coordinator.regroup_seconds=0.5")
         told = second.wait_event(Notice, lambda notice: "rebuilt from the snapshot" in notice.text)
         assert f"rebuilt from the snapshot of step {newest}" in told.text
