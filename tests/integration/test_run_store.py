@@ -36,13 +36,12 @@ def recorded(url: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("kind", ["s3", "file"])
 def test_a_run_that_lost_its_coordinator_and_its_nodes_goes_on_from_the_store(
-    kind: str, prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("fsspec")
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(s3_server(monkeypatch)) if kind == "s3" else f"file://{tmp_path}/store"
+        url = stack.enter_context(s3_server(monkeypatch))
         pipeline = replace(CONFIG.pipeline, stages=2)
         config = replace(CONFIG, pipeline=pipeline, snapshots=SnapshotsSection(keep=url))
         run = stack.enter_context(FaultRun(tmp_path, config, [HOLD], launch=prefork.popen))
