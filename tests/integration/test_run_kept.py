@@ -12,6 +12,8 @@ from node.model.units import unit_names
 from node.state.snapshot_cache import RECORD_FILE
 from node.telemetry.events import SnapshotStored
 from tests.support.fault_prefork import Prefork
+from tests.support.fault_run import FaultRun, held
+from tests.support.faults import Fault, Kind, Phase
 from tests.support.links import eventually
 from tests.support.run_harness import SMALL, TINY, Run, Still
 
@@ -80,20 +82,18 @@ def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_ag
 def test_a_run_whose_coordinator_lost_its_disk_is_recovered_from_its_nodes(
     prefork: Prefork, tmp_path: Path
 ) -> None:
-    # Steps so long that each layer of step 6 is copied before stage 1 stops.
-    batch = 16 * CONFIG.training.global_batch
-    config = replace(CONFIG, training=replace(CONFIG.training, global_batch=batch))
-    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=1, steps=11)) as run:
-        lost = run.start()
-        run.add_nodes(3)
-        number = 1 if run.wait_still() is run.nodes[0] else 0
-        lost.wait_event(SnapshotStored, lambda stored: stored.step == 6)
-        asyncio.run(eventually(lambda: recorded(run.state_dir(number)) == 6))
-        for process in (lost, *run.nodes):
-            process.kill()
+    hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=6)
+    with FaultRun(tmp_path, CONFIG, [hold], launch=prefork.popen) as run:
+        with held(run, hold):
+            lost = run.start()
+            run.add_nodes(3)
+            lost.wait_event(SnapshotStored, lambda stored: stored.step == 6)
+            asyncio.run(eventually(lambda: recorded(run.state_dir(0)) == 6))
+            for process in (lost, *run.nodes):
+                process.kill()
         shutil.rmtree(run.run_dir)
         recovered = run.command(
-            *("recover", "--from", str(run.state_dir(number)), "--run-dir", str(run.run_dir)),
+            *("recover", "--from", str(run.state_dir(0)), "--run-dir", str(run.run_dir)),
             *(f"data.path={run.text_file}", "coordinator.listen=127.0.0.1:0"),
         )
         assert recovered.wait_exit() == 0, recovered.report()
@@ -103,4 +103,5 @@ def test_a_run_whose_coordinator_lost_its_disk_is_recovered_from_its_nodes(
         for number in range(3):
             run.add_node(state_dir=run.state_dir(number))
         assert again.wait_exit() == 0
-        run.assert_undisturbed()
+        # The record begins at the snapshot: the losses of both coordinators are compared.
+        Run.assert_undisturbed(run)
