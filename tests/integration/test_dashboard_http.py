@@ -294,7 +294,7 @@ async def test_a_page_that_reads_nothing_is_disconnected(monkeypatch: pytest.Mon
             await loop.sock_sendall(deaf, b"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             restart = [run_events.started(), run_events.started(first_step=1)]
             # Each event changes much of the view, so the socket fills up and the write times out.
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(150):
                 while await status_of(port, "/api/stream") != 503:
                     pass
                 for number in range(100_000):

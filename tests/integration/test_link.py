@@ -186,7 +186,8 @@ async def test_silent_connection_is_replaced() -> None:
         pair.relay.flowing.set()
         await pair.upper_end.until(1)
         assert pair.upper_end.arrived == [key(0)]
-        assert pair.lower.reconnects == 1
+        # A tensor arrives before the end that sent it knows of the connection.
+        await eventually(lambda: pair.lower.reconnects > 0)
 
 
 async def test_a_connection_that_delivers_no_frames_is_replaced() -> None:
@@ -200,7 +201,7 @@ async def test_a_connection_that_delivers_no_frames_is_replaced() -> None:
         pair.lower.send(key(1), content(key(1), MIB))
         await pair.upper_end.until(2)
         assert pair.upper_end.arrived == [key(0), key(1)]
-        assert pair.lower.reconnects >= 1
+        await eventually(lambda: pair.lower.reconnects > 0)
 
 
 async def test_damaged_frame_is_asked_for_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
