@@ -49,7 +49,7 @@ Heard = TypeVar("Heard", bound=NodeMessage)
 STAGES = 2
 CONFIG = RunConfig(
     run=RunSection(steps=6, seed=7),
-    model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=8192, sequence=16),
+    model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=2048, sequence=16),
     training=TrainingSection(global_batch=8, microbatch=1, lr=1e-2, warmup_steps=1),
     pipeline=PipelineSection(stages=STAGES, forward_codec="fp32", backward_codec="fp32", groups=4),
 )
