@@ -1,5 +1,7 @@
 """`status`, `token`, `doctor`, and what reads snapshots, while a run is on."""
 
+import contextlib
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from node.cli.main import main
 from node.telemetry.events import SampleMade, SnapshotStored
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Process, Run
@@ -25,13 +28,20 @@ def answer(process: Process) -> str:
     return "\n".join(process.lines)
 
 
+def answered(*arguments: str) -> str:
+    """The output of a command that needs no process of its own."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(arguments) == 0
+    return shown.getvalue().removesuffix("\n")
+
+
 def status(run: Run) -> dict[str, Any]:
-    whole: dict[str, Any] = json.loads(answer(run.command("status", str(run.run_dir), "--json")))
+    whole: dict[str, Any] = json.loads(answered("status", str(run.run_dir), "--json"))
     return whole
 
 
 def tokens(run: Run) -> list[tuple[str, int, int]]:
-    listed = json.loads(answer(run.command("token", "list", str(run.run_dir), "--json")))
+    listed = json.loads(answered("token", "list", str(run.run_dir), "--json"))
     return [(token["state"], token["uses"], token["uses_allowed"]) for token in listed]
 
 
@@ -59,14 +69,12 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert waiting["usable_tokens"] == 1
         assert tokens(run) == [("usable", 1, 2)]
 
-        created = json.loads(
-            answer(run.command("token", "create", str(run.run_dir), "--uses", "3", "--json"))
-        )
-        assert answer(run.command("token", "revoke", str(run.run_dir), created["id"])) == (
+        created = json.loads(answered("token", "create", str(run.run_dir), "--uses", "3", "--json"))
+        assert answered("token", "revoke", str(run.run_dir), created["id"]) == (
             f"revoked {created['id']}; nodes that it admitted stay"
         )
         assert tokens(run) == [("usable", 1, 2), ("revoked", 0, 3)]
-        text = answer(run.command("token", "list", str(run.run_dir)))
+        text = answered("token", "list", str(run.run_dir))
         assert created["id"] in text and created["token"] not in text
 
         healthy = answer(run.command("doctor", token, "--state-dir", str(tmp_path)))
@@ -86,7 +94,7 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert 1 <= len(training["snapshots"]) <= 3
         assert 0 <= training["snapshot_age_seconds"] < 60
         assert training["usable_tokens"] == 0
-        shown = answer(run.command("status", str(run.run_dir)))
+        shown = answered("status", str(run.run_dir))
         assert shown.startswith(f"run {training['run_id']}: training, ")
         assert "tokens/s" in shown
 
@@ -103,7 +111,7 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert (stopped["steps_done"], stopped["snapshots"][-1]) == (done, done)
         assert stopped["state"] == "stopped"
         assert len(stopped["snapshots"]) == 2
-        assert "go on with: thinwire resume" in answer(run.command("status", str(run.run_dir)))
+        assert "go on with: thinwire resume" in answered("status", str(run.run_dir))
 
         # The coordinator has ended, so the token can no longer be checked.
         unreachable = run.command("doctor", token, "--state-dir", str(tmp_path))
