@@ -55,8 +55,15 @@ def assert_one_row_goes_on(
 
 ADAPTED_MIXTURE = replace(
     CONFIG,
+    run=replace(CONFIG.run, steps=5),
     model=replace(
-        CONFIG.model, family="mixture", experts=4, experts_per_token=2, qk_norm="head", balance_loss=0.1
+        CONFIG.model,
+        layers=2,
+        family="mixture",
+        experts=4,
+        experts_per_token=2,
+        qk_norm="head",
+        balance_loss=0.1,
     ),
     lora=LoraSection(rank=2, base="4"),
     pipeline=replace(CONFIG.pipeline, sequence_chunks=2),
