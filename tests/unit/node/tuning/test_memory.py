@@ -79,7 +79,7 @@ def estimated(config: RunConfig, stage: int, devices: Devices) -> int:
     ("form", "family", "stage"),
     [
         *((form, "llama", 0) for form in FORMS),
-        *((form, "gpt2", 0) for form in ("plain", "autocast", "agoq, fp8, bf16")),
+        *((form, "gpt2", 0) for form in ("plain", "agoq, fp8, bf16")),
         *((form, "llama", 1) for form in ("plain", "agoq, fp8, bf16")),
     ],
 )
@@ -121,9 +121,8 @@ def test_blocks_with_more_norms_take_what_is_estimated(form: str, more: dict[str
     assert LEAST <= estimated(config, 0, Devices()) / found <= MOST
 
 
-@pytest.mark.parametrize("form", ["plain", "autocast"])
-def test_a_chunked_head_uses_the_estimated_memory(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(run(form), model=ModelSection(**{**SIZES, "hidden": 32, "ffn": 96, "vocab": 8192}))
+def test_a_chunked_head_uses_the_estimated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(run("autocast"), model=ModelSection(**{**SIZES, "hidden": 32, "ffn": 96, "vocab": 8192}))
     whole = measured(config, StageModel(config, CPU), 1, 1)
     monkeypatch.setattr(storage, "HEAD_LOGITS", 64 * 8192)  # of 256 tokens
     found = measured(config, StageModel(config, CPU), 1, 1)
@@ -135,8 +134,6 @@ def test_a_chunked_head_uses_the_estimated_memory(form: str, monkeypatch: pytest
     ("form", "family", "lora", "stage"),
     [
         ("plain", "llama", LoraSection(rank=8, base="float32"), 1),
-        ("plain", "llama", LoraSection(rank=8, base="4", dropout=0.1), 0),
-        ("autocast", "llama", LoraSection(rank=8), 0),
         ("autocast", "gpt2", LoraSection(rank=8, base="8"), 1),
         ("plain", "llama", LoraSection(rank=32, base="8", targets=("query", "value", "gate")), 0),
         ("agoq", "llama", LoraSection(rank=8, base="4", dropout=0.1), 1),
@@ -300,8 +297,7 @@ def test_a_gpus_allocator_holds_pages_that_tensors_fill_in_part() -> None:
     assert stage_memory(large, 2, Devices())[0].pages == 0
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("precision", "pieces"), [("bfloat16", 4), ("float32", 1)])
 def test_a_captured_head_keeps_forward_and_backward_buffers_apart(
     precision: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
