@@ -61,14 +61,14 @@ def spoken(run: Run, command: Sequence[str], lines: Sequence[str]) -> str:
         env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_model_answers_as_it_was_taught(
     prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
