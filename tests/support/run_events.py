@@ -1,6 +1,7 @@
 """An invented run as events with times, for tests of displays and analysis."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from node.telemetry import events
 from node.telemetry.clock import TimeKind
@@ -11,11 +12,13 @@ NODES = ("node-aaaa", "node-bbbb", "node-cccc")
 BEGAN = 1_700_000_000.0
 
 
-def started(*, first_step: int = 0, steps: int = 100) -> events.RunStarted:
+def started(
+    directory: Path | str = "runs/demo-1", *, first_step: int = 0, steps: int = 100
+) -> events.RunStarted:
     return events.RunStarted(
         run_id="demo-abc",
         name="demo",
-        directory="runs/demo-1",
+        directory=str(directory),
         stages=2,
         steps=steps,
         first_step=first_step,

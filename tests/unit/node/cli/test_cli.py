@@ -19,12 +19,12 @@ from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Member, Store
 from node.display.status import read_status
 from node.run_file.loader import default_config, to_json
-from node.telemetry.events import NodeJoined, Notice, RunStarted
+from node.telemetry.events import NodeJoined, Notice
 from node.telemetry.history import HistoryWriter
+from tests.support.run_events import started
 from wire.errors import UserError
 from wire.identity.enrolment import Hardware
 from wire.identity.token import JoinToken
-from wire.version import VERSION
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("own_home")
@@ -117,12 +117,6 @@ def test_overrides_may_stand_after_options(capsys: Capture) -> None:
     assert (config["model"]["layers"], config["run"]["seed"], config["run"]["steps"]) == (5, 7, 50)
 
 
-def test_a_mistake_in_a_new_process_has_no_traceback() -> None:
-    done = program("coordinator", "absent.toml")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
-
-
 def test_bad_text_ends_in_one_line_and_leaves_no_run_behind() -> None:
     Path("run.toml").write_text('[data]\npath = "absent"\n[coordinator]\nlisten = "127.0.0.1:0"\n')
     done = program("coordinator", "run.toml", "--run-dir", "new")
@@ -142,10 +136,6 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.returncode == 0
     for command in ("coordinator", "join", "resume", "demo", "token", "status", "doctor", "config"):
         assert f"  {command}" in done.stdout
-
-
-def test_the_version() -> None:
-    assert program("--version").stdout == f"thinwire {VERSION}\n"
 
 
 def test_output_without_room_is_one_line_and_no_bug(run_dir: Path) -> None:
@@ -271,32 +261,15 @@ def test_token_mistakes(run_dir: Path, arguments: list[str], words: str, capsys:
     assert words in capsys.readouterr().err
 
 
-def test_revoking_an_unknown_token_suggests_the_nearest(run_dir: Path, capsys: Capture) -> None:
-    assert main(["token", "create", str(run_dir), "--json"]) == 0
-    known = json.loads(capsys.readouterr().out)["id"]
-    assert main(["token", "revoke", str(run_dir), known[:-1] + "0"]) == 2
-    assert f"did you mean {known!r}?" in capsys.readouterr().err
-
-
 def test_events_go_to_the_screen_and_to_the_status_file(tmp_path: Path, capsys: Capture) -> None:
-    started = RunStarted(
-        run_id="r",
-        name="demo",
-        directory=str(tmp_path),
-        stages=1,
-        steps=1,
-        first_step=0,
-        tokens_per_step=1,
-        forward_codec="tah",
-        backward_codec="fixed-8",
-    )
+    begun = started(tmp_path)
     with emitter(default_config(), json=True) as emit:
-        emit(started)
+        emit(begun)
         emit(Notice(text="x"))
-    assert capsys.readouterr().out == f"{started.to_json()}\n{Notice(text='x').to_json()}\n"
+    assert capsys.readouterr().out == f"{begun.to_json()}\n{Notice(text='x').to_json()}\n"
     status = read_status(tmp_path)
     assert status is not None
-    assert (status.started, status.process_id) == (started, os.getpid())
+    assert (status.started, status.process_id) == (begun, os.getpid())
 
 
 def test_resume_hands_the_stored_config_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,30 +309,6 @@ def test_join_hands_on_a_name_on_one_line(monkeypatch: pytest.MonkeyPatch, capsy
     assert "--name may have at most 40 characters, got 41" in capsys.readouterr().err
 
 
-def run_started(run_dir: Path) -> RunStarted:
-    return RunStarted(
-        run_id="r",
-        name="demo",
-        directory=str(run_dir),
-        stages=1,
-        steps=1,
-        first_step=0,
-        tokens_per_step=1,
-        forward_codec="tah",
-        backward_codec="fixed-8",
-    )
-
-
-def test_status_shows_the_names_of_nodes(run_dir: Path, capsys: Capture) -> None:
-    with emitter(default_config(), json=True) as emit:
-        emit(run_started(run_dir))
-        emit(NodeJoined(node_id="node-a", device="cpu", address="", name="Ana's 4090"))
-        emit(NodeJoined(node_id="node-b", device="cpu", address=""))
-    capsys.readouterr()
-    assert main(["status", str(run_dir)]) == 0
-    assert 'names     node-a "Ana\'s 4090"\n' in capsys.readouterr().out
-
-
 def test_a_node_is_evicted_by_its_id_or_a_name_that_only_it_has(run_dir: Path, capsys: Capture) -> None:
     names = {"node-a": "Ana's 4090", "node-b": "box", "node-c": "box", "node-d": "node-a"}
     hardware = Hardware("cpu", 4, 10**9)
@@ -368,7 +317,7 @@ def test_a_node_is_evicted_by_its_id_or_a_name_that_only_it_has(run_dir: Path, c
             [Member(node, bytes([number]) * 32, hardware, 1.0) for number, node in enumerate(names)]
         )
     writer = HistoryWriter(print)
-    writer(run_started(run_dir))
+    writer(started(run_dir))
     for node, name in names.items():
         writer(NodeJoined(node_id=node, device="cpu", address="", name=name))
     writer.close()
@@ -419,18 +368,13 @@ def test_a_token_file_that_cannot_be_used(
     assert words in capsys.readouterr().err
 
 
-def test_resume_or_start_needs_to_know_where(capsys: Capture) -> None:
-    assert main(["coordinator", "absent.toml", "--resume"]) == 2
-    assert "--resume needs --run-dir" in capsys.readouterr().err
-
-
 def test_resume_or_start_goes_on_with_the_run_that_is_there(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[Path, bool, str]] = []
+    begun: list[tuple[Path, bool, str]] = []
 
     def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
-        started.append((run_dir, resume, config.coordinator.listen))
+        begun.append((run_dir, resume, config.coordinator.listen))
         return 5
 
     monkeypatch.setattr("node.processes.coordinator.run_coordinator", start)
@@ -439,7 +383,7 @@ def test_resume_or_start_goes_on_with_the_run_that_is_there(
     assert main(["coordinator", "absent.toml", "--resume", "--stay", "--run-dir", str(run_dir), changed]) == 5
     Path("run.toml").write_text("")
     assert main(["coordinator", "run.toml", "--resume", "--run-dir", "fresh", changed]) == 5
-    assert started == [(run_dir, True, "127.0.0.1:0"), (Path("fresh"), False, "127.0.0.1:0")]
+    assert begun == [(run_dir, True, "127.0.0.1:0"), (Path("fresh"), False, "127.0.0.1:0")]
 
 
 @pytest.mark.parametrize("resume", [["--resume"], []])
@@ -453,10 +397,10 @@ def test_a_start_that_was_killed_as_it_made_its_database_begins_again(
         with contextlib.closing(sqlite3.connect(Path("run", DATABASE_FILE))) as database:
             database.execute("PRAGMA journal_mode = WAL")
     Path("run.toml").write_text("")
-    started: list[bool] = []
+    begun: list[bool] = []
 
     def start(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
-        started.append(resume)
+        begun.append(resume)
         if not resume:
             written = to_json(config)
             Store.create(run_dir, run_id="demo-x", config_json=written, pin=b"p" * 32, now=1.0).close()
@@ -465,7 +409,7 @@ def test_a_start_that_was_killed_as_it_made_its_database_begins_again(
     monkeypatch.setattr("node.processes.coordinator.run_coordinator", start)
     assert main(["coordinator", "run.toml", *resume, "--run-dir", "run"]) == 5
     assert main(["coordinator", "run.toml", "--resume", "--run-dir", "run"]) == 5
-    assert started == [False, True]
+    assert begun == [False, True]
 
 
 @pytest.mark.parametrize("command", ["status", "top", "trace", "dashboard", "resume"])
@@ -497,10 +441,3 @@ def test_a_run_of_another_user_is_one_line(
     assert main([command, str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be read: only the user that runs its coordinator may" in line
-
-
-def test_a_whole_join_line_is_taken_as_one_argument() -> None:
-    from node.cli.join import _read_token
-
-    assert _read_token("  thinwire join tw1_abc\n", None) == "tw1_abc"
-    assert _read_token("", None) == ""

@@ -29,11 +29,3 @@ def test_bash_completes_commands_options_and_keys(
     )
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
     assert [word for word in done.stdout.split("\n") if word] == expected
-
-
-def test_zsh_gets_the_same_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    bash = capsys.readouterr().out
-    assert main(["completion", "zsh"]) == 0
-    assert capsys.readouterr().out == "autoload -U +X bashcompinit && bashcompinit\n" + bash
-    assert main(["completion", "fish"]) == 2

@@ -122,7 +122,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         config = RunConfig(pipeline=PipelineSection(window=window))
         Store.create(directory, run_id="r", config_json=to_json(config), pin=b"", now=0.0).close()
         writer = HistoryWriter(print)
-        writer(events.RunStarted(**{**vars(started()), "directory": str(directory)}))
+        writer(started(directory))
         for event in (*opening()[1:], *step(1), *step(2)):
             writer(event)
         writer.close()

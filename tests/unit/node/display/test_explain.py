@@ -22,20 +22,17 @@ from node.display.explain import (
     RATES_MBIT,
     explanation_json,
     explanation_text,
-    memory_lines,
     transfer_seconds,
 )
 from node.model.chunk import build_chunk
 from node.model.storage import stored_bytes
-from node.model.units import unit_names
-from node.run_file.loader import load_config, recipe, to_json
+from node.run_file.loader import to_json
 from node.schedule.placement import decided, split_units
 from node.schedule.schedule import dependencies, schedule
 from node.telemetry.format import bytes_text
 from node.tuning.device_memory import Devices
 from node.tuning.memory import stage_bytes, stage_memory, stage_storages
-from node.view.explain import DeviceNeed, Explanation, StageNeed, TextPlan, explain, framed_bytes
-from node.view.machines import parse_machine
+from node.view.explain import Explanation, TextPlan, explain, framed_bytes
 from tests.support.cases import each
 from wire.codecs.registry import codec
 from wire.frames import FRAME_BYTES, HEADER_BYTES
@@ -155,13 +152,6 @@ def test_parameters_are_those_of_the_built_chunks(family: str, tied: bool) -> No
     assert explanation.parameters == sum(plan.parameters for plan in explanation.stages)
 
 
-def test_every_unit_is_on_one_stage_and_the_split_is_kept() -> None:
-    explanation = explain(with_pipeline(stages=2, chunks=2, split=(1, 2, 2, 1)))
-    held = [unit for plan in explanation.stages for unit in plan.units]
-    assert sorted(held) == sorted(unit_names(SMALL.model))
-    assert [len(plan.units) for plan in explanation.stages] == [1 + 1 + 2, 2 + 1 + 1]
-
-
 def test_the_values_are_a_run_file_with_the_same_values() -> None:
     lines = explanation_text(explain(SMALL)).splitlines()
     values = [line.removesuffix("  *") for line in lines[: lines.index("")]]
@@ -188,37 +178,6 @@ def test_stored_activations_are_reported_by_kind_and_stage() -> None:
         sum(plan.stored.values()) for plan in explanation.stages if plan.stored is not None
     ]
     assert "activations: kept by autograd" in explanation_text(explain(SMALL))
-
-
-@pytest.mark.parametrize("name", ["demo", "several-machines"])
-def test_all_but_values_fits_in_a_hundred_columns(name: str) -> None:
-    config = load_config(recipe(name))
-    machines = [parse_machine("cpu,5/50")] * config.pipeline.stages
-    text = explanation_text(explain(config), machines)
-    lines = text.partition("\n\n")[2].splitlines()
-    assert len(lines) > 30 and max(map(len, lines)) <= 100
-
-
-def test_what_a_stage_may_store_is_said_with_the_memory_that_keeps_everything() -> None:
-    config = replace(SMALL, storage=StorageSection(allow=("ffn_input:8", "ffn_input:4")))
-    lines = explanation_text(explain(config)).splitlines()
-    (start,) = [number for number, line in enumerate(lines) if line.startswith("storage.allow: ")]
-    assert "3 ways to store a stage" in lines[start] and "the fastest that fits" in lines[start]
-    header = next(
-        number for number in range(start, len(lines)) if lines[number].split() == ["stored", "memory"]
-    )
-    table = lines[header + 1 : header + 3]
-    assert [line.strip().split("  ")[0] for line in table] == ["all as computed", "ffn_input in 4 bits"]
-    assert not any("storage.allow: " in line for line in explanation_text(explain(SMALL)).splitlines())
-
-
-def test_outliers_apart_are_named_where_a_pretrained_models_norms_are_in_four_bits() -> None:
-    agoq = replace(SMALL, storage=StorageSection(preset="agoq"))
-    pretrained = replace(agoq, model=replace(SMALL.model, from_="folder"))
-    apart = replace(pretrained, storage=StorageSection(preset="agoq", norm_input="4+outliers"))
-    named = ["4+outliers" in explanation_text(explain(one)) for one in (agoq, pretrained)]
-    assert named == [False, True]
-    assert 'storage.norm_input = "4+outliers"' not in explanation_text(explain(apart))
 
 
 @pytest.mark.parametrize("storage", ["off", "agoq"])
@@ -253,25 +212,6 @@ def test_memory_counts_what_a_codec_remembers_of_the_text() -> None:
     assert stages[1].state > explain(config).memory[1].cpu.state
 
 
-def test_devices_that_need_the_same_are_one_table() -> None:
-    need = DeviceNeed(total=3_000_000, state=2_000_000, kept=500_000)
-    header, row = memory_lines((StageNeed(gpu=need, cpu=need),))[1:]
-    assert "GPU" not in header and row.split() == ["0", "3", "MB", "2", "MB", "500", "kB"]
-
-
-def test_held_activations_are_the_design_notes_figures() -> None:
-    config = replace(SMALL, model=replace(SMALL.model, layers=8), training=TrainingSection(global_batch=32))
-    plain = replace(config, pipeline=PipelineSection(stages=4))
-    interleaved = replace(config, pipeline=PipelineSection(stages=4, chunks=2))
-    assert [plan.held_activations for plan in explain(plain).stages] == [4, 3, 2, 1]
-    assert [plan.held_activations for plan in explain(interleaved).stages] == [11, 9, 7, 5]
-
-
-def test_transfer_seconds() -> None:
-    assert transfer_seconds(1_250_000, 10) == 1.0
-    assert transfer_seconds(1_250_000, 1000) == 0.01
-
-
 def test_json_holds_every_number() -> None:
     explanation = explain(with_pipeline(tied=True, head="last"))
     whole = json.loads(explanation_json(explanation))
@@ -284,14 +224,6 @@ def test_json_holds_every_number() -> None:
         assert link["seconds_at_mbit"] == {
             str(rate): transfer_seconds(direction.bytes, rate) for rate in RATES_MBIT
         }
-
-
-def test_text_marks_defaults_and_shows_links() -> None:
-    lines = explanation_text(explain(SMALL)).splitlines()
-    assert "stages = 3" in lines
-    assert 'window = "auto"  *' in lines
-    assert any(line.split()[:4] == ["0", "embed,", "2", "blocks"] for line in lines)
-    assert sum("->" in line for line in lines) == 4 + 4
 
 
 def test_a_tied_models_head_is_where_fewer_bytes_cross_the_network() -> None:

@@ -1,7 +1,7 @@
 """Steps in TensorBoard and Weights & Biases."""
 
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,39 +10,13 @@ import pytest
 
 from node.config.schema import RunConfig, TelemetrySection
 from node.display.loggers import loggers, scalars
-from node.telemetry.events import HeldOutLoss, Notice, RunStarted, StepDone
+from node.telemetry.events import HeldOutLoss, Notice, StepDone
+from tests.support.run_events import done, started
 from wire.errors import UserError
 
 
-def started(directory: Path) -> RunStarted:
-    return RunStarted(
-        run_id="run-1",
-        name="run",
-        directory=str(directory),
-        stages=2,
-        steps=3,
-        first_step=0,
-        tokens_per_step=64,
-        forward_codec="tah",
-        backward_codec="fixed-8",
-    )
-
-
 def step(number: int, loss: float = 2.5) -> StepDone:
-    return StepDone(
-        step=number,
-        steps=3,
-        loss=loss,
-        lr=0.5,
-        grad_norm=1.5,
-        seconds=2.0,
-        tokens_per_second=32.0,
-        idle=(0.25, 0.75),
-        bits_forward=4.4,
-        bits_backward=8.0,
-        up_mbit=(),
-        down_mbit=(),
-    )
+    return replace(done(number), loss=loss, idle=(0.25, 0.75))
 
 
 def config(*names: str) -> RunConfig:
@@ -84,49 +58,6 @@ def test_tensorboard_reads_the_losses_back(tmp_path: Path) -> None:
     assert losses == {1: 3.0, 2: 2.0}
 
 
-@pytest.mark.filterwarnings("ignore")  # the package's own
-def test_wandb_without_a_network_keeps_the_steps_to_send_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the package itself, where it is installed: its file holds the run, its settings and every step."""
-    wandb = pytest.importorskip("wandb", reason='needs pip install "thinwire[wandb]"')
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
-        monkeypatch.setenv(name, value)
-    with loggers(config("wandb")) as (sink,):
-        for event in (started(tmp_path), step(1, 3.0), Notice(text="x"), step(2, 2.0)):
-            sink(event)
-    wandb.teardown()  # the process that writes the file ends
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-run-1.wandb")
-    losses: dict[int, float] = {}
-    for data in written(path.read_bytes()):
-        record = Record.FromString(data)
-        values = {"".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
-        if "step/loss" in values:
-            losses[int(values["_step"])] = float(values["step/loss"])
-        if record.HasField("run"):
-            assert record.run.run_id == "run-1" and record.run.display_name == "run"
-            assert any(item.key == "pipeline" for item in record.run.config.update)
-    assert losses == {1: 3.0, 2: 2.0}
-
-
-def written(data: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: after 7 bytes, LevelDB's log format in blocks of 32 KiB."""
-    at, whole = 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield whole
-            whole = b""
-
-
 class FakeRun:
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -154,7 +85,7 @@ def test_wandb_gets_the_run_and_its_steps(tmp_path: Path, monkeypatch: pytest.Mo
     with loggers(config("wandb")) as (sink,):
         for event in (started(tmp_path), step(1), step(2), started(tmp_path)):
             sink(event)
-    assert [values["id"] for values in asked] == ["run-1"] and asked[0]["config"]["run"]["steps"] == 300
+    assert [values["id"] for values in asked] == ["demo-abc"] and asked[0]["config"]["run"]["steps"] == 300
     assert [number for number, _ in run.logged] == [1, 2] and run.finished
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,6 @@ from node.telemetry.events import (
     PlacementMade,
     Recovered,
     RunFinished,
-    RunStarted,
     RunSummary,
     SampleMade,
     SeatFilled,
@@ -47,9 +47,9 @@ from node.telemetry.events import (
     WindowsPlanned,
     from_json,
 )
-from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
-from node.view.view_builder import view
+from node.telemetry.format import bytes_text, count_text, duration_text, printable
 from tests.support.cases import each
+from tests.support.run_events import done, started
 from wire.errors import ProtocolViolationError
 from wire.figures import FlowFigures, LinkFigures
 from wire.spec import Direction
@@ -73,38 +73,15 @@ SUMMARY = RunSummary(
     snapshot_path="runs/demo-1/snapshots/step-00000030",
     weights_sha256="ab" * 32,
 )
-STARTED = RunStarted(
-    run_id="demo-x",
-    name="demo",
-    directory="runs/demo-1",
-    stages=2,
-    steps=30,
-    first_step=0,
-    tokens_per_step=2048,
-    forward_codec="tah",
-    backward_codec="fixed-8",
-)
 
 
 def step_done(step: int, loss: float = 5.0, seconds: float = 0.5) -> StepDone:
-    return StepDone(
-        step=step,
-        steps=30,
-        loss=loss,
-        lr=1e-3,
-        grad_norm=1.5,
-        seconds=seconds,
-        tokens_per_second=2048 / seconds,
-        idle=(0.25, 0.5),
-        bits_forward=4.44,
-        bits_backward=8.28,
-        up_mbit=(1.5, 3.0),
-        down_mbit=(3.0, 1.5),
-    )
+    made = done(step, steps=30, seconds=seconds)
+    return replace(made, loss=loss, tokens_per_second=2048 / seconds, idle=(0.25, 0.5), bits_forward=4.44)
 
 
 EVENTS: tuple[Event, ...] = (
-    STARTED,
+    started(),
     PageServed(url="http://192.0.2.7:7702/", key_file="runs/demo-1/operator.key"),
     JoinLine(line="thinwire join tw1_abc"),
     TokenUses(left=2),
@@ -269,15 +246,6 @@ def test_plain_output_is_text_without_escapes() -> None:
     assert lines[-len(summary_lines(SUMMARY)) :] == summary_lines(SUMMARY)
 
 
-def test_a_step_line_names_loss_speed_idle_bits_and_time_left() -> None:
-    pace = Pace()
-    pace.add(step_done(10))
-    assert step_line(step_done(10), pace) == (
-        "step 10/30   loss 5.0000   4.1k tokens/s   idle 25/50%   up 2/3 Mbit/s   "
-        "bits 4.44 out, 8.28 back   eta 10 s"
-    )
-
-
 def test_a_step_that_compiled_does_not_count_in_the_time_left() -> None:
     pace = Pace()
     pace.add(step_done(1, seconds=30.0))
@@ -290,36 +258,6 @@ def test_fast_steps_are_thinned_out_and_the_last_is_shown() -> None:
     assert [line.split()[1] for line in plain(times)] == ["1/30", "30/30"]
     slow = [(PLAIN_INTERVAL * step, step_done(step)) for step in range(1, 31)]
     assert len(plain(slow)) == 30
-
-
-def test_resuming_says_from_where() -> None:
-    resumed = event_lines(RunStarted(**{**vars(STARTED), "first_step": 20}))
-    assert "from step 20" in resumed[0]
-    assert "from step" not in event_lines(STARTED)[0]
-
-
-def test_names_stand_beside_ids() -> None:
-    told = [
-        NodeJoined(node_id="node-a", device="cpu", address="x", name="Ana's 4090"),
-        PlacementMade(epoch=1, nodes=("node-a", "node-b"), resume_step=0),
-        NodeLeft(node_id="node-a", reason="gone"),
-    ]
-    assert plain([(0.0, event) for event in told])[1:] == [
-        'placed (epoch 1): 0 node-a "Ana\'s 4090", 1 node-b; from step 0',
-        'left: node-a "Ana\'s 4090": gone',
-    ]
-    listed = view(enumerate(told)).events
-    assert [event.text for event in listed[1:]] == [
-        'epoch 1 from step 0: 0 node-a "Ana\'s 4090", 1 node-b',
-        'node-a "Ana\'s 4090" left: gone',
-    ]
-
-
-def test_the_estimate_follows_the_newest_steps() -> None:
-    pace = Pace()
-    for step in range(1, 21):
-        pace.add(step_done(step, seconds=1.0 if step < 3 else 2.0))
-    assert pace.eta(step_done(20)) == "20 s"
 
 
 def test_the_summary_compares_with_fp32_and_bf16_and_says_where_time_went() -> None:
@@ -335,18 +273,6 @@ def test_the_summary_compares_with_fp32_and_bf16_and_says_where_time_went() -> N
         ["0", "node-a", "66.7", "33.3", "75.0"],
         ["1", "node-b", "50.0", "50.0", "70.0"],
     ]
-
-
-def test_a_run_without_links_has_no_wire_lines() -> None:
-    alone = RunSummary(**{**vars(SUMMARY), "link_bytes": 0, "stages": SUMMARY.stages[:1]})
-    assert not any(line.startswith(("on the wire", "bits")) for line in summary_lines(alone))
-    single = StepDone(**{**vars(step_done(3)), "idle": (0.5,), "up_mbit": (0.0,), "down_mbit": (0.0,)})
-    assert "no links" in step_line(single, Pace())
-
-
-def test_many_stages_show_their_range() -> None:
-    wide = StepDone(**{**vars(step_done(3)), "idle": tuple(stage / 100 for stage in range(12))})
-    assert "idle 0 to 11%" in step_line(wide, Pace())
 
 
 def test_strings_from_other_machines_cannot_drive_the_terminal() -> None:
@@ -440,11 +366,3 @@ def test_the_renderer_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_numbers_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
-
-
-def test_table_columns_line_up() -> None:
-    assert table_lines(["id", "name", "count"], [["1", "long name", "5"], ["22", "x", "1000"]]) == [
-        "  id  name       count",
-        "  1   long name      5",
-        "  22  x           1000",
-    ]

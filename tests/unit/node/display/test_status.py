@@ -32,10 +32,8 @@ from node.telemetry.events import (
     NodeJoined,
     NodeLeft,
     Notice,
-    PageServed,
     PlacementMade,
     RunFinished,
-    RunStarted,
     SnapshotSetAside,
     SnapshotStored,
     StepAborted,
@@ -43,39 +41,12 @@ from node.telemetry.events import (
 )
 from node.telemetry.history import HistoryWriter
 from tests.support.run_events import NODES as RUN_NODES
-from tests.support.run_events import costs, joined, link_cost, placed
+from tests.support.run_events import costs, done, joined, link_cost, placed, started
 from wire.errors import RunError
 
 
-def started(directory: Path) -> RunStarted:
-    return RunStarted(
-        run_id="demo-x",
-        name="demo",
-        directory=str(directory),
-        stages=2,
-        steps=30,
-        first_step=0,
-        tokens_per_step=64,
-        forward_codec="tah",
-        backward_codec="fixed-8",
-    )
-
-
 def step_done(step: int) -> StepDone:
-    return StepDone(
-        step=step,
-        steps=30,
-        loss=4.5,
-        lr=1e-3,
-        grad_norm=1.0,
-        seconds=0.5,
-        tokens_per_second=128.0,
-        idle=(0.25, 0.5),
-        bits_forward=4.4,
-        bits_backward=8.3,
-        up_mbit=(1.0, 2.0),
-        down_mbit=(2.0, 1.0),
-    )
+    return replace(done(step), loss=4.5, tokens_per_second=128.0)
 
 
 NODES = (
@@ -265,17 +236,6 @@ def run_dir(tmp_path: Path) -> Path:
     return directory
 
 
-def test_the_command_tells_where_the_run_stands(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", str(run_dir)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "run demo-x: training, 2 of 300 steps"
-    assert "loss      4.0000 in step 2" in lines
-    assert "connected 2 nodes for 2 stages" in lines
-    assert any(line.startswith("snapshots 1, the newest ") for line in lines)
-    assert "tokens    1 usable" in lines
-    assert ["1", "node-b", "50%", "2.0", "1.0"] in [line.split() for line in lines]
-
-
 def test_the_command_reports_which_nodes_left_and_why(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,37 +273,6 @@ def test_the_command_says_which_path_each_link_takes(
         (0, 1, "relay", why),
         (1, 0, "relay", why),
     ]
-
-
-def test_a_stopped_run_names_the_command_that_goes_on(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run_dir / STATUS_FILE).unlink()
-    assert main(["status", str(run_dir)]) == 0
-    out = capsys.readouterr().out
-    assert "stopped, 2 of 300 steps" in out
-    assert out.endswith(f"go on with: thinwire resume {run_dir}\n")
-
-
-def test_a_coordinator_that_was_killed_has_no_page_and_no_nodes(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    emit = StatusWriter(pytest.fail)
-    page = PageServed(url="http://127.0.0.1:7702/", key_file="operator.key")
-    for event in (started(run_dir), *NODES, PLACED, page):
-        emit(event)
-    assert main(["status", str(run_dir)]) == 0
-    out = capsys.readouterr().out
-    assert "page      http://127.0.0.1:7702/" in out and "connected 2 nodes" in out
-    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        pass  # it has ended, and was waited for
-    status = read_status(run_dir)
-    assert status is not None
-    (run_dir / STATUS_FILE).write_text(replace(status, process_id=dead.pid).to_json())
-    assert main(["status", str(run_dir)]) == 0
-    out = capsys.readouterr().out
-    assert ": gone, 2 of 300 steps" in out and f"go on with: thinwire resume {run_dir}" in out
-    assert "page " not in out and "connected" not in out
 
 
 def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(

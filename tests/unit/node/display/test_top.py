@@ -23,13 +23,12 @@ from node.dashboard.feed import Feed
 from node.dashboard.pages import page_tls
 from node.dashboard.server import Page, serve_page
 from node.display.status import STATUS_FILE, StatusWriter
-from node.display.top import path_sentences, sparkline, step_line, view_lines
+from node.display.top import path_sentences, sparkline, view_lines
 from node.display.watch import HistoryWatch, PageWatch
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, HistoryWriter
 from node.view.run_view import RunView
 from node.view.view_builder import RunViewBuilder, view
-from tests.support.paths import lock_folders
 from tests.support.run_events import (
     BEGAN,
     NODES,
@@ -50,7 +49,7 @@ STORED = events.SnapshotStored(step=2, bytes=1000, path="p")
 
 def write(directory: Path, *told: events.Event) -> None:
     writer = HistoryWriter(print)
-    writer(events.RunStarted(**{**vars(started()), "directory": str(directory)}))
+    writer(started(directory))
     for event in told:
         writer(event)
     writer.close()
@@ -94,15 +93,6 @@ def test_a_narrow_terminal_keeps_who_waits_for_whom(width: int, name: str) -> No
     assert ("gpu" in lines[stages]) is (width == 140 and not name)
 
 
-def test_one_node_is_no_plural_and_a_run_that_is_over_has_no_limit() -> None:
-    told = [started(), joined(NODES[0]), *step(1)]
-    assert "1 node, 0 spare" in view_lines(view(history(told)), BEGAN)
-    over = view(history(opening(), step(1), [events.RunFinished(reason="enough", failed=False)]))
-    assert over.bottleneck
-    assert not any(line.startswith("bottleneck") for line in view_lines(over, BEGAN))
-    assert over.bottleneck[0] not in step_line(over)
-
-
 def test_links_report_what_is_known() -> None:
     """A million bytes a second each; the last one's capacity was measured with too little to tell it."""
     capacities = [1.1e6, 2e6, 0.0, 9e6]
@@ -138,11 +128,6 @@ def test_links_say_which_path_they_take_and_why() -> None:
     direct = replace(seen, links=seen.links[:2])
     assert path_sentences(direct) == ["0 and 1 (16.0 Mbit/s): direct"]
     assert path_sentences(direct, relayed_only=True) == path_sentences(replace(seen, links=())) == []
-
-
-def test_a_run_that_has_not_begun_is_shown_too() -> None:
-    assert "starting" in view_lines(view([]), BEGAN)[0]
-    assert "waiting for nodes" in step_line(view(history(started())))
 
 
 def test_nothing_from_a_node_reaches_the_terminal_as_it_is() -> None:
@@ -217,32 +202,6 @@ LOOK_UPS = ("127.0.0..1:7702", f"http://{'a' * 64}:7702/")
 def test_what_is_neither_a_directory_nor_an_address(address: str) -> None:
     with pytest.raises(UserError, match="neither a run's directory nor its page's address"):
         PageWatch(address)
-
-
-def test_a_folder_that_is_missing_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And is not looked for in the network."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["top", "nope"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    (line,) = said.err.splitlines()
-    assert "'nope' is neither a run's directory nor its page's address, such as 127.0.0.1:7702" in line
-
-
-def test_a_run_behind_a_folder_that_may_not_be_entered_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lock_folders(monkeypatch)
-    assert main(["top", str(tmp_path / "locked" / "run"), "--once"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot be read: only the user that runs its coordinator may" in line
-
-
-def test_a_page_that_does_not_answer_is_one_line() -> None:
-    with pytest.raises(LinkError, match=r"http://127\.0\.0\.1:1 does not answer \(Connection refused\)"):
-        PageWatch("127.0.0.1:1").view()
 
 
 async def test_views_come_from_a_coordinators_page() -> None:
@@ -352,7 +311,7 @@ def test_a_run_whose_coordinator_died_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
-    StatusWriter(print)(events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}))
+    StatusWriter(print)(started(tmp_path))
     waiting = HistoryWatch(tmp_path).view()
     assert waiting.state == "waiting for nodes" and "paste the join line" in waiting.bottleneck[0]
     assert f"`thinwire token create {tmp_path}`" in waiting.bottleneck[0]

@@ -63,7 +63,7 @@ class Blocked:
 
 def written(directory: Path, *told: events.Event) -> None:
     writer = HistoryWriter(print, lambda: BEGAN)
-    writer(events.RunStarted(**{**vars(started()), "directory": str(directory)}))
+    writer(started(directory))
     for event in told:
         writer(event)
     writer.close()
@@ -114,7 +114,7 @@ async def test_a_late_history_comes_before_newer_events(
     monkeypatch.setattr(checkpoint, "read_whole_lines", blocked)
     written(tmp_path, *step(3))  # this coordinator's own: it is not counted twice
     feed = Feed(RunViewBuilder(), past_comes=True)
-    new = [events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}), *step(3)]
+    new = [started(tmp_path), *step(3)]
     async with reading_past(tmp_path, end, feed):
         for event in new:
             feed.apply(event, BEGAN)
@@ -124,7 +124,7 @@ async def test_a_late_history_comes_before_newer_events(
         async with asyncio.timeout(SECONDS):
             await feed.newer(version)
     feed.close()
-    first = events.RunStarted(**{**vars(started()), "directory": str(tmp_path)})
+    first = started(tmp_path)
     assert await feed.view() == view((BEGAN, event) for event in [first, *old, *new])
 
 

@@ -7,7 +7,6 @@ import os
 import resource
 import socket
 import ssl
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -18,7 +17,6 @@ import torch
 
 from kernels.common.devices import of_capability
 from node.cli.main import main
-from node.display import volunteer
 from node.processes import doctor
 from node.processes.doctor import (
     MIN_FREE_BYTES,
@@ -35,8 +33,6 @@ from node.processes.doctor import (
     check_python,
     check_slow_start,
     check_token,
-    checks_json,
-    checks_text,
     examine,
     healthy,
     judge_disk,
@@ -296,23 +292,6 @@ def test_a_port_where_nothing_listens() -> None:
     assert address in contact.detail
 
 
-def test_text_and_json_say_the_same() -> None:
-    checks = [
-        Check(name="a", status=Status.OK, detail="fine"),
-        Check(name="b", status=Status.FAIL, detail="broken", fix="mend it"),
-    ]
-    assert checks_text(checks).splitlines() == [
-        "ok    a: fine",
-        "fail  b: broken",
-        "      fix: mend it",
-        "1 of 2 checks failed",
-    ]
-    whole = json.loads(checks_json(checks))
-    assert whole["ok"] is False
-    assert [check["status"] for check in whole["checks"]] == ["ok", "fail"]
-    assert checks_text(checks[:1]).splitlines()[-1] == "this machine is ready"
-
-
 @pytest.mark.parametrize(("found", "code"), [(Status.OK, 0), (Status.WARN, 0), (Status.FAIL, 1)])
 def test_the_command(
     found: Status, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -321,32 +300,6 @@ def test_the_command(
     monkeypatch.setattr(doctor, "examine", lambda token, state_dir: [check])
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
-
-
-def test_a_terminal_shows_what_is_checked_while_it_lasts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = threading.Event()
-
-    def examine(token: str, state_dir: Path | None) -> list[Check]:
-        assert shown.wait(30.0), "nothing was shown"
-        return [Check(name="x", status=Status.OK, detail="y")]
-
-    monkeypatch.setattr(doctor, "examine", examine)
-    show = volunteer.VolunteerScreen._show
-
-    def shows(screen: volunteer.VolunteerScreen, text: str) -> None:
-        show(screen, text)
-        shown.set()
-
-    monkeypatch.setattr(volunteer.VolunteerScreen, "_show", shows)
-    monkeypatch.setattr(volunteer, "TICK_SECONDS", 0.01)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "checking this machine   0 s" in out
-    assert out.endswith("ok    x: y\nthis machine is ready\n")
 
 
 @pytest.mark.parametrize(

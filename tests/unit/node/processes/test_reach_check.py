@@ -47,17 +47,6 @@ def test_the_kind_of_nat_in_words(seen: tuple[Seen, ...], words: str) -> None:
     assert nat_words(replace(FOUND, seen=seen)).startswith(words)
 
 
-def test_a_nat_with_several_addresses_is_named() -> None:
-    seen = (*through(40000), *through(40000, there="203.0.113.10"))
-    assert "several addresses, 203.0.113.10, 203.0.113.9" in nat_words(replace(FOUND, seen=seen))
-
-
-def test_an_ipv6_address_is_mentioned_beside_a_nat() -> None:
-    assert nat_words(replace(FOUND, six="2001:db8::7")).endswith(
-        "; also has 2001:db8::7, which no NAT changes"
-    )
-
-
 def said(found: Findings) -> dict[str, str]:
     return {check.name: check.detail for check in judged(found)}
 
@@ -117,12 +106,6 @@ def test_a_slow_line_and_a_token_that_is_used_up_are_said() -> None:
     slow = {check.name: check for check in judged(replace(FOUND, up=1e5, refusal="it is used up"))}
     assert slow["line"].status is Status.WARN and "0.8 Mbit/s up" in slow["line"].detail
     assert slow["token"].status is Status.FAIL and slow["token"].detail == "it is used up"
-
-
-def test_the_paths_of_the_runs_links_are_said() -> None:
-    relayed = "1 and 2 (3.0 Mbit/s): relay (coordinator), as the node of stage 1 opens no port"
-    found = replace(FOUND, links=("0 and 1 (8.0 Mbit/s): direct", relayed))
-    assert said(found)["links"] == f"0 and 1 (8.0 Mbit/s): direct; {relayed}"
 
 
 def test_a_token_that_cannot_be_read_is_left_to_its_own_check() -> None:

@@ -42,9 +42,7 @@ class Writing:
             self.now += apart
 
     def start(self, first_step: int = 0) -> None:
-        self.say(
-            events.RunStarted(**{**vars(started(first_step=first_step)), "directory": str(self.directory)})
-        )
+        self.say(started(self.directory, first_step=first_step))
 
     def open(self) -> None:
         self.start()
@@ -317,7 +315,7 @@ def test_an_index_is_made_again_once_a_multiple_of_its_own_size_was_added(
         return 5000
 
     writer = HistoryWriter(pytest.fail, lambda: BEGAN, index=index)
-    writer(events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}))
+    writer(started(tmp_path))
     while len(made) < 3:
         writer(events.Notice(text="a line of some length"))
         if writer._worker is not None:

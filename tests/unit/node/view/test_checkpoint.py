@@ -80,7 +80,7 @@ def record(directory: Path, first: int, last: int) -> None:
     """A coordinator's steps from `first` to `last`."""
     now = BEGAN + 10 * first
     writer = HistoryWriter(pytest.fail, lambda: now, index=checkpoint.refresh)
-    writer(events.RunStarted(**{**vars(started(first_step=first - 1)), "directory": str(directory)}))
+    writer(started(directory, first_step=first - 1))
     for event in (*map(joined, NODES), placed(step=first - 1)):
         writer(event)
     for number in range(first, last + 1):
