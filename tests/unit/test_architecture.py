@@ -319,14 +319,6 @@ def test_circles_are_found(imports: str, found: list[str]) -> None:
     assert circles(graph) == found
 
 
-def test_a_name_is_found_in_the_module_that_defines_it() -> None:
-    known = frozenset({Path("wire/frames.py"), Path("wire/codecs/__init__.py"), Path("wire/codecs/tah.py")})
-    assert module_of("wire.frames", known) == module_of("wire.frames.Frame", known) == Path("wire/frames.py")
-    assert module_of("wire.codecs.tah", known) == Path("wire/codecs/tah.py")
-    assert module_of("wire.codecs.names", known) == Path("wire/codecs/__init__.py")
-    assert module_of("torch.nn", known) is None
-
-
 @each("module", MODULES)
 def test_module_keeps_the_rules(module: Path) -> None:
     imports, attributes = names_in(module)
@@ -438,14 +430,6 @@ def loaded_by(names: Iterable[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-@each("command", TORCH_FREE)
-def test_a_command_without_tensors_names_no_torch(command: str) -> None:
-    """By reading the imports."""
-    names = brought_in(Path(f"node/cli/{command}.py"))
-    said = {name: str(where) for name, where in names.items() if name.split(".")[0] in HEAVY}
-    assert said == {}, "modules of sizes and names load no torch: wire/codecs/forms.py, kernels/*/layout.py"
-
-
 def test_commands_without_tensors_load_no_torch() -> None:
     """By importing them, with everything that other packages import in turn."""
     names = ["node.cli.main"]
@@ -460,8 +444,3 @@ def test_what_loads_something_heavy_is_found(monkeypatch: pytest.MonkeyPatch) ->
     # Something that is light, and that no module of ours imports.
     monkeypatch.setattr(sys.modules[__name__], "HEAVY", {"colorsys"})
     assert loaded_by(["node.cli.main", "colorsys.rgb_to_yiq"]) == ["colorsys by colorsys.rgb_to_yiq"]
-
-
-def test_what_only_a_type_checker_imports_brings_nothing_in() -> None:
-    assert "torch" in names_in(Path("wire/spec.py"))[0]
-    assert "torch" not in brought_in(Path("wire/spec.py"))

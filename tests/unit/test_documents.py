@@ -79,14 +79,3 @@ def test_every_module_of_a_package_stands_in_its_document(package: str) -> None:
     modules = [path.name for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
     found = {path.name for pattern in patterns for path in (ROOT / package).glob(pattern)}
     assert sorted(set(modules) - found) == []
-
-
-def test_a_name_that_is_not_there_is_found() -> None:
-    text = "In `gone.py` and `tiles.py`; `node.cli.gone`.\n\n    also_gone.py, tiles.py   what is gone\n"
-    assert quoted(text) == ["gone.py", "tiles.py", "node.cli.gone"]
-    assert listed(text) == ["also_gone.py", "tiles.py"]
-    kernels = ROOT / "kernels"
-    assert is_there("tiles.py", kernels) and not is_there("gone.py", kernels)
-    assert not resolves("node.cli.gone") and not resolves("kernels.common.tiles.gone")
-    assert resolves("kernels.common.tiles") and resolves("kernels.common.tile_layout.TILE")
-    assert resolves("node.cli")

@@ -1,22 +1,16 @@
 """Grafana's dashboards and the alert rules: structure, and every query against the metrics that there are."""
 
-import json
 import re
 from collections.abc import Iterator
-from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import promql_parser as promql
-import pytest
-import yaml
 
 from node.coordinator.metrics import STATES
 from node.telemetry.clock import TimeKind
 from node.telemetry.metrics import PREFIX, RUN_METRICS, MetricKind
 from node.view.step_model import FULL, LITTLE
 from tests.support.cases import each
-from tests.support.deploy import GRAFANA
 from tests.support.prometheus import Query, queries
 
 METRICS = {PREFIX + one.name: one for one in RUN_METRICS}
@@ -25,9 +19,6 @@ SCRAPED = {"instance", "job"}
 RATES = {"rate", "increase", "irate"}
 VALUES = {"kind": set(TimeKind), "state": set(STATES)}
 """What these labels may be."""
-BOARDS = sorted((GRAFANA / "dashboards").glob("*.json"))
-COLUMNS = 24
-
 Node = Any
 
 
@@ -110,23 +101,6 @@ def test_every_query_uses_existing_metrics(query: Query) -> None:
     check(query)
 
 
-@pytest.mark.parametrize(
-    ("expression", "complaint"),
-    [
-        ("thinwire_los", "thinwire_los"),
-        ("rate(thinwire_loss[5m])", "inside rate"),
-        ("thinwire_tokens_total", "inside nothing"),
-        ('thinwire_link_queued_bytes{stage="1"}', "no label stage"),
-        ("sum by (node) (thinwire_link_queued_bytes)", "no label here"),
-        ('rate(thinwire_stage_seconds_total{kind="wait-up"}[5m])', "no kind is like"),
-        ("sum(", "invalid|unexpected|unclosed"),
-    ],
-)
-def test_wrong_queries_are_noticed(expression: str, complaint: str) -> None:
-    with pytest.raises((AssertionError, KeyError, ValueError), match=complaint):
-        check(Query("here", expression))
-
-
 def thresholds(where: str) -> list[float]:
     """The numbers that the named query, of an alert or of a panel by its title, compares with."""
     (query,) = [one for one in queries() if where in (one.where.partition(": ")[2], one.panel)]
@@ -144,73 +118,3 @@ def thresholds(where: str) -> list[float]:
 def test_the_page_and_the_analysis_agree_on_full_and_little_used() -> None:
     assert thresholds("ThinwireLinkSaturated") == [FULL]
     assert thresholds("Measured capacity") == [LITTLE]
-
-
-def test_most_metrics_are_shown_or_watched() -> None:
-    used = {
-        metric(selector.name)[0]
-        for q in queries()
-        for selector, _ in selectors(parse(q))
-        if selector.name != "up" and not q.label
-    }
-    unused = METRICS.keys() - used
-    assert unused <= {PREFIX + name for name in ("epoch", "stages_wanted", "snapshot_bytes", "steps_total")}
-
-
-# ---- dashboards
-
-
-def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for panel in board["panels"] if panel["type"] != "row"]
-
-
-@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.name)
-def test_dashboards_are_complete(path: Path) -> None:
-    board = json.loads(path.read_text(encoding="utf-8"))
-    source = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())[
-        "datasources"
-    ][0]
-    assert board["schemaVersion"] >= 36 and "__inputs" not in board and board.get("id") is None
-    identities = [panel["id"] for panel in board["panels"]]
-    assert len(set(identities)) == len(identities)
-    places = [(panel["title"], panel["gridPos"]) for panel in board["panels"]]
-    for title, place in places:
-        assert place["x"] >= 0 and place["w"] > 0 and place["x"] + place["w"] <= COLUMNS, title
-    for (one, first), (other, second) in combinations(places, 2):
-        apart = (
-            first["x"] + first["w"] <= second["x"]
-            or second["x"] + second["w"] <= first["x"]
-            or first["y"] + first["h"] <= second["y"]
-            or second["y"] + second["h"] <= first["y"]
-        )
-        assert apart, f"{one} and {other} overlap"
-    defined = {variable["name"] for variable in board["templating"]["list"]}
-    used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(board["panels"])))
-    for variable in board["templating"]["list"]:
-        # Grafana shows the one and asks by the other.
-        assert variable["definition"] == variable["query"]["query"]
-        assert variable["datasource"] == {"type": "prometheus", "uid": source["uid"]}
-        used |= set(re.findall(r"\$\{?([a-z]\w*)", variable["definition"]))
-    assert used <= defined, used - defined
-    for panel in panels(board):
-        assert panel["type"] in ("stat", "timeseries", "table")
-        assert panel["title"] and panel["targets"]
-        references = [target["refId"] for target in panel["targets"]]
-        assert len(set(references)) == len(references)
-        for target in panel["targets"]:
-            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": source["uid"]}
-            assert 'instance=~"$instance"' in target["expr"], "only the chosen run"
-
-
-@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.name)
-def test_legends_name_labels_of_their_query(path: Path) -> None:
-    for panel in panels(json.loads(path.read_text(encoding="utf-8"))):
-        for target in panel["targets"]:
-            named = set(re.findall(r"{{\s*(\w+)\s*}}", target["legendFormat"]))
-            carried = labels_of(parse(Query(panel["title"], target["expr"])))
-            assert named <= carried, (panel["title"], named - carried)
-            if len(panel["targets"]) == 1 and panel["type"] == "timeseries":
-                # What tells series apart is in their names.
-                assert carried - SCRAPED - {"codec", "direction"} <= named | {"node", "device"}, panel[
-                    "title"
-                ]

@@ -43,11 +43,3 @@ def test_a_script_gives_the_command_that_runs_it(path: Path) -> None:
     text = f"{docstring}\n{(ROOT / 'Makefile').read_text(encoding='utf-8')}"
     module = ".".join(path.with_suffix("").parts)
     assert re.search(rf"-m {re.escape(module)}\b", text), "its docstring gives no command"
-
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "scripts" / "docs").mkdir(parents=True)
-    (tmp_path / "scripts" / "docs" / "table.py").write_text("", encoding="utf-8")
-    source = "import json\nimport table\nfrom scripts.docs.table import x\nfrom .table import z\n"
-    source += "def f():\n    from scripts.gone import y\n"
-    assert lost(source, tmp_path) == [".table", "scripts.gone", "table"]

@@ -16,14 +16,13 @@ import pytest
 from node.coordinator import sessions
 from node.coordinator.control_service import ControlService
 from node.coordinator.sessions import ControlSession
-from node.coordinator.snapshot_handler import ServedLayer, UploadPermit
 from node.model.labels import BatchPart
 from node.stage.coordinator_client import CoordinatorClient
+from tests.support.control_handler import NobodyAsks
 from tests.support.pki import hello, new_authority, new_node
 from wire.channels import make_server, open_channel
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 from wire.identity.credentials import mutual_tls
-from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Finish, Heartbeat, NodeMessage
 from wire.messages_proto import coordinator_message_to_proto, node_message_to_proto
 from wire.telemetry import Telemetry
@@ -42,16 +41,13 @@ NOT_MESSAGES = (
 
 
 @dataclass
-class FakeHandler:
+class FakeHandler(NobodyAsks):
     """Admits everybody and remembers what happened."""
 
     open: dict[str, ControlSession] = field(default_factory=dict)
     messages: list[NodeMessage] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     happened: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    async def refusal_for(self, node_id: str) -> Refusal | None:
-        return None
 
     def opened(self, session: ControlSession) -> None:
         self.open[session.node_id] = session
@@ -66,33 +62,6 @@ class FakeHandler:
 
     def closed(self, session: ControlSession) -> None:
         del self.open[session.node_id]
-
-    async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
-        raise AssertionError("nobody asks")
-
-    async def batch(
-        self,
-        node_id: str,
-        step: int,
-        *,
-        part: BatchPart,
-        held_out: bool = False,
-        groups: Sequence[int] = (),
-        steps: int = 1,
-    ) -> bytes:
-        return b"12345678"
-
-    async def layer(self, step: int, unit: str) -> ServedLayer:
-        raise AssertionError("nobody asks")
-
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
-        raise AssertionError("nobody asks")
-
-    async def layer_refused(self, permit: UploadPermit, why: str) -> None:
-        raise AssertionError("nobody asks")
-
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        raise AssertionError("nobody asks")
 
 
 @contextlib.asynccontextmanager

@@ -184,15 +184,6 @@ def test_steps_add_up_and_kinds_sum_to_wall_time() -> None:
     assert books.run.link_bytes == 10_000
 
 
-def test_a_report_that_comes_late_is_counted_with_the_next_step() -> None:
-    books = accounting()
-    began(books)
-    books.report("a", totals(1))
-    assert mbit_by_stage(books.step(1, 2.0))[0][1] == 0.0
-    books.report("b", totals(2, stage=1))
-    assert mbit_by_stage(books.step(2, 2.0))[0] == pytest.approx((0.0, 0.008))
-
-
 def test_damaged_frames_are_those_of_the_link_that_they_came_over() -> None:
     books = accounting()
     began(books)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from types import SimpleNamespace
@@ -19,7 +19,6 @@ from node.coordinator.control_service import (
     MOST_PROBE_BYTES,
     CallLimit,
     ControlService,
-    ControlSession,
     chunks,
     zeros,
     zeros_sha256,
@@ -33,13 +32,14 @@ from node.model.labels import BatchPart
 from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
 from node.state.manifest import LayerFile, UnitEntry
+from tests.support.control_handler import NobodyAsks
 from tests.support.pki import new_authority, new_node
 from wire.channels import NOT_YET, bulk_name, open_channel
 from wire.errors import RunError
 from wire.front import Front
 from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
-from wire.messages import MOST_HELD, HeldLayer, NodeMessage, PlacedStage
+from wire.messages import MOST_HELD, HeldLayer
 from wire.v1 import control_pb2, control_pb2_grpc
 
 AUTHORITY = new_authority()
@@ -50,7 +50,7 @@ LAYER = bytes(range(256)) * (40 * CHUNK_BYTES // 256) + b"tail"
 FILE = LayerFile.of(LAYER)
 
 
-class Handler:
+class Handler(NobodyAsks):
     """Has one layer, and takes in what it permits."""
 
     def __init__(self) -> None:
@@ -61,18 +61,6 @@ class Handler:
         self.refusals: list[tuple[str, str]] = []
         self.layers_refused: list[tuple[str, str]] = []
 
-    async def refusal_for(self, node_id: str) -> Refusal | None:
-        return None
-
-    def opened(self, session: ControlSession) -> None:
-        raise AssertionError("nobody asks")
-
-    def heard(self, session: ControlSession, message: NodeMessage) -> None:
-        raise AssertionError("nobody asks")
-
-    def closed(self, session: ControlSession) -> None:
-        raise AssertionError("nobody asks")
-
     def refused(self, node_id: str, why: str) -> None:
         self.refusals.append((node_id, why))
 
@@ -80,27 +68,8 @@ class Handler:
         self.renewed.append(node_id)
         return b"certificate"
 
-    async def batch(
-        self,
-        node_id: str,
-        step: int,
-        *,
-        part: BatchPart,
-        held_out: bool = False,
-        groups: Sequence[int] = (),
-        steps: int = 1,
-    ) -> bytes:
+    async def batch(self, *_: object, **__: object) -> bytes:
         return LAYER[:1000]
-
-    def layer_holders(
-        self, node_id: str, step: int, unit: str, bad: Sequence[str]
-    ) -> tuple[UnitEntry, list[PlacedStage], str] | None:
-        return None
-
-    def hold_layers(
-        self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
-    ) -> list[tuple[int, str]]:
-        return [(layer.step, layer.unit) for layer in layers]
 
     async def layer(self, step: int, unit: str) -> ServedLayer:
         return ServedLayer(UnitEntry(unit, "file", len(LAYER), sha256(LAYER).hexdigest(), ""), self._read)

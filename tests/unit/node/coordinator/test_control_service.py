@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,14 +14,14 @@ import pytest
 
 from node.coordinator import control_service
 from node.coordinator import sessions as module
-from node.coordinator.control_service import ControlService, Handler
+from node.coordinator.control_service import ControlService
 from node.coordinator.sessions import ControlSession
 from node.stage.coordinator_client import CoordinatorClient
+from tests.support.control_handler import NobodyAsks
 from tests.support.links import eventually
 from tests.support.pki import hello, new_authority, new_node
 from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused
-from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Finish, NodeMessage
 from wire.messages_proto import node_message_to_proto
 from wire.v1 import control_pb2_grpc
@@ -30,14 +30,11 @@ SECONDS = 20.0
 NODE = new_node(new_authority())
 
 
-class Admits:
+class Admits(NobodyAsks):
     """The part of a `Handler` that a session's beginning meets."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
-
-    async def refusal_for(self, node_id: str) -> Refusal | None:
-        return None
 
     def opened(self, session: ControlSession) -> None:
         self.addresses.append(session.address)
@@ -63,7 +60,7 @@ class Client(CoordinatorClient):
 
 @contextlib.asynccontextmanager
 async def coordinator(handler: Admits | None = None) -> AsyncIterator[tuple[int, Service]]:
-    server, service = grpc.aio.server(), Service(cast(Handler, handler or Admits()))
+    server, service = grpc.aio.server(), Service(handler or Admits())
     control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -96,14 +96,6 @@ def quiet_planner(config: RunConfig, use: Callable[[Windows], None]) -> LinkPlan
     )
 
 
-async def test_a_plan_is_reported_with_its_epoch() -> None:
-    async with planning() as (planner, plans):
-        planner.step_done(epoch(7), NODES, costs(1))
-        number, windows = await plans.get()
-    assert number == 7
-    assert len(windows) == 1 and windows[0] >= 3
-
-
 async def test_windows_that_change_are_an_event_with_what_they_were_planned_from() -> None:
     found: list[Event] = []
     async with planning(emit=found.append) as (planner, plans):

@@ -95,15 +95,6 @@ def test_mistakes_are_reported_in_one_line(tmp_path: Path, text: str, words: str
     assert "\n" not in message
 
 
-def test_a_byte_order_mark_in_a_profile_is_ignored(tmp_path: Path) -> None:
-    path = write(tmp_path, "[[sweep]]\nrates = ['10']")
-    plain = load_profile(path)
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert load_profile(path).sweeps == plain.sweeps
-    (tmp_path / "matrix.toml").write_bytes(b"\xef\xbb\xbf" + MATRIX.read_bytes())
-    assert read_matrix(tmp_path / "matrix.toml") == read_matrix(MATRIX)
-
-
 def test_a_region_that_the_matrix_lacks_gets_its_neighbours_name(tmp_path: Path) -> None:
     text = f"[pipeline]\nstages = 2\n[network]\nmatrix = '{MATRIX}'\nregions = ['Oregon', 'Viginia']\n"
     with pytest.raises(ConfigError, match=r"region 'Viginia' is not in the matrix; did you mean 'Virginia'"):

@@ -5,8 +5,6 @@ A file holds its command; scripts/results/network.md has those from before it wa
 
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ import pytest
 from node.lab.plan import CellKey, plan_runs
 from node.lab.profile import load_profile
 from node.lab.results import Results, read_results
-from node.lab.table import all_tables, provenance
-from scripts.docs import network
+from node.lab.table import provenance
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -74,86 +71,3 @@ def test_a_recorded_file_can_be_measured_again(path: Path) -> None:
 def list_of(value: Any) -> Any:
     """Tuples come back from JSON as lists."""
     return tuple(value) if isinstance(value, list) else value
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_recorded_file_reads_as_it_is(path: Path) -> None:
-    recorded = read_results(path)
-    words = provenance(recorded)
-    assert ("not finished" in words) != recorded["finished"]
-    assert "each figure the median of " in words
-    table = all_tables(recorded)[0]
-    rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
-    assert len(rows) == len(recorded["cells"])
-    for row, cell in zip(rows, recorded["cells"], strict=True):
-        assert row["of unthrottled"] == (f"{cell['of_unthrottled']:.2f}" if "of_unthrottled" in cell else "-")
-        assert row["binding"] == (cell["floor"]["binds"] if "floor" in cell else "-")
-
-
-def test_two_recorded_networks_give_no_ratio_that_nobody_measured() -> None:
-    names = ["lab_gpt2-xl-4gpu-nic.json", "lab_gpt2-xl-4gpu.json"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "node.cli.main",
-            "lab",
-            "table",
-            *(f"scripts/results/{name}" for name in names),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    blocks = done.stdout.split("\n\n")
-    apart = [
-        {
-            words
-            for row in all_tables(read_results(ROOT / "scripts" / "results" / name))[0].rows
-            for words in row
-        }
-        for name in names
-    ]
-    both = [block for block in blocks if ": measured\n" in block]
-    assert [block.partition(":")[0] for block in both] == [f"scripts/results/{name}" for name in names]
-    for block, cells in zip(both, apart, strict=True):
-        assert all(words in block for words in cells)
-    # The second file has no fp32: there is nothing that its rates are a multiple of.
-    assert "8.40" not in both[1]
-
-
-def test_the_goal_is_shown_for_cells_where_a_link_limits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def cell(share: float, binds: str, shape: str) -> dict[str, Any]:
-        key = {"forward_codec": "tah", "backward_codec": "fixed-6", "microbatch": 2, "shape": shape}
-        return {"key": key, "floor": {"share": share, "binds": binds}}
-
-    cells = [
-        cell(0.95, "link 0 to 1", "100"),
-        cell(0.883, "download of stage 2", "500"),
-        cell(0.5, "compute of stage 1", "1000"),
-        {"key": {}},
-    ]
-    (tmp_path / "lab_some.json").write_text("{}")
-    monkeypatch.setattr(network, "RESULTS", tmp_path)
-    monkeypatch.setattr(network, "read_results", lambda path: {"cells": cells})
-    *_, row = network.lab_floor().splitlines()
-    assert row == (
-        "| lab_some.json | 1 of 2 | 0.88 (tah/fixed-6 at 500, microbatch 2) "
-        "| 0.50 (tah/fixed-6 at 1000, microbatch 2) |"
-    )
-
-
-def test_the_default_output_folder_is_no_part_of_the_repository() -> None:
-    def ignored(path: str) -> bool:
-        command = ["git", "check-ignore", "--quiet", "--no-index", path]
-        done = subprocess.run(command, cwd=ROOT, timeout=20, check=False)
-        return done.returncode == 0
-
-    if not (ROOT / ".git").exists():
-        pytest.skip("no repository here")
-    assert ignored("lab/smoke/results.json")
-    assert not ignored("node/lab/table.py") and not ignored("deploy/lab/smoke.toml")

@@ -1,6 +1,5 @@
 """From results to tables, plots and archives; parts, and what may go on in one file."""
 
-import builtins
 import math
 import tarfile
 from pathlib import Path
@@ -9,15 +8,12 @@ from typing import Any
 import pytest
 
 from node.cli.lab import figure_folders
-from node.cli.main import main
 from node.lab.archive import pack_logs
 from node.lab.plots import draw
 from node.lab.profile import load_profile
 from node.lab.results import Results, merge, read_results
 from node.lab.table import all_tables, provenance, tables_text
-from node.telemetry.clock import TimeKind
 from tests.support.lab_results import cell, results
-from tests.support.paths import lock_folders
 from wire.errors import UserError
 
 SMOKE = Path(__file__).parents[4] / "deploy" / "lab" / "smoke.toml"
@@ -59,50 +55,6 @@ def test_results_of_two_files_are_never_pooled() -> None:
     assert "8.00" not in text and "10.00" not in text
 
 
-def test_the_text_says_where_figures_come_from() -> None:
-    found = results(cell("fp32/fp32", 100, 200.0), {**cell("tah/fixed-6", 100, 9.0), "measured_steps": 2})
-    found |= {"profile_file": "cpu.toml", "overrides": ["lab.steps=3"], "only": ["@10 + 100 ms"]}
-    text = tables_text([("results.json", found)])
-    line = text.splitlines()[-1]
-    assert line == provenance(found)
-    for words in (
-        "each figure the median of 2 to 3 steps",
-        "by `thinwire lab run cpu.toml lab.steps=3 --only '@10 + 100 ms'`",
-        "text books.txt, the first 2300 bytes",
-        "tbf",
-        "bbr",
-        "kernel 6.1",
-        "no delay",
-        "1 runs, 1 seed",
-        "commit 0123456789ab with changes",
-    ):
-        assert words in line
-
-
-def test_where_the_time_of_a_step_goes_is_a_table_of_its_own() -> None:
-    spent = dict.fromkeys(TimeKind, 0.0)
-    first = {**spent, "forward": 0.1, "backward": 0.25, "optimizer": 0.05, "encode": 0.01, "decode": 0.02}
-    last = {**spent, "wait-upstream": 0.3, "wait-downstream": 0.1, "wait-coordinator": 0.25}
-    timed = {**cell("tah/fixed-6", 100, 1000.0), "stage_seconds": [first, last]}
-    tables = all_tables(results(timed, cell("fp32/fp32", 100, 200.0)))
-    assert tables[1].rows == (
-        ("100", "1", "auto", "tah/fixed-6", "0", "0.400", "0.030", "0.000", "0.000"),
-        ("100", "1", "auto", "tah/fixed-6", "1", "0.000", "0.000", "0.400", "0.250"),
-    )
-    # Results of before it was recorded have none.
-    assert len(all_tables(results(cell("fp32/fp32", 100, 200.0)))) == len(tables) - 1
-
-
-def test_incomplete_results_are_reported() -> None:
-    part = {**results(cell("fp32/fp32", 100, 200.0)), "finished": False, "planned_cells": 25}
-    assert "; not finished: 1 of its profile's 25 cells are here;" in provenance(part)
-    # Results of before these were recorded.
-    del part["planned_cells"]
-    assert "; not finished: 1 of its profile's cells are here;" in provenance(part)
-    assert "lab run" not in provenance(part)
-    assert "not finished" not in provenance({**part, "finished": True})
-
-
 def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     Results(path, results(cell("tah/fixed-6", 100, 1.0))).write()
@@ -119,26 +71,6 @@ def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
     path.write_text("[" * 5000)
     with pytest.raises(UserError, match="cannot be read as results"):
         read_results(path)
-
-
-def test_results_behind_a_folder_that_may_not_be_entered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lock_folders(monkeypatch)
-    for action in ("table", "plot"):
-        assert main(["lab", action, str(tmp_path / "locked")]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"{tmp_path / 'locked'} cannot be read as results: Permission denied" in line
-
-
-def test_a_full_disk_error_names_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Path, *_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space left") as caught:
-        Results(tmp_path / "results.json", results()).write()
-    assert caught.value.filename == str(tmp_path / "results.json")
 
 
 def test_parts_of_a_profile_merge_into_one() -> None:
@@ -280,17 +212,3 @@ def test_figures_are_within_the_expected_range(tmp_path: Path) -> None:
     assert figure_folders([recorded], Path("here")) == [Path("here")]
     several = figure_folders([recorded, lab, Path("copy/lab_cpu.json")], Path("here"))
     assert several == [Path("here/lab_cpu"), Path("here/smoke"), Path("here/lab_cpu-2")]
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
-        if name.partition(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(UserError, match=r"pip install 'thinwire\[lab\]'"):
-        draw(results(cell("fp32/fp32", 100, 200.0)), tmp_path, print)
-    assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,6 @@
 """Run files: accepted values, refused values and the error messages."""
 
 import json
-import re
-import subprocess
-import sys
-import textwrap
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,9 +37,6 @@ RUN_FILES = [
     *sorted(path for path in DEPLOY.rglob("*.toml") if path.parent.name != "lab"),
     *map(recipe, recipes()),
 ]
-PAGES = [DEPLOY.parent / "README.md", *sorted(DEPLOY.glob("*.md"))]
-QUOTED = re.compile(r"(?m)(?:^    \[\w+\] *(?:#.*)?\n(?:^    \w+ = .*\n)+\n?)+")
-"""Sections of a run file, indented as pages quote them."""
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -114,12 +107,6 @@ def test_unusable_input_is_named_in_one_line(tmp_path: Path, text: str, words: l
     assert "\n" not in message
     for word in words:
         assert word in message
-
-
-def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"xxx\.\.\. \(a string\)") as caught:
-        load_config(write(tmp_path, f"[run]\nsteps = '{'x' * 5000}'"))
-    assert len(str(caught.value)) < 300
 
 
 def test_no_more_faults_are_looked_for_than_anybody_reads(tmp_path: Path) -> None:
@@ -234,21 +221,6 @@ def test_rules_are_checked_after_the_overrides(tmp_path: Path) -> None:
     assert load_config(path, ["training.microbatch=3"]).microbatches == 2
 
 
-def test_every_run_file_we_ship_parses() -> None:
-    assert len(RUN_FILES) == 1 + len(recipes())
-    for path in RUN_FILES:
-        assert load_config(path).run.steps > 0, path
-
-
-@each("page", [page for page in PAGES if QUOTED.search(page.read_text(encoding="utf-8"))])
-def test_every_run_file_that_a_page_quotes_has_keys_that_there_are(page: Path) -> None:
-    for block in QUOTED.findall(page.read_text(encoding="utf-8")):
-        given = tomllib.loads(textwrap.dedent(block))
-        types = {name: section_types()[name] for name in given}
-        for name, keys in given.items():
-            assert keys.keys() <= {key.rstrip("_") for key in types[name].__dataclass_fields__}
-
-
 def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,11 +287,6 @@ def test_json_that_is_no_config_is_refused(text: str) -> None:
         from_json(text)
 
 
-def test_reading_needs_no_torch() -> None:
-    program = "import sys, node.run_file.loader; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
-
-
 def test_every_field_has_a_type_that_can_be_read() -> None:
     for name, section in section_types().items():
         for field, value in vars(section()).items():
@@ -340,21 +307,6 @@ def test_paths_of_sources_become_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     config = with_absolute_paths(default_config(["data.sources=a.jsonl,b", "data.weights=0.3,0.7"]))
     assert config.data.sources == (str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
     assert config.data.weights == (0.3, 0.7) and config.data.chat_template == ""
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ((), ""),
-        (("lora.rank=4",), "training.adapter_optimizer"),
-        (("lora.rank=4", "training.adapter_optimizer=muon", "training.optimizer=adamw"), ""),
-    ],
-)
-def test_muon_where_it_has_nothing_to_step_is_warned_of(
-    overrides: tuple[str, ...], words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    default_config(["training.optimizer=muon", *overrides])
-    assert words in caplog.text and bool(words) == bool(caplog.text)
 
 
 def test_a_warm_up_longer_than_the_run_is_cut_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:

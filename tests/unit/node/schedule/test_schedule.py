@@ -45,14 +45,6 @@ def read(*orders: str) -> tuple[Order, ...]:
     )
 
 
-def test_plain_orders_are_the_textbook_ones() -> None:
-    assert tuple(map(spelled, one_f_one_b(3, 4))) == (
-        "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
-        "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3",
-        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3",
-    )
-
-
 def test_window_lets_every_stage_but_the_last_run_ahead() -> None:
     assert tuple(map(spelled, one_f_one_b(3, 4, window=1))) == (
         "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3",

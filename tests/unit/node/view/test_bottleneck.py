@@ -127,32 +127,6 @@ def on(device: str, run: RunView) -> RunView:
     return replace(run, stages=tuple(replace(stage, device=device) for stage in run.stages))
 
 
-def promised(text: str) -> float:
-    """The gain in a sentence."""
-    return float(re.findall(r"would give about ([\d.]+) x", text)[0])
-
-
-def test_a_full_link_is_named_with_who_waits_and_a_remedy() -> None:
-    stages = [stage(0, forward=0.25, backward=0.25), stage(1, forward=0.2, backward=0.2)]
-    run = seen(stages, [link(0, 1, 30, 100), link(1, 0, 96, 100)])
-    text = says(run)
-    assert text.startswith(
-        "link 1 to 0 is full: 96 % of 100 Mbit/s; stages 0 and 1 wait 55 % of the time; "
-        "`fixed-6` to `tah` backward would give about 1."
-    )
-    model = StepModel.of(run)
-    assert model is not None
-    gain = promised(text)
-    assert gain == pytest.approx(model.gain(model.with_codecs(gradient=4.42 / 6.26)), rel=0.05)
-    assert 1.1 < gain < 6.26 / 4.42
-
-
-def test_the_most_precise_codec_that_helps_is_the_one_named() -> None:
-    stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
-    run = seen(stages, [link(0, 1, 95, 100, codec="fp32"), link(1, 0, 20, 100)])
-    assert "`fp32` to `fixed-8` forward would give about 3." in says(run)
-
-
 def uneven(number: int, share: float) -> list[events.Event]:
     """A step in which stage 0 computes `share` of the time and stage 1 less."""
     one = costs(number)
@@ -195,44 +169,6 @@ def test_advice_stays_the_same_while_steps_are_noisy() -> None:
     assert len(said) == 1
 
 
-def test_a_link_that_is_full_both_ways_needs_both_codecs() -> None:
-    stages = [stage(0, forward=0.05, backward=0.1), stage(1, forward=0.05, backward=0.1)]
-    run = seen(stages, [link(0, 1, 96, 100, codec="fp32"), link(1, 0, 95, 100, codec="fp32")])
-    first, second = bottleneck(run, BITS)
-    assert first.startswith("link 0 to 1 is full: 96 % of 100 Mbit/s; stages 0 and 1 wait 85 % of the time; ")
-    assert second == "link 1 to 0 is full: 95 % of 100 Mbit/s"
-    assert "`fp32` to `fixed-8` forward and backward would give about 3." in first
-    # Where each way has a codec of its own, each is named.
-    run = seen(stages, [link(0, 1, 96, 100, codec="fixed-8"), link(1, 0, 95, 100)])
-    assert "`fixed-8` to `tah` forward and `fixed-6` to `tah` backward would give about 1." in says(run)
-
-
-def uploading(rate: float, stages: int = 3) -> RunView:
-    """Stage 1 sends activations and gradients over an upload of `rate` Mbit/s, as a real run measured it."""
-    forward, backward = 0.28 / 0.8 * rate, 0.52 / 0.8 * rate
-    links = [
-        link(0, 1, forward, 4.7 * rate, codec="tah"),
-        link(1, 0, backward, 0.74 * rate, codec="fixed-8"),
-        link(1, 2, forward, 0.375 * rate, codec="tah"),
-        link(2, 1, backward, 20 * rate, codec="fixed-8"),
-    ]
-    return seen([stage(n, forward=0.05, backward=0.08) for n in range(stages)], links, seconds=4.2)
-
-
-def test_links_that_share_an_upload() -> None:
-    run = uploading(0.8)
-    text = says(run)
-    assert text.startswith(
-        "stage 1 sends 0.8 Mbit/s of about 0.857 Mbit/s to stages 0 and 2 together: its links to them are "
-        "full and seem to share its upload; stages 0, 1 and 2 wait 87 % of the time; `fixed-8` to `fixed-6` "
-        "backward would"
-    )
-    gain = promised(text)
-    # Both kinds of tensors take their turns there, so a smaller gradient saves its part of the sum.
-    assert gain == pytest.approx(0.8 / (0.28 + 0.52 * BITS["fixed-6"] / BITS["fixed-8"]), rel=0.06)
-    assert "link 1 to" not in text
-
-
 def test_a_line_that_one_of_its_links_leaves_more_often_is_shared_all_the_same() -> None:
     """As measured on a line of 5 Mbit/s: one of its links alone looked like 72 % of 2.14."""
     links = [link(1, 0, 1.54, 2.14), link(1, 2, 2.86, 3.3), link(0, 1, 2.0, 20), link(2, 1, 2.0, 20)]
@@ -255,23 +191,6 @@ def test_no_gain_is_promised_without_a_narrower_codec() -> None:
     stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
     run = seen(stages, [link(0, 1, 95, 100), link(1, 0, 20, 100)])
     assert says(run, {}) == "link 0 to 1 is full: 95 % of 100 Mbit/s; stages 0 and 1 wait 80 % of the time"
-
-
-def test_an_uneven_split() -> None:
-    stages = [
-        stage(0, blocks=6, forward=0.3, backward=0.6),
-        stage(1, blocks=2, forward=0.1, backward=0.2),
-    ]
-    text = says(seen(stages, [link(0, 1, 5, 1000), link(1, 0, 5, 1000)]))
-    assert text.startswith("stage 0 is the slowest: it computes 90 % of the time; stage 1 waits 70 % of the")
-    assert "`pipeline.split = [4, 4]` would give about 1.3 x" in text
-
-
-def test_a_slow_machine_gets_fewer_blocks() -> None:
-    stages = [stage(0, forward=0.3, backward=0.65), stage(1, forward=0.1, backward=0.2)]
-    text = says(seen(stages))
-    found = re.search(r"split = \[(\d+), (\d+)\]", text)
-    assert found and int(found[1]) < 4 < int(found[2]) and int(found[1]) + int(found[2]) == 8
 
 
 def test_a_head_stays_where_it_is() -> None:
@@ -326,28 +245,6 @@ def test_waiting_for_other_stages_is_not_called_a_slow_coordinator() -> None:
     assert "waits for the coordinator" not in says(seen(stages))
 
 
-@pytest.mark.parametrize(
-    ("waiting", "words"),
-    [
-        ([3], "stage 3 waits 90 % of the time"),
-        ([0, 1, 2], "stages 0, 1 and 2 wait 90 % of the time"),
-        ([0, 1, 2, 3, 4, 5, 6, 7], "stages 0 to 7 wait 90 % of the time"),
-        ([0, 1, 2, 5], "stages 0, 1, 2 and 5 wait 90 % of the time"),
-    ],
-)
-def test_which_stage_waits(waiting: list[int], words: str) -> None:
-    stages = [stage(n, forward=0.1) if n in waiting else stage(n, forward=0.9) for n in range(8)]
-    assert f"; {words}" in says(seen(stages, [link(0, 1, 96, 100)]), {})
-
-
-def test_round_trips_that_nobody_hides() -> None:
-    stages = [stage(n, forward=0.1, backward=0.2) for n in range(2)]
-    links = [link(0, 1, 5, 1000, 0.1), link(1, 0, 5, 1000, 0.1)]
-    text = says(seen(stages, links, seconds=0.8))
-    assert text.startswith("tensors are on their way: no link is full, and a round trip from stage")
-    assert "100 ms" in text and "`pipeline.window`" in text
-
-
 def test_too_few_microbatches() -> None:
     stages = [stage(n, forward=0.2, backward=0.4) for n in range(4)]
     run = replace(seen(stages), microbatches=4)
@@ -357,24 +254,6 @@ def test_too_few_microbatches() -> None:
 def test_no_stage_or_link_limits() -> None:
     stages = [stage(n, forward=0.2, backward=0.3) for n in range(2)]
     assert says(seen(stages)).startswith("nothing stands out: the busiest stage, 0, works 50 % of the time")
-
-
-def test_waiting_for_members() -> None:
-    """How to help is said, by what is known of the tokens."""
-    unreported = view(history(started(), joined("node-x"))).bottleneck
-    assert unreported == (
-        "waiting for nodes: 1 of 2 are here; paste the join line on another machine; `thinwire token create "
-        "RUN_DIR` makes a new one",
-    )
-    for left, words in (
-        (0, "1 of 2 are here; no join token is left: `thinwire token create RUN_DIR` makes a join line for"),
-        (1, "paste the join line that the coordinator printed on another machine (tokens are left for one m"),
-        (3, "(tokens are left for 3 more nodes; `thinwire token create RUN_DIR` makes a new line)"),
-    ):
-        (said,) = view(
-            history(started(), events.TokenUses(left=2), joined("node-x"), events.TokenUses(left=left))
-        ).bottleneck
-        assert words in said
 
 
 def test_a_link_that_is_little_used_sets_no_pace() -> None:
@@ -404,13 +283,6 @@ def test_what_is_full_is_told_once_for_all() -> None:
 
 def test_nothing_is_said_before_the_first_step() -> None:
     assert view(history(opening())).bottleneck == ()
-
-
-def test_a_run_of_events_has_a_bottleneck() -> None:
-    assert len(view(history(opening(), *(step(n) for n in range(1, 12)))).bottleneck) == 1
-
-
-SHARE = st.floats(0, 1)
 
 
 @st.composite
@@ -497,11 +369,6 @@ def test_a_gain_is_never_above_what_the_floor_allows(run: RunView) -> None:
             assert gain >= before - 1e-9, "fewer bytes are never slower"
             assert gain * changed.floor().seconds <= max(model.seconds, model.floor().seconds) * (1 + 1e-9)
             before = gain
-
-
-def test_events_of_another_kind_of_time_do_not_matter() -> None:
-    odd = events.Notice(text="anything")
-    assert view(history(opening(), step(1), odd)).bottleneck == view(history(opening(), step(1))).bottleneck
 
 
 def test_a_codec_in_the_same_bytes_at_no_cost_in_loss_is_named_where_it_packs_beside_the_step() -> None:

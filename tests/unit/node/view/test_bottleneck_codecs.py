@@ -22,33 +22,6 @@ def results(file: str, key: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_how_a_codec_is_changed_and_what_it_was_measured_to_cost() -> None:
-    stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
-    back = seen(stages, [link(0, 1, 20, 100), link(1, 0, 96, 100)])
-    assert says(back).endswith("x: `thinwire set RUN_DIR pipeline.backward_codec=tah`"), (
-        "nothing is said of gradients' loss"
-    )
-    there = seen(stages, [link(0, 1, 96, 100), link(1, 0, 20, 100)])
-    assert says(there).endswith(
-        "x (measured cost in loss, `tah` forward: 1.4 %): `thinwire set RUN_DIR pipeline.forward_codec=tah`"
-    )
-    assert "(measured cost in loss, `trellis-4.41` forward: nothing that could be measured)" in says(
-        on(GPU, there)
-    )
-    both = seen(stages, [link(0, 1, 96, 100, codec="fp32"), link(1, 0, 95, 100, codec="fp32")])
-    assert ("`thinwire set RUN_DIR pipeline.forward_codec=fixed-8 pipeline.backward_codec=fixed-8`") in says(
-        both
-    )
-
-
-def test_the_losses_match_the_readmes() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    costs = {name: codec_format(name).loss_forward for name in proposed_names()}
-    assert {name for name, cost in costs.items() if cost} == {"tah", "trellis-4.41"}
-    for name, cost in costs.items():
-        assert not cost or f"{cost} with `{name}`" in readme
-
-
 def test_the_commands_that_are_named_exist() -> None:
     """`RUN_DIR` put in, they are what the command line takes."""
     stages = [stage(n, forward=0.1, backward=0.1) for n in range(2)]

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from node.display.render import event_lines, stage_rows
-from node.display.top import view_lines
 from node.telemetry import events
 from node.telemetry.costs import group_seconds, mbit_by_stage, row_costs
 from node.view.bottleneck import bottleneck
@@ -106,24 +104,3 @@ def test_a_step_that_all_rows_spend_on_summing_is_named() -> None:
     words = bottleneck(grid_view(sync=(0.3, 0.3), size=3_900_000), {})
     assert words[0].startswith("all rows sum their gradients 30 % of the time after their last microbatch; ")
     assert "the link of stage 0 from row 0 to 1 is full" in words[0] and "sync_codec" in words[0]
-
-
-def test_rows_on_a_terminal() -> None:
-    lines = view_lines(grid_view(), run_events.BEGAN)
-    text = "\n".join(lines)
-    assert "gradient groups by row    row 0: 0, 1, 2   row 1: 3" in text
-    assert any(line.split()[:2] == ["1/0", "node-cccc"] for line in lines)
-    assert "0/0 to 1/0" in text and "row/stage" in text
-    header, rows = stage_rows(done(1), NODES, 2)
-    assert header[0] == "row/stage" and [row[0] for row in rows] == ["0/0", "0/1", "1/0", "1/1"]
-    assert event_lines(placed()) == [
-        "placed (epoch 1): row 0 (3 groups): 0 node-aaaa, 1 node-bbbb; row 1 (1 group): 0 node-cccc, "
-        "1 node-dddd; from step 0"
-    ]
-
-
-def test_a_single_row_looks_as_before() -> None:
-    header, rows = stage_rows(run_events.done(1), NODES[:2], 2)
-    assert header[0] == "stage" and rows[1][0] == "1"
-    alone = placed(groups=((0, 1, 2, 3),))
-    assert replace(alone, nodes=NODES[:2]).placed == "0 node-aaaa, 1 node-bbbb"

@@ -312,10 +312,3 @@ def test_cpus_may_be_as_fast_as_this_machine(tmp_path: Path, capsys: pytest.Capt
     assert "a step takes about" in said and "twice or half" not in said
     assert main(["config", "explain", str(path), "--machine", "l4,20", "--measure"]) == 2
     assert "name one, such as --machine cpu,20" in capsys.readouterr().err
-
-
-def test_rows_that_no_token_uses_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text("[model]\nvocab = 4096\n")
-    assert main(["config", "explain", str(path)]) == 0
-    assert "model.vocab = 4096 is more than the 256 tokens of the tokenizer" in capsys.readouterr().err
