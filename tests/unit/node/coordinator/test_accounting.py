@@ -146,19 +146,6 @@ def test_a_step_costs_the_difference_of_totals() -> None:
     assert costs.stages[0].memory_bytes == 5000 and costs.stages[1].node_id == "b"
 
 
-def test_what_held_out_samples_send_is_no_part_of_a_step() -> None:
-    """Nor is their total of earlier measurements, which did not grow."""
-    books = accounting()
-    began(books)
-    held_out = FlowFigures(direction=Direction.HELD_OUT, codec="tah", bytes=400, elements=700)
-    for step in (1, 2):
-        now = totals(step)
-        links = [replace(link, bytes=link.bytes + 400, flows=(*link.flows, held_out)) for link in now.links]
-        books.report("a", replace(now, links=tuple(links)))
-        (link,) = (link for link in books.step(step, seconds=2.0).links if link.source == 0)
-        assert link.bytes == 1000 and [flow.kind for flow in link.flows] == ["activation"]
-
-
 @pytest.mark.parametrize(("said", "shown"), [("direct",) * 2, ("relay",) * 2, ("", ""), ("owned", "")])
 def test_a_link_costs_by_the_path_that_its_sender_names(said: str, shown: str) -> None:
     books = accounting()
@@ -166,22 +153,6 @@ def test_a_link_costs_by_the_path_that_its_sender_names(said: str, shown: str) -
     now = totals(1)
     books.report("a", replace(now, links=tuple(replace(link, path=said) for link in now.links)))
     assert [link.path for link in books.step(1, seconds=2.0).links if link.source == 0] == [shown]
-
-
-def test_steps_add_up_and_kinds_sum_to_wall_time() -> None:
-    books = accounting()
-    began(books)
-    for step in range(1, 6):
-        report(books, step - 0.5)  # a heartbeat in the middle
-        report(books, step)
-        costs = books.step(step, seconds=2.0)
-        for stage in costs.stages:
-            assert sum(stage.seconds.values()) == pytest.approx(stage.wall_seconds) == pytest.approx(2.0)
-    for times in books.stage_times():
-        assert times.seconds.keys() == {kind.value for kind in TimeKind}
-        assert sum(times.seconds.values()) == pytest.approx(times.wall_seconds) == pytest.approx(10.0)
-    assert [times.node_id for times in books.stage_times()] == list(SEATS)
-    assert books.run.link_bytes == 10_000
 
 
 def test_damaged_frames_are_those_of_the_link_that_they_came_over() -> None:
@@ -218,18 +189,6 @@ def test_costs_of_another_epoch_count_for_no_step() -> None:
     report(books, 61, epoch=EPOCH + 1)
     assert [link.bytes for link in books.step(2, 2.0).links] == [1000, 1000]
     assert books.run.link_bytes == 4000
-
-
-def test_an_aborted_step_is_counted_and_ends_its_epoch() -> None:
-    books = accounting()
-    began(books)
-    report(books, 0.5)
-    costs = books.step(1, 1.0, aborted=True)
-    assert costs.aborted and [link.bytes for link in costs.links] == [500, 500]
-    report(books, 0.9)  # a heartbeat before the next placement
-    assert books.run.link_bytes == 1000
-    books.begin_epoch(EPOCH + 1, SEATS)
-    assert books.step(1, 1.0).links == ()
 
 
 def test_a_stage_that_changes_hands_keeps_its_time() -> None:

@@ -171,15 +171,15 @@ async def test_windows_settle_on_a_steady_line_and_change_when_it_does(
     await take(1 + SOON)
     assert 1 <= len(planned) <= 2
     settled = line.planned_windows
-    await take(100)
+    await take(42)
     assert line.planned_windows == settled, "nothing has changed"
     await take(2, slower)
-    await take(100)
+    await take(42)
     assert line.planned_windows == settled, "two slow steps are noise"
     before = len(planned)
     await take(2 * WATCHED, slower)
     assert planned[before] != settled, "a line that stays slow has other windows"
-    await take(100, slower)
+    await take(42, slower)
     assert len(planned) <= before + 2
 
 

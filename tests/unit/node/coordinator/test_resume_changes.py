@@ -12,14 +12,6 @@ from node.run_state.failures import Failures
 from node.run_state.votes import VoteHistory
 from wire.errors import ConfigError
 
-CHANGES = ["training.lr=0.0005", "training.min_lr_ratio=0.5", "training.clip=0.25"]
-
-
-def test_the_learning_rate_its_end_and_the_clip_may_change() -> None:
-    changed = change_config(RunConfig(), CHANGES, CHANGEABLE)
-    training = from_json(to_json(changed)).training
-    assert (training.lr, training.min_lr_ratio, training.clip) == (0.0005, 0.5, 0.25)
-
 
 @pytest.mark.parametrize("override", ["training.beta1=0.8", "training.global_batch=32", "run.seed=3"])
 def test_settings_that_state_and_batches_depend_on_cannot_change(override: str) -> None:

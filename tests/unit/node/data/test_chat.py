@@ -1,7 +1,6 @@
 """Conversations: the tokens and the mask of transformers, and a loss on the assistant's tokens alone."""
 
 import json
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,18 +22,17 @@ from node.config.schema import (
 )
 from node.data import templates
 from node.data.chat import chat_encoder, load_chat_encoder
-from node.data.conversations import Dropped, Forms, normalized
+from node.data.conversations import Dropped
 from node.data.samples import held_out_samples
 from node.data.shards import ShardedCorpus, load_data
 from node.model.chunk import build_chunk
 from node.model.labels import IGNORED, label_weight
 from node.model.units import parameter_specs, unit_names
 from node.stage.stage_model import StageModel
-from tests.support.chat_data import MARKED, TEMPLATE, conversations, sharegpt, write_jsonl, write_tokenizer
+from tests.support.chat_data import MARKED, TEMPLATE, conversations, write_jsonl, write_tokenizer
 from tests.support.chat_families import BEGIN, END, FAMILIES, template_of, write_tokenizer_of
 from tests.support.examples import examples
 from tests.support.huggingface import hf_model, hf_name
-from tests.support.paths import ROOT
 from tests.support.reference_trainer import ReferenceTrainer
 from wire.errors import DataError
 
@@ -96,38 +94,6 @@ def test_a_question_is_encoded_up_to_the_answer(tmp_path: Path) -> None:
     refusing = write_tokenizer(tmp_path / "refusing", "{{ raise_exception('no system message') }}")
     with pytest.raises(DataError, match="cannot render the prompt: the template refuses it: no system"):
         load_chat_encoder(str(refusing), "").question("why?")
-
-
-def test_a_template_without_marks_gives_the_assistants_turns(tmp_path: Path) -> None:
-    import transformers
-
-    folder = write_tokenizer(tmp_path / "plain")
-    encoder = load_chat_encoder(str(folder), "")
-    tables = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    for row in conversations(8):
-        ids, mask = encoder.encode(row, "here")
-        counted = tables.decode(ids[mask])
-        answers = "".join(
-            f"{one['content']}<|im_end|>\n" for one in row["messages"] if one["role"] == "assistant"
-        )
-        assert counted == answers
-        assert encoder.encode(sharegpt(row), "here")[0].tolist() == ids.tolist()
-
-
-@pytest.mark.parametrize(
-    ("row", "error", "words"),
-    [
-        ({"messages": [{"role": "user", "content": "alone"}]}, Dropped, "no assistant message"),
-        ({"text": "no conversation"}, DataError, "here holds no conversation"),
-        ({}, DataError, "an empty row"),
-    ],
-)
-def test_rows_that_cannot_be_used(
-    tmp_path: Path, row: dict[str, object], error: type[Exception], words: str
-) -> None:
-    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t")), "")
-    with pytest.raises(error, match=words):
-        encoder.encode(row, "here")
 
 
 def _answer(family: str, message: dict[str, Any], *, last: bool) -> str:
@@ -271,37 +237,6 @@ def test_rows_of_text_have_labels_behind_their_marker(tmp_path: Path) -> None:
     assert other.fingerprint != encoder.fingerprint
 
 
-def test_the_rows_and_the_template_of_the_walk_are_read(tmp_path: Path) -> None:
-    """What deploy/FINE_TUNING.md quotes under "Instructions and conversations"."""
-    page = (ROOT / "deploy" / "FINE_TUNING.md").read_text(encoding="utf-8")
-    lines = page.partition("## Instructions and conversations")[2].splitlines()
-    rows = [json.loads(line) for line in lines if line.startswith('    {"')]
-    assert len(rows) == 8
-    template = "\n".join(line[4:] for line in lines if line.startswith(("    {%", "    {{")))
-    folder = write_tokenizer(tmp_path / "t", template)
-    tables, templated = transformers_tokenizer(folder), load_chat_encoder(str(folder), "")
-    (marker,) = (
-        tomllib.loads(line)["response_marker"] for line in map(str.strip, lines) if "marker =" in line
-    )
-    data = DataSection(tokenizer=str(folder), format="chat", response_marker=marker)
-    labels = []
-    for row in rows:
-        encoder = chat_encoder(data) if "text" in row else templated
-        ids, mask = encoder.encode(row, "here")
-        assert tables.decode(ids).count("### Response:") == 1
-        labels.append(tables.decode(ids[mask]).strip())
-    said = [
-        "Oslo.",
-        "One, two, three.",
-        "Oslo.",
-        "Santiago.",
-        *["Hello. What is it?"] * 2,
-        "Oslo.",
-        "Santiago.",
-    ]
-    assert labels == [f"{answer}<|im_end|>" for answer in said]
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_questions_and_answers_in_files_are_conversations(tmp_path: Path, suffix: str) -> None:
     config = chat_config(tmp_path)
@@ -382,12 +317,6 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
         load_chat_encoder(str(folder), "")
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     assert load_chat_encoder(str(folder), str(tmp_path / "own.jinja"))
-
-
-def test_messages_of_both_forms() -> None:
-    row = conversations(1)[0]
-    found = normalized(row, "", Forms())
-    assert normalized(sharegpt(row), "", Forms()) == found and found.messages == row["messages"]
 
 
 def test_labels_hold_the_assistants_tokens_alone(tmp_path: Path) -> None:

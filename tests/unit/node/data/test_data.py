@@ -29,13 +29,6 @@ def starts(data: Corpus, first_sample: int, count: int) -> list[int]:
     return [int(data.batch(sample)[0, 0]) for sample in range(first_sample, first_sample + count)]
 
 
-def test_shape_dtype_and_neighbouring_tokens() -> None:
-    batch = corpus().batch(0)
-    assert batch.shape == (4, SEQUENCE + 1)
-    assert batch.dtype == np.uint8
-    assert ((batch[:, 1:].astype(int) - batch[:, :-1]) % 251 == 1).all()
-
-
 def test_any_order_of_steps_gives_the_same_batches() -> None:
     forwards, other = corpus(), corpus()
     expected = [forwards.batch(step) for step in range(200)]

@@ -12,7 +12,7 @@ import pytest
 from node.config.schema import DataSection
 from node.data import documents, text
 from node.data.documents import read_text
-from wire.errors import ConfigError, DataError
+from wire.errors import DataError
 
 
 def read(path: Path | str, field: str = "text") -> bytes:
@@ -29,13 +29,6 @@ def test_a_text_file_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "any.name"
     path.write_bytes("Grüße\r\n".encode())
     assert read(path) == "Grüße\r\n".encode()
-
-
-def test_compressed_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
-    (tmp_path / "b.jsonl.xz").write_bytes(lzma.compress(b'{"text": "two"}\n'))
-    assert read(tmp_path / "a.txt.gz") == b"one"
-    assert read(tmp_path / "b.jsonl.xz") == b"two"
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -102,33 +95,6 @@ def test_damaged_compression(tmp_path: Path, suffix: str) -> None:
         refused(path, "is damaged")
 
 
-def test_json_lines_name_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n\n{"other": "b"}\n')
-    refused(path, "rows.jsonl line 3 has no text in field 'text'")
-    path.write_text('{"text": "a"}\n{"text": 3}\n')
-    refused(path, "rows.jsonl line 2 has no text")
-    path.write_text('{"text": "a"}\n[1]\n')
-    refused(path, "line 2 is not a JSON object")
-    path.write_text('{"text": "a"}\n{"text": \n')
-    refused(path, "line 2 is not JSON")
-    for odd in ("[" * 5000, f'{{"text": {"9" * 5000}}}'):
-        path.write_text('{"text": "a"}\n' + odd)
-        refused(path, "line 2 is not JSON")
-
-
-def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "secret.txt"
-    path.write_text("x")
-
-    def denied(self: Path, mode: str) -> bytes:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    # Tests may run as root, whom permissions do not stop.
-    monkeypatch.setattr(Path, "open", denied)
-    refused(path, "cannot read .*secret.txt: Permission denied")
-
-
 def test_what_lies_in_a_folder_that_may_not_be_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,8 +110,3 @@ def test_what_lies_in_a_folder_that_may_not_be_entered(
     monkeypatch.setattr(Path, "stat", stat)
     refused(tmp_path / "locked" / "text.txt", "cannot read .*text.txt: Permission denied; check")
     refused(tmp_path, "cannot read .*link.txt: Permission denied; check")
-
-
-def test_the_home_of_nobody_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"data\.path '~nosuchuser/x\.txt': this machine knows no home"):
-        read("~nosuchuser/x.txt")

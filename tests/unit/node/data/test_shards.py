@@ -295,16 +295,6 @@ def test_small_files_share_a_shard(tmp_path: Path) -> None:
     assert sum(len(shard.extents) for shard in source.shards) == 90
 
 
-def test_a_folder_says_what_it_skips(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path / "a.jsonl", TEXTS)
-    for number in range(12):
-        (tmp_path / f"{number}.pdf").write_bytes(b"%PDF")
-    list_source(str(tmp_path))
-    Corpus.load(DataSection(path=str(tmp_path)), sequence=16, global_batch=2, seed=0)
-    expected = f"training on 1 of 13 files in {tmp_path}; skipped: 12 x .pdf"
-    assert [record.message for record in caplog.records] == [expected] * 2
-
-
 @pytest.mark.parametrize(
     ("name", "content", "error", "words"),
     [

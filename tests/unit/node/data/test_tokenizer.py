@@ -127,13 +127,6 @@ def test_pieces_do_not_change_the_ids(
     assert np.concatenate(gpt2.encode(pieces)).tolist() == whole(gpt2, text) if text else not pieces
 
 
-def test_pieces_are_cut() -> None:
-    text = PROSE.encode() * 100
-    pieces = list(pieces_of(text))
-    assert len(pieces) > 2
-    assert all(tokenizer.PIECE_BYTES <= len(piece) < tokenizer.PIECE_BYTES + 200 for piece in pieces[:-1])
-
-
 def test_a_word_without_end_is_cut_between_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "PIECE_BYTES", 10)
     monkeypatch.setattr(tokenizer, "MOST_WORD_BYTES", 21)
@@ -405,19 +398,6 @@ def test_the_end_of_text_is_what_the_files_say(
     assert found.encode([SEPARATOR])[0].tolist() == [between] and found.ends == ends
 
 
-def test_an_unknown_end_of_text_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        LINES, tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
-    )
-    bpe.save(str(tmp_path / "tokenizer.json"))
-    load_tokenizer(str(tmp_path))
-    assert str(tmp_path) in caplog.text and "names no end of text" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("settings", "adds", "begin"),
     [
@@ -548,8 +528,3 @@ def test_tables_in_a_folder_that_may_not_be_entered(tables: Path, monkeypatch: p
     for name in (locked, locked / "vocab.json"):
         with pytest.raises(DataError, match=f"cannot read {name}: Permission denied; check its permissions"):
             load_tokenizer(str(name))
-
-
-def test_the_home_of_nobody_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"data\.tokenizer '~nosuchuser/bpe': this machine knows no home"):
-        load_tokenizer("~nosuchuser/bpe")

@@ -135,11 +135,6 @@ def test_bfloat16_keeps_boundaries_loss_and_gradients_in_float32(model: ModelSec
     assert loss.item() == pytest.approx(exact.item(), rel=0.02)
 
 
-def test_unknown_precision() -> None:
-    with pytest.raises(ConfigError, match="precision is 'float64'"):
-        compute_precision("float64", CPU)
-
-
 @pytest.mark.parametrize(
     "units",
     [(), ("tail",), ("block.0000", "block.0002"), ("block.0001", "block.0000"), ("head", "embed")],

@@ -142,10 +142,3 @@ def test_moments_in_e4m3_need_whole_blocks() -> None:
     with pytest.raises(RunError, match=r"attention_output.weight \[256, 256\] into runs of 64"):
         check_shards(config, 4)
     check_shards(replace(config, training=TrainingSection()), 4)
-
-
-def test_gpt2_has_no_kv_heads_to_divide() -> None:
-    model = ModelSection(
-        family="gpt2", layers=1, hidden=32, heads=4, kv_heads=1, ffn=64, vocab=8, sequence=16
-    )
-    check_shards(RunConfig(model=model), 4)

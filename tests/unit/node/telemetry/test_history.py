@@ -170,13 +170,6 @@ def test_the_stated_growth_holds(tmp_path: Path) -> None:
     assert size <= 400 + 2 * 800, size
 
 
-def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
-    writing = Writing(tmp_path / "gone")
-    writing.open()
-    assert len(writing.warnings) == 1
-    assert "the run goes on" in writing.warnings[0]
-
-
 @pytest.mark.parametrize("length", [1, 100, 5000])
 def test_the_highest_step_is_found_at_the_end_however_long_the_history_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int

@@ -350,30 +350,6 @@ def test_a_snapshot_is_complete_once_every_stage_has_sent_it(
     assert newest_whole_step(tmp_path) == newest
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--steps", "3:2"], "--steps 3:2 names no steps: write one, or the first and the last as in 3:5"),
-        (["--steps", "all"], "--steps all names no steps"),
-        (["--steps", "2", "--out", "absent/trace.json"], "name another file with --out"),
-        (["--steps", "90"], "there is no trace of steps 90"),
-    ],
-)
-def test_mistakes_are_one_line(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "run.db").touch()
-    write(TraceWriter(tmp_path, 10**6), batch(1))
-    monkeypatch.chdir(tmp_path)
-    assert main(["trace", ".", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-
-
 # ---- one clock, one file
 
 
@@ -412,10 +388,6 @@ def test_tensors_of_slices_are_named_by_their_microbatch() -> None:
     (bar,) = (event for event in trace["traceEvents"] if event["ph"] == "X")
     assert bar["name"] == "forward 2.1"
     assert (bar["args"]["microbatch"], bar["args"]["slice"]) == (2, 1)
-
-
-def test_a_trace_of_nothing_is_empty() -> None:
-    assert chrome_trace(align([], 0, 9), "run")["traceEvents"] == []
 
 
 SECONDS = st.floats(0, 100)

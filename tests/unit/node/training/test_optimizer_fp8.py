@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels.fp8.reference import Fp8Gradient, unpack_gradient
+from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
 from node.data.data import Corpus
 from node.model.chunk import Chunk, build_chunk, weight_dtype
@@ -217,15 +217,3 @@ def test_the_hook_belongs_to_the_optimizer_that_was_asked_for() -> None:
     tokens = torch.arange(16).view(1, 16)
     chunk.loss(tokens, tokens).backward()
     assert all(isinstance(p, nn.Parameter) and p.grad is not None for p in chunk.parameters())
-
-
-def test_unpacked_gradients_have_the_parameters_shape() -> None:
-    chunk, optimizer = packed()
-    tokens = torch.arange(16).view(1, 16)
-    chunk.loss(tokens, tokens).backward()
-    for parameter in chunk.parameters():
-        found = optimizer.gradients.get(parameter)
-        assert found.shape == parameter.shape
-        kept = optimizer.gradients.stored(parameter)
-        if isinstance(kept, Fp8Gradient):
-            assert torch.equal(unpack_gradient(kept), found.flatten())

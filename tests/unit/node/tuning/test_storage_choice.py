@@ -29,7 +29,6 @@ from node.tuning.storage_choice import (
     remedies,
     stage_configs,
     storage_seconds,
-    words_of,
 )
 from tests.unit.node.tuning.test_memory import run
 from wire.errors import ConfigError
@@ -85,9 +84,9 @@ def times_with(config: RunConfig, packing: float) -> BlockTimes:
 def test_a_stage_gets_the_fastest_storage_and_of_equals_the_most_bits(
     devices: Devices, packing: float
 ) -> None:
-    config = allowing("ffn_input:8", "norm_input:8", "attention:8")
+    config = allowing("ffn_input:8", "attention:8")
     allowed, times = allowed_storages(config), times_with(config, packing)
-    assert len(allowed) == 8
+    assert len(allowed) == 4
     needs = [kept_bytes(config, storage, 2, devices)[0] for storage in allowed]
     for memory in (min(needs), (min(needs) + max(needs)) // 2, max(needs)):
         found = {}
@@ -225,11 +224,6 @@ def test_models_with_more_norms_and_with_adapters_allow_as_much() -> None:
     other = replace(config, model=replace(config.model, qk_norm="head"))
     assert problems(other) == []
     assert problems(replace(config, lora=LoraSection(rank=2))) == []
-
-
-def test_words_say_what_is_not_kept_as_computed() -> None:
-    assert words_of(Storage()) == "all as computed"
-    assert words_of(Storage(ffn_input="8", attention="bf16")) == "ffn_input in 8 bits, attention bf16"
 
 
 def test_what_would_let_a_stage_fit_does(tmp_path: Path) -> None:

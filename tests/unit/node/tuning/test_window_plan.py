@@ -103,12 +103,6 @@ def test_a_window_as_good_as_the_plan_stays() -> None:
     assert plan(given, current=(7,)) == best, "windows of another placement say nothing"
 
 
-def test_interleaved_schedules_have_one_window() -> None:
-    given = replace(measures(latency=3.0), links=(LinkRate(latency=3.0),) * 4)
-    windows = plan(given, chunks=2)
-    assert len(set(windows)) == 1 and windows[0] > 0
-
-
 @settings(max_examples=examples(40))
 @example(  # (0, 0, 2) makes a step longer than (0, 0, 0) does
     stages=4,
@@ -254,61 +248,6 @@ def test_links_of_a_full_line_get_what_all_need_and_no_margin() -> None:
         assert min(windows) >= need - 1
         wider = tuple(w + 1 for w in windows)
         assert (plan(given, current=wider) == wider) != full, "a wider one stays where it is free"
-
-
-SHARED = [
-    # Forward and backward of five stages; rates up and down of four links, and of five lines down, in MB/s.
-    (
-        (0.0159, 0.0302, 0.0279, 0.0298, 0.0259),
-        (0.0457, 0.0377, 0.0540, 0.0371, 0.0508),
-        (4.15, 3.45, 2.63, 3.10),
-        (4.40, 2.53, 1.89, 2.19),
-        (4.40, 4.86, 4.46, 4.62, 3.10),
-    ),
-    (
-        (0.0134, 0.0227, 0.0272, 0.0217, 0.0357),
-        (0.0437, 0.0526, 0.0377, 0.0399, 0.0498),
-        (4.32, 3.14, 2.67, 3.19),
-        (4.77, 2.89, 2.33, 2.42),
-        (4.77, 4.86, 4.31, 5.21, 3.19),
-    ),
-    (
-        (0.0161, 0.0207, 0.0243, 0.0175, 0.0370),
-        (0.0354, 0.0332, 0.0410, 0.0403, 0.0542),
-        (3.95, 3.37, 3.10, 3.23),
-        (4.34, 2.78, 2.96, 2.25),
-        (4.34, 4.62, 4.23, 4.61, 3.23),
-    ),
-    (
-        (0.0199, 0.0251, 0.0275, 0.0304, 0.0301),
-        (0.0351, 0.0415, 0.0428, 0.0568, 0.0493),
-        (3.06, 2.85, 2.78, 2.65),
-        (3.91, 2.57, 2.69, 2.15),
-        (3.91, 4.87, 4.62, 4.37, 2.65),
-    ),
-]
-
-
-def test_steps_of_one_full_line_have_one_window() -> None:
-    """Measured in four steps of deploy/lab/shared-line.toml, where a fixed window of 2 was the fastest.
-
-    Compute varies by half, and two connections divide 4.8 MB/s differently in every step.
-    """
-    windows: Windows = (2, 4, 3, 3)
-    plans = []
-    for forward, backward, up, down, lines in SHARED[1:] + SHARED:
-        links = zip(up, down, strict=True)
-        given = StepMeasures(
-            forward=forward,
-            backward=backward,
-            activation_bytes=524544.0,
-            gradient_bytes=524544.0,
-            links=tuple(LinkRate(up=1e6 * one, down=1e6 * other, latency=0.051) for one, other in links),
-            lines=tuple(LinkRate(up=24e6, down=1e6 * line) for line in lines),
-        )
-        windows = plan(given, microbatches=24, current=windows)
-        plans.append(windows)
-    assert plans == [(2, 2, 2, 2)] * len(plans)
 
 
 def costs(*, aborted: bool = False, idle_stage: bool = False) -> StepCosts:
