@@ -70,6 +70,14 @@ def interpreted(
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch's, which else are one."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tests out of the user's state directory; relative paths are in a fresh folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

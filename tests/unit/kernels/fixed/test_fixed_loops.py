@@ -2,7 +2,6 @@
 tensor."""
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,40 +11,19 @@ from hypothesis import strategies as st
 from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE, TILE, tiles_per_row
 from kernels.fixed import loops as fixed_loops
 from kernels.fixed import reference as fixed
+from tests.support import loops_cases
 from tests.support.cases import each
 from tests.support.examples import examples
+from tests.support.loops_cases import DTYPES, filled, random_bits
 
 BITS = range(2, 11)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-INTEGERS = {4: torch.int32, 2: torch.int16}
 MAX_FLOAT = torch.finfo(torch.float32).max
 INFINITY = 0x7C00  # the bits of fp16's
 CONSTANTS = [2.0**-64, 0.3, 3.0, 2.0**64]
-GUARD = 1000
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Finite numbers of any exponent."""
-    generator = torch.Generator().manual_seed(seed)
-    info = torch.iinfo(integer := INTEGERS[dtype.itemsize])
-    x = torch.randint(info.min, info.max + 1, shape, dtype=torch.int64, generator=generator)
-    return x.to(integer).view(dtype).nan_to_num(1.0, 2.0, 3.0)
-
-
-def filled(dtype: torch.dtype, filling: int, *shape: int) -> torch.Tensor:
-    """Memory of which every byte is `filling`."""
-    return torch.full((*shape, dtype.itemsize), filling, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def sections(bits: int, n: int, filling: int) -> fixed.FixedSections:
@@ -71,20 +49,14 @@ def check_decode(
     dtype: torch.dtype,
     constant: float = 1.0,
 ) -> torch.Tensor:
-    """Decoding gives the reference's values, whatever the buffer held, and writes nothing outside."""
-    elements = torch.Size(shape).numel()
+    """Decoding gives the reference's values."""
     expected = torch.zeros(shape, dtype=dtype)
     fixed.decode(packed, expected, exponent, constant=constant)
-    before = [part.clone() for part in packed]
-    for filling in (0xFF, 0x55):
-        memory = filled(dtype, filling, elements + 2 * GUARD)
-        out = memory[GUARD : GUARD + elements].view(shape)
+
+    def decode(out: torch.Tensor) -> None:
         assert fixed_loops.decode(packed, out, exponent, constant=constant)
-        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
-        for guard in (memory[:GUARD], memory[-GUARD:]):
-            assert bool((guard.view(torch.uint8) == filling).all())
-    for part, copy in zip(packed, before, strict=True):
-        assert torch.equal(part.view(torch.uint8), copy.view(torch.uint8))
+
+    loops_cases.check_decode(packed, expected, decode)
     return expected
 
 

@@ -1,7 +1,5 @@
 """`kernels.tah.loops.encode` gives the bits of `kernels.tah.reference`, its reference, for any tensor."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -13,17 +11,9 @@ from kernels.tah import reference as tah
 from kernels.tah.loops import encode as tah_loops
 from tests.support.cases import each
 from tests.support.examples import examples
+from tests.support.loops_cases import DTYPES, filled, random_bits
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-INTEGERS = {4: torch.int32, 2: torch.int16}
 MAX_FLOAT = torch.finfo(torch.float32).max
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -33,27 +23,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.where(torch.rand(shape, generator=generator) < 0.005, x * 30, x)
 
 
-def random_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Finite numbers of any exponent."""
-    generator = torch.Generator().manual_seed(seed)
-    info = torch.iinfo(integer := INTEGERS[dtype.itemsize])
-    x = torch.randint(info.min, info.max + 1, shape, dtype=torch.int64, generator=generator)
-    return x.to(integer).view(dtype).nan_to_num(1.0, 2.0, 3.0)
-
-
 def sections(n: int, fourth: int, filling: int) -> tah.TahSections:
-    """Memory of which every byte is `filling`."""
-
-    def full(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.full((*shape, dtype.itemsize), filling, dtype=torch.uint8).view(dtype).view(shape)
-
     return tah.TahSections(
-        full(torch.float16, n),
-        full(torch.float16, n),
-        full(torch.uint8, -(-n // 8)),
-        full(torch.uint8, -(-n * 6 // 8)),
-        full(torch.int64, tah.LOW_PLANES, n),
-        full(torch.int64, fourth),
+        filled(torch.float16, filling, n),
+        filled(torch.float16, filling, n),
+        filled(torch.uint8, filling, -(-n // 8)),
+        filled(torch.uint8, filling, -(-n * 6 // 8)),
+        filled(torch.int64, filling, tah.LOW_PLANES, n),
+        filled(torch.int64, filling, fourth),
     )
 
 

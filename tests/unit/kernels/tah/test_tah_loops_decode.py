@@ -1,8 +1,6 @@
 """`kernels.tah.loops.decode` gives the bits of `kernels.tah.reference.decode`, its reference, for any
 sections."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,17 +12,9 @@ from kernels.tah import reference as tah
 from kernels.tah.loops import decode as tah_loops_decode
 from tests.support.cases import each
 from tests.support.examples import examples
+from tests.support.loops_cases import DTYPES, check_decode, filled
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INFINITY = 0x7C00  # the bits of fp16's
-GUARD = 1000
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 def random_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -57,27 +47,13 @@ def random_sections(
     )
 
 
-def filled(dtype: torch.dtype, elements: int, filling: int) -> torch.Tensor:
-    return torch.full((elements, dtype.itemsize), filling, dtype=torch.uint8).view(dtype).view(-1)
-
-
 def check(
     sections: tah.TahSections, exponent: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Decoding gives the reference's values, whatever the buffer held, and writes nothing outside."""
-    elements = torch.Size(shape).numel()
+    """Decoding gives the reference's values."""
     expected = torch.zeros(shape, dtype=dtype)
     tah.decode(sections, expected, exponent)
-    before = [part.clone() for part in sections]
-    for filling in (0xFF, 0x55):
-        memory = filled(dtype, elements + 2 * GUARD, filling)
-        out = memory[GUARD : GUARD + elements].view(shape)
-        tah_loops_decode.decode(sections, out, exponent)
-        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
-        for guard in (memory[:GUARD], memory[-GUARD:]):
-            assert bool((guard.view(torch.uint8) == filling).all())
-    for part, copy in zip(sections, before, strict=True):
-        assert torch.equal(part.view(torch.uint8), copy.view(torch.uint8))
+    check_decode(sections, expected, lambda out: tah_loops_decode.decode(sections, out, exponent))
     return expected
 
 
@@ -158,7 +134,7 @@ def test_all_tiles_of_the_same_bits(four: float) -> None:
 def test_a_bit_map_that_does_not_match_the_planes_is_refused(change: int) -> None:
     sections = random_sections(100)
     count = sections.fourth_planes.numel() + change
-    out = filled(torch.float32, 100 * TILE, 0x55).view(100, TILE)
+    out = filled(torch.float32, 0x55, 100, TILE)
     with pytest.raises(ValueError, match=f"{count - change} of 100 tiles with 4 bits, but there are {count}"):
         tah_loops_decode.decode(
             sections._replace(fourth_planes=torch.zeros(count, dtype=torch.int64)), out, 0
