@@ -66,6 +66,7 @@ def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess
         ("resume .", "holds no run"),
         ("coordinator absent.toml", "absent.toml: no such run file"),
         ("config explain absent.toml", "absent.toml: no such run file"),
+        ("coordinator absent.toml --resume", "--resume needs --run-dir"),
         ("demo run.step=3", "did you mean 'steps'?"),
         ("top 127.0.0..1:7702 --once", "'127.0.0..1:7702' is neither a run's directory nor its page's"),
         ("dashboard run --listen a..b:1", "'a..b:1' names no host"),

@@ -54,3 +54,7 @@ def test_of_ipv6_addresses_the_lasting_public_ones_come_first() -> None:
         "00000000000000000000000000000001 01 80 10 80       lo",
     ]
     assert interfaces._usable(lines) == ("2001:db8::4", "2001:db8::3", "fd00::2")
+
+
+def test_this_machines_interfaces_can_be_listed() -> None:
+    assert "127.0.0.1" not in interfaces.ipv4_addresses()

@@ -13,6 +13,7 @@ from node.lab.plots import draw
 from node.lab.profile import load_profile
 from node.lab.results import Results, merge, read_results
 from node.lab.table import all_tables, provenance, tables_text
+from node.telemetry.clock import TimeKind
 from tests.support.lab_results import cell, results
 from wire.errors import UserError
 
@@ -212,3 +213,17 @@ def test_figures_are_within_the_expected_range(tmp_path: Path) -> None:
     assert figure_folders([recorded], Path("here")) == [Path("here")]
     several = figure_folders([recorded, lab, Path("copy/lab_cpu.json")], Path("here"))
     assert several == [Path("here/lab_cpu"), Path("here/smoke"), Path("here/lab_cpu-2")]
+
+
+def test_where_the_time_of_a_step_goes_is_a_table_of_its_own() -> None:
+    spent = dict.fromkeys(TimeKind, 0.0)
+    first = {**spent, "forward": 0.1, "backward": 0.25, "optimizer": 0.05, "encode": 0.01, "decode": 0.02}
+    last = {**spent, "wait-upstream": 0.3, "wait-downstream": 0.1, "wait-coordinator": 0.25}
+    timed = {**cell("tah/fixed-6", 100, 1000.0), "stage_seconds": [first, last]}
+    tables = all_tables(results(timed, cell("fp32/fp32", 100, 200.0)))
+    assert tables[1].rows == (
+        ("100", "1", "auto", "tah/fixed-6", "0", "0.400", "0.030", "0.000", "0.000"),
+        ("100", "1", "auto", "tah/fixed-6", "1", "0.000", "0.000", "0.400", "0.250"),
+    )
+    # Results of before it was recorded have none.
+    assert len(all_tables(results(cell("fp32/fp32", 100, 200.0)))) == len(tables) - 1

@@ -291,6 +291,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(slices) == said["spans"] > 0
     assert main(["trace", str(run), "--steps", "2", "--out", str(tmp_path / "trace.json")]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'trace.json'}: ")
+    for none in ("3:2", "all", "90"):
+        assert main(["trace", str(run), "--steps", none]) == 2
 
 
 def test_the_command_writes_to_stdout(
