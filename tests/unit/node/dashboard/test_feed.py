@@ -124,23 +124,6 @@ async def test_a_feed_is_the_view_of_its_events() -> None:
     assert (await feed.newest())[1] is fields  # made once for all readers
 
 
-async def test_views_take_a_twentieth_of_the_time() -> None:
-    clock = Clock(step=0.0)
-    feed = Feed(RunViewBuilder(), clock)
-    clock.step = 1.0  # a view takes one second
-    made: list[RunView] = []
-    for number, (at, event) in enumerate(
-        run_events.history(run_events.opening(), *map(run_events.step, range(1, 100)))
-    ):
-        feed.apply(event, at)
-        clock.now = float(number)
-        if (view := await feed.view()) not in made[-1:]:
-            made.append(view)
-    assert 9 <= len(made) <= 12  # of 203 seconds
-    feed.close()
-    assert (await feed.newest())[1]["step"] == 99  # the end is never missed
-
-
 async def test_a_reader_that_misses_versions_gets_the_newest() -> None:
     feed = Feed(RunViewBuilder(), Clock(step=0.0))
     version, seen = await feed.newest()

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from node.cli.main import main
-from node.config.schema import CoordinatorSection
-from node.coordinator.ports import check_ports
 from node.dashboard import pages
 from node.dashboard.feed import Feed
 from node.dashboard.pages import follow
@@ -26,7 +24,6 @@ from node.telemetry.history import Entry, HistoryTail
 from node.view.view_builder import RunViewBuilder
 from tests.support.process import Process
 from tests.support.recorded_run import append, step, write_run
-from wire.errors import UserError
 
 Capture = pytest.CaptureFixture[str]
 
@@ -158,14 +155,3 @@ def test_mistakes_are_one_line(
     assert main(["dashboard", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-def test_the_pages_port_is_checked_before_anything_is_written() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=r"that is the page's: set \[dashboard\] listen"):
-            check_ports(CoordinatorSection(listen="127.0.0.1:0"), ("127.0.0.1", port))
-    check_ports(CoordinatorSection(listen="127.0.0.1:0"), ("127.0.0.1", 0))
-    check_ports(CoordinatorSection(listen="127.0.0.1:0"), None)

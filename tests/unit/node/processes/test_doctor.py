@@ -67,12 +67,6 @@ def test_every_failed_check_says_what_to_do(tmp_path: Path) -> None:
         assert "\n" not in check.detail + check.fix
 
 
-def test_this_machine_is_ready(tmp_path: Path) -> None:
-    checks = examine(state_dir=tmp_path)
-    assert healthy(checks), checks
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("version", "status"),
     [((3, 10, 13), Status.FAIL), ((3, 11, 0), Status.OK), ((3, 13, 2), Status.OK), ((3, 14, 0), Status.FAIL)],

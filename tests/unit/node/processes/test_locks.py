@@ -34,11 +34,6 @@ def test_a_new_directory_is_private(option: str, tmp_path: Path) -> None:
     assert mode(tmp_path / "a" / "b") == 0o700
 
 
-def test_a_numbered_run_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert mode(new_run_directory(None, "demo")) == 0o700
-
-
 @each_claim
 @pytest.mark.parametrize("besides", [(), ("lock",), ("lost+found", "snapshots")])
 @pytest.mark.parametrize("before", [0o700, 0o755, 0o1777])

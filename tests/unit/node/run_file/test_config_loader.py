@@ -239,11 +239,6 @@ def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(
         load_config("absent.toml")
 
 
-def test_shipped_run_files_keep_the_automatic_window() -> None:
-    for path in RUN_FILES:
-        assert load_config(path).pipeline.window == "auto", path
-
-
 def test_the_resolved_config_survives_json_and_toml(tmp_path: Path) -> None:
     for path in RUN_FILES:
         config = load_config(path)
@@ -313,12 +308,6 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_that_is_said(caplog: pytest.Lo
     config = default_config(["run.steps=50", "training.warmup_steps=200"])
     assert config.training.warmup_steps == 5
     assert "training.warmup_steps = 200 is cut to 5: the run has 50 steps" in caplog.text
-
-
-@pytest.mark.parametrize(("name", "meant"), [("fixed-20", "fixed-10"), ("fixed-1", "fixed-2")])
-def test_a_width_that_a_codec_lacks_names_the_closest(name: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown codec '{name}'; did you mean '{meant}'"):
-        default_config([f"pipeline.backward_codec={name}"])
 
 
 def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from node.schedule.schedule import (
     Dependencies,
     Kind,
     Order,
-    Window,
     check_complete,
     dependencies,
     has_head_first,
@@ -203,19 +202,6 @@ def test_schedules_with_the_head_first_are_complete_and_free_of_deadlock(
         assert held_activations(ran) <= held_activations(order)
 
 
-@pytest.mark.parametrize(("chunks", "window"), [(1, 0), (1, (2, 0, 3)), (2, 1)])
-def test_with_the_head_first_every_tensor_is_made_once_and_needed_once(chunks: int, window: Window) -> None:
-    made: list[BoundaryTensor | None] = []
-    needed: list[BoundaryTensor | None] = []
-    for stage, order in enumerate(schedule(3, chunks, 6, window, head_first=True)):
-        for action in order:
-            edges = dependencies(action, stage, 3, chunks, head_first=True)
-            made.append(edges.makes)
-            needed.append(edges.needs)
-    assert sorted(map(str, made)) == sorted(map(str, needed))
-    assert len(set(made) - {None}) == 2 * 6 * 3 * chunks
-
-
 def test_a_single_stage_has_no_head_chunk() -> None:
     with pytest.raises(ConfigError, match="at least 2 stages"):
         schedule(1, 1, 4, head_first=True)
@@ -286,15 +272,20 @@ def test_dependencies_name_boundaries() -> None:
     assert of(backward, 0, 0) == Dependencies(tensor(backward, 0), None)
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (1, 3), (2, 1), (3, 2), (5, 4)])
-def test_every_tensor_is_made_once_and_needed_once(stages: int, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "chunks", "head"),
+    [(1, 1, 0), (1, 3, 0), (2, 1, 0), (3, 2, 0), (5, 4, 0), (3, 1, 1), (3, 2, 1)],
+)
+@pytest.mark.parametrize("window", [0, 1])
+def test_every_tensor_is_made_once_and_needed_once(stages: int, chunks: int, head: int, window: int) -> None:
     made: list[BoundaryTensor] = []
     needed: list[BoundaryTensor] = []
-    for stage, order in enumerate(schedule(stages, chunks, microbatches=6)):
+    orders = schedule(stages, chunks, 6, window, head_first=head == 1)
+    for stage, order in enumerate(orders):
         for action in order:
-            edges = dependencies(action, stage, stages, chunks)
+            edges = dependencies(action, stage, stages, chunks, head_first=head == 1)
             made += [edges.makes] if edges.makes else []
             needed += [edges.needs] if edges.needs else []
-    assert len(made) == len(set(made)) == 2 * 6 * (stages * chunks - 1)
+    assert len(made) == len(set(made)) == 2 * 6 * (stages * chunks - 1 + head)
     assert len(needed) == len(set(needed))
     assert set(needed) == set(made)

@@ -96,13 +96,6 @@ def gradient_order(timeline: Timeline) -> list[list[tuple[int, int]]]:
     return [[(a.chunk, a.microbatch) for a in sorted(b, key=lambda a: a.chunk)] for b in backwards]
 
 
-def test_the_right_window_runs_at_the_floor_between_warmup_and_cooldown() -> None:
-    """With a window that covers a round trip, a further microbatch costs its compute and no more."""
-    latency, window = 6.0, 4
-    totals = [simulate(one_f_one_b(4, m, window), 1, 2, 0, latency).total for m in (48, 96)]
-    assert totals[1] - totals[0] == 48 * 3
-
-
 def test_a_deadlock_is_found_and_named() -> None:
     """The second stage waits for two microbatches, but the first sends one and waits for its gradient."""
     first, _ = one_f_one_b_limited((1, 1), 2)

@@ -90,22 +90,6 @@ def test_kinds_sum_to_wall_time(switches: list[tuple[TimeKind, int]]) -> None:
     assert sum(stage.snapshot().values()) == clock.now
 
 
-def test_the_difference_of_two_snapshots() -> None:
-    clock = InventedClock()
-    stage = StageClock(clock, TimeKind.OPTIMIZER)
-    clock.advance(5)
-    earlier = stage.snapshot()
-    for kind in (TimeKind.FORWARD, TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM, TimeKind.DECODE):
-        stage.switch(kind)
-        clock.advance(1)
-    times = difference(stage.snapshot(), earlier)
-
-    assert times[TimeKind.OPTIMIZER] == 0
-    assert times[TimeKind.FORWARD] == times[TimeKind.WAIT_UPSTREAM] == 1
-    assert sum(times.values()) == 4
-    assert sum(difference(earlier, earlier).values()) == 0
-
-
 def test_snapshots_from_another_thread_sum_to_wall_time_and_never_go_back() -> None:
     """The clock ticks once a reading, so a reading that is lost or counted twice shows in the sum."""
     ticks = 0

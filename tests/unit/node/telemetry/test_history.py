@@ -21,7 +21,6 @@ from node.telemetry.history import (
 from node.view.view_builder import RunViewBuilder, view
 from tests.support.recorded_run import append
 from tests.support.run_events import BEGAN, NODES, aborted, costs, done, joined, placed, started, step
-from wire.errors import RunError
 
 
 class Writing:
@@ -212,12 +211,6 @@ def test_delayed_writes_can_be_dropped(tmp_path: Path) -> None:
 def test_a_run_without_history_has_none(tmp_path: Path) -> None:
     assert list(read_history(tmp_path)) == []
     assert highest_step(tmp_path) == 0
-
-
-def test_a_history_that_cannot_be_read_says_so(tmp_path: Path) -> None:
-    (tmp_path / HISTORY_FILE).mkdir()
-    with pytest.raises(RunError, match="cannot be read"):
-        list(read_history(tmp_path))
 
 
 def test_a_full_disk_is_reported_once_and_history_is_written_later(
