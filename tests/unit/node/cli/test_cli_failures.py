@@ -1,6 +1,7 @@
 """Messages and exit codes of the `thinwire` command when its work or its output fails."""
 
 import argparse
+import importlib
 import io
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import node.cli as cli
 from node.cli import doctor
 from node.cli.main import main
 from node.display.render import make_renderer
@@ -183,3 +185,14 @@ def test_what_an_error_quotes_is_shortened(capsys: Capture, tmp_path: Path) -> N
     for command in (["plan", str(tmp_path / "run.toml"), f"run.{name}=1"], ["join", f"{name}_a"], [name]):
         assert main(command) == 2
         assert len(capsys.readouterr().err) < 7000
+
+
+def test_windows_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit) as ended:
+        importlib.reload(cli)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "WSL" in said

@@ -3,11 +3,13 @@
 import math
 import tracemalloc
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.config.schema import CoordinatorSection, PipelineSection, RunConfig
 from node.coordinator.gateway_frames import (
     HEADER,
     MOST_BYTES,
@@ -21,6 +23,7 @@ from node.coordinator.gateway_frames import (
     sent,
     sent_waited,
 )
+from node.coordinator.gateways import gateway_count
 from wire.errors import ProtocolViolationError
 from wire.messages import Begin, Commit, Validate, Waiting, with_wait
 from wire.messages_proto import coordinator_message_from_proto, packed, wait_head
@@ -103,3 +106,24 @@ def test_each_node_gets_its_own_wait_and_all_else_is_equal(message: Waiting) -> 
         for number, one in messages_of(kind, count, payload)
     ]
     assert found == [(7 + at, with_wait(message, seconds)) for at, seconds in enumerate(waits)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "stages", "rows", "cores", "count"),
+    [
+        ("auto", 32, 4, 64, 0),
+        ("auto", 43, 3, 64, 3),
+        ("auto", 250, 4, 64, 16),
+        ("auto", 250, 4, 16, 8),
+        ("auto", 250, 4, 1, 0),
+        (2, 4, 1, 2, 2),
+        (0, 250, 4, 64, 0),
+    ],
+)
+def test_gateways_grow_with_nodes_and_cores(
+    setting: int | Literal["auto"], stages: int, rows: int, cores: int, count: int
+) -> None:
+    config = RunConfig(
+        pipeline=PipelineSection(stages=stages, groups=rows), coordinator=CoordinatorSection(gateways=setting)
+    )
+    assert gateway_count(config, cores) == count

@@ -13,7 +13,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.coordinator import reporter
-from node.coordinator.reporter import Reporter
+from node.coordinator.reporter import Recovery, Reporter
 from node.coordinator.store import StepRecord
 from node.display.render import summary_lines
 from node.model.optimizers import state_bytes
@@ -276,3 +276,17 @@ def test_what_held_out_samples_send_counts_apart() -> None:
     assert isinstance(last, events.RunFinished) and last.summary is not None
     assert (last.summary.link_bytes, last.summary.held_out_bytes) == (2000, 1400)
     assert last.summary.bits_forward == told.steps()[0].bits_forward == bits_per_element(costs, "activation")
+
+
+def test_an_interruption_is_reported_once_and_counts_from_the_first() -> None:
+    recovery = Recovery()
+    recovery.placed(1.0)
+    assert recovery.over(step=0, now=2.0, state_bytes=1000, rate=1e6) is None
+    for at in (5.0, 7.0):
+        recovery.interrupted(at)
+        recovery.placed(at + 1.0)
+    told = recovery.over(step=2, now=11.0, state_bytes=60_000_000, rate=2_000_000.0)
+    assert told is not None and (told.step, told.seconds) == (2, 6.0)
+    # The last placement was at 8; ten seconds, and the state at the rate of the slowest line.
+    assert " 3 s " in told.text and told.text.endswith("= 40 s")
+    assert recovery.over(step=2, now=12.0, state_bytes=500, rate=0.0) is None

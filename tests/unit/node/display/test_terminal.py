@@ -1,6 +1,7 @@
-"""A terminal that closes and a screen that takes no more: what ends for it, and what goes on."""
+"""Terminals that close and outputs that take no more: what ends for it, and what goes on."""
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -8,10 +9,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
+from node.display.render import make_renderer
 from node.display.terminal import ending_signals, say
+from node.telemetry.events import Notice
+from tests.support.run_events import done
 
 FULL = "/dev/full"
 
@@ -112,3 +117,55 @@ async def test_repeated_hangups_still_make_a_node_leave_cleanly(
 def test_a_stranger_s_name_gives_a_terminal_no_commands(capsys: pytest.CaptureFixture[str]) -> None:
     say("no file \x1b]0;x\x07 \u202egpj.\u2028 caf\u00e9 \u4e2d\ta\xa0b")
     assert capsys.readouterr().err == "no file \\x1b]0;x\\x07 \\u202egpj.\u2028 caf\u00e9 \u4e2d\ta\xa0b\n"
+
+
+EVENTS = (Notice(text="first"), done(1), Notice(text="second"))
+
+
+class Terminal(io.StringIO):
+    """A terminal that goes away after so many writes."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__()
+        self._left = writes
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._left == 0:
+            raise OSError(5, "Input/output error")
+        self._left -= 1
+        return super().write(text)
+
+
+@pytest.fixture
+def unread() -> TextIO:
+    """A pipe without a reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_a_closed_output_is_reported_once_and_ends_nothing(
+    json: bool, unread: TextIO, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_renderer(json=json, stream=unread) as emit:
+        for event in EVENTS:
+            emit(event)
+    unread.close()  # as the process does at its end: what is still in the buffer must not fail again
+    assert [record.getMessage() for record in caplog.records] == [
+        "the output cannot be written (Broken pipe); the run goes on without it"
+    ]
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_terminal_that_is_gone_ends_nothing(
+    writes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    with make_renderer(json=False, stream=Terminal(writes)) as emit:
+        for event in EVENTS:
+            emit(event)
+    assert len(caplog.records) == 1

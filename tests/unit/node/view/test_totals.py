@@ -1,4 +1,4 @@
-"""The estimate of a whole run on given machines, and a run file that fits them."""
+"""The estimate of a whole run on given machines, a run file that fits them, and the pace of a step."""
 
 import json
 import shlex
@@ -18,6 +18,9 @@ from node.config.schema import (
 )
 from node.display.explain import explanation_text
 from node.run_file.loader import load_config, recipe, recipes
+from node.schedule.floor import LinkRate, Network
+from node.schedule.schedule import Kind, schedule
+from node.schedule.simulation import simulate
 from node.telemetry.format import bytes_text
 from node.tuning.block_times import BlockTimes
 from node.tuning.memory import COMPILED_CODEC_BYTES, expected_bytes, stage_memory
@@ -26,7 +29,7 @@ from node.view.explain import explain, text_plan
 from node.view.first_run import MUON_RATE, MUON_WIDTHS, RATES, TOKENS_A_PARAMETER, Text, first_run, run_file
 from node.view.machine_speed import measured_machine
 from node.view.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines_for, parse_machine
-from node.view.pace import REACHED
+from node.view.pace import ACKNOWLEDGED, REACHED, StepWork, acknowledgements, lines_of, simulated
 from node.view.totals import (
     MOST_PASSES,
     better_codecs,
@@ -312,3 +315,55 @@ def test_cpus_may_be_as_fast_as_this_machine(tmp_path: Path, capsys: pytest.Capt
     assert "a step takes about" in said and "twice or half" not in said
     assert main(["config", "explain", str(path), "--machine", "l4,20", "--measure"]) == 2
     assert "name one, such as --machine cpu,20" in capsys.readouterr().err
+
+
+WORK = StepWork(
+    microbatches=24,
+    forward=(0.1,) * 4,
+    backward=(0.2,) * 4,
+    activation_bytes=1e5,
+    gradient_bytes=2e5,
+    lines=(LinkRate(up=5e5, down=5e5),) * 4,
+)
+
+
+def test_the_window_is_the_narrowest_that_is_as_good_as_wider_ones() -> None:
+    """On lines that bind transfers need one; on fast lines none."""
+    slow, fast = simulated(WORK), simulated(replace(WORK, lines=(LinkRate(up=1e9, down=1e9),) * 4))
+    assert fast.window == 0 and slow.window > 0
+    assert simulated(WORK, 0).seconds > 1.1 * slow.seconds
+    assert slow.seconds == pytest.approx(min(simulated(WORK, width).seconds for width in range(9)), rel=0.03)
+    for pace, work in ((slow, WORK), (fast, replace(WORK, lines=(LinkRate(up=1e9, down=1e9),) * 4))):
+        assert 1 <= pace.seconds / work.floor().seconds < 1.15
+
+
+def test_a_long_step_is_as_busy_in_its_middle() -> None:
+    """Not all of it is simulated."""
+    long = replace(WORK, microbatches=64)
+    orders = schedule(4, 1, 64, 8)
+    whole = simulate(
+        orders,
+        0.1,
+        0.2,
+        network=Network(4, [], WORK.lines),
+        sizes={Kind.FORWARD: WORK.activation_bytes, Kind.BACKWARD: WORK.gradient_bytes},
+        swap=True,
+    )
+    assert simulated(long, 8).seconds == pytest.approx(whole.total, rel=0.03)
+
+
+def test_what_follows_the_last_backward_is_added() -> None:
+    for count in (8, 200):
+        work = replace(WORK, microbatches=count)
+        assert simulated(replace(work, after=7.0)).seconds == simulated(work).seconds + 7.0
+    assert simulated(replace(WORK, forward=(0.1,), backward=(0.2,), lines=WORK.lines[:1])).seconds == (
+        pytest.approx(24 * 0.3)
+    )
+
+
+def test_acknowledgements_take_their_part_of_a_slow_line() -> None:
+    assert [acknowledgements(mbit) for mbit, _ in ACKNOWLEDGED] == [share for _, share in ACKNOWLEDGED]
+    assert acknowledgements(1) == acknowledgements(10) > acknowledgements(30) > acknowledgements(1000) > 0
+    machine = parse_machine("cpu,4/40")
+    both, only_up = lines_of([machine] * 2, [(1e6, 1e6), (1e6, 0)])
+    assert only_up.up == machine.up and both.up == pytest.approx(machine.up / 1.04)
