@@ -29,7 +29,6 @@ from node.model.storage import stored_bytes
 from node.run_file.loader import to_json
 from node.schedule.placement import decided, split_units
 from node.schedule.schedule import dependencies, schedule
-from node.telemetry.format import bytes_text
 from node.tuning.device_memory import Devices
 from node.tuning.memory import stage_bytes, stage_memory, stage_storages
 from node.view.explain import Explanation, TextPlan, explain, framed_bytes
@@ -195,13 +194,6 @@ def test_the_coordinator_uses_the_memory_of_stages(storage: str) -> None:
     rows = json.loads(explanation_json(explanation))["memory"]
     assert rows == [asdict(need) for need in explanation.memory]
     assert rows[0]["cpu"]["total"] > rows[0]["gpu"]["total"] > rows[0]["gpu"]["state"] > 0
-    lines = explanation_text(explanation).splitlines()
-    (start,) = [number for number, line in enumerate(lines) if line.startswith("a stage needs, as estimated")]
-    assert "GPU total" in lines[start + 1] and "CPU kept" in lines[start + 1]
-    for stage, need in enumerate(explanation.memory):
-        cells = [cell.strip() for cell in lines[start + 2 + stage].split("  ") if cell.strip()]
-        sizes = [size for kind in (need.gpu, need.cpu) for size in (kind.total, kind.state, kind.kept)]
-        assert cells == [str(stage), *map(bytes_text, sizes)]
 
 
 def test_memory_counts_what_a_codec_remembers_of_the_text() -> None:

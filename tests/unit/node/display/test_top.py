@@ -165,20 +165,6 @@ def test_a_view_survives_its_json() -> None:
             RunView.from_json(text)
 
 
-def test_a_history_is_followed_while_it_grows(tmp_path: Path) -> None:
-    watch = HistoryWatch(tmp_path)
-    assert watch.view().state == "starting"
-    write(tmp_path, *opening()[1:], *step(1))
-    assert watch.view().step == 1
-    with (tmp_path / HISTORY_FILE).open("a") as file:
-        whole = json.dumps({"at": BEGAN, **json.loads(step(2)[1].to_json())})
-        file.write(whole[:20])
-        file.flush()
-        assert watch.view().step == 1, "half a line is not read"
-        file.write(whole[20:] + "\n")
-    assert watch.view().step == 2
-
-
 def test_a_history_of_any_length_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.telemetry.history.MOST_BYTES", 1 << 16)
     with (tmp_path / HISTORY_FILE).open("w") as file:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.schedule.floor import LinkRate, ResourceKind, chunk_shares, step_floor
-from node.schedule.schedule import BoundaryTensor, Kind, schedule
+from node.schedule.schedule import Kind, schedule
 from node.schedule.simulation import simulate
 
 
@@ -139,23 +139,3 @@ def test_no_simulated_schedule_beats_the_floor(
         head_share=head_share,
     )
     assert floor.seconds <= timeline.total * (1 + 1e-9)
-
-
-def test_the_right_window_reaches_the_floor_of_a_slow_link() -> None:
-    """Wider is not better: a stage that must run its forwards first lets a gradient wait."""
-
-    def transfer(tensor: BoundaryTensor) -> float:
-        return 4.0 if tensor.kind is Kind.FORWARD else 5.0
-
-    floor = step_floor(
-        microbatches=32,
-        forward=[1] * 4,
-        backward=[2] * 4,
-        activation_bytes=4,
-        gradient_bytes=5,
-        links=[LinkRate(up=1, down=1, latency=3)] * 3,
-    )
-    shares = [floor.share(simulate(schedule(4, 1, 32, w), 1, 2, transfer, 3).total) for w in range(8)]
-    assert floor.microbatch_seconds == 5
-    assert max(shares) == shares[3] == 1
-    assert shares[0] < 0.5 and shares[7] < 0.9

@@ -84,45 +84,6 @@ def test_the_value_of_a_capacity(capacity: float, little: bool, full: bool) -> N
     assert [(one.little_used, one.full) for one in seen.links] == [(little, full)]
 
 
-LOWER = "the node of stage 0 opens no port"
-
-
-@pytest.mark.parametrize(
-    ("upper", "path", "why"),
-    [
-        (joined(NODES[1]), "direct", ""),
-        (joined(NODES[1]), "", ""),
-        (joined(NODES[1]), "relay", f"{LOWER} and the node of stage 1 does not answer its neighbour"),
-        (
-            joined(NODES[1], ""),
-            "relay",
-            f"{LOWER} and the node of stage 1 cannot be dialled from the coordinator",
-        ),
-        (joined(NODES[1], "", listens=False), "relay", f"{LOWER} and the node of stage 1 opens no port"),
-        (
-            joined(NODES[1], "", listens=False),
-            "simultaneous open",
-            f"{LOWER} and the node of stage 1 opens no port",
-        ),
-    ],
-)
-def test_a_link_says_why_it_is_not_direct(upper: events.NodeJoined, path: str, why: str) -> None:
-    """It stays known after the run and a restart."""
-    links = tuple(replace(link_cost(*way), path=path) for way in ((0, 1), (1, 0)))
-    told = [
-        started(),
-        joined(NODES[0], "", listens=False),
-        upper,
-        placed(),
-        replace(costs(1), links=links),
-    ]
-    builder = RunViewBuilder()
-    for at, event in history(told, done(1), events.RunFinished(reason="done", failed=False)):
-        builder.apply(event, at)
-        builder = copy(builder)
-    assert [(one.path, one.why_not_direct) for one in builder.view().links] == 2 * [(path, why)]
-
-
 def test_a_relayed_link_says_why_both_ends_could_not_dial_at_once() -> None:
     """The end that dials reports it; both directions show it."""
     links = tuple(replace(link_cost(*way), path="relay") for way in ((0, 1), (1, 0)))
