@@ -350,6 +350,18 @@ def test_a_full_disk_is_one_clear_line_and_loses_nothing(directory: Path) -> Non
         assert store.record_step(replace(STEP, step=1)) is StepOutcome.NEW
 
 
+def test_an_eviction_is_told_without_the_tokens_secret(store: Store) -> None:
+    _, token = store.create_token(NOW, DAY, 4)
+    liar, honest = map(make_member, (1, 2))
+    for member in (liar, honest):
+        assert store.admit_token(token.token_id, token.secret, member).refusal is None
+    for keep_token, state in ((True, "usable"), (False, "closed")):
+        said = str(store.evict(liar.node_id, NOW, keep_token=keep_token))
+        assert token.token_id in said and honest.node_id in said
+        assert base58_encode(token.secret) not in said and token.secret.hex() not in said
+        assert [record.state(NOW) for record in store.list_tokens()] == [state]
+
+
 def test_a_closed_store_says_so(directory: Path) -> None:
     store = create(directory)
     store.close()

@@ -279,6 +279,15 @@ def test_bytes_of_rounds_are_shown_beside_those_of_exact_steps() -> None:
     assert "rounds" not in explanation_text(explain(SMALL))
 
 
+def test_what_a_stage_may_store_is_a_table_of_the_most_and_the_fewest_bits() -> None:
+    config = replace(SMALL, storage=StorageSection(allow=("ffn_input:8", "ffn_input:4")))
+    lines = explanation_text(explain(config)).splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith("storage.allow: 3 ways")]
+    words = [line.strip().split("  ")[0] for line in lines[start:]]
+    table = words.index("stored")
+    assert words[table + 1 : table + 3] == ["all as computed", "ffn_input in 4 bits"]
+
+
 RUN = """
 [run]
 steps = 50

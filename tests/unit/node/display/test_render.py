@@ -275,6 +275,12 @@ def test_the_summary_compares_with_fp32_and_bf16_and_says_where_time_went() -> N
     ]
 
 
+def test_a_run_without_links_is_shown_too() -> None:
+    alone = RunSummary(**{**vars(SUMMARY), "link_bytes": 0, "stages": SUMMARY.stages[:1]})
+    assert not any(line.startswith(("on the wire", "bits")) for line in summary_lines(alone))
+    assert step_line(StepDone(**{**vars(step_done(3)), "idle": (0.5,)}), Pace())
+
+
 def test_strings_from_other_machines_cannot_drive_the_terminal() -> None:
     hostile = "cpu\x1b]0;owned\x07\x1b[2J\r\nfinished: all steps done\u202e"
     events = (

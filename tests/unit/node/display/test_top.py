@@ -414,3 +414,17 @@ def test_an_outage_of_the_page_is_waited_out(
     monkeypatch.setattr(top, "OUTAGE_SECONDS", -1.0)
     assert main(["top", "127.0.0.1:7702"]) == 1
     assert capsys.readouterr().err == "thinwire: error: it does not answer\n"
+
+
+def test_a_history_is_followed_while_it_grows(tmp_path: Path) -> None:
+    watch = HistoryWatch(tmp_path)
+    assert watch.view().state == "starting"
+    write(tmp_path, *opening()[1:], *step(1))
+    assert watch.view().step == 1
+    with (tmp_path / HISTORY_FILE).open("a") as file:
+        whole = json.dumps({"at": BEGAN, **json.loads(step(2)[1].to_json())})
+        file.write(whole[:20])
+        file.flush()
+        assert watch.view().step == 1, "half a line is not read"
+        file.write(whole[20:] + "\n")
+    assert watch.view().step == 2

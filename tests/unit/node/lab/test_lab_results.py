@@ -1,5 +1,6 @@
 """From results to tables, plots and archives; parts, and what may go on in one file."""
 
+import builtins
 import math
 import tarfile
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from node.cli.lab import figure_folders
+from node.cli.main import main
 from node.lab.archive import pack_logs
 from node.lab.plots import draw
 from node.lab.profile import load_profile
@@ -15,6 +17,7 @@ from node.lab.results import Results, merge, read_results
 from node.lab.table import all_tables, provenance, tables_text
 from node.telemetry.clock import TimeKind
 from tests.support.lab_results import cell, results
+from tests.support.paths import lock_folders
 from wire.errors import UserError
 
 SMOKE = Path(__file__).parents[4] / "deploy" / "lab" / "smoke.toml"
@@ -227,3 +230,37 @@ def test_where_the_time_of_a_step_goes_is_a_table_of_its_own() -> None:
     )
     # Results of before it was recorded have none.
     assert len(all_tables(results(cell("fp32/fp32", 100, 200.0)))) == len(tables) - 1
+
+
+def test_results_behind_a_folder_that_may_not_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock_folders(monkeypatch)
+    for action in ("table", "plot"):
+        assert main(["lab", action, str(tmp_path / "locked")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path / 'locked'} cannot be read as results: Permission denied" in line
+
+
+def test_a_full_disk_error_names_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        Results(tmp_path / "results.json", results()).write()
+    assert caught.value.filename == str(tmp_path / "results.json")
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UserError, match=r"pip install 'thinwire\[lab\]'"):
+        draw(results(cell("fp32/fp32", 100, 200.0)), tmp_path, print)
+    assert list(tmp_path.iterdir()) == []

@@ -142,3 +142,8 @@ def test_bfloat16_keeps_boundaries_loss_and_gradients_in_float32(model: ModelSec
 def test_units_must_be_a_contiguous_run(units: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="not a contiguous run"):
         build_chunk(LLAMA, units, 0, CPU)
+
+
+def test_unknown_precision() -> None:
+    with pytest.raises(ConfigError, match="precision is 'float64'"):
+        compute_precision("float64", CPU)

@@ -1,6 +1,7 @@
 """What a restarting coordinator reads at once and what later; nodes wait for its answers."""
 
 import asyncio
+import os
 import signal
 import socket
 import threading
@@ -13,13 +14,17 @@ from typing import Any, cast
 import pytest
 import torch
 
+from node.cli.run_output import serve_finished
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig, RunSection, SnapshotsSection
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
+from node.dashboard import pages
 from node.dashboard.feed import Feed
 from node.dashboard.pages import reading_past
 from node.model.chunk import build_chunk
 from node.processes import coordinator as main
+from node.processes.locks import run_lock
+from node.run_file.loader import to_json
 from node.run_state.actions import Stop
 from node.run_state.run_plan import Past
 from node.schedule.placement import split_units
@@ -167,6 +172,54 @@ def test_with_an_unreadable_history_nothing_is_reported_twice(tmp_path: Path) ->
     with pytest.raises(RunError):
         list(read_history(tmp_path))
     assert main._unreported(replace(RECORD, step=0), main._reported(tmp_path)) is None
+
+
+@pytest.mark.parametrize("page", [False, True], ids=["join-port", "page-port"])
+def test_a_run_with_a_live_coordinator_is_not_advised_about_ports(page: bool, tmp_path: Path) -> None:
+    """The ports that a second one finds taken are, most likely, the first one's."""
+    with socket.socket() as taken, run_lock(tmp_path):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = config_in(tmp_path)
+        if page:
+            config = replace(config, dashboard=DashboardSection(listen=address))
+        else:
+            config = replace(config, coordinator=CoordinatorSection(listen=address))
+        with pytest.raises(UserError, match="another coordinator is running with"):
+            main.run_coordinator(config, run_dir=tmp_path, emit=print, resume=True)
+
+
+def test_a_run_whose_page_is_served_names_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--stay` holds the page's port, which is no reason to give the page another."""
+    config = one_with_snapshots(tmp_path, monkeypatch, 40)
+    config = replace(config, pipeline=replace(config.pipeline, stages=1))
+    with Store.open(tmp_path) as store:
+        store.set_config(to_json(config))
+    served: list[str] = []
+
+    def serve(directory: Path, host: str, port: int, *_: object) -> None:
+        served.append(host)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            page = DashboardSection(listen=f"127.0.0.1:{taken.getsockname()[1]}")
+            with pytest.raises(UserError, match=f"process {os.getpid()} still serves its page: end that"):
+                main.run_coordinator(
+                    replace(config, dashboard=page), run_dir=tmp_path, emit=print, resume=True
+                )
+
+    monkeypatch.setattr(pages, "serve_recorded", serve)
+    assert serve_finished(tmp_path, print) == 0 and served == ["127.0.0.1"]
+    assert main.run_coordinator(config, run_dir=tmp_path, emit=lambda _: None, resume=True) == 0
+    with (
+        run_lock(tmp_path),
+        pytest.raises(UserError, match="another coordinator is running"),
+        run_lock(tmp_path),
+    ):
+        pass
 
 
 def test_a_start_that_finds_a_port_taken_writes_nothing(tmp_path: Path) -> None:
