@@ -26,6 +26,7 @@ from node.data.conversations import ANSWERS, INPUTS, MESSAGES, QUESTIONS, SYSTEM
 from node.data.text import (
     COMPRESSED,
     JSON_SUFFIXES,
+    LFS_POINTER,
     SEPARATOR,
     STDLIB,
     STDLIB_LIMIT_BYTES,
@@ -73,7 +74,13 @@ _ROW_BYTES = 100
 """What a row takes beside its text, about."""
 SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
 """Names of the parts of a data set that are not to be mixed."""
-_SPLIT_SHARD = re.compile(f"({'|'.join(sorted(SPLITS))})-[0-9]{{5}}-of-[0-9]{{5}}.*")
+_SPLIT_WORD = re.compile(f"(?<![a-z])({'|'.join(sorted(SPLITS, reverse=True))})(?![a-z])")
+_VALUE_SUFFIXES = (".csv", ".tsv")
+"""Lines of values, the first of which may name them."""
+_SPLIT_SUFFIXES = frozenset((*TABLES, *JSON_SUFFIXES, ".txt", ".csv"))
+"""Of files whose names may say which part of a data set they hold."""
+_DATA_CARD = "readme.md"
+"""Describes the rows beside it."""
 _JSON_BEGINS = re.compile(rb'(?:\[\s*)?\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
@@ -202,7 +209,8 @@ def read_rows(shard: Shard, data: DataSection, *, skips: bool) -> Iterator[tuple
         elif chat:
             raise DataError(f"{extent.path}: chat data must be JSONL, JSON, parquet or Arrow")
         else:
-            yield from _left_out(extent.path, ((str(extent.path), text) for text in _texts(extent)), skips)
+            texts = ((str(extent.path), text) for text in _texts(extent, data.jsonl_field))
+            yield from _left_out(extent.path, texts, skips)
 
 
 def read_text(data: DataSection, dropped: Counter[str] | None = None) -> bytes:
@@ -254,7 +262,7 @@ def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips
         if content_suffix(path) in JSON_SUFFIXES:
             rows = _json_rows(Extent(path, 0, sys.maxsize))
         else:
-            rows = _left_out(path, _whole_text(path, room), skips)
+            rows = _left_out(path, _whole_text(path, room, data.jsonl_field), skips)
         packed = suffix_of(path) in COMPRESSED
         most = room if packed else sys.maxsize
         for place, row in rows:
@@ -270,7 +278,7 @@ def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips
             yield text
 
 
-def _whole_text(path: Path, room: int) -> Iterator[tuple[str, bytes]]:
+def _whole_text(path: Path, room: int, field: str) -> Iterator[tuple[str, bytes]]:
     # What is compressed says nothing of its text by its size.
     most = room if suffix_of(path) in COMPRESSED else sys.maxsize
     content = bytearray()
@@ -279,7 +287,7 @@ def _whole_text(path: Path, room: int) -> Iterator[tuple[str, bytes]]:
             content += piece
             if len(content) > most:
                 raise _too_large(path)
-    _check_no_json(path, bytes(content[:_HEAD_BYTES]))
+    _check_no_rows(path, bytes(content[:_HEAD_BYTES]), field)
     yield str(path), checked_text(path, bytes(content))
 
 
@@ -374,6 +382,13 @@ def is_data(path: Path) -> bool:
     return _is_text(path) or suffix_of(path) in TABLES
 
 
+def _without_cards(found: list[Path]) -> list[Path]:
+    """The files without the page that describes them, if there are rows among them."""
+    if all(content_suffix(path) not in (*TABLES, *JSON_SUFFIXES) for path in found):
+        return found
+    return [path for path in found if path.name.lower() != _DATA_CARD]
+
+
 def _is_text(path: Path) -> bool:
     suffix = content_suffix(path)
     # Settings are .json, too.
@@ -383,7 +398,8 @@ def _is_text(path: Path) -> bool:
 def _text_files(folder: Path) -> list[Path]:
     left_out: Counter[str] = Counter()
     every = list(files_below(folder, left_out=left_out))
-    found = [path for path in every if _is_text(path)]
+    found = _without_cards([path for path in every if _is_text(path)])
+    _check_splits(folder, every)
     if found:
         report_skipped(folder, every, found, left_out)
     return found
@@ -397,8 +413,9 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
         return [path], None
     left_out: Counter[str] = Counter()
     every = list(files_below(path, left_out=left_out))
-    caches = _caches(path, every)
-    found = [file for file in every if file not in caches and is_data(file)]
+    _check_splits(path, every)
+    caches = _caches(every)
+    found = _without_cards([file for file in every if file not in caches and is_data(file)])
     tokens = [file for file in every if suffix_of(file) in TOKEN_SUFFIXES]
     if tokens and not found:
         found = tokens
@@ -409,29 +426,38 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
     return found, path
 
 
-def _caches(folder: Path, every: list[Path]) -> set[Path]:
-    """Arrow files that the `datasets` package does not read as a data set's rows: what its steps have left.
-
-    Raises DataError for several splits in one folder, of which it reads one at a time.
-    """
+def _caches(every: list[Path]) -> set[Path]:
+    """Arrow files that the `datasets` package does not read as a data set's rows: what its steps have
+    left."""
     caches = {path for path in every if path.name.startswith("cache-") and suffix_of(path) == ARROW}
-    splits: dict[Path, set[str]] = {}
+    for path in every:
+        if path.name == "state.json" and "_data_files" in (state := _settings(path)):
+            caches |= _beside(path.parent, state, every)
+    return caches
+
+
+def _check_splits(folder: Path, every: list[Path]) -> None:
+    """Raise DataError for several parts of a data set in one folder, as its `dataset_dict.json` says or as
+    names say that differ in nothing else."""
+    splits: dict[str, set[str]] = {}
     for path in every:
         if path.name == "dataset_dict.json":
-            splits.setdefault(path.parent, set()).update(map(str, _settings(path).get("splits") or ()))
-        elif path.name == "state.json" and "_data_files" in (state := _settings(path)):
-            if path.parent.name in SPLITS:
-                splits.setdefault(path.parent.parent, set()).add(path.parent.name)
-            caches |= _beside(path.parent, state, every)
-        elif suffix_of(path) in TABLES and (shard := _SPLIT_SHARD.fullmatch(path.stem)) is not None:
-            splits.setdefault(path.parent, set()).add(shard[1])
+            splits.setdefault(f"{path.parent}/", set()).update(map(str, _settings(path).get("splits") or ()))
+        elif (suffix := content_suffix(path)) in _SPLIT_SUFFIXES:
+            # Folders of texts are often of a program.
+            base = folder if suffix in TABLES or suffix in JSON_SUFFIXES else path.parent
+            name = str(path.relative_to(base)).lower()
+            name = name[: name.rindex(suffix)]
+            for word in _SPLIT_WORD.finditer(name):
+                after = re.sub("/.*|-[0-9]{5}-of-.*", "", name[word.end() :])
+                place = f"{base}/{name[: word.start()]}*{re.sub('[0-9]+', '0', after)}"
+                splits.setdefault(place, set()).add(word[1])
     for place, names in splits.items():
         if len(names) > 1:
             raise DataError(
                 f"folder {folder} holds several splits ({', '.join(sorted(names))} in {place}): set [data] "
                 "path, sources or valid to the folder or files of each that you mean"
             )
-    return caches
 
 
 def _beside(folder: Path, state: Mapping[str, Any], every: list[Path]) -> set[Path]:
@@ -464,14 +490,15 @@ def _settings(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def is_shards_only(path: Path) -> bool:
-    """Whether `path` is a table or token ids, or a folder with such files and no text: not read as a
-    whole."""
+def needs_shards(path: Path) -> bool:
+    """Whether `path` is a table or token ids, or a folder with tables, or with token ids and no text: not
+    read as a whole."""
     if not is_folder(path):
         return suffix_of(path) in (*TABLES, *TOKEN_SUFFIXES)
     files = list(files_below(path))
-    return not any(map(_is_text, files)) and any(
-        suffix_of(file) in (*TABLES, *TOKEN_SUFFIXES) for file in files
+    kinds = set(map(suffix_of, files))
+    return not kinds.isdisjoint(TABLES) or (
+        not kinds.isdisjoint(TOKEN_SUFFIXES) and not any(map(_is_text, files))
     )
 
 
@@ -526,9 +553,19 @@ def _is_json(text: bytes) -> bool:
         return False
 
 
-def _check_no_json(path: Path, head: bytes) -> None:
-    """Raise NotTextError for a file that is JSON, or JSON values one after another, under another name."""
+def _check_no_rows(path: Path, head: bytes, field: str) -> None:
+    """Raise NotTextError for a file that stands for another, for a table of values with a column `field`, and
+    for JSON, or JSON values one after another, under another name."""
     head = without_marks(head).lstrip()
+    if head.startswith(LFS_POINTER):
+        check_kind(path, head)
+    names = re.split(rb"[,;\t|]", head.partition(b"\n")[0]) if content_suffix(path) in _VALUE_SUFFIXES else ()
+    if field.encode() in (name.strip(b" \"'\r") for name in names):
+        raise NotTextError(
+            path,
+            f"is a table with a column {field!r}",
+            "save it as JSONL or parquet to read that column, or leave it out",
+        )
     if not head.startswith((b"[", b"{")):
         return
     whole = len(head) < _HEAD_BYTES // 2
@@ -672,9 +709,9 @@ def _bad_array(path: Path, number: int, what: str) -> DataError:
     )
 
 
-def _texts(extent: Extent) -> Iterator[bytes]:
+def _texts(extent: Extent, field: str) -> Iterator[bytes]:
     """The text that begins in the extent: cut where lines begin, in compressed files by size."""
-    _check_no_json(extent.path, _head(extent.path))
+    _check_no_rows(extent.path, _head(extent.path), field)
     plain = _is_plain(extent.path)
     with _opened(extent) as (file, at):
         while text := file.read(max(0, extent.stop - at) if plain else SHARD_BYTES):
@@ -767,12 +804,19 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
             try:
                 value = column[number].as_py()
                 # Some writers do not mark text as such.
-                row[name] = value.decode() if isinstance(value, bytes) else value
+                row[name] = _decoded(value) if isinstance(value, bytes) else value
             except Exception as error:  # of a value that Python cannot hold, or no UTF-8
                 raise DataError(
                     f"{place}: column {name!r} cannot be read ({error}): repair or remove that row"
                 ) from error
         yield place, row
+
+
+def _decoded(value: bytes) -> str:
+    """Raises ValueError unless it is text in UTF-8."""
+    if SEPARATOR in value:
+        raise ValueError("it holds zero bytes, as UTF-8 text does not")
+    return value.decode()
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:

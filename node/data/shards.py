@@ -37,14 +37,14 @@ from node.data.documents import (
     Shard,
     Source,
     batches,
-    is_shards_only,
     list_source,
+    needs_shards,
     nothing_left,
     read_rows,
     text_of,
 )
 from node.data.order import Mixture
-from node.data.text import SEPARATOR, STDLIB, expanded, listed, suffix_of
+from node.data.text import SEPARATOR, STDLIB, check_kind, expanded, listed, suffix_of
 from node.data.token_cache import BATCH_PIECES, cache_folder, replace_json, sole_writer
 from node.data.tokenizer import Tokenizer, load_tokenizer, pieces_of
 from node.model.labels import IGNORED
@@ -291,7 +291,11 @@ class TokenizedSource:
             if suffix_of(extent.path) == ".npy":
                 whole = np.load(extent.path, mmap_mode="r", allow_pickle=False)
             else:
+                with extent.path.open("rb") as file:
+                    check_kind(extent.path, file.read(256))
                 whole = np.memmap(extent.path, dtype="<u2" if self._vocab <= 1 << 16 else "<u4", mode="r")
+        except DataError:
+            raise
         except Exception as error:  # whatever a damaged header leads to
             raise DataError(f"{extent.path} is not an array of token ids ({error})") from error
         if whole.ndim != 1 or whole.dtype.kind not in "ui":
@@ -306,6 +310,10 @@ class TokenizedSource:
         if tokens.min() < 0:
             raise DataError(f"{extent.path} holds the token {tokens.min()}: ids are not negative")
         self._check(tokens, str(extent.path))
+        if suffix_of(extent.path) == ".bin" and self._vocab <= 1 << 16 and not tokens[1::2].any():
+            raise DataError(
+                f"{extent.path} has a zero for every second id, as ids of 32 bits have: write them in 16"
+            )
         return Part(tokens, None)
 
     def _check(self, ids: np.ndarray, place: str) -> None:
@@ -638,7 +646,7 @@ def in_shards(data: DataSection) -> bool:
     if data.path == STDLIB:
         return False
     path = expanded(data.path, "data.path")
-    return is_shards_only(path) or _text_bytes(path) >= LARGE_BYTES
+    return needs_shards(path) or _text_bytes(path) >= LARGE_BYTES
 
 
 def _text_bytes(path: Path) -> int:

@@ -41,8 +41,11 @@ SURE_BYTES = 64 << 20
 MOST_FILE_BYTES = 256 << 20
 """Of a settings file."""
 _READ_BYTES = 1 << 16
+_ZSTD_READ_BYTES = 1 << 10
+"""What is read becomes text at once, up to 32 MiB of it."""
 _XZ_BYTES = 512 << 20
 """Memory to decompress .xz with; its strongest preset takes 65 MiB."""
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _ARCHIVES = {
     "a gzip file": b"\x1f\x8b",
     "a zstd file": b"\x28\xb5\x2f\xfd",
@@ -227,6 +230,8 @@ def check_kind(path: Path, content: bytes) -> None:
     """Raises NotTextError for content that begins as UTF-16 or as an archive."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise NotTextError(path, "is UTF-16 text, not UTF-8", "save it as UTF-8 or leave it out")
+    if content.startswith(LFS_POINTER):
+        raise NotTextError(path, "is a pointer of Git LFS", "fetch the file itself: git lfs pull")
     if kind := next((kind for kind, magic in _ARCHIVES.items() if content.startswith(magic)), ""):
         raise NotTextError(path, f"is {kind}", "unpack it, give it its suffix, or leave it out")
 
@@ -246,13 +251,55 @@ def checked_text(path: Path, content: bytes) -> bytes:
     return without_marks(content)
 
 
-class _Decompressed(io.RawIOBase):
-    """A file of .xz or .bz2, decompressed as it is read; streams one after another count as one."""
+class _Zstd:
+    """One frame of .zst, with the methods of `lzma.LZMADecompressor`.
 
-    def __init__(self, path: Path, make: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]) -> None:
+    zstandard's own reader takes a file that is cut off for one that ends there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(f'{path} needs the zstandard package: pip install "thinwire[data]"') from error
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._content = io.BytesIO()
+        self._left = 0
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof and not self._left
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._left
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data
+
+    def decompress(self, raw: bytes, most: int) -> bytes:
+        if raw:
+            content = self._frame.decompress(raw)
+            self._content, self._left = io.BytesIO(content), len(content)
+        piece = self._content.read(most)
+        self._left -= len(piece)
+        return piece
+
+
+class _Decompressed(io.RawIOBase):
+    """A compressed file, decompressed as it is read; streams one after another count as one."""
+
+    def __init__(
+        self,
+        path: Path,
+        make: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor | _Zstd],
+        read_bytes: int = _READ_BYTES,
+    ) -> None:
+        self._codec = make()
         self._file = path.open("rb")
         self._make = make
-        self._codec = make()
+        self._read_bytes = read_bytes
 
     def readable(self) -> bool:
         return True
@@ -262,12 +309,13 @@ class _Decompressed(io.RawIOBase):
         while not data:
             if self._codec.eof:
                 # Zero bytes may fill up a stream of .xz.
-                raw = self._codec.unused_data.lstrip(b"\0") or self._file.read(_READ_BYTES).lstrip(b"\0")
+                raw = self._codec.unused_data.lstrip(b"\0")
+                raw = raw or self._file.read(self._read_bytes).lstrip(b"\0")
                 if not raw:
                     return 0
                 self._codec = self._make()
             else:
-                raw = self._file.read(_READ_BYTES) if self._codec.needs_input else b""
+                raw = self._file.read(self._read_bytes) if self._codec.needs_input else b""
                 if self._codec.needs_input and not raw:
                     raise EOFError("its end is missing")
             data = self._codec.decompress(raw, len(buffer))
@@ -322,13 +370,7 @@ def open_content(path: Path) -> IO[bytes]:
         case ".gz":
             content = gzip.GzipFile(path, "rb")
         case ".zst":
-            try:
-                import zstandard
-            except ImportError as error:
-                raise DataError(
-                    f'{path} needs the zstandard package: pip install "thinwire[data]"'
-                ) from error
-            content = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+            content = _Decompressed(path, lambda: _Zstd(path), _ZSTD_READ_BYTES)
         case _:
             return path.open("rb")
     return io.BufferedReader(_Bounded(path, content, size))

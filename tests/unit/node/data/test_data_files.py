@@ -242,6 +242,70 @@ def test_saved_data_sets_are_read_without_caches_and_one_split_at_a_time(tmp_pat
         texts_of(tmp_path / "hub")
 
 
+@pytest.mark.parametrize(
+    ("names", "several"),
+    [
+        (("train.jsonl", "test.jsonl"), True),
+        (("train/a.jsonl", "valid/b.jsonl.gz"), True),
+        (("train-00000-of-00002.json", "test-00000-of-00001.json"), True),
+        (("tales-train.txt", "tales-valid.txt"), True),
+        (("train/a.txt", "test/b.txt"), False),
+        (("train-1.jsonl", "train-2.jsonl"), False),
+        (("how to train.txt", "test of time.txt"), False),
+        (("train.py", "test.py"), False),
+    ],
+)
+def test_parts_of_a_data_set_are_not_mixed(tmp_path: Path, names: tuple[str, str], several: bool) -> None:
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = jsonl(ROWS) if ".json" in name else WORDS.encode()
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    for order in ("whole", "shards"):
+        try:
+            load_data(config_of(tmp_path, order=order))
+        except DataError as error:
+            assert several and "holds several splits" in str(error)
+        else:
+            assert not several
+
+
+def test_a_data_card_and_rows_of_tables_beside_text(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(WORDS)
+    assert texts_of(tmp_path) == [WORDS.encode()]
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["row"]}), tmp_path / "a.parquet")
+    assert in_shards(DataSection(path=str(tmp_path)))
+    assert texts_of(tmp_path) == [b"row"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.csv", b'id,"text"\r\n1,one\r\n', "is a table with a column 'text'"),
+        ("a.tsv.gz", gzip.compress(b"text\tlabel\none\t1\n"), "is a table with a column 'text'"),
+        ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        ("a.txt.zst", zstandard.ZstdCompressor().compress(WORDS.encode() * 99)[:-3], "its end is missing"),
+        ("a.bin", b"PK\x03\x04" + bytes(60), "is a zip archive"),
+        ("a.bin", bytes((7, 0, 0, 0)) * 600, "ids of 32 bits"),
+    ],
+)
+def test_what_stands_for_something_else_is_refused(
+    tmp_path: Path, name: str, content: bytes, what: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    for order in ("auto", "shards"):
+        with pytest.raises(DataError, match=what):
+            load_data(config_of(tmp_path / name, order=order))
+
+
+def test_text_of_a_binary_column_is_utf_8(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": [b"one", "two".encode("utf-16-le")]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"row 2: column 'text' .*zero bytes"):
+        texts_of(tmp_path / "a.parquet")
+
+
 def test_only_the_columns_that_are_needed_are_read(tmp_path: Path) -> None:
     odd = pyarrow.array([-1_000_000] * 5, pyarrow.int32()).cast(pyarrow.date32())
     nano = pyarrow.array([1] * 5, pyarrow.timestamp("ns", tz="Moon/Tycho"))
