@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from node.cli.parser import UsageError
-from node.cli.snapshot_model import add_snapshot_arguments, chosen_snapshot
+from node.cli.snapshot_model import add_snapshot_arguments, open_snapshot
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 NEEDED = {
@@ -65,23 +65,26 @@ def check_installed(engine: str) -> None:
 def exported(args: argparse.Namespace) -> Path:
     """The folder in the cache that holds the snapshot that `--step` names, adapters merged in.
 
-    It is named after the run and the step, so the model has this name in the server. Earlier exports of the
-    run are removed. Raises UserError and RunError.
+    It is named after the run and the step, so the model has this name in the server. It lies in a folder of
+    the snapshot's manifest: a step that ran again, or another run in the same place, is exported again.
+    Earlier exports of the run are removed. Raises UserError and RunError.
     """
     from hashlib import sha256
 
     from node.cli.run_directory import existing_run_directory
     from node.state.export import export
+    from node.state.manifest import MANIFEST_NAME
     from node.state.merging import merged_parameters
     from wire.identity.files import cache_folder
 
     directory = existing_run_directory(args.run_dir).resolve()
-    config, step, _ = chosen_snapshot(directory, args.step)
+    config, step, snapshot = open_snapshot(args)
     parent = cache_folder() / "exports" / sha256(os.fsencode(directory)).hexdigest()[:16]
-    folder = parent / f"{config.run.name}-{step}"
+    version = sha256((snapshot / MANIFEST_NAME).read_bytes()).hexdigest()[:16]
+    folder = parent / version / f"{config.run.name}-{step}"
     if not folder.is_dir():
         shutil.rmtree(parent, ignore_errors=True)
-        parent.mkdir(parents=True)
+        folder.parent.mkdir(parents=True)
         export(directory, folder, step=step, merge=merged_parameters if config.lora.rank else None)
     return folder
 

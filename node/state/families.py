@@ -50,6 +50,8 @@ def read_config(config: Mapping[str, Any], where: str, sequence: int | None = No
     if reader.get("quantization_config") is not None and quantized != "mxfp4":
         raise reader.refused("quantization_config", "weights in safetensors, unquantized or in mxfp4")
     reader.must_be("transformers_weights", SINGLE)
+    if config.get("is_causal", True) is not True:
+        raise reader.refused("is_causal", "true, or no such key")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _BY_TYPE:
         raise reader.refused("model_type", f"one of {', '.join(_BY_TYPE)}")

@@ -191,10 +191,13 @@ def bring(run_directory: Path, step: int) -> Path:
     name = f"step-{step:08d}"
     kept = run_directory / "kept" / f"{name}.json"
     directory = run_directory / "fetched" / name
-    if (directory / MANIFEST_NAME).is_file():
-        return directory
     try:
         manifest = Manifest.from_json(kept.read_bytes(), str(kept))
+        fetched = directory / MANIFEST_NAME
+        # A step that ran again has another snapshot.
+        if fetched.is_file() and Manifest.from_json(fetched.read_bytes(), str(fetched)) == manifest:
+            return directory
+        fetched.unlink(missing_ok=True)
         store = ObjectStore(stored_steps(run_directory)[step])
         directory.mkdir(parents=True, exist_ok=True)
         for entry in manifest.units:

@@ -1,8 +1,10 @@
 """Exported folders: the same bytes as imported, and a model that transformers loads and runs."""
 
+import argparse
 import asyncio
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +41,7 @@ from node.telemetry.events import HeldOutLoss
 from node.training.optimizer import StageOptimizer
 from tests.support.chat_data import TEMPLATE, write_tokenizer
 from tests.support.memory_pipeline import MemoryPipeline
-from tests.support.recorded_run import append
+from tests.support.recorded_run import append, write_run
 from tests.support.run_events import done
 from tests.unit.node.state.test_families import CONFIGS, make, section
 from wire.errors import RunError, UserError
@@ -501,3 +503,26 @@ def test_bad_requests_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"family has all of model\.qkv_bias True, qk_norm head"):
         export(tmp_path / "other", tmp_path / "third")
     assert not (tmp_path / "third").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_a_step_that_ran_again_is_served_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from node.cli.serve import exported
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    write_run(run, ended=True)
+    arguments = argparse.Namespace(run_dir=run, step="4")
+    folders = []
+    for scale in (1.0, 2.0):
+        config = replace(RunConfig(), model=SHAPE)
+        units = unit_names(config.model)
+        optimizer = StageOptimizer([build_chunk(config.model, units, 3, CPU)], config.training)
+        state = {unit: optimizer.unit_state(unit) for unit in units}
+        write_snapshot(
+            run, config, {u: {n: (scale * t).to(t.dtype) for n, t in s.items()} for u, s in state.items()}, 4
+        )
+        folders.append(exported(arguments))
+        assert exported(arguments) == folders[-1]
+        shutil.rmtree(run / "snapshots")
+    assert folders[0] != folders[1]
+    assert not folders[0].exists() and (folders[1] / "model.safetensors").is_file()

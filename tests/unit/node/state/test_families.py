@@ -331,6 +331,7 @@ def read(folder: Path) -> None:
         ({"vision_config": {}}, "vision_config is {}"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config is {'bits': 4}"),
         ({"attention_bias": True}, "attention_bias is True"),
+        ({"is_causal": False}, "is_causal is False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
         ({"max_position_embeddings": 100}, "model.sequence is 1100"),
