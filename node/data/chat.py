@@ -32,7 +32,7 @@ from wire.errors import DataError
 if TYPE_CHECKING:
     import tokenizers
 
-CHAT_FORMAT = "4"
+CHAT_FORMAT = "5"
 """Raised when the same rows become other tokens or labels."""
 MARKED_TEXT = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -104,7 +104,7 @@ class ChatEncoder:
         """Of what else decides on the tokens and labels of a row."""
 
     def encode(self, row: Mapping[str, Any], place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [n], and bool [n]: which of them lie wholly in the assistant's text. Raises Dropped,
+        """Ids int64 [n], and bool [n]: which of them have some of the assistant's text. Raises Dropped,
         DataError."""
         return self._tokens(self._template.render(self._conversation(row, place)))
 
@@ -141,7 +141,8 @@ class ChatEncoder:
         offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), dtype=bool)
         for start, stop in rendered.assistant:
-            mask |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop) & (offsets[:, 1] > offsets[:, 0])
+            # A token may begin with the white space before an answer: it says the first word all the same.
+            mask |= (offsets[:, 0] < stop) & (offsets[:, 1] > start) & (offsets[:, 1] > offsets[:, 0])
         if not mask.any():
             raise Dropped("no token of the assistant")
         return ids, mask

@@ -380,9 +380,15 @@ def _is_file_name(name: object) -> bool:
 
 
 def _present(weight_map: Mapping[str, str], name: str) -> str | None:
-    """The name that a tensor has in a checkpoint, with or without its prefix; None if it is not there."""
+    """The name that a tensor has in a checkpoint, with or without its prefix; None if it is not there. Raises
+    CheckpointError for both."""
     shorter = [name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)]
-    return next((one for one in (name, *shorter) if one in weight_map), None)
+    found = [one for one in (name, *shorter) if one in weight_map]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"the checkpoint has both {' and '.join(found)}, which are one: save it without the wrong one"
+        )
+    return found[0] if found else None
 
 
 def _runs(places: Sequence[_Place]) -> list[list[_Place]]:

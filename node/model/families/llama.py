@@ -339,13 +339,21 @@ def _rope(reader: ConfigReader, kind: str) -> dict[str, Any]:
     if not given.config:
         given = reader.object("rope_parameters")
     theta = reader.number("rope_theta", _THETA_BY_DEFAULT.get(kind, 10_000.0))
-    return rope_of(given, theta, positions(reader))
+    return rope_of(with_positions(given, reader), theta, positions(reader))
 
 
 def positions(reader: ConfigReader) -> int | None:
     """What `original_max_position_embeddings` is where a scaling does not say it."""
     found: int | None = reader.get("original_max_position_embeddings", reader.get("max_position_embeddings"))
     return found
+
+
+def with_positions(given: ConfigReader, reader: ConfigReader) -> ConfigReader:
+    """The values of RoPE; `original_max_position_embeddings` beside them takes the place of their own."""
+    outer = reader.get("original_max_position_embeddings")
+    if outer is None:
+        return given
+    return ConfigReader({**given.config, "original_max_position_embeddings": outer}, given.where)
 
 
 def rope_of(given: ConfigReader, theta: float, longest: int | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from node.config.schema import MOST_EXPERTS, MOST_LAYERS, ModelSection
 from node.model.families.config_json import ConfigReader
 from node.model.families.family import Cut, FileTensor, Initial, ParameterSpec
-from node.model.families.llama import FULL, SLIDING, Llama, positions, rope_of, windows
+from node.model.families.llama import FULL, SLIDING, Llama, positions, rope_of, windows, with_positions
 from wire.errors import ConfigError
 
 ROUTER, SINKS = "router", "sinks"
@@ -240,6 +240,6 @@ def _gpt_oss(reader: ConfigReader) -> dict[str, Any]:
         "sinks": True,
         "swiglu_limit": reader.number("swiglu_limit", 7.0),
         **windows(reader, GPT_OSS, layers),
-        **rope_of(given, reader.number("rope_theta", 150_000.0), positions(reader)),
+        **rope_of(with_positions(given, reader), reader.number("rope_theta", 150_000.0), positions(reader)),
         **_experts(reader, 128, 4),
     }

@@ -237,6 +237,16 @@ def test_rows_of_text_have_labels_behind_their_marker(tmp_path: Path) -> None:
     assert other.fingerprint != encoder.fingerprint
 
 
+def test_a_token_with_white_space_before_an_answer_is_a_label(tmp_path: Path) -> None:
+    """As byte-pair tables make one of a space and the word behind it."""
+    folder = write_tokenizer(tmp_path / "t", "")
+    tables = transformers_tokenizer(folder)
+    data = DataSection(tokenizer=str(folder), format="chat", response_marker="Answer: ")
+    word = next(word[1:] for word in sorted(tables.get_vocab()) if word[0] == "Ġ" and word[1:].isalpha())
+    ids, mask = chat_encoder(data).encode({"text": f"Question: why?\nAnswer: {word}"}, "here")
+    assert tables.decode(ids[mask]) == f" {word}<|im_end|>"
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_questions_and_answers_in_files_are_conversations(tmp_path: Path, suffix: str) -> None:
     config = chat_config(tmp_path)

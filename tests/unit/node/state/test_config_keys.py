@@ -29,6 +29,7 @@ OLDER = {
     "sliding_window_pattern": 6,
     "rope_local_base_freq": 10_000.0,
     "torch_dtype": "float32",
+    "original_max_position_embeddings": 64,
 }
 """Keys of older versions, which configs of transformers 5 do not have."""
 
@@ -116,6 +117,7 @@ def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
         windows = [window if used and name == "sliding_attention" else 0 for name in types]
     rope: dict[str, Any] = {}
     if not gpt2:
+        made.standardize_rope_params()  # once more, as models do
         given = made.rope_parameters
         full = given["full_attention"] if made.model_type == "gemma3_text" else given
         kind = full["rope_type"]
@@ -130,6 +132,8 @@ def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
         if kind == "llama3":
             rope |= {"low": full["low_freq_factor"], "high": full["high_freq_factor"]}
             rope["original"] = full["original_max_position_embeddings"]
+            if rope["original"] is None:
+                raise TypeError("its model cannot be made")
         if made.model_type == "gemma3_text":
             rope["window_theta"] = given["sliding_attention"]["rope_theta"]
             if rope["window_theta"] is None:

@@ -369,6 +369,12 @@ def cut(folder: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
+def put_twice(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: other.clone() for name, other in load_file(path).items()}
+    save_file({**tensors, "norm.weight": torch.zeros(32)}, path)
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -401,6 +407,7 @@ def index(folder: Path, file: str) -> None:
         (lambda folder: index(folder, "../model.safetensors"), "has no weight_map of tensors to files"),
         (lambda folder: index(folder, "x" * 256), "has no weight_map of tensors to files"),
         (lambda folder: index(folder, "x\x1b[31m"), "has no weight_map of tensors to files"),
+        (put_twice, "has both model.norm.weight and norm.weight"),
         (pickled, r"only pickled weights .*save_pretrained"),
     ],
 )
