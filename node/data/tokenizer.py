@@ -416,7 +416,11 @@ def tokenizer_files(path: Path) -> list[Path]:
 
 def _check_bytes(tokenizer: BpeTokenizer, path: Path) -> None:
     """Tables that do not know every byte drop text without a word."""
-    text = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F600]))
+    # A character with each first byte that UTF-8 has; the bytes behind it are among the first ones'.
+    two = [lead << 6 | 0x1F for lead in range(4, 32)]
+    three = [0xD005 if lead == 13 else lead << 12 | 0xC05 for lead in range(16)]
+    four = [0x1F600, *(lead << 18 | 0x1C005 for lead in range(1, 4)), 0x10C005]
+    text = "".join(map(chr, [*range(1, 256), *two, *three, *four]))
     (ids,) = tokenizer.encode([text.encode()])
     # Decoders of SentencePiece's kind drop the space that they put before a text.
     if tokenizer.decode(ids).strip() != text.strip():
