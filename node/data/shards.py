@@ -606,10 +606,9 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
     corpus = ShardedCorpus(streams, list(data.weights), sequence=sequence, global_batch=batch, seed=seed)
     for stream in streams:
         stream.prepare(0)
-        tell(
-            f"{stream.tokenized.source.path}: {len(stream.tokenized.source.shards)} shards, the first "
-            f"{stream.groups * GROUP_PARTS} tokenized; the rest beside training"
-        )
+        shards = len(stream.tokenized.source.shards)
+        rest = f": the first of {shards} shards is tokenized, the rest beside training" if shards > 1 else ""
+        tell(f"{stream.tokenized.source.path} is read in shards{rest}")
     return corpus
 
 

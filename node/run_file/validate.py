@@ -227,6 +227,8 @@ def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
         yield f"data.weights has {len(data.weights)} numbers for {len(data.sources)} data.sources"
     if any(not 0 < weight < math.inf for weight in data.weights):
         yield f"data.weights must be finite numbers above 0, got {list(data.weights)}"
+    if data.sources and data.path != DataSection.path:
+        yield "data.sources takes the place of data.path: name that one among the sources, or leave it out"
     for source in data.sources:
         yield from _path("data.sources", source, "name files or folders")
     if data.format == "chat" and data.tokenizer == "bytes":

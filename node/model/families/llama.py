@@ -117,6 +117,13 @@ class Llama(Family):
             )
         if model.heads % model.kv_heads:
             yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
+        if model.rope_factor != 1 and model.rope_scaling == "none":
+            yield f"model.rope_factor ({model.rope_factor}) is of model.rope_scaling: set that one, too"
+        if model.no_window and not model.window:
+            yield "model.no_window names blocks without the window that model.window gives: set that one, too"
+        for key in ("no_rope", "no_window"):
+            if any(not 0 <= block < model.layers for block in getattr(model, key)):
+                yield f"model.{key} must name blocks from 0 to {model.layers - 1}, got {getattr(model, key)}"
         if not 0 < model.rope_theta < math.inf:
             yield f"model.rope_theta must be a finite number above 0, got {model.rope_theta}"
         for key in ("window", "query_scale", "window_theta", "rope_attention"):
