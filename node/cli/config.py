@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from node.cli.parser import add_run_file
+from node.cli.parser import add_run_file, number
 
 if TYPE_CHECKING:
     from node.config.schema import RunConfig
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     explain.set_defaults(run=run, parser=explain)
     init = actions.add_parser("init", help="write a run file that fits the machines you have")
     init.add_argument("run_file", metavar="RUN.toml", type=Path, help="the file to write")
-    init.add_argument("--days", type=float, default=7.0, help="how long it may train (default: 7)")
+    init.add_argument("--days", type=number, default=7.0, help="how long it may train (default: 7)")
     init.add_argument("--data", default="stdlib", metavar="PATH", help="your text: a file or a folder")
     init.add_argument("--tokenizer", default="bytes", metavar="PATH", help="a tokenizer's file or folder")
     init.add_argument(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from node.cli.parser import UsageError
+from node.cli.parser import UsageError, number
 
 DEFAULT_PARENT = Path("lab")
 
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     run_.add_argument("--out", type=Path, help="output directory (default: lab/<name>)")
     run_.add_argument(
         "--time-limit",
-        type=float,
+        type=number,
         default=0.0,
         metavar="SECONDS",
         help="begin no cell after so long; run the same command again to continue",

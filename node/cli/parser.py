@@ -13,6 +13,9 @@ from node.config.join_options import MOST_DEVICES
 from node.display.terminal import LIVE_LINE
 from wire.errors import UserError, escaped, nearest
 
+MOST_NUMBER = 1e9
+"""Of any unit that an option has."""
+
 
 class UsageError(UserError):
     """The command line does not parse."""
@@ -52,6 +55,14 @@ class Parser(argparse.ArgumentParser):
             name = unknown.partition("=")[0]
             parser.error(f"unknown option {name}{nearest(name, parser._option_string_actions)}")
         return args
+
+
+def number(text: str) -> float:
+    """A number as an option takes it: none that stands for no amount, such as nan and infinity."""
+    value = float(text)
+    if not abs(value) <= MOST_NUMBER:
+        raise ValueError
+    return value
 
 
 def add_run_file(parser: argparse.ArgumentParser) -> None:

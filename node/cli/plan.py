@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from node.cli.measured_times import measured_times
-from node.cli.parser import add_run_file
+from node.cli.parser import add_run_file, number
 
 if TYPE_CHECKING:
     from node.tuning.block_times import BlockTimes
@@ -29,11 +29,13 @@ MOST_POINTS = 12
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="memory of each stage, and what fits in less")
     add_run_file(parser)
-    parser.add_argument("--gb", type=float, default=0.0, help="memory of each card (default: enough for all)")
+    parser.add_argument(
+        "--gb", type=number, default=0.0, help="memory of each card (default: enough for all)"
+    )
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes a stage")
     parser.add_argument(
         "--host-gb",
-        type=float,
+        type=number,
         default=0.0,
         help="main memory for what does not fit on the GPU (default: 4 times --gb)",
     )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from node.cli.parser import UsageError
+from node.cli.parser import UsageError, number
 from node.cli.snapshot_model import add_arguments, load_model, open_snapshot
 from wire.errors import escaped
 
@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=number,
         default=0.8,
         metavar="T",
         help="0 takes the likeliest token (default: 0.8)",

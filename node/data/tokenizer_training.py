@@ -21,6 +21,8 @@ CHAT_TEMPLATE = (
 """ChatML. Only what the assistant says is a label."""
 LEAST_VOCABULARY = 256 + 3
 """Every byte, and the special tokens."""
+MOST_VOCABULARY = 1_000_000
+"""The package takes memory for them all beforehand."""
 
 
 def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool) -> int:
@@ -38,8 +40,10 @@ def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool
         UserError: `out` is in use, or too few tokens are asked for.
         DataError: the text cannot be read, or `tokenizers` is not installed.
     """
-    if vocabulary < LEAST_VOCABULARY:
-        raise UserError(f"a vocabulary has at least {LEAST_VOCABULARY} tokens, got {vocabulary}")
+    if not LEAST_VOCABULARY <= vocabulary <= MOST_VOCABULARY:
+        raise UserError(
+            f"a vocabulary has {LEAST_VOCABULARY} to {MOST_VOCABULARY:,} tokens, got {vocabulary}"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is in use: name a new folder")
     try:

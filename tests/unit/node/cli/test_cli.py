@@ -70,6 +70,13 @@ def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess
         ("demo run.step=3", "did you mean 'steps'?"),
         ("top 127.0.0..1:7702 --once", "'127.0.0..1:7702' is neither a run's directory nor its page's"),
         ("dashboard run --listen a..b:1", "'a..b:1' names no host"),
+        ("plan r.toml --gb nan", "argument --gb: invalid number value: 'nan'"),
+        ("plan r.toml --host-gb 1e300", "argument --host-gb: invalid number value: '1e300'"),
+        ("config init r.toml --days inf", "argument --days: invalid number value: 'inf'"),
+        (
+            "data tokenizer r.toml out --vocab 99999999999",
+            "a vocabulary has 259 to 1,000,000 tokens, got 9999",
+        ),
     ],
 )
 def test_user_mistakes_are_one_line_and_exit_code_2(line: str, words: str, capsys: Capture) -> None:
