@@ -22,7 +22,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--samples",
         type=int,
-        default=0,
         metavar="N",
         help="samples to measure on (default: data.valid_samples; with --text all)",
     )
@@ -37,11 +36,13 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.tasks is not None:
-        if args.text is not None or args.samples:
+        if args.text is not None or args.samples is not None:
             raise UsageError("--text and --samples are for the held-out loss: leave them out with --tasks")
         return score(args)
     if args.limit is not None or args.shots is not None:
         raise UsageError("--limit and --shots are for lm-eval: name its tasks by --tasks")
+    if args.samples is not None and args.samples < 1:
+        raise UsageError(f"--samples must be at least 1, got {args.samples}")
     from node.data.samples import samples_of
     from node.data.shards import load_data
     from node.telemetry.format import NO_LABELS

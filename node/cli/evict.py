@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _by_name(name: str, members: Collection[str], directory: Path) -> str:
     """The id of the only one of `members` that is called `name`; `name` itself if none is. UserError for
-    several: owners choose names freely."""
+    several: owners choose names freely, or none."""
+    if not name:
+        raise UserError("the node is empty: give its id or its name, as `thinwire status` shows them")
     from node.display.watch import HistoryWatch
 
     watch = HistoryWatch(directory)

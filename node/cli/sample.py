@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value, least in (("tokens", args.tokens, 1), ("top-k", args.top_k, 0), ("seed", args.seed, 0)):
         if value < least:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
+    if args.seed >= 1 << 63:
+        raise UsageError(f"--seed must be below 2**63, got {args.seed}")
     import numpy as np
 
     from node.data.chat import chat_encoder

@@ -70,6 +70,8 @@ def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess
         ("demo run.step=3", "did you mean 'steps'?"),
         ("top 127.0.0..1:7702 --once", "'127.0.0..1:7702' is neither a run's directory nor its page's"),
         ("dashboard run --listen a..b:1", "'a..b:1' names no host"),
+        ("sample . a --seed 9223372036854775808", "--seed must be below 2**63, got 9223372036854775808"),
+        ("eval . --samples -3", "--samples must be at least 1, got -3"),
         ("plan r.toml --gb nan", "argument --gb: invalid number value: 'nan'"),
         ("plan r.toml --host-gb 1e300", "argument --host-gb: invalid number value: '1e300'"),
         ("config init r.toml --days inf", "argument --days: invalid number value: 'inf'"),
@@ -318,7 +320,7 @@ def test_join_hands_on_a_name_on_one_line(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_node_is_evicted_by_its_id_or_a_name_that_only_it_has(run_dir: Path, capsys: Capture) -> None:
-    names = {"node-a": "Ana's 4090", "node-b": "box", "node-c": "box", "node-d": "node-a"}
+    names = {"node-a": "Ana's 4090", "node-b": "box", "node-c": "box", "node-d": "node-a", "node-e": ""}
     hardware = Hardware("cpu", 4, 10**9)
     with Store.open(run_dir) as store:
         store.restore_members(
@@ -338,6 +340,7 @@ def test_a_node_is_evicted_by_its_id_or_a_name_that_only_it_has(run_dir: Path, c
     assert evicted("box", 2) == []
     assert "node-b or node-c" in capsys.readouterr().err
     assert evicted("nobody", 2) == []
+    assert evicted("", 2) == []
     assert evicted("node-a") == ["node-a"], "an id is not taken for another's name"
     assert evicted("Ana's 4090", 2) == ["node-a"], "it is out already"
     assert evicted("node-b") == ["node-a", "node-b"]
