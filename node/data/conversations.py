@@ -45,6 +45,8 @@ INPUTS = ("input", "context")
 """Columns that hold what a question is about."""
 ANSWERS = ("output", "completion", "response", "answer")
 """Columns that hold its answer."""
+HISTORY = "history"
+"""Column that holds earlier questions with their answers, in pairs (LLaMA-Factory's)."""
 SYSTEMS = ("system", "system_prompt", "system_message")
 """Columns that hold a system prompt."""
 TRAINED = ("weight", "train", "training", "loss", "trainable")
@@ -139,7 +141,8 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         raise Dropped("no messages")
     asked, about, answer = (_first(row, names) for names in (QUESTIONS, INPUTS, ANSWERS))
     if asked and answer:
-        return _pair(row[asked], row[about] if about else None, row[answer], place)
+        last = _pair(row[asked], row[about] if about else None, row[answer], place)
+        return [*_earlier(row.get(HISTORY)), *last]
     raise DataError(
         f'{place} holds no conversation: expected "messages" with role and content, "conversations" with '
         'from and value, "instruction" with "output", or "prompt" with "completion", got '
@@ -167,6 +170,17 @@ def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
         {"role": USER, "content": "\n\n".join(parts)},
         {"role": ASSISTANT, "content": _text(answer)},
     ]
+
+
+def _earlier(pairs: Any) -> Iterator[Message]:
+    """Earlier questions with their answers as messages. Raises Dropped."""
+    if isinstance(pairs, str) and pairs.strip():
+        pairs = _json(pairs, "a history that is not JSON")
+    for pair in _listed(_clean(pairs)):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise Dropped("a history that is no list of questions with answers")
+        yield {"role": USER, "content": pair[0]}
+        yield {"role": ASSISTANT, "content": pair[1]}
 
 
 def _role(message: Message) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from node.config.schema import DataSection
-from node.data.conversations import ANSWERS, INPUTS, MESSAGES, QUESTIONS, SYSTEMS, Dropped
+from node.data.conversations import ANSWERS, HISTORY, INPUTS, MESSAGES, QUESTIONS, SYSTEMS, Dropped
 from node.data.text import (
     COMPRESSED,
     JSON_SUFFIXES,
@@ -61,7 +61,7 @@ TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PARQUET = ".parquet"
 ARROW = ".arrow"
 TABLES = (PARQUET, ARROW)
-PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS))
+PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
 CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, "tools", "functions", "documents"))
 """What is read of tables that hold conversations; no other column is converted."""
 MOST_BYTES = 128 << 20

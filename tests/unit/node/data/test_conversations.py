@@ -252,6 +252,16 @@ def test_what_a_question_is_about_follows_it_and_a_system_prompt_comes_first() -
     system, asked, answer = messages_of(row)
     assert (system["content"], asked["content"]) == ("Be brief.", "How warm?\n\nOslo, in May.")
     assert answer["content"] == "Seven."
+    for history in ([["Where?", "Oslo."]], '[["Where?", "Oslo."]]', (("Where?", "Oslo."),)):
+        texts = [message["content"] for message in messages_of({**row, "history": history})]
+        assert texts == ["Be brief.", "Where?", "Oslo.", asked["content"], "Seven."]
+    assert (
+        messages_of({**row, "history": None})
+        == [system, asked, answer]
+        == messages_of({**row, "history": ""})
+    )
+    with pytest.raises(Dropped, match="a history"):
+        messages_of({**row, "history": ["Where?"]})
 
 
 @pytest.mark.parametrize(
