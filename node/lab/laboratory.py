@@ -31,7 +31,7 @@ from node.lab.figures import (
     plans_of,
     transfer_seconds,
 )
-from node.lab.network import Network, describe_shapers
+from node.lab.network import QDISC, Network, describe_shapers
 from node.lab.phase import Phases
 from node.lab.plan import Cell, PlannedRun, all_shapes, plan_runs
 from node.lab.processes import RunProcesses
@@ -43,12 +43,6 @@ from node.schedule.placement import head_share, slices_of
 from node.schedule.routing import link_ends
 
 Tell = Callable[[str], None]
-
-FIRST_PORT = 7700
-PORTS = 3
-"""Ports of a coordinator: joining, nodes, page. A run prepared during another has its own ports."""
-SPARE_CORES = 4
-"""With this many cores per stage, the next run's processes start and import while one trains."""
 
 
 async def run_laboratory(
@@ -156,39 +150,24 @@ class _Laboratory:
         network = Network(
             topology,
             method=method,
-            kind=profile.network.qdisc,
             socket_buffer=buffer,
             slow_start_after_idle=profile.network.slow_start_after_idle,
         )
         await asyncio.to_thread(network.__enter__)
         try:
             await self._calibrate(network, runs, results)
-            await self._measure_runs(network, runs, results)
-        finally:
-            await asyncio.to_thread(network.__exit__)
-
-    async def _measure_runs(self, network: Network, runs: tuple[PlannedRun, ...], results: Results) -> None:
-        """Measure runs in turn; with spare cores, the next run's processes import while this one trains."""
-        cores = len(os.sched_getaffinity(0))
-        early = cores >= SPARE_CORES * self._profile.config.pipeline.stages
-        ahead: _Run | None = None
-        try:
-            for number, run in enumerate(runs):
+            for run in runs:
                 if self.over(self._start_seconds):
                     return
-                running = ahead or _Run(self, network, run, results, len(results.values["runs"]))
-                ahead = None
-                if early and number + 1 < len(runs):
-                    ahead = _Run(self, network, runs[number + 1], results, running.number + 1)
-                await running.measure(ahead)
+                await _Run(self, network, run, results, len(results.values["runs"])).measure()
         finally:
-            if ahead is not None:
-                await ahead.close()
+            await asyncio.to_thread(network.__exit__)
 
     def _new_results(self, path: Path, machine: Mapping[str, Any], method: str) -> Results:
         section = self._profile.network
         network: dict[str, Any] = {
             **asdict(section),
+            "qdisc": QDISC,
             "delay_method": method,
             "congestion_control": congestion_control(section.congestion_control),
             "control": "the coordinator's wires are not shaped",
@@ -210,7 +189,7 @@ class _Laboratory:
             results.values["calibrations"].append(
                 {
                     **found.as_json(),
-                    "shaper": describe_shapers(shape, network.kind),
+                    "shaper": describe_shapers(shape),
                     "delay_method": network.method,
                     "relay": relayed,
                 }
@@ -241,55 +220,35 @@ class _Run:
         self._network = network
         self._run = run
         self._results = results
-        self.number = number
-        """How many runs of these results came before."""
+        self._number = number
         self.name = f"{number:02}-{run.name}"
-        self._processes: RunProcesses | None = None
         config = run.config
         self._tokens = config.training.global_batch * config.model.sequence
 
-    async def prepare(self) -> RunProcesses:
-        """Start the processes, which wait before they join."""
+    async def measure(self) -> None:
+        """Run from the start to the last cell. The run's history and trace are kept, however it ends."""
         section = self._lab._profile.lab
-        logs, scratch = self._lab._out / "logs" / self.name, namespaces.SCRATCH / str(self.number)
+        logs, scratch = self._lab._out / "logs" / self.name, namespaces.SCRATCH / str(self._number)
         logs.mkdir(parents=True, exist_ok=True)
         config = await asyncio.to_thread(_with_text, self._run.config, section.text_bytes, scratch)
-        self._processes = RunProcesses(
+        processes = RunProcesses(
             config,
             directory=scratch,
             logs=logs,
             device=section.device,
             gpus=section.gpus,
             threads=section.threads,
-            port=FIRST_PORT + PORTS * (self.number % 1000),
         )
-        await self._processes.prepare()
-        return self._processes
-
-    async def close(self) -> None:
-        if self._processes is not None:
-            await self._processes.close()
-
-    async def measure(self, ahead: "_Run | None") -> None:
-        """Run from the start, or from joining after `prepare`, to the last cell.
-
-        `ahead` is prepared once this run trains. The run's history and trace are kept, however it ends.
-        """
         try:
-            await self._measure(ahead)
+            await self._measure(processes)
         finally:
-            self._keep()
+            # The figures do not need them.
+            try:
+                keep_run(processes.run_directory, self._lab._out / "runs" / self.name)
+            except (OSError, sqlite3.Error) as error:
+                self._lab._tell(f"{self.name}: its history and trace could not be kept ({error})")
 
-    def _keep(self) -> None:
-        """Archive the run; the figures do not need it."""
-        if self._processes is None:
-            return
-        try:
-            keep_run(self._processes.run_directory, self._lab._out / "runs" / self.name)
-        except (OSError, sqlite3.Error) as error:
-            self._lab._tell(f"{self.name}: its history and trace could not be kept ({error})")
-
-    async def _measure(self, ahead: "_Run | None") -> None:
+    async def _measure(self, processes: RunProcesses) -> None:
         lab, run, section = self._lab, self._run, self._lab._profile.lab
         raw = lab._out / "raw" / f"{self.name}.jsonl"
         raw.parent.mkdir(parents=True, exist_ok=True)
@@ -297,12 +256,10 @@ class _Run:
         await asyncio.to_thread(self._network.shape, None)
         lab._tell(f"{self.name}: starting")
         with raw.open("w", encoding="utf-8") as log:
-            async with self._processes or await self.prepare() as processes:
+            async with processes:
                 record: dict[str, Any] = {"name": self.name, "start_seconds": time.monotonic() - began}
                 self._results.values["runs"].append(record)
                 lab._tell(f"{self.name}: joined and placed in {record['start_seconds']:.1f} s")
-                if ahead is not None:
-                    await ahead.prepare()
                 phases = Phases(
                     self._network,
                     processes,

@@ -1,7 +1,6 @@
 """Build the lab's network from a `Topology`, shape it, read it back. All calls block: use a thread."""
 
 import json
-import re
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -15,9 +14,10 @@ from node.lab.shape import LinkShape, Shape, burst_bytes, shaper_commands
 from node.lab.topology import LAB, Device, Topology, Wire
 from wire.errors import RunError
 
+QDISC = "tbf"
+"""The kernel's shaper at both ends of every wire."""
 RELAY_SECONDS = 10.0
 """Time limit of the relay's answers."""
-_MEGA = {"": 1e-6, "K": 1e-3, "M": 1.0, "G": 1e3}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Network:
 
     Args:
         method: `none`, `netem` or `relay`: how packets are delayed.
-        kind: `tbf` or `htb`.
         socket_buffer: the most bytes of a TCP socket's buffers.
         slow_start_after_idle: whether TCP begins slowly again after a pause.
     """
@@ -43,13 +42,11 @@ class Network:
         topology: Topology,
         *,
         method: str,
-        kind: str,
         socket_buffer: int,
         slow_start_after_idle: bool = True,
     ) -> None:
         self.topology = topology
         self.method = method
-        self.kind = kind
         self._socket_buffer = socket_buffer
         self._slow_start_after_idle = slow_start_after_idle
         self._relay: _RelayProcess | None = None
@@ -130,24 +127,19 @@ class Network:
         # Between two interfaces a packet passes two shapers: delay it once, as it leaves its node.
         netem = self.method == "netem" and (up or wire.higher >= 0)
         mbit = link.up_mbit if up else link.down_mbit
-        for command in shaper_commands(device.name, self.kind, mbit, link.rtt_ms, netem=netem):
+        for command in shaper_commands(device.name, mbit, link.rtt_ms, netem=netem):
             tools.tc(device.namespace, *command)
 
     def _rate(self, device: Device) -> float | None:
         """Mbit/s of the device's shaper, read from the kernel."""
-        if self.kind == "tbf":
-            qdisc = tools.root_qdisc(device)
-            return None if qdisc is None else 8e-6 * float(qdisc["options"]["rate"])
-        # tc prints classes only as text.
-        reply = tools.tc(device.namespace, "class", "show", "dev", device.name)
-        found = re.search(r"^class htb 1:1 .* rate ([0-9.]+)([KMG]?)bit ", reply, re.MULTILINE)
-        return float(found[1]) * _MEGA[found[2]] if found else None
+        qdisc = tools.root_qdisc(device)
+        return None if qdisc is None else 8e-6 * float(qdisc["options"]["rate"])
 
 
-def describe_shapers(shape: Shape, kind: str) -> dict[str, Any]:
+def describe_shapers(shape: Shape) -> dict[str, Any]:
     """For the results: each wire's parameters as given to the kernel."""
     return {
-        "qdisc": kind,
+        "qdisc": QDISC,
         "label": shape.label,
         "wires": [
             {

@@ -42,6 +42,8 @@ START_SECONDS = 180.0
 """Time limit for the coordinator's join line, and for each node to join."""
 RESTORE_SECONDS = 600.0
 """Time limit from the last join to the placement: initial weights of a large model take a while."""
+PORT = 7700
+"""The coordinator's first port; it also uses the next ones."""
 GRACE_SECONDS = 5.0
 MAX_EVENT_BYTES = 1 << 22
 
@@ -65,7 +67,6 @@ class RunProcesses:
         device: `cpu`, or `cuda`: stage i on GPU i modulo `gpus`.
         gpus: 0 is one a stage.
         threads: CPU threads of each node; 0 is torch's own choice.
-        port: the coordinator's first port; it also uses the next one.
     """
 
     def __init__(
@@ -77,9 +78,8 @@ class RunProcesses:
         device: str,
         gpus: int = 0,
         threads: int,
-        port: int = 7700,
     ) -> None:
-        listen = f"{COORDINATOR_ADDRESS}:{port}"
+        listen = f"{COORDINATOR_ADDRESS}:{PORT}"
         self._config = replace(config, coordinator=replace(config.coordinator, listen=listen, advertise=()))
         self._directory = directory
         self.run_directory = directory / "run"
@@ -95,8 +95,8 @@ class RunProcesses:
         self.plans: list[WindowsPlanned] = []
         """All so far."""
 
-    async def prepare(self) -> None:
-        """Start all processes; nodes wait before they join. May be called during another run."""
+    async def _start(self) -> None:
+        """Start all processes; nodes wait before they join."""
         run_file = self._directory / "run.toml"
         run_file.write_text(to_toml(self._config), encoding="utf-8")
         for stage in range(self._stages):
@@ -107,11 +107,10 @@ class RunProcesses:
 
     async def __aenter__(self) -> Self:
         try:
-            if not self._children:
-                await self.prepare()
+            await self._start()
             await self._join_all()
         except BaseException:
-            await self.close()
+            await self._kill()
             raise
         return self
 
@@ -120,7 +119,7 @@ class RunProcesses:
     ) -> None:
         if kind is None:
             await self._end_coordinator()
-        await self.close()
+        await self._kill()
 
     async def _end_coordinator(self) -> None:
         """End the coordinator so that it flushes history and trace; two signals skip the snapshot."""
@@ -131,7 +130,7 @@ class RunProcesses:
             async with asyncio.timeout(GRACE_SECONDS):
                 await child.wait()
 
-    async def close(self) -> None:
+    async def _kill(self) -> None:
         """Kill every process."""
         for child in self._children.values():
             if child.returncode is None:

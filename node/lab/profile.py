@@ -69,8 +69,6 @@ class NetworkSection:
     topology: str = "links"
     """`links`: each pair of neighbours has its own link. `interfaces`: each node has one line for all its
     neighbours, as at home."""
-    qdisc: str = "tbf"
-    """The kernel's shaper at both ends: `tbf` or `htb`."""
     delay: str = "auto"
     """Delay by `netem`, by the lab's own packet `relay`, or `auto`: netem where the kernel has it."""
     matrix: str = ""
@@ -146,7 +144,6 @@ Section = TypeVar("Section")
 CHOICES = {
     "lab.device": ("cpu", "cuda"),
     "network.topology": ("links", "interfaces"),
-    "network.qdisc": ("tbf", "htb"),
     "network.delay": ("auto", "netem", "relay"),
 }
 MOST_TOLERATED = 0.05

@@ -98,33 +98,19 @@ def netem_packets(mbit: float, rtt_ms: float) -> int:
     return 1000 + int(2 * mbit * 1e6 / 8 * (QUEUE_SECONDS + rtt_ms / 1e3) / MTU)
 
 
-def shaper_commands(device: str, kind: str, mbit: float, rtt_ms: float, *, netem: bool) -> list[list[str]]:
+def shaper_commands(device: str, mbit: float, rtt_ms: float, *, netem: bool) -> list[list[str]]:
     """`tc` arguments that shape what leaves `device`, one list a command. Remove its old shaper first.
 
     Args:
-        kind: `tbf` or `htb`.
         rtt_ms: with `netem`, half of it is the delay of this direction; else it only sizes the queue.
     """
     rate, burst = f"{round(mbit * 1e6)}bit", str(burst_bytes(mbit))
-    add = ["qdisc", "add", "dev", device]
-    if kind == "tbf":
-        limit = str(queue_bytes(mbit, rtt_ms))
-        commands = [[*add, "root", "handle", "1:", "tbf", "rate", rate, "burst", burst, "limit", limit]]
-    else:
-        commands = [
-            [*add, "root", "handle", "1:", "htb", "default", "1"],
-            [
-                *("class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb"),
-                *("rate", rate, "ceil", rate, "burst", burst, "cburst", burst),
-            ],
-        ]
+    add, limit = ["qdisc", "add", "dev", device], str(queue_bytes(mbit, rtt_ms))
+    commands = [[*add, "root", "handle", "1:", "tbf", "rate", rate, "burst", burst, "limit", limit]]
     if netem and rtt_ms > 0:
         delay = f"{rtt_ms / 2:g}ms"
         limit = str(netem_packets(mbit, rtt_ms))
         commands.append([*add, "parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", limit])
-    elif kind == "htb":
-        limit = str(queue_bytes(mbit, rtt_ms))
-        commands.append([*add, "parent", "1:1", "handle", "10:", "bfifo", "limit", limit])
     return commands
 
 

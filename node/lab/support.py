@@ -79,7 +79,6 @@ def find_in_private() -> list[Finding]:
     findings = []
     for name, check, needed in (
         ("tbf", _tbf, True),
-        ("htb", _htb, False),
         ("netem", _netem, False),
         ("relay", _packet_sockets, False),
         ("forwarding", _forwarding, False),
@@ -137,7 +136,6 @@ def ask_private() -> list[Finding]:
 
 _WORKS = {
     "tbf": "shapes links",
-    "htb": "shapes links",
     "netem": "delays packets in the kernel",
     "relay": "packet sockets with batched segments: the lab's own relay can delay",
     "forwarding": 'the lab can route, for network.topology = "interfaces" without delay',
@@ -157,10 +155,6 @@ def _try(check: Callable[[], None]) -> str | None:
 
 def _tbf() -> None:
     _qdisc("tbf", "rate", "100mbit", "burst", "65536", "limit", "200000")
-
-
-def _htb() -> None:
-    _qdisc("htb", "default", "1")
 
 
 def _netem() -> None:

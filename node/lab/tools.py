@@ -70,7 +70,7 @@ def root_qdisc(device: Device) -> dict[str, Any] | None:
     """The device's shaper as `tc -s -j qdisc` describes it; None if it has none."""
     reply = tc(device.namespace, "-s", "-j", "qdisc", "show", "dev", device.name)
     for qdisc in json.loads(reply or "[]"):
-        if qdisc.get("root") and qdisc.get("kind") in ("tbf", "htb"):
+        if qdisc.get("root") and qdisc.get("kind") == "tbf":
             return dict(qdisc)
     return None
 

@@ -62,7 +62,7 @@ def test_an_ordinary_user_gets_one_in_a_user_namespace(flags: tuple[str, ...]) -
         tools.call("unshare", *own, "true")
     except UserError as error:
         pytest.skip(f"this kernel allows no user namespaces: {error}")
-    up, down = inside(own, "measured", "rate=20", "kind=htb")["links"]
+    up, down = inside(own, "measured", "rate=20")["links"]
     assert up["share"] == NEARLY and down["share"] == NEARLY
 
 
@@ -143,7 +143,7 @@ def test_check_tells_what_this_machine_can_do(flags: tuple[str, ...]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
-    assert {"ip", "tc", "unshare", "nsenter", "namespaces", "tbf", "htb", "netem", "relay"} <= found.keys()
+    assert {"ip", "tc", "unshare", "nsenter", "namespaces", "tbf", "netem", "relay"} <= found.keys()
     assert found["tbf"]["works"] and found["namespaces"]["works"]
     # Whatever does not work says why.
     assert all(finding["detail"] for finding in found.values())

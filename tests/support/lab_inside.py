@@ -75,7 +75,7 @@ def off(values: dict[str, str]) -> Any:
         laboratory.shape(shape)
         device = laboratory.topology.wires[0].up
         tools.tc(device.namespace, "qdisc", "del", "dev", device.name, "root")
-        for command in shaper_commands(device.name, "tbf", float(values["wrong"]), 0.0, netem=False):
+        for command in shaper_commands(device.name, float(values["wrong"]), 0.0, netem=False):
             tools.tc(device.namespace, *command)
         try:
             laboratory.check(shape)
@@ -168,7 +168,6 @@ def network(topology: Topology, values: dict[str, str], method: str = "") -> Net
     return Network(
         topology,
         method=method or ("relay" if topology.ways else "none"),
-        kind=values.get("kind", "tbf"),
         socket_buffer=8_000_000,
         slow_start_after_idle=values.get("slow_start_after_idle", "1") == "1",
     )

@@ -103,8 +103,8 @@ def test_a_region_that_the_matrix_lacks_gets_its_neighbours_name(tmp_path: Path)
 
 def test_overrides_replace_values_of_the_lab_and_of_the_run(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL)
-    profile = load_profile(path, ["lab.steps=9", "data.path=some/text.txt", "network.qdisc=htb"])
-    assert (profile.lab.steps, profile.network.qdisc) == (9, "htb")
+    profile = load_profile(path, ["lab.steps=9", "data.path=some/text.txt", "network.topology=interfaces"])
+    assert (profile.lab.steps, profile.network.topology) == (9, "interfaces")
     assert profile.config.data.path == "some/text.txt"
     assert profile.sha256 != load_profile(path).sha256
     with pytest.raises(ConfigError, match=r"unknown key 'stepz'"):
