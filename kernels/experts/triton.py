@@ -58,7 +58,7 @@ class Tiles:
 
 
 TILES = {
-    # The fastest of those tried on an H200 (`python -m scripts.bench.experts --tiles`).
+    # The fastest of those tried on an H200 (scripts/results/experts_tiles.json).
     Room.LARGE: Tiles(
         half=Tile(128, 256, 64, 8, 3),
         packed=Tile(256, 128, 128, 8, 2),

@@ -242,11 +242,14 @@ class _Run:
         try:
             await self._measure(processes)
         finally:
-            # The figures do not need them.
-            try:
-                keep_run(processes.run_directory, self._lab._out / "runs" / self.name)
-            except (OSError, sqlite3.Error) as error:
-                self._lab._tell(f"{self.name}: its history and trace could not be kept ({error})")
+            self._keep(processes.run_directory)
+
+    def _keep(self, run_directory: Path) -> None:
+        """Archive the run; the figures do not need it."""
+        try:
+            keep_run(run_directory, self._lab._out / "runs" / self.name)
+        except (OSError, sqlite3.Error) as error:
+            self._lab._tell(f"{self.name}: its history and trace could not be kept ({error})")
 
     async def _measure(self, processes: RunProcesses) -> None:
         lab, run, section = self._lab, self._run, self._lab._profile.lab

@@ -12,7 +12,7 @@ LONG, MIXTURE = RESULTS / "long_samples.json", RESULTS / "mixture_stage.json"
 
 
 def experts() -> str:
-    """scripts/bench/experts.py."""
+    """A mixture's feed-forward beside transformers."""
     report = read_report(EXPERTS)
     rows = [
         [
@@ -36,7 +36,7 @@ def experts() -> str:
 
 
 def long_samples() -> str:
-    """scripts/bench/long_samples.py."""
+    """A long sample whole and in slices."""
     report = read_report(LONG)
     rows = [
         [
@@ -64,7 +64,7 @@ def long_samples() -> str:
 
 
 def sequence_chunks() -> str:
-    """scripts/experiments/sequence_chunks.py."""
+    """What slices leave of fill and drain."""
     report = read_report(PACED)
     rows = [
         [
@@ -90,7 +90,7 @@ def sequence_chunks() -> str:
 
 
 def mixture() -> str:
-    """scripts/bench/mixture_stage.py."""
+    """A mixture's stage by the bits of its frozen weights."""
     report = read_report(MIXTURE)
     rows = [
         [

@@ -159,7 +159,7 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def planners() -> str:
-    """What exact planners win over the simplest way (scripts/bench/planners.py)."""
+    """What exact planners win over the simplest way."""
     report = read_report(PLANNERS)
     rows = [
         [f"memory: {row['case']}, {row['gb']} GB", "seconds of a microbatch", f"{row['gain']:.3f}", ""]
@@ -180,7 +180,7 @@ def planners() -> str:
 
 
 def four_links() -> str:
-    """Codec auto against fixed ones on unlike links (scripts/experiments/four_links.py)."""
+    """Codec auto against fixed ones on unlike links."""
     report = read_report(FOUR_LINKS)
     best = min(one["step_seconds"] for one in report["results"] if one["codec"] != "auto")
     trained = report["losses"] or {"held_out": {}}

@@ -135,7 +135,7 @@ def fastest(rate: int) -> tuple[float, Run, float]:
 
 
 def steps() -> str:
-    """Results of scripts/bench/muon.py."""
+    """What a step of Muon takes beside AdamW's."""
     report = read_report(STEPS)
     rows = []
     for model in report["models"]:

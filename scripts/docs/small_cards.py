@@ -164,7 +164,7 @@ def targets() -> str:
 
 
 def fallbacks() -> str:
-    """What plain torch takes in place of kernels (scripts/bench/fallbacks.py)."""
+    """What plain torch takes in place of kernels."""
     report = read_report(FALLBACKS)
     lines = [
         [

@@ -85,14 +85,13 @@ def test_a_run_that_cannot_be_kept_costs_no_figure(tmp_path: Path) -> None:
     lab: Any = SimpleNamespace(_out=tmp_path, _tell=said.append)
     nothing: Any = None
     run = _Run(lab, nothing, PlannedRun(name="fp32", config=RunConfig(), cells=()), nothing, 0)
-    processes: Any = SimpleNamespace(run_directory=run_directory(tmp_path / "run"))
+    directory = run_directory(tmp_path / "run")
     (tmp_path / "runs").write_text("no folder")
-    run._processes = processes
-    run._keep()
+    run._keep(directory)
     (line,) = said
     assert line.startswith("00-fp32: its history and trace could not be kept (")
     (tmp_path / "runs").unlink()
-    run._keep()
+    run._keep(directory)
     assert said == [line]
     assert (tmp_path / "runs" / "00-fp32" / "run.db").exists()
 

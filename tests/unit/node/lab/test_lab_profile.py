@@ -63,7 +63,7 @@ def test_rates_may_differ_by_direction(tmp_path: Path) -> None:
     [
         ("[lab]\nstep = 3" + SMALL, "unknown key 'step' in [lab]; did you mean 'steps'?"),
         ("[labs]" + SMALL, "unknown section [labs]; did you mean 'lab'?"),
-        ("[network]\nqdisc = 'tfb'" + SMALL, "network.qdisc 'tfb' is unknown; did you mean 'tbf'?"),
+        ("[network]\ndelay = 'netme'" + SMALL, "network.delay 'netme' is unknown; did you mean 'netem'?"),
         ("[network]\ntolerance = 0.06" + SMALL, "network.tolerance must be above 0 and at most 0.05"),
         ("[lab]\nsteps = 'many'" + SMALL, "lab.steps must be a whole number, got 'many' (a string)"),
         ("[lab]\nwarmup_steps = 0" + SMALL, "lab.warmup_steps must be at least 1, got 0"),
