@@ -80,7 +80,7 @@ class FrozenWeight(nn.Module):
             return weight.to(torch.bfloat16)
         if self.experts:
             return PackedExperts.of(self._each(weight), PACKED[self.form]).packed
-        return cast(Tensor, ops.store(weight, PACKED[self.form]))
+        return ops.store(weight, PACKED[self.form])
 
     def _each(self, weight: Tensor) -> Tensor:
         return weight.view(self.experts, -1, self.shape[1])
@@ -99,7 +99,7 @@ class FrozenWeight(nn.Module):
         if self.experts:
             packed = cast(PackedExperts, self.of_experts(dtype))
             return torch.cat([packed.dense(expert, dtype) for expert in range(self.experts)])
-        return cast(Tensor, ops.restore(self.kept, list(self.shape), PACKED[self.form], dtype))
+        return ops.restore(self.kept, list(self.shape), PACKED[self.form], dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

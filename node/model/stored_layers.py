@@ -67,10 +67,7 @@ class Norm:
         """The norm of x, and x kept in `form`."""
         if form == AS_COMPUTED:
             return layers.norm(x, self.weight, self.bias, self.eps, dtype), x
-        return cast(
-            tuple[Tensor, Tensor],
-            ops.norm_store(x, self.weight, self.bias, self.eps, PACKED[form], dtype),
-        )
+        return ops.norm_store(x, self.weight, self.bias, self.eps, PACKED[form], dtype)
 
     def into(
         self, projections: Multiplied, x: Tensor, form: str, dtype: torch.dtype, rank: TensorRank
@@ -88,10 +85,7 @@ class Norm:
         """The norm of what was kept."""
         if form == AS_COMPUTED:
             return layers.norm(kept, self.weight, self.bias, self.eps, dtype)
-        return cast(
-            Tensor,
-            ops.norm_from_stored(kept, shape, self.weight, self.bias, self.eps, PACKED[form], dtype),
-        )
+        return ops.norm_from_stored(kept, shape, self.weight, self.bias, self.eps, PACKED[form], dtype)
 
     def backward(
         self, grad: Tensor, kept: Tensor, form: str, residual: Tensor
@@ -120,13 +114,13 @@ class NoNorm:
     def into(
         self, projections: Multiplied, x: Tensor, form: str, dtype: torch.dtype, rank: TensorRank
     ) -> tuple[list[Tensor], Tensor]:
-        kept = x if form == AS_COMPUTED else cast(Tensor, ops.store(x, PACKED[form]))
+        kept = x if form == AS_COMPUTED else ops.store(x, PACKED[form])
         return projections(rank.gather(x.to(dtype))), kept
 
     def again(self, kept: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if form == AS_COMPUTED:
             return kept.to(dtype)
-        return cast(Tensor, ops.restore(kept, list(shape), PACKED[form], dtype))
+        return ops.restore(kept, list(shape), PACKED[form], dtype)
 
     def backward(
         self, grad: Tensor, kept: Tensor, form: str, residual: Tensor
@@ -295,14 +289,14 @@ def _keep(x: Tensor, form: str) -> Tensor:
         return x.new_empty(0)
     if form == AS_COMPUTED or (form == "bf16" and x.dtype == torch.bfloat16):
         return x
-    return cast(Tensor, ops.store(x, PACKED[form]))
+    return ops.store(x, PACKED[form])
 
 
 def _kept(kept: Tensor, form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What `_keep` kept, in `dtype`."""
     if form == AS_COMPUTED or (form == "bf16" and kept.dtype == torch.bfloat16):
         return kept
-    return cast(Tensor, ops.restore(kept, list(shape), PACKED[form], dtype))
+    return ops.restore(kept, list(shape), PACKED[form], dtype)
 
 
 class _AttentionHalf(torch.autograd.Function):

@@ -119,7 +119,7 @@ class _Kinds:
                 forward=lambda: layers.activation(*both, gelu),
                 backward=lambda: layers.activation_backward(grad, *both, gelu),
             )
-        packed = [None if one is None else ops.store(one, bits) for one in both]
+        packed = ops.store(gate, bits), None if inputs < 2 else ops.store(up, bits)
         return _Work(
             forward=lambda: ops.ffn_store(*both, bits, gelu),
             backward=lambda: ops.ffn_backward(grad, *packed, bits, gelu),
