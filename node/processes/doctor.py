@@ -60,6 +60,18 @@ class Check:
     fix: str = ""
 
 
+def ok(name: str, detail: str) -> Check:
+    return Check(name=name, status=Status.OK, detail=detail)
+
+
+def warn(name: str, detail: str, fix: str) -> Check:
+    return Check(name=name, status=Status.WARN, detail=detail, fix=fix)
+
+
+def fail(name: str, detail: str, fix: str) -> Check:
+    return Check(name=name, status=Status.FAIL, detail=detail, fix=fix)
+
+
 def healthy(checks: list[Check]) -> bool:
     """Whether nothing failed; warnings do not count."""
     return all(check.status is not Status.FAIL for check in checks)
@@ -92,19 +104,19 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
     system = f"{platform.system()} {platform.machine()}"
     text = f"Python {'.'.join(map(str, version))}, thinwire {VERSION}, {system}"
     if MIN_PYTHON <= version[:2] < END_PYTHON:
-        return Check(name="python", status=Status.OK, detail=text)
-    return Check(name="python", status=Status.FAIL, detail=text, fix="install Python 3.11, 3.12 or 3.13")
+        return ok("python", text)
+    return fail("python", text, "install Python 3.11, 3.12 or 3.13")
 
 
 def check_event_loop(system: str = sys.platform) -> Check:
     """uvloop, or asyncio's own loop where uvloop is not installed."""
     name = event_loop.loop_name()
     if name.startswith("uvloop"):
-        return Check(name="event loop", status=Status.OK, detail=name)
+        return ok("event loop", name)
     detail = f"{name}'s own loop, slower than uvloop"
     if system == "win32":
-        return Check(name="event loop", status=Status.OK, detail=f"{detail}, which {system} does not have")
-    return Check(name="event loop", status=Status.WARN, detail=detail, fix="pip install uvloop")
+        return ok("event loop", f"{detail}, which {system} does not have")
+    return warn("event loop", detail, "pip install uvloop")
 
 
 def check_torch() -> Check:
@@ -112,7 +124,7 @@ def check_torch() -> Check:
         import torch
     except ImportError as error:
         detail = f"torch does not import: {error}"
-        return Check(name="torch", status=Status.FAIL, detail=detail, fix="pip install 'torch>=2.11'")
+        return fail("torch", detail, "pip install 'torch>=2.11'")
     return judge_torch(torch.__version__)
 
 
@@ -120,9 +132,9 @@ def judge_torch(version: str) -> Check:
     """Whether this torch is new enough. `version` as torch gives it, such as `2.13.0+cpu`."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers >= MIN_TORCH:
-        return Check(name="torch", status=Status.OK, detail=f"torch {version}")
+        return ok("torch", f"torch {version}")
     detail = f"torch {version} is too old"
-    return Check(name="torch", status=Status.FAIL, detail=detail, fix="pip install 'torch>=2.11'")
+    return fail("torch", detail, "pip install 'torch>=2.11'")
 
 
 def check_congestion_control(setting: Path) -> Iterator[Check]:
@@ -130,16 +142,15 @@ def check_congestion_control(setting: Path) -> Iterator[Check]:
     if (name := _read_setting(setting)) is None:
         return
     if not name.startswith("bbr"):
-        yield Check(name="tcp", status=Status.OK, detail=printable(f"congestion control {name}"))
+        yield ok("tcp", printable(f"congestion control {name}"))
         return
-    yield Check(
-        name="tcp",
-        status=Status.WARN,
-        detail=printable(
+    yield warn(
+        "tcp",
+        printable(
             f"congestion control {name}: a line that a node's links share is not used to the full "
             f"({LAB_GUIDE})"
         ),
-        fix="where one line serves both neighbours: sysctl -w net.ipv4.tcp_congestion_control=cubic",
+        "where one line serves both neighbours: sysctl -w net.ipv4.tcp_congestion_control=cubic",
     )
 
 
@@ -156,7 +167,7 @@ def check_slow_start(setting: Path) -> Iterator[Check]:
             "after a pause connections begin slowly again; with round trips of tens of milliseconds it helps "
             f"to change that: sysctl -w net.ipv4.{setting.name}=0"
         )
-    yield Check(name="tcp pauses", status=Status.OK, detail=detail)
+    yield ok("tcp pauses", detail)
 
 
 def _read_setting(setting: Path) -> str | None:
@@ -191,7 +202,7 @@ def check_device() -> Iterator[Check]:
         if torch.xpu.is_available():
             detail = "Intel's GPU is of no use here: this program does not compute on it"
             fix = "fine for small runs, which the CPU computes; for larger ones use a GPU of NVIDIA or AMD"
-        yield Check(name="gpu", status=Status.WARN, detail=detail, fix=fix)
+        yield warn("gpu", detail, fix)
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
@@ -209,10 +220,9 @@ def check_mac(device: "torch.device") -> Iterator[Check]:
 
     room = bytes_text(torch.mps.recommended_max_memory())
     speeds = [measure_flops(one) / 1e12 for one in (device, torch.device("cpu"))]
-    yield Check(
-        name="gpu",
-        status=Status.OK,
-        detail=f"a Mac's GPU, which may take {room} of memory; {speeds[0]:.1f} TFLOP/s in float32, the CPU "
+    yield ok(
+        "gpu",
+        f"a Mac's GPU, which may take {room} of memory; {speeds[0]:.1f} TFLOP/s in float32, the CPU "
         f"has {speeds[1]:.1f}: `--device mps` computes on it, in plain torch; auto takes the CPU",
     )
     yield check_results(device, kind_of(device))
@@ -246,12 +256,12 @@ def check_results(device: "torch.device", kind: Kind) -> Check:
     try:
         failed = prepared(config, device, default_state_root() / "self_test.json")
     except RunError as error:
-        return Check(name=f"{device} results", status=Status.FAIL, detail=str(error), fix="update its driver")
+        return fail(f"{device} results", str(error), "update its driver")
     if failed:
         fix = "update the driver and Triton; runs go on without these kernels until then"
-        return Check(name=f"{device} results", status=Status.WARN, detail=words_of(failed), fix=fix)
+        return warn(f"{device} results", words_of(failed), fix)
     detail = "codecs, layers and attention agree with their references"
-    return Check(name=f"{device} results", status=Status.OK, detail=detail)
+    return ok(f"{device} results", detail)
 
 
 def package_owners() -> dict[str, list[str]]:
@@ -280,12 +290,11 @@ def check_packages(owners: Mapping[str, list[str]]) -> Check:
     found = [f"{', '.join(others)} also ships {name!r}" for name, others in clashes.items() if others]
     if not found:
         detail = f"no other package installs {' or '.join(OUR_PACKAGES)}"
-        return Check(name="packages", status=Status.OK, detail=detail)
-    return Check(
-        name="packages",
-        status=Status.WARN,
-        detail="; ".join(found),
-        fix="install thinwire in a virtual environment of its own, or one may import the other's code",
+        return ok("packages", detail)
+    return warn(
+        "packages",
+        "; ".join(found),
+        "install thinwire in a virtual environment of its own, or one may import the other's code",
     )
 
 
@@ -297,7 +306,7 @@ def check_open_files(limits: tuple[int, int]) -> Check:
     _, hard = limits
     if hard == resource.RLIM_INFINITY or hard >= descriptors.NEEDED:
         shown = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
-        return Check(name="open files", status=Status.OK, detail=shown)
+        return ok("open files", shown)
     few = hard < MIN_OPEN_FILES
     return Check(
         name="open files",
@@ -315,7 +324,7 @@ def check_state_directory(wanted: Path | None) -> Iterator[Check]:
     except UserError:
         detail = "this user has no home directory to keep a node's key in"
         fix = "set HOME, or give --state-dir"
-        yield Check(name="state directory", status=Status.FAIL, detail=detail, fix=fix)
+        yield fail("state directory", detail, fix)
         return
     yield from check_disk(directory)
 
@@ -333,14 +342,13 @@ def check_disk(directory: Path) -> Iterator[Check]:
             os.fsync(probe.fileno())
             rate = PROBE_BYTES / (time.perf_counter() - began)
     except OSError as error:
-        yield Check(
-            name="state directory",
-            status=Status.FAIL,
-            detail=f"{directory} cannot be written: {error.strerror}",
-            fix="give a directory of your own with --state-dir, or free some space",
+        yield fail(
+            "state directory",
+            f"{directory} cannot be written: {error.strerror}",
+            "give a directory of your own with --state-dir, or free some space",
         )
         return
-    yield Check(name="state directory", status=Status.OK, detail=f"{directory} can be written")
+    yield ok("state directory", f"{directory} can be written")
     yield judge_disk(free, rate)
 
 
@@ -364,10 +372,10 @@ def check_token(text: str) -> Iterator[Check]:
         token = JoinToken.parse((text.split() or [""])[-1])  # the whole join line may be one argument
     except TokenError as error:
         fix = "copy the whole join line again, or ask for a new token"
-        yield Check(name="token", status=Status.FAIL, detail=str(error), fix=fix)
+        yield fail("token", str(error), fix)
         return
     places = ", ".join(token.addresses)
-    yield Check(name="token", status=Status.OK, detail=printable(f"run {token.run_id} at {places}"))
+    yield ok("token", printable(f"run {token.run_id} at {places}"))
     found = event_loop.run(_contact(token.addresses, token.pin))
     reached = any(check.status is Status.OK for check in found)
     for check in found:
@@ -391,13 +399,13 @@ async def _contact_one(address: str, pin: bytes) -> Check:
         await fetch_authority(address, pin, CONTACT_SECONDS)
     except TokenError as error:
         fix = "ask the run's operator for a new token; do not join over this network if it happens again"
-        return Check(name=name, status=Status.FAIL, detail=str(error), fix=fix)
+        return fail(name, str(error), fix)
     except LinkError as error:
         fix = "check that the coordinator runs, that its port is open, and this machine's network and clock"
-        return Check(name=name, status=Status.FAIL, detail=str(error), fix=fix)
+        return fail(name, str(error), fix)
     seconds = time.perf_counter() - began
     detail = f"answers in {1000 * seconds:.0f} ms with the key that the token pins; clocks agree"
-    return Check(name=name, status=Status.OK, detail=detail)
+    return ok(name, detail)
 
 
 def checks_text(checks: list[Check]) -> str:

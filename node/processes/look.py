@@ -25,29 +25,30 @@ LOOK_SECONDS = 30.0
 class SeenThere:
     """This machine, as the coordinator sees it."""
 
-    host: str
+    host: str = ""
     """From which the call came."""
-    reached: bool
+    reached: bool = False
     """Its port accepted the coordinator's connection."""
-    mapped_reached: bool
+    mapped_reached: bool = False
     """The same for its router's port."""
-    relayed: bool
+    relayed: bool = False
     """The coordinator relays."""
-    relays: tuple[str, ...]
+    relays: tuple[str, ...] = ()
     """host:port of volunteers that do, some of them."""
-    links: tuple[str, ...]
+    links: tuple[str, ...] = ()
     """Which paths the run's links take, in sentences."""
-    refusal: str
+    refusal: str = ""
     """Why a join with this token would be refused; empty if it would not."""
-    control_port: int
+    control_port: int = 0
     """Of the coordinator, for nodes that were admitted; 0: the one that answered."""
-    precision: str
-    """Of `[training]`, as the coordinator says, and"""
-    compute: str
-    """the same."""
-    down: float
+    precision: str = ""
+    """`training.precision`, as the coordinator says."""
+    compute: str = ""
+    """`training.compute`, as the coordinator says."""
+    down: float = 0.0
     """Bytes a second from the coordinator."""
-    up: float
+    up: float = 0.0
+    """Bytes a second to the coordinator."""
 
 
 async def look(

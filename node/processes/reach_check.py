@@ -16,8 +16,8 @@ import torch
 from cryptography import x509
 
 from node.config.schema import PLANNED, TrainingSection
-from node.processes.doctor import CONTACT_SECONDS, Check, Status
-from node.processes.look import look
+from node.processes.doctor import CONTACT_SECONDS, Check, Status, fail, ok, warn
+from node.processes.look import SeenThere, look
 from node.run_file.validate import COMPUTES, PRECISIONS
 from node.stage.machine_info import cannot_compute
 from node.telemetry.format import printable
@@ -47,41 +47,24 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(SeenThere):
     """What was found out, before it is put into words."""
 
     proxy: str = ""
     """host:port of the proxy that everything goes through."""
-    host: str = ""
-    """This machine's address as the coordinator sees it."""
     seen: tuple[Seen, ...] = ()
     """Connections that left from one port."""
-    reached: bool = False
-    """The coordinator's connection came to this machine's port."""
     mapped_port: int = 0
     """The router's port that leads here."""
     mapped_by: str = ""
-    mapped_reached: bool = False
     not_mapped: str = ""
     """Why the router leads no port here."""
-    relayed: bool = False
-    """The coordinator relays."""
-    relays: tuple[tuple[str, float], ...] = ()
+    near: tuple[tuple[str, float], ...] = ()
     """Volunteers that relay and answer, and the round trip in seconds."""
-    links: tuple[str, ...] = ()
-    """Which paths the run's links take, in sentences."""
     round_trip: float = 0.0
     """To the coordinator."""
-    down: float = 0.0
-    """Bytes a second from the coordinator."""
-    up: float = 0.0
     six: str = ""
     """This machine's own IPv6 address."""
-    refusal: str = ""
-    """Why a join would be refused."""
-    precision: str = ""
-    compute: str = ""
-    """Of `[training]`: what a device must have."""
     members: str = ""
     """The coordinator's host:port for admitted nodes, if it is another one than for joining."""
     members_answer: bool = True
@@ -101,7 +84,7 @@ def check_reach(text: str, device: torch.device) -> Iterator[Check]:
         return
     except ThinwireError as error:
         fix = "try again; if it happens again, ask the run's operator"
-        yield Check(name="paths", status=Status.WARN, detail=printable(str(error)), fix=fix)
+        yield warn("paths", printable(str(error)), fix)
         return
     if found is not None:
         yield from judged(found)
@@ -134,52 +117,46 @@ async def _find_by(token: JoinToken) -> Findings | None:
 def judged(found: Findings) -> Iterator[Check]:
     """The findings as checks. Pure."""
     if found.refusal:
-        yield Check(
-            name="token", status=Status.FAIL, detail=printable(found.refusal), fix="ask for a new token"
-        )
+        yield fail("token", printable(found.refusal), "ask for a new token")
     if found.members:
         yield _members(found)
-    yield Check(name="nat", status=Status.OK, detail=nat_words(found))
+    yield ok("nat", nat_words(found))
     yield _direct(found)
-    yield Check(name="simultaneous open", status=Status.OK, detail=_together_words(found))
+    yield ok("simultaneous open", _together_words(found))
     yield _relay(found)
     yield _line(found)
     if found.links:
-        yield Check(name="links", status=Status.OK, detail=printable("; ".join(found.links)))
+        yield ok("links", printable("; ".join(found.links)))
 
 
 def judge_precision(precision: str, compute: str, device: torch.device) -> Iterator[Check]:
     """Whether a device computes in what a run needs, by the coordinator's words."""
     if precision not in PRECISIONS or compute not in COMPUTES:
-        yield Check(
-            name="precision",
-            status=Status.FAIL,
-            detail=printable(f"the coordinator says that the run computes in {precision!r}, {compute!r}")[
-                :200
-            ],
-            fix="nobody knows what that is here: use the version of thinwire that the coordinator runs",
+        yield fail(
+            "precision",
+            printable(f"the coordinator says that the run computes in {precision!r}, {compute!r}")[:200],
+            "nobody knows what that is here: use the version of thinwire that the coordinator runs",
         )
         return
     training = TrainingSection(precision=precision, compute=compute)
     if line := cannot_compute(training, device):
         detail, _, fix = line.partition(": ")
-        yield Check(name="precision", status=Status.FAIL, detail=detail, fix=fix)
+        yield fail("precision", detail, fix)
         return
     words = f"the run computes in {precision}" + (", with products in FP8" if compute == "fp8" else "")
     if precision == PLANNED:
         words = "the run computes in what all its machines have when it starts"
-    yield Check(name="precision", status=Status.OK, detail=printable(f"{words}; {device} can"))
+    yield ok("precision", printable(f"{words}; {device} can"))
 
 
 def _members(found: Findings) -> Check:
     name = printable(f"coordinator {found.members}")
     if found.members_answer:
-        return Check(name=name, status=Status.OK, detail="answers; nodes go there once they are admitted")
-    return Check(
-        name=name,
-        status=Status.FAIL,
-        detail="nothing answers, and nodes go there once they are admitted: a join would wait for it",
-        fix="let this port through, too, or ask the run's operator for coordinator.one_port = true",
+        return ok(name, "answers; nodes go there once they are admitted")
+    return fail(
+        name,
+        "nothing answers, and nodes go there once they are admitted: a join would wait for it",
+        "let this port through, too, or ask the run's operator for coordinator.one_port = true",
     )
 
 
@@ -222,7 +199,7 @@ def _direct(found: Findings) -> Check:
         else:
             why = "no port of it answers the coordinator"
         how = f"only with nodes that can be dialled: this machine cannot, as {why}"
-    return Check(name="direct path", status=Status.OK, detail=printable(how))
+    return ok("direct path", printable(how))
 
 
 def _together_words(found: Findings) -> str:
@@ -246,13 +223,13 @@ def _relay(found: Findings) -> Check:
     parts = []
     if found.relayed:
         parts.append(f"the coordinator relays, {1000 * found.round_trip:.0f} ms away")
-    if found.relays:
-        nearest = min(seconds for _, seconds in found.relays)
-        count = len(found.relays)
+    if found.near:
+        nearest = min(seconds for _, seconds in found.near)
+        count = len(found.near)
         who = "one volunteer relays" if count == 1 else f"{count} volunteers relay"
         parts.append(f"{who}, {'' if count == 1 else 'the nearest '}{1000 * nearest:.0f} ms away")
     if parts:
-        return Check(name="relay", status=Status.OK, detail=printable("; ".join(parts)))
+        return ok("relay", printable("; ".join(parts)))
     alone = not (found.reached or found.mapped_reached)
     return Check(
         name="relay",
@@ -307,24 +284,15 @@ async def find(token: JoinToken, address: str, authority: x509.Certificate) -> F
     mirrors = () if proxy is not None else (*token.addresses, *seen.relays)
     members = join_address(split_address(address)[0], seen.control_port) if seen.control_port else ""
     return Findings(
+        **vars(seen),
         proxy=proxy.shown if proxy is not None else "",
-        host=seen.host,
         seen=await _through_the_nat(address, mirrors),
-        reached=seen.reached,
         mapped_port=outside,
         mapped_by=by,
-        mapped_reached=seen.mapped_reached,
         not_mapped="" if why_not == "not asked" else why_not,
-        relayed=seen.relayed,
-        relays=await _nearness(seen.relays),
-        links=seen.links,
+        near=await _nearness(seen.relays),
         round_trip=round_trip,
-        down=seen.down,
-        up=seen.up,
         six=next(iter(ipv6_addresses()), ""),
-        refusal=seen.refusal,
-        precision=seen.precision,
-        compute=seen.compute,
         members=members,
         members_answer=not members or await _answers(members),
     )

@@ -7,7 +7,7 @@ import torch
 
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_sizes
-from node.processes.doctor import Check, Status
+from node.processes.doctor import Check, fail, ok, warn
 from node.run_file.loader import load_config
 from node.stage.machine_info import describe
 from node.telemetry.format import bytes_text
@@ -24,14 +24,14 @@ def check_run(path: Path, chosen: tuple[torch.device, ...], tensor_parallel: int
     try:
         config = load_config(path, ())
     except ThinwireError as error:
-        yield Check(name="run file", status=Status.FAIL, detail=str(error), fix="correct the run file")
+        yield fail("run file", str(error), "correct the run file")
         return
     yield devices_check(chosen, tensor_parallel)
     try:
         check_sizes(config, len(chosen), tensor_parallel)
     except RunError as error:
         fix = "give other --gpus or --tensor-parallel"
-        yield Check(name="sharing", status=Status.FAIL, detail=str(error), fix=fix)
+        yield fail("sharing", str(error), fix)
         return
     yield judge_stages(config, describe(chosen, tensor_parallel=tensor_parallel))
 
@@ -40,7 +40,7 @@ def devices_check(chosen: tuple[torch.device, ...], tensor_parallel: int) -> Che
     names = ", ".join(map(str, dict.fromkeys(chosen)))
     if chosen[0].type == "cpu" and len(chosen) > 1:
         names += f" ({len(chosen)} processes)"
-    return Check(name="devices", status=Status.OK, detail=f"{names}, tensor parallel {tensor_parallel}")
+    return ok("devices", f"{names}, tensor parallel {tensor_parallel}")
 
 
 def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
@@ -53,12 +53,11 @@ def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
     offered = f"{bytes_text(offer)}{each}"
     if not fitting:
         changes = remedies(config, stages, devices, offer)
-        return Check(
-            name="stages",
-            status=Status.FAIL,
-            detail=f"the smallest of {stages} stages needs an estimated {bytes_text(min(needs))}{each}, with "
+        return fail(
+            "stages",
+            f"the smallest of {stages} stages needs an estimated {bytes_text(min(needs))}{each}, with "
             f"all that can be computed again or moved; this machine offers {offered}",
-            fix=" or ".join(changes)
+            " or ".join(changes)
             or "fewer model.layers, more pipeline.stages, training.gradients and moments in fp8, or --gpus "
             "with --tensor-parallel",
         )
@@ -70,12 +69,11 @@ def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
         tight = [str(stage) for stage, memory in enumerate(kept) if memory.total > offer]
         fewer = "stores in fewer bits, computes again or moves to host memory"
         how = f", {_stages(tight)} if this machine {fewer} (thinwire plan says what)" if tight else ""
-        return Check(name="stages", status=Status.OK, detail=f"{detail}: any stage fits{how}")
-    return Check(
-        name="stages",
-        status=Status.WARN,
-        detail=f"{detail}: only stages {', '.join(map(str, fitting))} fit",
-        fix="join early, so that one of these is free, or let pipeline.split give stages like shares",
+        return ok("stages", f"{detail}: any stage fits{how}")
+    return warn(
+        "stages",
+        f"{detail}: only stages {', '.join(map(str, fitting))} fit",
+        "join early, so that one of these is free, or let pipeline.split give stages like shares",
     )
 
 

@@ -24,7 +24,7 @@ FOUND = Findings(
     seen=through(40000, 40000),
     not_mapped="NAT-PMP: the gateway does not answer",
     relayed=True,
-    relays=(("198.51.100.4:7710", 0.012), ("198.51.100.5:7710", 0.030)),
+    near=(("198.51.100.4:7710", 0.012), ("198.51.100.5:7710", 0.030)),
     round_trip=0.02,
     down=5e6,
     up=1e6,
@@ -83,7 +83,7 @@ def test_a_symmetric_nat_and_a_proxy_rule_out_simultaneous_open() -> None:
 
 
 def test_without_any_relay_a_machine_that_cannot_be_dialled_fails() -> None:
-    alone = replace(FOUND, relayed=False, relays=())
+    alone = replace(FOUND, relayed=False, near=())
     (relay,) = (check for check in judged(alone) if check.name == "relay")
     assert relay.status is Status.FAIL and "coordinator.relay" in relay.fix
     assert healthy(list(judged(replace(alone, reached=True))))
