@@ -11,10 +11,10 @@ import os
 import signal
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, TypeVar
 
 from node import program
@@ -46,6 +46,8 @@ PORT = 7700
 """The coordinator's first port; it also uses the next ones."""
 GRACE_SECONDS = 5.0
 MAX_EVENT_BYTES = 1 << 22
+PROXIES = ("https_proxy", "no_proxy")
+"""Variables of the environment that no process of the lab gets from outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,77 +60,32 @@ class Step:
     """`time.monotonic()`."""
 
 
-class RunProcesses:
-    """An async context manager; all processes have ended when it exits.
+class LabProcesses:
+    """A run's processes in their network namespaces, and what its coordinator reports. An async context
+    manager; all processes have ended when it exits."""
 
-    Args:
-        directory: existing directory for the run's and the nodes' state.
-        logs: existing directory for the processes' output.
-        device: `cpu`, or `cuda`: stage i on GPU i modulo `gpus`.
-        gpus: 0 is one a stage.
-        threads: CPU threads of each node; 0 is torch's own choice.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        directory: Path,
-        logs: Path,
-        device: str,
-        gpus: int = 0,
-        threads: int,
-    ) -> None:
-        listen = f"{COORDINATOR_ADDRESS}:{PORT}"
-        self._config = replace(config, coordinator=replace(config.coordinator, listen=listen, advertise=()))
+    def __init__(self, directory: Path, logs: Path, threads: int) -> None:
+        """
+        Args:
+            directory: existing directory for the run's and the nodes' state.
+            logs: existing directory for the processes' output.
+            threads: CPU threads of each node; 0 is torch's own choice.
+        """
         self._directory = directory
         self.run_directory = directory / "run"
         """The coordinator's."""
         self._logs = logs
-        self._device = device
-        self._gpus = gpus or config.pipeline.stages
         self._threads = threads
-        self._stages = config.pipeline.stages
         self._children: dict[str, Process] = {}
         self._events: AsyncIterator[Event] | None = None
-        self._costs: StepCosts | None = None
-        self.plans: list[WindowsPlanned] = []
-        """All so far."""
-
-    async def _start(self) -> None:
-        """Start all processes; nodes wait before they join."""
-        run_file = self._directory / "run.toml"
-        run_file.write_text(to_toml(self._config), encoding="utf-8")
-        for stage in range(self._stages):
-            await self._spawn(node_name(stage), [*program("cli.lab_node"), self._device_of(stage)])
-        command = ["coordinator", str(run_file), "--run-dir", str(self.run_directory), "--json"]
-        await self._spawn(COORDINATOR, [*program("cli.main"), *command])
-        self._events = self._read_events()
 
     async def __aenter__(self) -> Self:
-        try:
-            await self._start()
-            await self._join_all()
-        except BaseException:
-            await self._kill()
-            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            await self._end_coordinator()
         await self._kill()
-
-    async def _end_coordinator(self) -> None:
-        """End the coordinator so that it flushes history and trace; two signals skip the snapshot."""
-        child = self._children[COORDINATOR]
-        with contextlib.suppress(ProcessLookupError, TimeoutError):
-            child.send_signal(signal.SIGTERM)
-            child.send_signal(signal.SIGINT)
-            async with asyncio.timeout(GRACE_SECONDS):
-                await child.wait()
 
     async def _kill(self) -> None:
         """Kill every process."""
@@ -139,79 +96,48 @@ class RunProcesses:
         for child in self._children.values():
             await child.wait()
 
-    async def next_step(self, seconds: float) -> Step:
-        """The next committed step. Raises RunError when it takes longer, or anything goes wrong."""
-        deadline = time.monotonic() + seconds
-        while True:
-            what = f"the next step, within {seconds:g} s"
-            event = await self._next(Event, max(0.0, deadline - time.monotonic()), what)
-            match event:
-                case StepCosts():
-                    self._costs = event
-                case WindowsPlanned():
-                    self.plans.append(event)
-                case StepAborted():
-                    raise RunError(
-                        f"a step was aborted in the lab, so nothing can be measured: {event.reason}"
-                    )
-                case StepDone():
-                    costs, self._costs = self._costs, None
-                    if costs is None or costs.step != event.step:
-                        raise RunError(
-                            "the coordinator reports no costs of its steps: lab and program do not match"
-                        )
-                    return Step(done=event, costs=costs, at=time.monotonic())
+    async def _start_coordinator(self, config: RunConfig) -> None:
+        run_file = self._directory / "run.toml"
+        run_file.write_text(to_toml(config), encoding="utf-8")
+        command = ["coordinator", str(run_file), "--run-dir", str(self.run_directory), "--json"]
+        await self._spawn(COORDINATOR, [*program("cli.main"), *command], stdout=PIPE)
+        self._events = self._read_events()
 
-    # ---- start and end
-
-    async def _join_all(self) -> None:
-        join_line = await self._next(JoinLine, START_SECONDS, "the join line")
-        token = join_line.line.split()[-1]
-        nodes = [await self._join(stage, token) for stage in range(self._stages)]
-        placed = await self._next(PlacementMade, RESTORE_SECONDS, "a placement")
-        if list(placed.nodes) != nodes:
-            raise RunError("the coordinator seated the nodes in another order than they joined in")
-
-    async def _join(self, stage: int, token: str) -> str:
-        """Let node `stage` join; returns its id once the coordinator has admitted it."""
-        state = self._directory / node_name(stage)
-        arguments = [
-            "join",
-            token,
-            "--listen",
-            f"{node_address(stage)}:0",
-            "--device",
-            self._device_of(stage),
-        ]
-        arguments += ["--threads", str(self._threads), "--state-dir", str(state), "--wait", "0"]
-        child = self._children[node_name(stage)]
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(arguments).encode() + b"\n")
-        child.stdin.close()
-        joined = await self._next(NodeJoined, START_SECONDS, f"node {stage}")
-        if joined.address.rpartition(":")[0] != node_address(stage):
-            raise RunError(f"node {stage} came from {joined.address}: the lab's routes are wrong")
-        return joined.node_id
-
-    async def _spawn(self, name: str, command: list[str]) -> None:
-        environment = dict(os.environ)
+    async def _spawn(
+        self,
+        namespace: str,
+        command: list[str],
+        *,
+        name: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
+        stdin: int = DEVNULL,
+        stdout: int | None = None,
+    ) -> Process:
+        """`name`: what it is called here, if not as its namespace."""
+        kept = {key: value for key, value in os.environ.items() if key.lower() not in PROXIES}
         if self._threads:
-            environment["OMP_NUM_THREADS"] = str(self._threads)
-        coordinator = name == COORDINATOR
-        with (self._logs / f"{name}.log").open("ab") as log:
-            self._children[name] = await asyncio.create_subprocess_exec(
-                *prefix(name),
+            kept["OMP_NUM_THREADS"] = str(self._threads)
+        with (self._logs / f"{namespace}.log").open("ab") as log:
+            child = self._children[name or namespace] = await asyncio.create_subprocess_exec(
+                *prefix(namespace),
                 *command,
-                stdin=DEVNULL if coordinator else PIPE,
-                stdout=PIPE if coordinator else log,
+                stdin=stdin,
+                stdout=log if stdout is None else stdout,
                 stderr=log,
                 limit=MAX_EVENT_BYTES,
-                env=environment,
+                env={**kept, **environment},
                 start_new_session=True,
             )
+        return child
 
-    def _device_of(self, stage: int) -> str:
-        return f"cuda:{stage % self._gpus}" if self._device == "cuda" else "cpu"
+    def _send_join(self, name: str, token: str, number: int, *options: str) -> None:
+        """Let the node `name`, the run's `number`-th, join."""
+        arguments = ["join", token, "--state-dir", str(self._directory / f"state{number}"), "--wait", "0"]
+        arguments += ["--threads", str(self._threads), *options]
+        stdin = self._children[name].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(arguments).encode() + b"\n")
+        stdin.close()
 
     # ---- events
 
@@ -256,3 +182,104 @@ class RunProcesses:
         assert stdout is not None
         while line := await stdout.readline():
             yield from_json(line.decode())
+
+
+class RunProcesses(LabProcesses):
+    """A run over shaped links.
+
+    Args:
+        device: `cpu`, or `cuda`: stage i on GPU i modulo `gpus`.
+        gpus: 0 is one a stage.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, directory: Path, logs: Path, device: str, gpus: int = 0, threads: int
+    ) -> None:
+        super().__init__(directory, logs, threads)
+        listen = f"{COORDINATOR_ADDRESS}:{PORT}"
+        self._config = replace(config, coordinator=replace(config.coordinator, listen=listen, advertise=()))
+        self._device = device
+        self._gpus = gpus or config.pipeline.stages
+        self._stages = config.pipeline.stages
+        self._costs: StepCosts | None = None
+        self.plans: list[WindowsPlanned] = []
+        """All so far."""
+
+    async def _start(self) -> None:
+        """Start all processes; nodes wait before they join."""
+        for stage in range(self._stages):
+            command = [*program("cli.lab_node"), self._device_of(stage)]
+            await self._spawn(node_name(stage), command, stdin=PIPE)
+        await self._start_coordinator(self._config)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+            await self._join_all()
+        except BaseException:
+            await self._kill()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self._end_coordinator()
+        await self._kill()
+
+    async def _end_coordinator(self) -> None:
+        """End the coordinator so that it flushes history and trace; two signals skip the snapshot."""
+        child = self._children[COORDINATOR]
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGINT)
+            async with asyncio.timeout(GRACE_SECONDS):
+                await child.wait()
+
+    async def next_step(self, seconds: float) -> Step:
+        """The next committed step. Raises RunError when it takes longer, or anything goes wrong."""
+        deadline = time.monotonic() + seconds
+        while True:
+            what = f"the next step, within {seconds:g} s"
+            event = await self._next(Event, max(0.0, deadline - time.monotonic()), what)
+            match event:
+                case StepCosts():
+                    self._costs = event
+                case WindowsPlanned():
+                    self.plans.append(event)
+                case StepAborted():
+                    raise RunError(
+                        f"a step was aborted in the lab, so nothing can be measured: {event.reason}"
+                    )
+                case StepDone():
+                    costs, self._costs = self._costs, None
+                    if costs is None or costs.step != event.step:
+                        raise RunError(
+                            "the coordinator reports no costs of its steps: lab and program do not match"
+                        )
+                    return Step(done=event, costs=costs, at=time.monotonic())
+
+    # ---- start and end
+
+    async def _join_all(self) -> None:
+        join_line = await self._next(JoinLine, START_SECONDS, "the join line")
+        token = join_line.line.split()[-1]
+        nodes = [await self._join(stage, token) for stage in range(self._stages)]
+        placed = await self._next(PlacementMade, RESTORE_SECONDS, "a placement")
+        if list(placed.nodes) != nodes:
+            raise RunError("the coordinator seated the nodes in another order than they joined in")
+
+    async def _join(self, stage: int, token: str) -> str:
+        """Let node `stage` join; returns its id once the coordinator has admitted it."""
+        listen = f"{node_address(stage)}:0"
+        self._send_join(
+            node_name(stage), token, stage, "--listen", listen, "--device", self._device_of(stage)
+        )
+        joined = await self._next(NodeJoined, START_SECONDS, f"node {stage}")
+        if joined.address.rpartition(":")[0] != node_address(stage):
+            raise RunError(f"node {stage} came from {joined.address}: the lab's routes are wrong")
+        return joined.node_id
+
+    def _device_of(self, stage: int) -> str:
+        return f"cuda:{stage % self._gpus}" if self._device == "cuda" else "cpu"

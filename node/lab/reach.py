@@ -8,16 +8,15 @@ alone; and the weights at the end must be those of the run between two open mach
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import combinations_with_replacement
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
 from node import program
 from node.config.schema import RunConfig
@@ -25,14 +24,13 @@ from node.display.watch import HistoryWatch
 from node.lab import tools
 from node.lab.access import COORDINATOR_PORT, INTERNET, KINDS, Command, Site, lay_out_sites, moves
 from node.lab.namespaces import SCRATCH
+from node.lab.processes import LabProcesses
 from node.lab.profile import read_run_sections, read_section
 from node.lab.results import describe_machine
-from node.run_file.loader import read_toml, section_types, to_toml
-from node.telemetry.events import Event, JoinLine, NodeJoined, RunFinished, StepDone, from_json
+from node.run_file.loader import read_toml, section_types
+from node.telemetry.events import JoinLine, NodeJoined, RunFinished, StepDone
 from wire.errors import ConfigError, RunError, nearest
 from wire.identity.names import join_address
-
-E = TypeVar("E", bound=Event)
 
 FORMAT = "thinwire-reach-1"
 RESULTS_FILE = "results.json"
@@ -215,23 +213,17 @@ def set_all(*settings: tuple[str, str, str]) -> None:
         tools.inside(namespace, lambda place=place, value=value: place.write_text(value))  # type: ignore[misc]
 
 
-class PairRun:
-    """A coordinator and two nodes in their sites. An async context manager; all have ended when it exits."""
+class PairRun(LabProcesses):
+    """A coordinator and two nodes in their sites."""
 
     def __init__(
-        self,
-        profile: ReachProfile,
-        pair: tuple[str, str],
-        sites: list[Site],
-        directory: Path,
-        logs: Path,
+        self, profile: ReachProfile, pair: tuple[str, str], sites: list[Site], directory: Path, logs: Path
     ) -> None:
+        super().__init__(directory, logs, threads=1)
         self._reach = profile.reach
         self._pair = pair
-        self._desk, *self._sites = sites
-        self._directory, self._logs = directory, logs
-        self.run_directory = directory / "run"
-        reached = (self._desk.public, self._desk.moved, self._desk.public6)
+        desk, *self._sites = sites
+        reached = (desk.public, desk.moved, desk.public6)
         self._config = replace(
             profile.config,
             coordinator=replace(
@@ -240,46 +232,27 @@ class PairRun:
                 advertise=tuple(join_address(host, COORDINATOR_PORT) for host in reached),
             ),
         )
-        self._children: list[Process] = []
-        self._coordinator: Process | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for child in self._children:
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.kill()
-        for child in self._children:
-            await child.wait()
 
     async def train(self) -> dict[str, Any]:
         """Train to the end; path, reason and weights. Raises RunError."""
-        run_file = self._directory / "run.toml"
-        run_file.write_text(to_toml(self._config), encoding="utf-8")
         for site in self._sites:
             if site.helper is not None:
                 await self._start_helper(*site.helper)
-        nodes = [
-            await self._spawn(site.machine, [*program("cli.lab_node"), "cpu"], site.environment, stdin=PIPE)
-            for site in self._sites
-        ]
-        command = ["coordinator", str(run_file), "--run-dir", str(self.run_directory), "--json"]
-        desk = self._coordinator = await self._spawn(
-            self._desk.machine, [*program("cli.main"), *command], {}, stdout=PIPE
-        )
-        events = self._events(desk)
-        line = await self._next(events, JoinLine, self._reach.start_seconds, "the join line")
-        doctor = await self._ask_doctor(line.line.split()[-1]) if len(set(self._pair)) == 1 else {}
-        for number, node in enumerate(nodes):
+        for site in self._sites:
+            command = [*program("cli.lab_node"), "cpu"]
+            await self._spawn(site.machine, command, environment=site.environment, stdin=PIPE)
+        await self._start_coordinator(self._config)
+        line = await self._next(JoinLine, self._reach.start_seconds, "the join line")
+        token = line.line.split()[-1]
+        doctor = await self._ask_doctor(token) if len(set(self._pair)) == 1 else {}
+        for number, site in enumerate(self._sites):
             if number and "idle" in self._pair:
                 await asyncio.sleep(self._reach.idle_seconds)
-            self._join(node, line.line.split()[-1], number)
-            await self._next(events, NodeJoined, self._reach.start_seconds, f"the join of node {number}")
+            self._send_join(site.machine, token, number, "--device", "cpu")
+            await self._next(NodeJoined, self._reach.start_seconds, f"the join of node {number}")
         try:
             async with asyncio.timeout(self._reach.run_seconds):
-                finished = await self._to_the_end(events)
+                finished = await self._to_the_end()
         except TimeoutError:
             raise RunError(f"the run did not end within {self._reach.run_seconds:g} s") from None
         if finished.failed or finished.summary is None:
@@ -294,21 +267,24 @@ class PairRun:
         site = self._sites[0]
         state = str(self._directory / "state0")
         arguments = [*program("cli.main"), "doctor", token, "--state-dir", state, "--json"]
-        child = await self._spawn(site.machine, arguments, site.environment, stdout=PIPE)
+        child = await self._spawn(
+            site.machine, arguments, name="doctor", environment=site.environment, stdout=PIPE
+        )
         try:
             async with asyncio.timeout(self._reach.start_seconds):
                 said, _ = await child.communicate()
         except TimeoutError:
             raise RunError(f"`thinwire doctor` took over {self._reach.start_seconds:g} s") from None
-        self._children.remove(child)  # it has ended
+        del self._children["doctor"]  # it has ended
         if not said:
             raise RunError(f"`thinwire doctor` failed; see {self._logs}")
         checks = json.loads(said)["checks"]
         return {check["name"]: check["detail"] for check in checks if check["name"] in PATH_CHECKS}
 
-    async def _to_the_end(self, events: AsyncIterator[Event]) -> RunFinished:
+    async def _to_the_end(self) -> RunFinished:
         moved = False
-        async for event in events:
+        assert self._events is not None
+        async for event in self._events:
             if isinstance(event, RunFinished):
                 return event
             if isinstance(event, StepDone) and not moved and 3 * event.step >= self._config.run.steps:
@@ -318,86 +294,11 @@ class PairRun:
                         await asyncio.to_thread(execute, moves(site))
         raise RunError("the coordinator ended without a word")
 
-    # ---- processes
-
-    def _join(self, node: Process, token: str, number: int) -> None:
-        state = self._directory / f"state{number}"
-        arguments = [
-            "join",
-            token,
-            "--state-dir",
-            str(state),
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-            "--wait",
-            "0",
-        ]
-        assert node.stdin is not None
-        node.stdin.write(json.dumps(arguments).encode() + b"\n")
-        node.stdin.close()
-
     async def _start_helper(self, namespace: str, module: str, address: str) -> None:
-        helper = await self._spawn(namespace, [*program(module), address], {}, stdout=PIPE)
+        helper = await self._spawn(namespace, [*program(module), address], stdout=PIPE)
         assert helper.stdout is not None
         if (await helper.stdout.readline()).strip() != b"ready":
             raise RunError(f"{module} did not start at {address}; see {self._logs}")
-
-    async def _spawn(
-        self,
-        namespace: str,
-        command: list[str],
-        environment: dict[str, str],
-        *,
-        stdin: int = DEVNULL,
-        stdout: int | None = None,
-    ) -> Process:
-        names = ("HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy")
-        kept = {name: value for name, value in os.environ.items() if name not in names}
-        with (self._logs / f"{namespace}.log").open("ab") as log:
-            child = await asyncio.create_subprocess_exec(
-                *tools.prefix(namespace),
-                *command,
-                stdin=stdin,
-                stdout=log if stdout is None else stdout,
-                stderr=log,
-                limit=1 << 22,
-                env={**kept, "OMP_NUM_THREADS": "1", **environment},
-                start_new_session=True,
-            )
-        self._children.append(child)
-        return child
-
-    # ---- events
-
-    async def _events(self, desk: Process) -> AsyncIterator[Event]:
-        assert desk.stdout is not None
-        while line := await desk.stdout.readline():
-            yield from_json(line.decode())
-
-    async def _next(self, events: AsyncIterator[Event], kind: type[E], seconds: float, what: str) -> E:
-        """The next event of `kind`. Raises RunError when it takes longer or a process has ended."""
-        ended = [asyncio.ensure_future(child.wait()) for child in self._children]
-        wanted = asyncio.ensure_future(_first(events, kind))
-        try:
-            await asyncio.wait([wanted, *ended], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if wanted.done():
-                return wanted.result()
-        finally:
-            for task in (wanted, *ended):
-                task.cancel()
-            await asyncio.gather(wanted, *ended, return_exceptions=True)
-        raise RunError(f"{what} did not come within {seconds:g} s, or a process ended; see {self._logs}")
-
-
-async def _first(events: AsyncIterator[Event], kind: type[E]) -> E:
-    async for event in events:
-        if isinstance(event, RunFinished):
-            raise RunError(f"the run ended: {event.reason}")
-        if isinstance(event, kind):
-            return event
-    raise RunError("the coordinator ended without a word")
 
 
 def read_reach_results(path: Path) -> dict[str, Any] | None:
