@@ -15,8 +15,8 @@ from threading import Lock
 from wire.spec import TensorKey
 from wire.telemetry import Span
 
-MOST_MOST_REPLIES = 20_000
-"""Spans; a step has a few hundred. Older ones are dropped and counted."""
+MOST_SPANS = 20_000
+"""A ring keeps so many spans; a step has a few hundred. Older ones are dropped and counted."""
 
 
 class WorkKind(StrEnum):
@@ -29,7 +29,7 @@ class WorkKind(StrEnum):
 class SpanRing:
     """A bounded buffer of the newest spans. Any thread may record; each span is taken once."""
 
-    def __init__(self, most: int = MOST_MOST_REPLIES) -> None:
+    def __init__(self, most: int = MOST_SPANS) -> None:
         self._spans: deque[Span] = deque(maxlen=most)
         self._dropped = 0
         self._lock = Lock()

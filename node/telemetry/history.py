@@ -25,7 +25,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO, TypeVar, cast
@@ -60,6 +60,9 @@ EVICTED = "it was evicted"
 Cancelled = Callable[[], bool]
 
 log = logging.getLogger(__name__)
+
+
+E = TypeVar("E", bound=events.Event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,17 +236,12 @@ def append_event(directory: Path, event: events.Event) -> None:
         raise RunError(troubles[0])
 
 
-def read_history(directory: Path, end: int | None = None) -> Iterator[Entry]:
+def read_history(directory: Path) -> Iterator[Entry]:
     """The history of the run in `directory`, oldest first; empty if there is none.
 
     Skips lines that were cut short or are of unknown kinds. Raises RunError when a file cannot be read.
-
-    Args:
-        end: stop at lines that begin at this position (from `history_size`) or later.
     """
-    for _, line in _lines(directory, 0, end):
-        if (entry := parse_line(line)) is not None:
-            yield entry
+    return filter(None, (parse_line(line) for _, line in _lines(directory, 0, None)))
 
 
 def read_whole_lines(
@@ -252,6 +250,9 @@ def read_whole_lines(
     """As `read_history`, from the position `start`: each line's entry and the position after it.
 
     Entries are None for lines that are skipped. Stops at a line that is not finished yet.
+
+    Args:
+        end: stop at lines that begin at this position (from `history_size`) or later.
     """
     for position, line in _lines(directory, start, end):
         if not line.endswith(b"\n"):
@@ -271,7 +272,8 @@ def _lines(directory: Path, position: int, end: int | None) -> Iterator[tuple[in
                 if end is not None and position >= end:
                     return
                 position += len(line)
-                yield position, line
+                # Nobody finishes the last line of a whole segment.
+                yield position, line if stop is None or line.endswith(b"\n") else line + b"\n"
 
 
 class HistoryTail:
@@ -284,24 +286,15 @@ class HistoryTail:
 
     def read(self) -> list[Entry]:
         """The next entries in order; empty when all were read. An unfinished line waits. RunError."""
-        while True:
-            with _opened(self._directory, self._position) as (file, first, end):
-                if file is None:
-                    return []
-                self._position = max(self._position, first)
-                file.seek(self._position - first)
-                chunk = file.read(MOST_BYTES)
-            whole = chunk.rfind(b"\n") + 1
-            if not whole and (len(chunk) == MOST_BYTES or end is not None):
-                # No event is so long, and nobody finishes the last line of a whole segment: skip it.
-                whole = len(chunk)
-            self._position += whole
-            if end is not None and not chunk:
-                self._position = end
-            entries = map(parse_line, chunk[:whole].splitlines())
-            known = [entry for entry in entries if entry is not None]
-            if known or (not whole and end is None):
-                return known
+        entries: list[Entry] = []
+        began = self._position
+        for position, entry in read_whole_lines(self._directory, began):
+            self._position = position
+            if entry is not None:
+                entries.append(entry)
+            if entries and self._position - began >= MOST_BYTES:
+                break
+        return entries
 
 
 def history_size(directory: Path) -> int:
@@ -327,44 +320,36 @@ def highest_step(directory: Path) -> int:
 
     The newest step that is not a replay is the highest, so only a few lines at the end are read.
     """
-    mark = f'"event":"{events.StepDone.event}"'.encode()
-    for line in _lines_from_the_end(directory):
-        entry = parse_line(line) if mark in line else None
-        if entry is not None and not entry.replayed and isinstance(entry.event, events.StepDone):
-            return entry.event.step
-    return 0
+    steps = _of_kind(_lines_from_the_end(directory), events.StepDone)
+    return next((done.step for entry, done in steps if not entry.replayed), 0)
 
 
 def step_done(directory: Path, step: int) -> events.StepDone | None:
     """A step in the history of the run in `directory`, as it went last; None if it is not there. RunError."""
-    mark = str(step).encode()
-    for line in _lines_from_the_end(directory):
-        entry = parse_line(line) if mark in line else None
-        if entry is not None and isinstance(entry.event, events.StepDone):
-            return entry.event
-    return None
+    steps = _of_kind(_lines_from_the_end(directory), events.StepDone)
+    return next((done for _, done in steps if done.step == step), None)
 
 
 def evicted_nodes(directory: Path) -> dict[str, float]:
     """Nodes that left the run in `directory` because they were evicted, and when. RunError."""
-    found = {}
-    for _, line in _lines(directory, 0, None):
-        entry = parse_line(line) if EVICTED.encode() in line else None
-        left = entry.event if entry is not None else None
-        if entry is not None and isinstance(left, events.NodeLeft) and left.reason == EVICTED:
-            found[left.node_id] = entry.at
-    return found
+    lines = (line for _, line in _lines(directory, 0, None))
+    return {
+        left.node_id: entry.at for entry, left in _of_kind(lines, events.NodeLeft) if left.reason == EVICTED
+    }
 
 
-Planned = TypeVar("Planned", events.CodecsPlanned, events.StoragesPlanned)
-
-
-def plans_made(directory: Path, kind: type[Planned]) -> list[Planned]:
+def plans_made(directory: Path, kind: type[E]) -> list[E]:
     """The plans of this kind that the run in `directory` had, in the order in which they were made.
     RunError."""
-    name = kind.event.encode()
-    entries = [parse_line(line) for _, line in _lines(directory, 0, None) if name in line]
-    return [one.event for one in entries if one is not None and isinstance(one.event, kind)]
+    return [plan for _, plan in _of_kind((line for _, line in _lines(directory, 0, None)), kind)]
+
+
+def _of_kind(lines: Iterable[bytes], kind: type[E]) -> Iterator[tuple[Entry, E]]:
+    """The lines that hold an event of this kind; others, which most are, are not parsed."""
+    mark = f'"{kind.event}"'.encode()
+    for line in lines:
+        if mark in line and (entry := parse_line(line)) is not None and isinstance(entry.event, kind):
+            yield entry, entry.event
 
 
 def _lines_from_the_end(directory: Path) -> Iterator[bytes]:

@@ -52,8 +52,7 @@ CPU_FIXED_BYTES = 512 * 1024 * 1024
 """The same where it is in the memory that the stage computes in, with torch's libraries and compiled codecs:
 measured (scripts/results/explained_steps.json)."""
 COMPILING_BYTES = 80 * 1024 * 1024
-"""Added where codecs may have to be compiled first."""
-"""These need nothing compiled."""
+"""What compiling adds, where codecs may have to be compiled first."""
 CPU_PROCESS_BYTES = 400_000_000
 """What is expected of a CPU's process with torch and its links, measured as above."""
 COMPILED_CODEC_BYTES = 73_000_000
