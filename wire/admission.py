@@ -15,7 +15,7 @@ from enum import IntEnum
 from functools import lru_cache
 
 SILENT_SECONDS = 5.0
-"""The seconds from accepting a connection to its first byte."""
+"""A connection may take so long from being accepted to its first byte."""
 PROOF_SECONDS = 10.0
 """The seconds from the first byte to the first call with a certificate; gRPC ends a handshake after 5 s."""
 MOST_KNOWN = 1024

@@ -28,7 +28,7 @@ from wire.v1 import link_pb2
 NO_FRAMES = "the control stream goes on and no frame arrives"
 MAX_OPEN_PINGS = 8
 JUST_NOW = 1000
-"""The microseconds up to which a moment counts as just now."""
+"""Tensors that arrived fewer microseconds ago were complete just now."""
 
 
 class _Ended(Exception):
@@ -310,9 +310,9 @@ class Connection:
                 self._greet(message.hello)
             case "acknowledge":
                 before, told = state.sender.unacknowledged, message.acknowledge
-                for one in told.arrived:
-                    at = now() - 1e-6 * one.microseconds_ago
-                    self._acknowledged(one.next_sequence, told.credit_limit, at)
+                for arrival in told.arrived:
+                    at = now() - 1e-6 * arrival.microseconds_ago
+                    self._acknowledged(arrival.next_sequence, told.credit_limit, at)
                 self._acknowledged(told.next_sequence, told.credit_limit, now())
                 if (left := state.sender.unacknowledged) < before:
                     state.delivery.acknowledged(all_of_it=left == 0, now=now())
@@ -412,7 +412,7 @@ class Alarm:
 
 def acknowledge_to_proto(news: Acknowledge, at: float) -> link_pb2.Acknowledge:
     """The message, sent at this time. The newest tensors have no entry if they were complete just now."""
-    arrived = [(one.next_sequence, min(round(1e6 * (at - one.at)), 2**32 - 1)) for one in news.arrived]
+    arrived = [(entry.next_sequence, min(round(1e6 * (at - entry.at)), 2**32 - 1)) for entry in news.arrived]
     while arrived and arrived[-1][1] < JUST_NOW:
         arrived.pop()
     return link_pb2.Acknowledge(

@@ -103,7 +103,7 @@ class Declared(NamedTuple):
     @property
     def entries(self) -> tuple["Declared", ...]:
         """The declarations of a collection's entries; for a mapping, of the keys and then of the values."""
-        return tuple(declared(one) for one in get_args(self.kind) if one is not Ellipsis)
+        return tuple(declared(argument) for argument in get_args(self.kind) if argument is not Ellipsis)
 
 
 def declared(hint: Any) -> Declared:
@@ -115,7 +115,7 @@ def declared(hint: Any) -> Declared:
             marks += hint.__metadata__
             hint = hint.__origin__
         elif get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
-            (hint,) = (one for one in get_args(hint) if one is not NoneType)
+            (hint,) = (argument for argument in get_args(hint) if argument is not NoneType)
             optional = True
         else:
             return Declared(hint, marks, optional)
@@ -125,7 +125,7 @@ def declared(hint: Any) -> Declared:
 def declared_fields(kind: type) -> dict[str, Declared]:
     """The fields of a dataclass or a NamedTuple, by name."""
     hints = get_type_hints(kind, include_extras=True)
-    names = kind._fields if hasattr(kind, "_fields") else [one.name for one in fields(kind)]
+    names = kind._fields if hasattr(kind, "_fields") else [field.name for field in fields(kind)]
     return {name: declared(hints[name]) for name in names}
 
 

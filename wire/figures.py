@@ -56,7 +56,7 @@ def counters_of(kind: "type[Figures]") -> Counters:
     found = _COUNTERS.get(kind)
     if found is None:
         declared = fields(cast("type[DataclassInstance]", kind))
-        counted = {one.name: one.default for one in declared if "counted" in one.metadata}
+        counted = {field.name: field.default for field in declared if "counted" in field.metadata}
         by_kind = tuple(name for name, default in counted.items() if default is MISSING)
         flows = tuple(name for name, default in counted.items() if default == ())
         numbers = tuple(name for name in counted if name not in (*by_kind, *flows))
@@ -127,7 +127,7 @@ def total(records: Sequence[Record]) -> Record:
     """The sum of records, the newest last; there is one at least."""
     if len(records) == 1:
         return records[0]
-    rows = [vars(one) for one in records]
+    rows = [vars(record) for record in records]
     found, counters = dict(rows[-1]), counters_of(type(records[-1]))
     for name in counters.numbers:
         found[name] = sum([row[name] for row in rows])

@@ -35,7 +35,7 @@ from wire.spec import ON_LINKS, Direction, TensorKey
 FRAME_BYTES = 256 * 1024
 HEADER_BYTES = 64
 PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
-"""The bytes of a piece."""
+"""The bytes of tensors that a piece holds."""
 MOST_PIECES = 4
 """The most pieces in a frame: 1 MiB, beyond which gRPC is no cheaper per byte."""
 MOST_FRAME_BYTES = HEADER_BYTES + MOST_PIECES * PAYLOAD_BYTES

@@ -36,7 +36,7 @@ _BACKLOG = 4096
 _ACCEPTS = 64
 """Connections to accept before other work of the loop gets its turn."""
 _LOOK_SECONDS = 0.5
-"""The seconds between two checks for connections that took too long."""
+"""The front looks this often for connections that took too long."""
 TLS_HANDSHAKE = b"\x16"
 """The first byte of a TLS connection."""
 _LONGEST_DIRECTORY = 80

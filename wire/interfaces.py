@@ -36,7 +36,7 @@ def default_source(family: socket.AddressFamily) -> str:
 def dialled_from_anywhere() -> tuple[str, ...]:
     """This machine's public addresses, at most one of IPv6 and one of IPv4."""
     four = default_source(socket.AF_INET)
-    six = [one for one in ipv6_addresses() if not is_private(one)]
+    six = [address for address in ipv6_addresses() if not is_private(address)]
     return (*six[:1], *((four,) if four and not is_private(four) else ()))
 
 

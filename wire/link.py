@@ -44,13 +44,13 @@ numbers."""
 PATIENCE_SECONDS = 2.0
 """For this many seconds a direct path that fails is tried again before another path is."""
 PATH_SECONDS = 3.0
-"""The limit for one attempt to connect while there is another path."""
+"""One attempt to connect may take this long while there is another path."""
 RELAY_SILENT_SECONDS = 2.0
 """A relay that is silent for this long is left, where there is another."""
 TOO_SLOW = "the relay is too slow"
 """The end that is dialled says this when it ends a connection."""
 JUDGE_SECONDS = 0.5
-"""The seconds between two checks of what a relay delivers."""
+"""This often the link looks at what a relay delivers."""
 MOST_BREAKS = 2
 """After this many broken connections through one relay, other relays are tried first."""
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 300.0
@@ -208,7 +208,7 @@ class Link(ABC):
         try:
             async with asyncio.TaskGroup() as group:
                 work = self._keep_connected(), self._watch(), self._watch_relay()
-                tasks = [group.create_task(one) for one in work]
+                tasks = [group.create_task(part) for part in work]
                 try:
                     await self._over.wait()
                 finally:
@@ -388,8 +388,8 @@ class DialledLink(Link):
 
     @property
     def figures(self) -> LinkFigures:
-        said = self.why_not.get(TOGETHER, "") if is_relayed(self.path) else ""
-        known = (word for word, words in NOT_TOGETHER.items() if words in said)
+        reason = self.why_not.get(TOGETHER, "") if is_relayed(self.path) else ""
+        known = (word for word, words in NOT_TOGETHER.items() if words in reason)
         return replace(super().figures, not_together=next(known, ""))
 
     @property

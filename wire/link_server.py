@@ -64,9 +64,9 @@ _NUMBERS = {
 
 _HUNG_UP = StreamDroppedError("the neighbour hung up")
 ADMIT_SECONDS = 30.0
-"""The seconds for the event loop to answer whether a bulk stream is admitted."""
+"""The event loop may take this long to say whether a bulk stream is admitted."""
 STOP_SECONDS = 10.0
-"""The seconds for calls to end when the server stops."""
+"""When the server stops, calls may take this long to end."""
 
 AnyContext = ServerContext | grpc.ServicerContext
 
@@ -145,7 +145,7 @@ class AcceptedLink(Link):
             return False
         # The end that dials chooses the path: it takes another after so many connections that broke.
         at = now()
-        ended = [one for one in self._ended_at.get(self.path, ()) if at - one < LONGEST_LOOK_SECONDS]
+        ended = [time for time in self._ended_at.get(self.path, ()) if at - time < LONGEST_LOOK_SECONDS]
         leaves = len(ended) < MOST_BREAKS
         self._ended_at[self.path] = [*ended, at] if leaves else ended
         return leaves

@@ -251,7 +251,7 @@ class StateHashes:
 
 
 RELAY_LEFT = 1e6
-"""Seconds that stand in place of a round trip."""
+"""Seconds in place of the round trip by a relay that a link has left."""
 
 
 @dataclass(frozen=True, kw_only=True)

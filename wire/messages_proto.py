@@ -157,7 +157,7 @@ def _mapping(one: Declared, entry: Any, where: str) -> tuple[Convert, Convert]:
     value_form = _part(value, entry, others, where)
     return (
         lambda held: [{**key_form.encode(at), **value_form.encode(one)} for at, one in items(held)],
-        lambda entries: {key_form.decode(one): value_form.decode(one) for one in entries},
+        lambda entries: {key_form.decode(entry): value_form.decode(entry) for entry in entries},
     )
 
 
@@ -224,7 +224,7 @@ def _spans_of(message: control_pb2.StepSpans) -> SpanColumns:
         _refuse("StepSpans.spans", f"cannot have {len(message.kinds)} entries: {MOST_SPANS} at most")
     names = [line(name) for name in message.names]
     try:
-        return SpanColumns(message.epoch, names, [list(getattr(message, one)) for one in SPAN_COLUMNS])
+        return SpanColumns(message.epoch, names, [list(getattr(message, name)) for name in SPAN_COLUMNS])
     except ValueError as error:
         _refuse("StepSpans.spans", f"cannot be read: {error}")
 
@@ -349,16 +349,16 @@ def _decoder(kind: type, plain: Mapping[str, _Way], whole: Mapping[str, Convert]
             checks[-1] += f"check_{number}((value_{number},))"
             value = f"value_{number}"
         values.append(f"{name!r}: {value}")
-    made = [f"values = {{{', '.join(values)}}}"]
+    building = [f"values = {{{', '.join(values)}}}"]
     if kind.__dictoffset__:
         # Its own `__init__` sets field after field through `object.__setattr__`.
-        made += ["found = new(kind)", "set_dict(found, '__dict__', values)"]
+        building += ["found = new(kind)", "set_dict(found, '__dict__', values)"]
     else:
-        made.append("found = kind(**values)")
+        building.append("found = kind(**values)")
     if (contradiction := getattr(kind, "contradiction", None)) is not None:
         used |= {"contradiction": contradiction, "refuse": _refuse, "name": f"{kind.__name__}:"}
-        made.append("if why := contradiction(found): refuse(name, why)")
-    body = [*checks, *made, "return found"]
+        building.append("if why := contradiction(found): refuse(name, why)")
+    body = [*checks, *building, "return found"]
     exec("def decode(message):\n " + "\n ".join(body), used)
     decode: Convert = used["decode"]
     return decode

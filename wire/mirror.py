@@ -58,14 +58,14 @@ async def seen_as(place: Place, own: tuple[str, int]) -> tuple[tuple[str, int], 
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             with await dial_from(place, own) as connection:
-                here = connection.getsockname()
+                local = connection.getsockname()
                 await loop.sock_sendall(connection, REQUEST)
                 answer = b""
                 while not answer.endswith(b"\n") and len(answer) < _MOST_ANSWER:
                     if not (piece := await loop.sock_recv(connection, _MOST_ANSWER)):
                         break
                     answer += piece
-        return (str(here[0]), int(here[1])), split_address(answer.decode("ascii").strip())
+        return (str(local[0]), int(local[1])), split_address(answer.decode("ascii").strip())
     except TimeoutError:
         raise LinkError("no answer in time") from None
     except OSError as error:

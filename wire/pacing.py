@@ -8,12 +8,12 @@ BURST_SECONDS = 0.05
 """Sending may run ahead of the rate by what fits in this time, or by one frame."""
 
 LEAST_PIECE = 16 * 1024
-"""The least bytes that are taken at once."""
+"""A piece has at least so many bytes, however slow the line."""
 
 KEEP_ALIVE = b"\0"
 """One byte on the bulk stream. It cannot be a frame, which has 64 bytes or more."""
 PERIOD_SECONDS = 0.1
-"""The seconds between keep-alives; below Linux's least retransmission timeout."""
+"""Keep-alives are this far apart: below Linux's least retransmission timeout."""
 LONGEST_SECONDS = 3.0
 """The longest pause over which keep-alives are sent; after a longer one TCP has lost its rate anyway."""
 LEAST_ROUND_TRIP = 0.005

@@ -24,14 +24,14 @@ from wire.errors import LinkError, ProtocolViolationError, first_error
 PROBE_METHOD = "/thinwire.wire.v1.Layers/Probe"
 CHUNK_BYTES = 64 * 1024
 CHUNKS = 32
-"""The most chunks in a direction: 2 MiB."""
+"""Each direction is sent so many chunks: 2 MiB."""
 DIRECTION_SECONDS = 3.0
 """The seconds after which nothing more is sent in a direction."""
 PROBE_SECONDS = 12.0
 """The longest that a probe may take, connection included."""
 PINGS = 3
 PROBES_AN_HOUR = 6
-"""The most probes per hour by one node."""
+"""One node may measure its line to this one so often in an hour."""
 MOST_KNOWN = 2048
 """Nodes whose probes are counted."""
 
@@ -58,7 +58,7 @@ def rate_of(arrivals: list[tuple[float, int]]) -> float:
     if len(arrivals) < 2 or arrivals[-1][1] <= arrivals[0][1]:
         return 0.0
     end, whole = arrivals[-1]
-    began, first = next((one for one in arrivals if 2 * one[1] >= whole), arrivals[0])
+    began, first = next((arrival for arrival in arrivals if 2 * arrival[1] >= whole), arrivals[0])
     if first == whole:
         began, first = arrivals[0]
     return (whole - first) / max(end - began, 1e-6)

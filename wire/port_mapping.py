@@ -22,15 +22,15 @@ from wire.interfaces import default_source, is_private
 log = logging.getLogger(__name__)
 
 LIFETIME_SECONDS = 7200
-"""The lifetime of a mapping, as RFC 6886 recommends; it is renewed long before."""
+"""A mapping lasts this long, as RFC 6886 recommends, and is renewed long before."""
 RENEW_SECONDS = 600.0
 """The most seconds between two renewals, because a router that restarts forgets its mappings."""
 ANSWER_SECONDS = 0.25
-"""The seconds for a gateway's first answer; doubled for each of the `TRIES`."""
+"""A gateway's first answer may take this long, and twice as long with each of the `TRIES`."""
 TRIES = 4
 NAT_PMP_PORT = 5351
 UPNP_SECONDS = 10.0
-"""The seconds for everything that UPnP needs: to find the router and to ask it."""
+"""UPnP may take this long to find the router and to ask it."""
 DISCOVER_MILLISECONDS = 2000
 CLOSE_SECONDS = 3.0
 Result = TypeVar("Result")

@@ -28,13 +28,13 @@ from wire.splice import Pipe
 from wire.tls_socket import TlsSocket
 
 PROTOCOL_NAME = "thinwire-relay"
-"""The protocol name in TLS's ALPN."""
+"""A relay's clients name this protocol in TLS's ALPN."""
 DIAL, ACCEPT, TOGETHER = b"D", b"A", b"S"
 PARTNER = {DIAL: ACCEPT, ACCEPT: DIAL, TOGETHER: TOGETHER}
 YES, NO = b"+", b"-"
 NODE_ID_BYTES = 15
 REQUEST_SECONDS = 10.0
-"""The seconds from a connection's first byte to its request."""
+"""A connection may take so long from its first byte to its request."""
 TELL_SECONDS = 10.0
 """How long two members that were told each other's addresses may stay, so that their NATs keep the
 mappings."""
@@ -249,12 +249,12 @@ class Relay:
                 told = _address(peer.socket).encode()
                 end.write_now(YES + bytes([len(told)]) + told)
             except OSError:
-                for one in (number, other):
-                    self._close(one)
+                for waiter in (number, other):
+                    self._close(waiter)
                 return
-        for one in (number, other):
-            self._rendezvous.gone(one)
-            loop.call_later(TELL_SECONDS, self._close, one)
+        for waiter in (number, other):
+            self._rendezvous.gone(waiter)
+            loop.call_later(TELL_SECONDS, self._close, waiter)
 
     def _join(self, number: int, other: int) -> None:
         mine, theirs = self._waiting.pop(number), self._waiting.pop(other)

@@ -32,7 +32,7 @@ from wire.tls_socket import TlsSocket, mutual_context
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
-"""The seconds for the connection to the relay, TLS and the request."""
+"""The connection to the relay, TLS and the request may take this long."""
 PARTNER_SECONDS = 10.0
 """How long a dialler waits for the neighbour to come to the relay."""
 TOGETHER_SECONDS = 4.0

@@ -24,7 +24,7 @@ CLOSE_SECONDS = 5.0
 STORE_BYTES = 256 * 1024
 """The most bytes that one direction holds between receiving and sending; nothing more is read meanwhile."""
 _TURNS = 8
-"""Reads of one direction before the loop's other work."""
+"""So many reads of one direction come before the loop's other work."""
 _SHORT_BYTES = 16 * 1024
 """A read of less than this usually took everything there was, so another read would find nothing."""
 _MOST_PIPES = 64
@@ -99,7 +99,7 @@ class _Buffer:
 
 
 _buffers: list[_Buffer] = []
-"""Empty, for the next use."""
+"""Empty buffers wait here for the next use."""
 _made: set[_KernelPipe] = set()
 _spare: list[_KernelPipe] = []
 """The empty ones among them."""
@@ -139,9 +139,9 @@ if sys.platform == "linux":
             return _spare.pop()
         if len(_made) < _MOST_PIPES and _kernel_moves():
             with contextlib.suppress(OSError):  # no descriptor is left
-                made = _KernelPipe()
-                _made.add(made)
-                return made
+                pipe = _KernelPipe()
+                _made.add(pipe)
+                return pipe
         return _buffer()
 
 else:

@@ -245,7 +245,7 @@ class StreamReceiver:
             if end <= self._next:
                 at = max(at, complete_at)
                 taken.append(Arrival(end, at))
-        self._arrived = [one for one in self._arrived if one.next_sequence > self._next]
+        self._arrived = [arrival for arrival in self._arrived if arrival.next_sequence > self._next]
         return tuple(taken)
 
     def forget(self) -> None:

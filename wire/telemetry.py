@@ -16,7 +16,7 @@ RELAY = "relay"
 """The coordinator's. Of a volunteer's the node id follows: see `relay_path`."""
 
 MOST_CODEC_TIMES = 32
-"""The most entries in one message."""
+"""One message holds at most so many times of codecs."""
 
 NOT_TOGETHER = {
     "proxy": "through a proxy nobody can dial at the same moment",
@@ -160,7 +160,7 @@ class SpanColumns(Collection[Span]):
         return len(self.columns[0])
 
     def __contains__(self, span: object) -> bool:
-        return any(one == span for one in self)
+        return any(held == span for held in self)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SpanColumns | tuple) and tuple(self) == tuple(other)

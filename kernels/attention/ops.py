@@ -100,12 +100,12 @@ def attention(
         return _limited(query_bhsd, key_bksd, value_bksd, reach)
     if has_fixed_order_kernels(query_bhsd):
         # cuDNN's forward repeats its bits; only its backward does not.
-        made = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        outputs = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query_bhsd, key_bksd, value_bksd, None, True, 0.0, True, False
         )
-        return made[0], made[1].squeeze(-1)
-    made = torch.ops.aten._scaled_dot_product_flash_attention(query_bhsd, key_bksd, value_bksd, 0.0, True)
-    return made[0], made[1]
+        return outputs[0], outputs[1].squeeze(-1)
+    outputs = torch.ops.aten._scaled_dot_product_flash_attention(query_bhsd, key_bksd, value_bksd, 0.0, True)
+    return outputs[0], outputs[1]
 
 
 def attention_backward(
@@ -347,10 +347,10 @@ def _limited(query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> tuple[T
     batch, _, length, _ = query.shape
     ends, window = _limits(length, reach)
     parts = (_rows(part, ends) for part in (query, key, value))
-    made = torch.ops.aten._flash_attention_forward(
+    outputs = torch.ops.aten._flash_attention_forward(
         *parts, ends, ends, length, length, 0.0, True, False, **window
     )
-    return _heads(made[0], batch, ends), made[1]
+    return _heads(outputs[0], batch, ends), outputs[1]
 
 
 def _limited_backward(
@@ -369,10 +369,10 @@ def _limited_backward(
     # The state of a generator that only dropout would use.
     unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
     with _order(fixed=fixed_order):
-        made = torch.ops.aten._flash_attention_backward(
+        grads = torch.ops.aten._flash_attention_backward(
             *parts, sums, ends, ends, length, length, 0.0, True, unused, unused, **window
         )
-    of_query, of_key, of_value = (_heads(part, batch, ends) for part in made)
+    of_query, of_key, of_value = (_heads(part, batch, ends) for part in grads)
     return of_query, of_key, of_value
 
 
@@ -383,7 +383,7 @@ def _backward_of_cudnn(
     length = query.shape[-2]
     # The state of a generator that only dropout would use.
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad,
         query,
         key,
@@ -400,7 +400,7 @@ def _backward_of_cudnn(
         0.0,
         True,
     )
-    return made
+    return grads
 
 
 def _backward_on_cpu(

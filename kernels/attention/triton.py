@@ -623,8 +623,8 @@ def backward(
     )
     limits = _Limits.of(reach, length, keys_length)
     if onto is None:
-        made = query.new_empty(batch, length, heads + 2 * kv_heads, wide)
-        of_query, of_key, of_value = made.split((heads, kv_heads, kv_heads), dim=2)
+        grads = query.new_empty(batch, length, heads + 2 * kv_heads, wide)
+        of_query, of_key, of_value = grads.split((heads, kv_heads, kv_heads), dim=2)
     elif wide == width:
         of_query = query.new_empty(batch, length, heads, wide)
         of_key, of_value = (part.transpose(1, 2) for part in onto)
@@ -665,11 +665,11 @@ def inner_products(grad_bhqd: torch.Tensor, out_bhqd: torch.Tensor) -> torch.Ten
     """The product of each query's result and its gradient, float32 [B, H, Q]."""
     grad, out = _padded(grad_bhqd), _padded(out_bhqd)
     batch, heads, length, wide = out.shape
-    made = torch.empty(batch, heads, length, device=out.device)
+    products = torch.empty(batch, heads, length, device=out.device)
     _inner_products[(triton.cdiv(length, 64), batch * heads)](
         out,
         grad,
-        made,
+        products,
         length,
         heads,
         *out.stride()[:3],
@@ -678,7 +678,7 @@ def inner_products(grad_bhqd: torch.Tensor, out_bhqd: torch.Tensor) -> torch.Ten
         M=64,
         enable_fp_fusion=True,
     )
-    return made
+    return products
 
 
 def _padded(part: torch.Tensor) -> torch.Tensor:

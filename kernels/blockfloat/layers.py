@@ -82,6 +82,6 @@ def ffn_backward(
         grad.copy_(layers.gelu(gate))
         return of_gate
     up = blockfloat.unpack(packed_up, grad.shape, bits, grad.dtype)
-    made = torch.cat(layers.gated_gradient(grad, gate, up, gelu), dim=-1)
+    grads = torch.cat(layers.gated_gradient(grad, gate, up, gelu), dim=-1)
     grad.copy_(layers.gated(gate, up, gelu))
-    return made
+    return grads

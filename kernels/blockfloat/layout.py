@@ -30,7 +30,7 @@ SHARDS = {3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,), 16: (16,)}
 APART = 64
 """Added to the bits of a format: some channels are apart."""
 OF_CHANNELS = 64
-"""One of so many is."""
+"""One channel of so many is apart."""
 SMALL_MAGNITUDES = (1.0, 4.0, 8.0, 14.0)
 """What the codes of 3 bits stand for, in scales: of those tried the least error on blocks of normal, Laplace
 and Student (4 degrees) numbers alike (0.207, 0.242 and 0.272 relative; e2m0 has 0.239, 0.293 and 0.336)."""

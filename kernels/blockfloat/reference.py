@@ -84,8 +84,8 @@ def unpack(packed: torch.Tensor, shape: Sequence[int], bits: int, dtype: torch.d
             rows[block] = values.mul_(scales[block, None].float())
     whole = rows.view(-1, -(-width // BLOCK) * BLOCK)[:, :width]
     # Copied, so that changing the result leaves the stored tensor as it is.
-    made = whole.clone(memory_format=torch.contiguous_format) if bits == 16 else whole.contiguous()
-    return made.view(tuple(shape))
+    restored = whole.clone(memory_format=torch.contiguous_format) if bits == 16 else whole.contiguous()
+    return restored.view(tuple(shape))
 
 
 def _pack_rest(x: torch.Tensor, bits: int, apart: torch.Tensor) -> torch.Tensor:
@@ -165,10 +165,10 @@ def _pack_shard(codes: torch.Tensor, width: int) -> torch.Tensor:
         return codes
     each = 8 // width
     parts = (codes & (2**width - 1)).view(codes.shape[0], -1, each)
-    made: torch.Tensor = parts[:, :, 0].clone()
+    packed: torch.Tensor = parts[:, :, 0].clone()
     for place in range(1, each):
-        made |= parts[:, :, place] << (place * width)
-    return made
+        packed |= parts[:, :, place] << (place * width)
+    return packed
 
 
 def _unpack_shard(shard: torch.Tensor, width: int) -> torch.Tensor:

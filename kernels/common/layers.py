@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.common.random_bits import random_bits_of_columns
 
 DROP_BITS = 24
-"""Of a random number that decides whether an element is dropped."""
+"""An element is dropped by a random number of so many bits."""
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -56,10 +56,10 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int, scale: float | 
     wide = logits.float()
     losses = F.cross_entropy(wide, labels, ignore_index=ignored, reduction="none")
     if scale is not None:
-        made = wide.softmax(-1)
+        grads = wide.softmax(-1)
         counts = labels != ignored
-        made[counts, labels[counts]] -= 1.0
-        logits.copy_(made * (counts * scale).unsqueeze(1))
+        grads[counts, labels[counts]] -= 1.0
+        logits.copy_(grads * (counts * scale).unsqueeze(1))
     return losses
 
 
@@ -106,8 +106,8 @@ def gelu(x: Tensor) -> Tensor:
 
 def gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Gradient of `gelu` with respect to x, in grad's dtype."""
-    made: Tensor = torch.ops.aten.gelu_backward(grad.float(), x.float(), approximate="tanh")
-    return made.to(grad.dtype)
+    gradient: Tensor = torch.ops.aten.gelu_backward(grad.float(), x.float(), approximate="tanh")
+    return gradient.to(grad.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:

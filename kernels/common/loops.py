@@ -109,8 +109,8 @@ def _compiler(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., An
         if _TURN is not None:
             dispatcher._cache = LoopCache(function)
             dispatcher.compile = _in_turn(dispatcher.compile, _TURN)
-        made: Callable[..., Any] = dispatcher
-        return made
+        compiler: Callable[..., Any] = dispatcher
+        return compiler
 
     return compile_at_use
 

@@ -21,7 +21,7 @@ def stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def empty_together(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Matrices of these shapes [N, K], under one another in memory that is not initialized."""
-    rows = [len(one) for one in like]
+    rows = [len(matrix) for matrix in like]
     whole = torch.empty(sum(rows), like[0].shape[1], dtype=dtype, device=like[0].device)
     return torch.split(whole, rows)
 

@@ -20,11 +20,11 @@ def operator(
     """
 
     def register(function: Callable[..., object]) -> CustomOpDef:
-        made = torch.library.custom_op(name, mutates_args=mutates_args)(function)
-        guarded = made._backend_fns.get(None)
+        custom = torch.library.custom_op(name, mutates_args=mutates_args)(function)
+        guarded = custom._backend_fns.get(None)
         kernel: Any = getattr(guarded, "__wrapped__", None)
         if guarded is None or kernel is None:
-            return made  # another version of torch
+            return custom  # another version of torch
 
         def call(*args: object, **named: object) -> object:
             if "torch._dynamo" in sys.modules:
@@ -34,6 +34,6 @@ def operator(
 
         # Before torch asks the compiler for a function that it leaves alone, it looks for one here.
         vars(kernel)[_KEPT] = call
-        return made
+        return custom
 
     return register

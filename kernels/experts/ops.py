@@ -43,8 +43,8 @@ def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Ten
 
 def group(experts_tk: Tensor, experts: int) -> Order:
     """`kernels.experts.reference.group`."""
-    made: Order = _kernels(experts_tk).group(experts_tk, experts)
-    return made
+    order: Order = _kernels(experts_tk).group(experts_tk, experts)
+    return order
 
 
 def grouped_matmul(
@@ -74,16 +74,16 @@ def matmul(
 ) -> Tensor:
     """As `grouped_matmul`."""
     with torch.autocast(x.device.type, enabled=False):
-        made: Tensor = _kernels(x).matmul(x, weights, order, bias_en, gathers=gathers)
-    return made
+        product: Tensor = _kernels(x).matmul(x, weights, order, bias_en, gathers=gathers)
+    return product
 
 
 def input_gradient(grad_sn: Tensor, weights: Weights, order: Order, *, gathers: bool = False) -> Tensor:
     """Of the sorted rows, [S, K]; with `gathers` of the tokens', [T, K], the sum over each one's choices."""
     kernels = _kernels(grad_sn)
     with torch.autocast(grad_sn.device.type, enabled=False):
-        made: Tensor = kernels.input_gradient(grad_sn, weights, order)
-        return kernels.combine(made, None, order) if gathers else made
+        of_input: Tensor = kernels.input_gradient(grad_sn, weights, order)
+        return kernels.combine(of_input, None, order) if gathers else of_input
 
 
 def weight_gradient(
@@ -91,14 +91,14 @@ def weight_gradient(
 ) -> Tensor:
     """`kernels.experts.reference.weight_gradient`."""
     with torch.autocast(x.device.type, enabled=False):
-        made: Tensor = _kernels(x).weight_gradient(grad_sn, x, order, dtype, gathers=gathers)
-    return made
+        gradient: Tensor = _kernels(x).weight_gradient(grad_sn, x, order, dtype, gathers=gathers)
+    return gradient
 
 
 def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     """`kernels.experts.reference.bias_gradient`."""
-    made: Tensor = _kernels(grad_sn).bias_gradient(grad_sn, order, dtype)
-    return made
+    gradient: Tensor = _kernels(grad_sn).bias_gradient(grad_sn, order, dtype)
+    return gradient
 
 
 def route_backward(
@@ -106,16 +106,16 @@ def route_backward(
 ) -> Tensor:
     """`kernels.experts.reference.route_backward`."""
     kernels = _kernels(logits_te)
-    made: Tensor = kernels.route_backward(grad_tk, logits_te, weights_tk, experts_tk, normalize)
-    return made
+    gradient: Tensor = kernels.route_backward(grad_tk, logits_te, weights_tk, experts_tk, normalize)
+    return gradient
 
 
 def combine_backward(
     grad_tn: Tensor, y_sn: Tensor, weights_tk: Tensor, order: Order
 ) -> tuple[Tensor, Tensor]:
     """`kernels.experts.reference.combine_backward`."""
-    made: tuple[Tensor, Tensor] = _kernels(y_sn).combine_backward(grad_tn, y_sn, weights_tk, order)
-    return made
+    grads: tuple[Tensor, Tensor] = _kernels(y_sn).combine_backward(grad_tn, y_sn, weights_tk, order)
+    return grads
 
 
 class _Route(torch.autograd.Function):
@@ -131,8 +131,8 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, weights, experts = ctx.saved_tensors
-        made = route_backward(grads[0].float(), logits, weights, experts, ctx.normalize)
-        return made, None, None
+        gradient = route_backward(grads[0].float(), logits, weights, experts, ctx.normalize)
+        return gradient, None, None
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -173,8 +173,8 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Order) -> Tensor:
         ctx.order = order
         ctx.save_for_backward(y, weights)
-        made: Tensor = _kernels(y).combine(y, weights, order)
-        return made
+        combined: Tensor = _kernels(y).combine(y, weights, order)
+        return combined
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

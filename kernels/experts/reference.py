@@ -66,12 +66,12 @@ class PackedExperts:
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
         """One expert's weights [N, K]."""
-        made: Tensor = blockfloat.restore(self.packed[expert], self.shape[1:], self.bits, dtype)
-        return made
+        matrix: Tensor = blockfloat.restore(self.packed[expert], self.shape[1:], self.bits, dtype)
+        return matrix
 
 
 Weights = Tensor | PackedExperts
-"""Of experts, [E, N, K]."""
+"""The weights of experts are [E, N, K]."""
 
 
 def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -103,11 +103,11 @@ def route_backward(
     weighted = grad_tk * weights_tk
     inner = weighted.sum(1, keepdim=True)
     if normalize:
-        made = torch.zeros_like(logits_te)
-        return made.scatter_(1, experts_tk, weighted - weights_tk * inner)
-    made = logits_te.softmax(1).mul_(-inner)
+        gradient = torch.zeros_like(logits_te)
+        return gradient.scatter_(1, experts_tk, weighted - weights_tk * inner)
+    gradient = logits_te.softmax(1).mul_(-inner)
     # A token's experts differ, so no two of its sums are added to the same place.
-    return made.scatter_(1, experts_tk, made.gather(1, experts_tk) + weighted)
+    return gradient.scatter_(1, experts_tk, gradient.gather(1, experts_tk) + weighted)
 
 
 def group(experts_tk: Tensor, experts: int) -> Order:
@@ -133,20 +133,20 @@ def matmul(
         x: sorted rows [S, K], or with `gathers` those of tokens [T, K].
         weights: rounded to x's dtype.
     """
-    made = x.new_zeros(order.places.numel(), weights.shape[1])
+    out = x.new_zeros(order.places.numel(), weights.shape[1])
     for expert, rows in _experts(order):
         own = _rows(x, order, rows, gathers)
         product = own @ _dense(weights, expert, x.dtype).t()
-        made[rows] = product if bias_en is None else product + bias_en[expert].to(x.dtype)
-    return made
+        out[rows] = product if bias_en is None else product + bias_en[expert].to(x.dtype)
+    return out
 
 
 def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
     """The gradient of the sorted rows, [S, K] in the dtype of `grad_sn`."""
-    made = grad_sn.new_zeros(len(grad_sn), weights.shape[2])
+    gradient = grad_sn.new_zeros(len(grad_sn), weights.shape[2])
     for expert, rows in _experts(order):
-        made[rows] = grad_sn[rows] @ _dense(weights, expert, grad_sn.dtype)
-    return made
+        gradient[rows] = grad_sn[rows] @ _dense(weights, expert, grad_sn.dtype)
+    return gradient
 
 
 def weight_gradient(
@@ -158,18 +158,18 @@ def weight_gradient(
         x: as `matmul` had it.
     """
     shape = len(order.offsets) - 1, grad_sn.shape[1], x.shape[1]
-    made = torch.zeros(shape, dtype=dtype, device=x.device)
+    gradient = torch.zeros(shape, dtype=dtype, device=x.device)
     for expert, rows in _experts(order):
-        made[expert] = grad_sn[rows].t() @ _rows(x, order, rows, gathers).to(grad_sn.dtype)
-    return made
+        gradient[expert] = grad_sn[rows].t() @ _rows(x, order, rows, gathers).to(grad_sn.dtype)
+    return gradient
 
 
 def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     """The gradient of the biases, [E, N] in `dtype`."""
-    made = torch.zeros(len(order.offsets) - 1, grad_sn.shape[1], dtype=dtype, device=grad_sn.device)
+    gradient = torch.zeros(len(order.offsets) - 1, grad_sn.shape[1], dtype=dtype, device=grad_sn.device)
     for expert, rows in _experts(order):
-        made[expert] = grad_sn[rows].float().sum(0)
-    return made
+        gradient[expert] = grad_sn[rows].float().sum(0)
+    return gradient
 
 
 def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
@@ -180,11 +180,11 @@ def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
     Args:
         weights_tk: float32; None are ones.
     """
-    made = torch.zeros(len(order.places), y_sn.shape[1], device=y_sn.device)
+    sums = torch.zeros(len(order.places), y_sn.shape[1], device=y_sn.device)
     for choice in range(order.choices):
         rows = y_sn.index_select(0, order.places[:, choice]).float()
-        made += rows if weights_tk is None else rows.mul_(weights_tk[:, choice, None])
-    return made.to(y_sn.dtype)
+        sums += rows if weights_tk is None else rows.mul_(weights_tk[:, choice, None])
+    return sums.to(y_sn.dtype)
 
 
 def combine_backward(

@@ -218,15 +218,15 @@ def route_backward(
 ) -> Tensor:
     """As `kernels.experts.reference.route_backward`."""
     tokens, experts = logits_te.shape
-    made = torch.empty_like(logits_te, memory_format=torch.contiguous_format)
+    gradient = torch.empty_like(logits_te, memory_format=torch.contiguous_format)
     if tokens:
         _route_backward[(triton.cdiv(tokens, ROUTED),)](
-            grad_tk.contiguous(), logits_te.contiguous(), weights_tk, experts_tk, made,
+            grad_tk.contiguous(), logits_te.contiguous(), weights_tk, experts_tk, gradient,
             tokens, experts, weights_tk.shape[1],
             NORMALIZE=normalize, R=ROUTED, E=_width(experts), num_warps=4,
             enable_fp_fusion=True,
         )  # fmt: skip
-    return made
+    return gradient
 
 
 def group(experts_tk: Tensor, experts: int) -> Order:
@@ -485,30 +485,30 @@ def weight_gradient(
     kinds = tiles(x.device)
     tile = kinds.wide if grad_sn.dtype == torch.float32 else kinds.weights
     rows, columns = min(tile.rows, _width(outputs)), min(tile.columns, _width(inputs))
-    made = torch.empty(experts, outputs, inputs, dtype=dtype, device=x.device)
+    gradient = torch.empty(experts, outputs, inputs, dtype=dtype, device=x.device)
     grad_sn, x = (part if part.stride(-1) == 1 else part.contiguous() for part in (grad_sn, x))
     output_tiles, input_tiles = triton.cdiv(outputs, rows), triton.cdiv(inputs, columns)
-    if made.numel():
+    if gradient.numel():
         _of_weights[(experts * output_tiles * input_tiles,)](
-            grad_sn, x, order.slots, order.offsets, as_bits(made), order.choices, outputs, inputs,
+            grad_sn, x, order.slots, order.offsets, as_bits(gradient), order.choices, outputs, inputs,
             grad_sn.stride(0), x.stride(0), output_tiles, input_tiles,
             GATHERS=gathers, N=rows, K=columns, R=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=True,
         )  # fmt: skip
-    return made
+    return gradient
 
 
 def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     """As `kernels.experts.reference.bias_gradient`."""
     experts, columns = len(order.offsets) - 1, grad_sn.shape[1]
-    made = torch.empty(experts, columns, dtype=dtype, device=grad_sn.device)
+    gradient = torch.empty(experts, columns, dtype=dtype, device=grad_sn.device)
     grad = grad_sn if grad_sn.stride(-1) == 1 else grad_sn.contiguous()
     width = min(128, _width(columns))
-    if made.numel():
+    if gradient.numel():
         _of_biases[(experts, triton.cdiv(columns, width))](
             grad,
             order.offsets,
-            as_bits(made),
+            as_bits(gradient),
             columns,
             grad.stride(0),
             R=SUMMED,
@@ -516,7 +516,7 @@ def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
             num_warps=4,
             enable_fp_fusion=True,
         )
-    return made
+    return gradient
 
 
 def _tile(x: Tensor, weights: Weights, columns: int, depth: int, back: bool) -> Tile:

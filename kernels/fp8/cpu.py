@@ -80,9 +80,9 @@ def _sum_piece(
     count, where = (end - start) * BLOCK, slice(start * BLOCK, end * BLOCK)
     total, values = buffers.total[:count], buffers.values[:count]
     for number in range(len(codes)):
-        made = values if number else total
-        _decode(codes[number, where], buffers.wide[:count], made)
-        made.view(-1, BLOCK).mul_(scales[number, start:end, None])
+        decoded = values if number else total
+        _decode(codes[number, where], buffers.wide[:count], decoded)
+        decoded.view(-1, BLOCK).mul_(scales[number, start:end, None])
         if number:
             total.add_(values)
     rows = total.view(-1, BLOCK)

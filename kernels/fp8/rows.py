@@ -56,8 +56,8 @@ def code_columns(x: Tensor, into: Coded) -> None:
     T are 0. So gradients and inputs are operands of a weight's gradient, a sum over tokens."""
     tokens = len(x)
     into.codes[:, tokens:] = 0
-    made = Coded(into.codes[:, :tokens], into.scales)
-    code_rows(x.t().contiguous(), made)
+    columns = Coded(into.codes[:, :tokens], into.scales)
+    code_rows(x.t().contiguous(), columns)
 
 
 def decoded(x: Coded) -> Tensor:
@@ -67,5 +67,5 @@ def decoded(x: Coded) -> Tensor:
 
 def product(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
     """a @ b.T in `dtype`, of a [T, K] and b [N, K]: codes multiplied and summed in float32, then scaled."""
-    made = (a.codes.float() @ b.codes.float().t()) * a.scales * b.scales.t()
-    return made.to(dtype)
+    sums = (a.codes.float() @ b.codes.float().t()) * a.scales * b.scales.t()
+    return sums.to(dtype)

@@ -50,8 +50,8 @@ def norm_backward(
 
         of_x, of_weight, of_bias = triton_norm.norm_backward(grad, x, residual, weight, bias, eps, 0)
         return of_x, of_weight, None if bias is None else of_bias
-    made, of_weight, wide_bias = reference.norm_gradient(grad, x, weight, bias, eps)
-    return made.add_(residual).to(residual.dtype), of_weight, wide_bias
+    gradient, of_weight, wide_bias = reference.norm_gradient(grad, x, weight, bias, eps)
+    return gradient.add_(residual).to(residual.dtype), of_weight, wide_bias
 
 
 def activation(gate: Tensor, up: Tensor | None, gelu: bool = False) -> Tensor:
@@ -73,8 +73,8 @@ def activation_backward(
     if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import ffn
 
-        made = ffn.ffn_backward(grad, gate, up, 0, gelu)
-        return grad, [made] if up is None else list(made.chunk(2, dim=-1))
+        grads = ffn.ffn_backward(grad, gate, up, 0, gelu)
+        return grad, [grads] if up is None else list(grads.chunk(2, dim=-1))
     if up is None:
         return reference.gelu(gate), [reference.gelu_gradient(grad, gate)]
     return reference.gated(gate, up, gelu), list(reference.gated_gradient(grad, gate, up, gelu))
@@ -101,15 +101,15 @@ def coded_activation_backward(
     if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import coded_ffn
 
-        made, coded = coded_ffn.activation_backward(grad, gate, up, bits)
+        grads, coded = coded_ffn.activation_backward(grad, gate, up, bits)
     elif bits:
-        made = ops.ffn_backward(grad, gate, up, bits)
-        coded = code_rows(made.view(-1, made.shape[-1]))
+        grads = ops.ffn_backward(grad, gate, up, bits)
+        coded = code_rows(grads.view(-1, grads.shape[-1]))
     else:
         grad, parts = activation_backward(grad, gate, up)
-        made = torch.cat(parts, dim=-1)
-        coded = code_rows(made.view(-1, made.shape[-1]))
-    return grad, [made] if up is None else list(made.chunk(2, dim=-1)), coded
+        grads = torch.cat(parts, dim=-1)
+        coded = code_rows(grads.view(-1, grads.shape[-1]))
+    return grad, [grads] if up is None else list(grads.chunk(2, dim=-1)), coded
 
 
 def residual(x: Tensor, made: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ def rotate_both(
     if dispatch.has_kernels(query.device, "layers") and (whole := _in_a_row(query, key)) is not None:
         from kernels.layers import triton
 
-        made = triton.rotate_(whole, cos, sin, back=back).transpose(1, 2)
-        query, key = torch.split(made, [query.shape[1], key.shape[1]], dim=1)
+        rotated = triton.rotate_(whole, cos, sin, back=back).transpose(1, 2)
+        query, key = torch.split(rotated, [query.shape[1], key.shape[1]], dim=1)
         return query, key
     return rotate(query, cos, sin, back=back), rotate(key, cos, sin, back=back)
 

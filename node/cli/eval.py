@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     loss = model.loss(samples)
     perplexity = None if loss is None else math.exp(min(loss, 700.0))
     if args.json:
-        said = {"step": step, "loss": loss, "perplexity": perplexity, "samples": samples.labelled}
-        sys.stdout.write(json.dumps(said) + "\n")
+        report = {"step": step, "loss": loss, "perplexity": perplexity, "samples": samples.labelled}
+        sys.stdout.write(json.dumps(report) + "\n")
     else:
         found = NO_LABELS if loss is None else f"{loss:.4f} nats a token, perplexity {perplexity:.4g}"
         tokens = f"{samples.labelled or len(samples)} samples of {config.model.sequence} tokens"

@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
 
     check_devices(profile)
     try:
-        made = [folder for folder in (out, *out.parents) if not folder.exists()]
+        created = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {out} ({error.strerror}); give another --out") from error
@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         if args.pack and (packed := pack_logs(out)) is not None:
             _tell(f"packed {packed}")
-        _remove_empty(made)
+        _remove_empty(created)
     if code == 0 and not args.no_plots:
         _draw(out / RESULTS_FILE, out, must=False)
     return code
@@ -123,9 +123,9 @@ def _run_reach(args: argparse.Namespace) -> int:
         raise UsageError("a profile with [reach] takes no overrides and no --time-limit")
     profile = load_reach_profile(args.profile)
     known = {name for pair in profile.pairs for name in names_of(pair)}
-    for one in args.only:
-        if one not in known:
-            raise UsageError(f"--only {one}: expected a kind such as nat, or a pair such as nat-symmetric")
+    for kind in args.only:
+        if kind not in known:
+            raise UsageError(f"--only {kind}: expected a kind such as nat, or a pair such as nat-symmetric")
     out = args.out or DEFAULT_PARENT / profile.reach.name
     if args.inside:
         return _run_reach_inside(args, out)
@@ -158,10 +158,10 @@ def _run_reach_inside(args: argparse.Namespace, out: Path) -> int:
     return 0 if event_loop.run(run()) else 1
 
 
-def _remove_empty(made: Sequence[Path]) -> None:
+def _remove_empty(created: Sequence[Path]) -> None:
     """Remove the empty folders that this command made, innermost first: a refused run leaves none."""
     with contextlib.suppress(OSError):
-        for folder in made:
+        for folder in created:
             folder.rmdir()
 
 

@@ -117,9 +117,9 @@ def build_parser(command: str = "") -> Parser:
     parser = Parser(prog="thinwire", description=description)
     parser.add_argument("--version", action="version", version=f"thinwire {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    named = [one for one in COMMANDS if one.__name__.rpartition(".")[2] == command]
-    for one in COMMANDS if named in ([], [completion]) else named:
-        one.add_parser(commands)
+    named = [module for module in COMMANDS if module.__name__.rpartition(".")[2] == command]
+    for module in COMMANDS if named in ([], [completion]) else named:
+        module.add_parser(commands)
     return parser
 
 

@@ -23,7 +23,7 @@ IN_GENERAL = (
 )
 """Where no single setting is enough."""
 MOST_POINTS = 12
-"""Of a curve in text; `--json` has all."""
+"""A curve in text has so many points; `--json` has all."""
 
 
 def add_parser(commands: Any) -> None:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                 "stage": stage,
                 "storage": words_of(storage),
                 "plan": _as_json(plan),
-                "curve": [_as_json(one) for one in curve],
+                "curve": [_as_json(memory_plan) for memory_plan in curve],
             }
             for stage, (storage, plan, curve) in enumerate(zip(storages, plans, curves, strict=True))
         ]
@@ -121,9 +121,9 @@ def _times_text(times: "BlockTimes", *, on_cpu: bool) -> list[str]:
         slower = f", compute beside them {1e12 * times.slowing:.2f} ms a GB longer" if times.slowing else ""
         lines.append(f"  copies: {times.out_rate / 1e9:.1f} GB/s out, {times.in_rate / 1e9:.1f} in{slower}")
     lines += [
-        f"  {one.kind} in {one.form if one.form == 'bf16' else f'{one.form} bits'}: "
-        f"packed in {_ms(one.pack)}, unpacked in {_ms(one.unpack)}"
-        for one in times.packing
+        f"  {time.kind} in {time.form if time.form == 'bf16' else f'{time.form} bits'}: "
+        f"packed in {_ms(time.pack)}, unpacked in {_ms(time.unpack)}"
+        for time in times.packing
     ]
     return lines
 

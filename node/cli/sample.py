@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         )
     step, model = load_model(args)
     for prompt, ids in zip(args.prompts, prompts, strict=True):
-        made = model.generate(
+        tokens = model.generate(
             ids,
             tokens=args.tokens,
             temperature=args.temperature,
@@ -82,25 +82,25 @@ def run(args: argparse.Namespace) -> int:
             ends=ends,
         )
         if args.json:
-            text = "".join(_pieces(made, tokenizer))
+            text = "".join(_pieces(tokens, tokenizer))
             sys.stdout.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
             sys.stdout.flush()
             continue
         sys.stdout.write("" if args.chat else prompt)
-        for piece in _pieces(made, tokenizer):
+        for piece in _pieces(tokens, tokenizer):
             sys.stdout.write(escaped(piece))
             sys.stdout.flush()
         sys.stdout.write("\n")
     return 0
 
 
-def _pieces(made: Iterable[int], tokenizer: "Tokenizer") -> Iterator[str]:
+def _pieces(tokens: Iterable[int], tokenizer: "Tokenizer") -> Iterator[str]:
     """The text of token ids, piece by piece. A character may take several tokens: it comes whole."""
     import numpy as np
 
     ids: list[int] = []
     shown = 0
-    for token in made:
+    for token in tokens:
         ids.append(token)
         text = tokenizer.decode(np.array(ids))
         if not text.endswith(UNFINISHED):

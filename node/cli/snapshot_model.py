@@ -65,8 +65,8 @@ def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path
 
     with Store.open(directory) as store:
         config = from_json(store.run().config_json)
-        here, stored = list_snapshots(directory / "snapshots"), stored_steps(directory)
-        steps = sorted({*here, *stored})
+        local, stored = list_snapshots(directory / "snapshots"), stored_steps(directory)
+        steps = sorted({*local, *stored})
         best = store.best_of(steps)
     have = ", ".join(map(str, steps)) or "none"
     if wanted in NEWEST and not steps:
@@ -85,7 +85,7 @@ def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path
     else:
         hint = held_by_nodes(directory)
         raise UserError(f"{directory} has no snapshot of step {wanted}; it has: {have}{hint}")
-    return config, step, None if step not in here else snapshot_directory(directory / "snapshots", step)
+    return config, step, None if step not in local else snapshot_directory(directory / "snapshots", step)
 
 
 def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_NODES = 3
-"""Of one token in the list for people; with --json all are named."""
+"""The list for people names so many nodes of one token; with --json all are named."""
 
 
 def add_parser(commands: Any) -> None:

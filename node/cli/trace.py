@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             reason = f"{out} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: name another file with --out") from None
-    stages = len({one.stage for one in aligned.spans})
+    stages = len({placed.stage for placed in aligned.spans})
     if args.json:
-        said = {
+        summary = {
             "file": str(out),
             "steps": [steps.first, steps.last],
             "stages": stages,
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             "dropped_spans": aligned.dropped,
             "clock_error_seconds": aligned.clock_error,
         }
-        report.write(json.dumps(said) + "\n")
+        report.write(json.dumps(summary) + "\n")
         return 0
     missing = f" ({aligned.dropped} more were dropped)" if aligned.dropped else ""
     report.write(

@@ -114,14 +114,14 @@ class Feed:
                 await self._closing.wait()
 
     async def _newest(self) -> tuple[int, RunView]:
-        made, now = self._made, self._clock()
-        if made is None or (made[0] != self._version and (self.closed or now >= self._next_at)):
+        newest, now = self._made, self._clock()
+        if newest is None or (newest[0] != self._version and (self.closed or now >= self._next_at)):
             version, self._next_at = self._version, now
             # A copy stays as it is while events come.
             view = await self._on_thread(copy(self._builder).view)
-            self._made = made = version, view
+            self._made = newest = version, view
             self._fields = None
-        return made
+        return newest
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
         """What `make` gives. The next view comes so much later as it took."""

@@ -249,8 +249,8 @@ class Operator:
                     )
                 create = partial(self._store.create_token, time.time(), timedelta(seconds=seconds), uses)
                 record, token = await asyncio.to_thread(create)
-                made = f"token {record.token_id} admits {uses} node{'s' * (uses > 1)} within {ttl}"
-                return {**self._done(made), "join_line": f"thinwire join {token.encode()}"}
+                admits = f"token {record.token_id} admits {uses} node{'s' * (uses > 1)} within {ttl}"
+                return {**self._done(admits), "join_line": f"thinwire join {token.encode()}"}
             case "revoke":
                 if not await asyncio.to_thread(self._store.revoke_token, subject):
                     raise UserError(f"there is no token {subject[:40]}")

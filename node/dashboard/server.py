@@ -294,7 +294,7 @@ class _Routes:
 
 
 _OPTIONS: Mapping[str, type] = {"keep_token": bool, "uses": int, "ttl": str}
-"""Of some changes, with their types."""
+"""The options of some changes, with their types."""
 
 
 def _wanted(body: bytes) -> tuple[str, str, dict[str, Any]]:

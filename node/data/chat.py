@@ -122,9 +122,9 @@ class ChatEncoder:
                 read.append(self._conversation(row, place))
             except Dropped as reason:
                 read.append(reason)
-        rendered = iter(self._template.render_all([one for one in read if isinstance(one, Conversation)]))
-        for one in read:
-            found = one if isinstance(one, Dropped) else next(rendered)
+        rendered = iter(self._template.render_all([row for row in read if isinstance(row, Conversation)]))
+        for item in read:
+            found = item if isinstance(item, Dropped) else next(rendered)
             try:
                 yield found if isinstance(found, Dropped) else self._tokens(found)
             except Dropped as reason:
@@ -215,8 +215,8 @@ def _template_source(folder: Path, named: str) -> tuple[str, str]:
     path = folder / "tokenizer_config.json"
     found = json_object(path).get("chat_template")
     if isinstance(found, list):  # named templates: [{"name", "template"}]
-        named_default = (one for one in found if isinstance(one, dict) and one.get("name") == "default")
-        found = next((one.get("template") for one in named_default), None)
+        named_default = (row for row in found if isinstance(row, dict) and row.get("name") == "default")
+        found = next((entry.get("template") for entry in named_default), None)
     if not isinstance(found, str):
         raise DataError(
             f"the tokenizer in {folder} has no chat template: set [data] chat_template to a Jinja file"

@@ -98,7 +98,7 @@ class Conversation:
 def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation:
     """The conversation of a row. Raises Dropped, and DataError if the row is no conversation."""
     try:
-        messages = [dict(one) for one in _messages_of(row, place)]
+        messages = [dict(message) for message in _messages_of(row, place)]
         tools = _tools(row)
         documents = _clean(row.get("documents"))
         system = next((text for key in SYSTEMS if isinstance(text := row.get(key), str) and text.strip()), "")
@@ -134,7 +134,7 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         if found is None or found == []:
             continue
         cleaned = _clean(found)
-        if not isinstance(cleaned, list) or not all(isinstance(one, dict) for one in cleaned):
+        if not isinstance(cleaned, list) or not all(isinstance(message, dict) for message in cleaned):
             raise DataError(f"{place}: {name} is no list of messages, each with a role and a content")
         return cleaned
     if columns:
@@ -158,7 +158,7 @@ def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
     """A question and its answer as messages; both may be lists of messages already (TRL's form)."""
     if isinstance(asked, list) and isinstance(answer, list):
         both = _clean([*asked, *answer])
-        if not all(isinstance(one, dict) for one in both):
+        if not all(isinstance(message, dict) for message in both):
             raise DataError(f"{place}: its prompt and completion are no lists of messages")
         return list(both)
     if asked is None or answer is None or (isinstance(answer, str) and not answer.strip()):
@@ -249,7 +249,7 @@ def _content(content: Any, role: str, forms: Forms) -> Any:
     if isinstance(content, dict) and role != TOOL:
         content = [content]
     if isinstance(content, list) and (role != TOOL or all(map(_is_part, content))):
-        parts = [one if isinstance(one, dict) else {"type": "text", "text": one} for one in content]
+        parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
         # Without a text, which Arrow may have filled in, it is empty.
         texts = [part.get("text", "") for part in parts if part.get("type", "text") in TEXT_PARTS]
         if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
@@ -314,7 +314,7 @@ def _tools(row: Mapping[str, Any]) -> list[Any]:
         functions = _clean(row.get("functions"))
         if isinstance(functions, str):
             functions = _json(functions, "tools that are not JSON") if functions.strip() else None
-        tools = [{"type": "function", "function": one} for one in _listed(functions)]
+        tools = [{"type": "function", "function": function} for function in _listed(functions)]
     return [_tool(tool) for tool in _listed(tools)]
 
 

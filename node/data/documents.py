@@ -54,9 +54,9 @@ from wire.errors import DataError
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 20
-"""Of text in a shard, about; a first shard is tokenized within seconds."""
+"""A shard has about so much text: a first one is tokenized within seconds."""
 TOKEN_BYTES = 8 << 20
-"""Of token ids in a shard."""
+"""A shard has so many bytes of token ids."""
 TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PARQUET = ".parquet"
 ARROW = ".arrow"
@@ -103,7 +103,7 @@ _TABLE_ROWS = 8
 
 BATCH_DOCUMENTS = 64
 BATCH_BYTES = 4 << 20
-"""Tokenized at once, on all cores, whichever is reached first."""
+"""So much is tokenized at once, on all cores, whichever is reached first."""
 
 Row = dict[str, Any]
 Document = Row | bytes | Dropped

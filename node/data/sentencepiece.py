@@ -57,30 +57,30 @@ def sentencepiece_tokenizer(data: bytes, added: Mapping[int, str]) -> "tokenizer
     else:
         scored = [(piece, score) for piece, score, _ in pieces]
         model = models.Unigram(scored, unk_id=unknown, byte_fallback=fallback)
-    made = tokenizers.Tokenizer(model)
+    tokenizer = tokenizers.Tokenizer(model)
     before = [normalizers.Prepend(SPACE)] if prefixed else []
-    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
     after = [decoders.Strip(content=" ", left=1, right=0)] if prefixed else []
-    made.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
     )
     for piece, _, kind in pieces:
         if kind in (UNKNOWN, CONTROL):
-            made.add_special_tokens([AddedToken(piece, normalized=False, special=True)])
+            tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True)])
         elif kind == USER:
-            made.add_tokens([AddedToken(piece, normalized=False, special=False)])
+            tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False)])
     for index, token in sorted(added.items()):
-        made.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        if made.token_to_id(token) != index:
+        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        if tokenizer.token_to_id(token) != index:
             raise DataError(f"a tokenizer.model with an added token {token!r} that is not {index}: {_ADVICE}")
     # Field 41 is the piece that begins a text; 1 unless it is given, and none if it is negative.
     begin = trainer.get(41, 1)
     if begin < len(pieces) and pieces[begin][2] == CONTROL:
         token = pieces[begin][0]
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{token} $A", special_tokens=[(token, begin)]
         )
-    return made
+    return tokenizer
 
 
 def _merges(vocabulary: Mapping[str, int], pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:

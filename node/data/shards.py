@@ -58,10 +58,10 @@ FORMAT = "4"
 PART_TOKENS = 1 << 20
 GROUP_PARTS = 4
 GROUPS_AHEAD = 4
-"""Tokenized beyond what training has used."""
+"""So many groups are tokenized beyond what training has used."""
 OPEN_PARTS = 64
 MOST_PARTS = 16
-"""Tokenized of a shard to estimate its size."""
+"""So many parts of a shard are tokenized to estimate its size."""
 CLOSE_SECONDS = 2.0
 """For the thread that tokenizes ahead to end; it may be in the middle of a part, which is made again."""
 
@@ -121,8 +121,8 @@ class TokenizedSource:
         ]
         self.key = sha256("\0".join(parts).encode()).hexdigest()
         """Of all that a run is given for its tokens; the same with every version of this program."""
-        made = [FORMAT, self.key, source.stamps, str(source.skips), data.format, chat.format if chat else ""]
-        self._folder = folder / sha256(repr(made).encode()).hexdigest()
+        given = [FORMAT, self.key, source.stamps, str(source.skips), data.format, chat.format if chat else ""]
+        self._folder = folder / sha256(repr(given).encode()).hexdigest()
         self._open: OrderedDict[tuple[int, int], Part] = OrderedDict()
         self._lock = threading.Lock()
         self._making: tuple[int, int, Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]] | None = (
@@ -172,10 +172,10 @@ class TokenizedSource:
             return None
 
     def _map(self, shard: int, part: int) -> Part:
-        said = json.loads(self._name(shard, part, "json").read_bytes())
+        record = json.loads(self._name(shard, part, "json").read_bytes())
         path = self._name(shard, part, "tokens")
         dtype = self._tokenizer.dtype.newbyteorder("<")
-        count = said["tokens"]
+        count = record["tokens"]
         if count == 0:
             return Part(np.zeros(0, dtype), None)
         digest = sha256()
@@ -188,7 +188,7 @@ class TokenizedSource:
                 digest.update(mask.data)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} is damaged ({error}): delete {self._folder}") from error
-        if digest.hexdigest() != said["sha256"]:
+        if digest.hexdigest() != record["sha256"]:
             raise DataError(f"{path} is damaged: delete {self._folder}")
         # They may be of a run with a larger model.
         self._check(tokens, str(self.source.path))
@@ -253,11 +253,11 @@ class TokenizedSource:
         """Ids, mask and the reason for dropping of each document; each ends with an end of text."""
         (end,) = self._tokenizer.encode([SEPARATOR])
         if self._chat is not None:
-            for (place, _), made in zip(batch, self._chat.encode_all(batch), strict=True):
-                if isinstance(made, Dropped):
-                    yield end, None, str(made)
+            for (place, _), tokens in zip(batch, self._chat.encode_all(batch), strict=True):
+                if isinstance(tokens, Dropped):
+                    yield end, None, str(tokens)
                     continue
-                ids, mask = made
+                ids, mask = tokens
                 self._check(ids, place)
                 bits = np.concatenate([mask, np.zeros(len(end), bool)]).astype(np.uint8) * COUNTS
                 bits[0] |= BEGINS

@@ -40,18 +40,18 @@ from wire.errors import DataError
 LIMIT_SECONDS = 10.0
 """Of computing for one conversation; usual ones take less than a thousandth."""
 MEAN_SECONDS = 1.0
-"""Of computing for each of many conversations."""
+"""Each of many conversations may take so long to compute, on average."""
 LIMIT_BYTES = 2 << 30
 SURE_CHARACTERS, MOST_EXPANSION = 256 << 10, 100
 """A rendered conversation may have so many characters, or so many times those that went into it."""
 _MARKS = re.compile("[\U000f0000-\U000ffffd]")
 """Private characters of Unicode, by which messages are found again."""
 _MOST_MESSAGES = 0x7FFF
-"""Two marks each."""
+"""Each message needs two marks."""
 _LOST = "an answer lost where the template rewrites earlier messages"
 
 Span = tuple[int, int]
-"""From a character to another."""
+"""A span goes from a character to another."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class ChatTemplate:
         """As `render`, of several in one message: waking the process takes longer than rendering. Raises
         DataError."""
         try:
-            answer = self._ask({"conversations": [vars(one) for one in conversations]})
+            answer = self._ask({"conversations": [vars(conversation) for conversation in conversations]})
         except Dropped as reason:  # one of them is nested too deeply
             if len(conversations) == 1:
                 return [reason]
-            return [found for one in conversations for found in self.render_all([one])]
+            return [found for conversation in conversations for found in self.render_all([conversation])]
         return [
-            Dropped(one["dropped"])
-            if "dropped" in one
-            else Rendered(one["text"], tuple((start, stop) for start, stop in one["spans"]))
-            for one in answer["answers"]
+            Dropped(row["dropped"])
+            if "dropped" in row
+            else Rendered(row["text"], tuple((start, stop) for start, stop in row["spans"]))
+            for row in answer["answers"]
         ]
 
     def prompt(self, messages: Sequence[Message]) -> str:
@@ -188,7 +188,7 @@ class Template:
             raise TemplateError(f"cannot be read: {_line(error)}") from error
         except RecursionError as error:
             raise TemplateError("is nested too deeply") from error
-        constants = (constant.value for one in compared for constant in one.find_all(nodes.Const))
+        constants = (constant.value for part in compared for constant in part.find_all(nodes.Const))
         self._roles = tuple(dict.fromkeys(value for value in constants if isinstance(value, str)))
         self.forms, self.turn_end = self._probe()
 

@@ -39,7 +39,7 @@ MOST_EXPANSION = 100
 """A compressed file may grow to so many times its size, or to `SURE_BYTES`."""
 SURE_BYTES = 64 << 20
 MOST_FILE_BYTES = 256 << 20
-"""Of a settings file."""
+"""A settings file has at most so many bytes."""
 _READ_BYTES = 1 << 16
 _ZSTD_READ_BYTES = 1 << 10
 """What is read becomes text at once, up to 32 MiB of it."""

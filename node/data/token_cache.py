@@ -73,15 +73,15 @@ def sole_writer(folder: Path, key: str) -> Iterator[None]:
 def _complete(folder: Path, key: str, tokenizer: Tokenizer) -> np.ndarray | None:
     """The finished file, mapped; None if there is none, or it is not what was written."""
     path = folder / f"{key}.tokens"
-    said = _json(folder / f"{key}.json")
+    record = _json(folder / f"{key}.json")
     dtype = tokenizer.dtype.newbyteorder("<")
-    tokens = said.get("tokens")
+    tokens = record.get("tokens")
     if not isinstance(tokens, int) or tokens < 1 or not path.is_file():
         return None
     if path.stat().st_size != tokens * dtype.itemsize:
         return None
     ids = np.memmap(path, dtype=dtype, mode="r", shape=(tokens,))
-    if sha256(ids.data).hexdigest() != said.get("sha256"):
+    if sha256(ids.data).hexdigest() != record.get("sha256"):
         return None
     return ids
 
@@ -89,8 +89,8 @@ def _complete(folder: Path, key: str, tokenizer: Tokenizer) -> np.ndarray | None
 def _encode(text: bytes, tokenizer: Tokenizer, folder: Path, key: str, tell: Tell) -> None:
     partial, progress = folder / f"{key}.partial", folder / f"{key}.progress"
     itemsize = tokenizer.dtype.itemsize
-    said = _json(progress)
-    pieces, tokens = said.get("pieces"), said.get("tokens")
+    record = _json(progress)
+    pieces, tokens = record.get("pieces"), record.get("tokens")
     sure = (
         isinstance(pieces, int)
         and isinstance(tokens, int)

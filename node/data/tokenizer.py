@@ -39,7 +39,7 @@ END_OF_TEXT = "<|endoftext|>"
 """Stands between documents, if the vocabulary has it."""
 
 MOST_TABLES_BYTES = 128 << 20
-"""Of one file: the largest that are published have a third of it."""
+"""One file has at most so many bytes: the largest that are published have a third of it."""
 MOST_ENDS = 1000
 """Tokens that may end a text."""
 MOST_GROWTH = 1000
@@ -200,9 +200,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     tables = [read_bounded(file) for file in found]
     bpe = parsed_tokenizer(found, tables)
     with one_line(path):
-        made = BpeTokenizer(bpe, tables, found[0].parent)
-        _check_bytes(made, path)
-    return made
+        tokenizer = BpeTokenizer(bpe, tables, found[0].parent)
+        _check_bytes(tokenizer, path)
+    return tokenizer
 
 
 def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokenizers.Tokenizer":
@@ -217,15 +217,15 @@ def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokeniz
         if files[0].suffix == ".model":
             return sentencepiece_tokenizer(tables[0], _added_tokens(files[0].parent))
         if len(files) == 1:
-            made = tokenizers.Tokenizer.from_str(tables[0].decode())
-            for rules in filter(None, (made.normalizer, made.decoder)):
+            tokenizer = tokenizers.Tokenizer.from_str(tables[0].decode())
+            for rules in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
                 if (growth := _growth(json.loads(rules.__getstate__()))) > MOST_GROWTH:
                     raise DataError(f"{files[0]} makes {growth:.3g} characters of one, as no tokenizer does")
-            if getattr(made.model, "dropout", None):
-                made.model.dropout = None  # with it the same text gives other ids each time
-            if (added := made.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
+            if getattr(tokenizer.model, "dropout", None):
+                tokenizer.model.dropout = None  # with it the same text gives other ids each time
+            if (added := tokenizer.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
                 raise DataError(f"{files[0]} puts {added:,} tokens around a text, as no tokenizer does")
-            return made
+            return tokenizer
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -270,8 +270,8 @@ def of_tables(name: str) -> BpeTokenizer | None:
     files = tokenizer_files(path)
     if len(files) == 1 and files[0].suffix != ".model":
         return None
-    made = load_tokenizer(name)
-    return made if isinstance(made, BpeTokenizer) else None
+    tokenizer = load_tokenizer(name)
+    return tokenizer if isinstance(tokenizer, BpeTokenizer) else None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -129,12 +129,12 @@ def scalars(event: Event) -> tuple[int, dict[str, float]] | None:
     if not isinstance(step, int):
         return None
     found: dict[str, float] = {}
-    for one in fields(event):
-        value = getattr(event, one.name)
+    for field in fields(event):
+        value = getattr(event, field.name)
         several = enumerate(value) if isinstance(value, tuple) else [(None, value)]
         for index, number in several:
             if type(number) is float and isfinite(number):
-                name = f"{event.event}/{one.name}"
+                name = f"{event.event}/{field.name}"
                 found[name if index is None else f"{name}/{index}"] = number
     return (step, found) if found else None
 

@@ -18,7 +18,7 @@ COORDINATOR = "coordinator"
 COORDINATOR_PORT = 443
 PROXY_PORT = 3128
 IDLE_SECONDS = 30
-"""After which the firewall of that kind drops a flow."""
+"""The firewall of that kind drops a flow after so long."""
 
 Command = tuple[str, str, tuple[str, ...]]
 """(namespace, program, arguments)"""

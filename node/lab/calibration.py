@@ -122,7 +122,7 @@ def calibrate(
     faults: list[str] = []
     for attempt in range(1, ATTEMPTS + 1):
         measured = measure(network, shape, ends)
-        faults = [fault for one in measured if (fault := one.fault(tolerance)) is not None]
+        faults = [fault for measurement in measured if (fault := measurement.fault(tolerance)) is not None]
         if not faults:
             return Calibration(
                 label=shape.label,

@@ -20,7 +20,7 @@ from node.lab.tools import NAMESPACES, SBIN, call, tool
 from wire.errors import RunError, UserError
 
 STOP_SECONDS = 20.0
-"""From asking the lab to end to killing it."""
+"""The lab is killed so long after it was asked to end."""
 SCRATCH = Path("/run/thinwire")
 _PR_SET_PDEATHSIG = 1
 _FLAGS = ("--net", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc")

@@ -125,19 +125,19 @@ async def run_reach(
         if all(earlier.get(key) == values[key] for key in same):
             values["pairs"] = earlier["pairs"]
     for pair in profile.pairs:
-        if not _wanted(pair, only) or any(tuple(one["pair"]) == pair for one in values["pairs"]):
+        if not _wanted(pair, only) or any(tuple(row["pair"]) == pair for row in values["pairs"]):
             continue
         found = await _train_pair(profile, pair, out)
         values["pairs"].append(found)
-        reference = next((one["weights"] for one in values["pairs"] if one["pair"] == ["open", "open"]), "")
+        reference = next((row["weights"] for row in values["pairs"] if row["pair"] == ["open", "open"]), "")
         found["same_weights"] = bool(found["weights"]) and found["weights"] == reference
         tell(f"{' - '.join(pair)}: {pair_words(found)}")
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    return all(one["same_weights"] for one in values["pairs"])
+    return all(row["same_weights"] for row in values["pairs"])
 
 
 def _wanted(pair: tuple[str, str], only: Sequence[str]) -> bool:
-    return not only or pair == ("open", "open") or any(one in names_of(pair) for one in only)
+    return not only or pair == ("open", "open") or any(name in names_of(pair) for name in only)
 
 
 def names_of(pair: tuple[str, str]) -> tuple[str, ...]:
@@ -272,13 +272,13 @@ class PairRun(LabProcesses):
         )
         try:
             async with asyncio.timeout(self._reach.start_seconds):
-                said, _ = await child.communicate()
+                output, _ = await child.communicate()
         except TimeoutError:
             raise RunError(f"`thinwire doctor` took over {self._reach.start_seconds:g} s") from None
         del self._children["doctor"]  # it has ended
-        if not said:
+        if not output:
             raise RunError(f"`thinwire doctor` failed; see {self._logs}")
-        checks = json.loads(said)["checks"]
+        checks = json.loads(output)["checks"]
         return {check["name"]: check["detail"] for check in checks if check["name"] in PATH_CHECKS}
 
     async def _to_the_end(self) -> RunFinished:
@@ -312,10 +312,10 @@ def read_reach_results(path: Path) -> dict[str, Any] | None:
 
 def doctor_table(values: dict[str, Any]) -> list[list[str]]:
     """Rows of a table: what `thinwire doctor` says in each kind of network, the first row the head."""
-    said = {one["pair"][0]: one["doctor"] for one in values["pairs"] if one.get("doctor")}
+    by_kind = {row["pair"][0]: row["doctor"] for row in values["pairs"] if row.get("doctor")}
     return [
         ["", *PATH_CHECKS],
-        *([kind, *(words.get(c, "-") for c in PATH_CHECKS)] for kind, words in said.items()),
+        *([kind, *(words.get(c, "-") for c in PATH_CHECKS)] for kind, words in by_kind.items()),
     ]
 
 
@@ -323,7 +323,7 @@ def reach_table(values: dict[str, Any]) -> list[list[str]]:
     """Rows of a table: the path of each pair of kinds, the first row the head."""
     kinds = list(values["kinds"])
     paths = {}
-    for one in values["pairs"]:
-        words = "failed" if one["failure"] else one["path"] if one["same_weights"] else "other weights"
-        paths[tuple(one["pair"])] = paths[tuple(reversed(one["pair"]))] = words
+    for row in values["pairs"]:
+        words = "failed" if row["failure"] else row["path"] if row["same_weights"] else "other weights"
+        paths[tuple(row["pair"])] = paths[tuple(reversed(row["pair"]))] = words
     return [["", *kinds], *([kind, *(paths.get((kind, other), "-") for other in kinds)] for kind in kinds)]

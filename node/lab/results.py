@@ -129,7 +129,7 @@ def joined_only(asked: Sequence[Sequence[str]]) -> list[str]:
     """The cells that several invocations asked for, without repetition; empty: all."""
     if not all(asked):
         return []
-    return list(dict.fromkeys(words for one in asked for words in one))
+    return list(dict.fromkeys(words for cells in asked for words in cells))
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import cast
 from node.lab import tools
 
 MOST_SECONDS = 3600
-"""Of a mapping: a router may promise less than it is asked for."""
+"""A mapping lasts this long at most: a router may promise less than it is asked for."""
 FIRST_FREE = 40_000
 """Where it looks for a port if the one asked for is taken."""
 _MAP_TCP, _ANSWER = 2, 128

@@ -65,12 +65,12 @@ def check_devices(profile: Profile) -> None:
         return
     import torch
 
-    here, needed = torch.cuda.device_count(), profile.lab.gpus or stages
-    if here < needed:
+    devices, needed = torch.cuda.device_count(), profile.lab.gpus or stages
+    if devices < needed:
         many = "a GPU" if needed == 1 else f"{needed} GPUs{', one a stage' if needed == stages else ''}"
         raise UserError(
             f"{profile.file} needs {many}, and torch {torch.__version__} sees "
-            f'{here or "none"} here: use a machine that has them, or a profile with lab.device = "cpu"'
+            f'{devices or "none"} here: use a machine that has them, or a profile with lab.device = "cpu"'
         )
 
 

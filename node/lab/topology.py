@@ -187,10 +187,10 @@ def _interfaces(
 def _veth(one: Device, other: Device, mac: str = "") -> _Commands:
     """Make a pair of devices, up. Without IPv6 addresses, only the run's own packets are counted."""
     address = ("address", mac) if mac else ()
-    made: tuple[str, ...] = ("link", "add", one.name, *address)
+    adding: tuple[str, ...] = ("link", "add", one.name, *address)
     for device, before in ((one, ()), (other, ("type", "veth", "peer", "name", other.name))):
-        made += (*before, *(("netns", device.namespace) if device.namespace else ()))
-    commands: _Commands = [(LAB, made)]
+        adding += (*before, *(("netns", device.namespace) if device.namespace else ()))
+    commands: _Commands = [(LAB, adding)]
     for device in (one, other):
         commands.append((device.namespace, ("link", "set", device.name, "addrgenmode", "none")))
         commands.append((device.namespace, ("link", "set", device.name, "up")))

@@ -161,7 +161,7 @@ class Block(nn.Module, ABC):
     def add_weight_gradients(self, adding_to: Callable[[Sequence[nn.Parameter]], AddProduct]) -> None:
         """Let products add weights' gradients to main gradients; `adding_to` gives what adds to these."""
         self._ways = [
-            replace(way, add=adding_to([cast(nn.Parameter, one.weight) for one in together]))
+            replace(way, add=adding_to([cast(nn.Parameter, linear.weight) for linear in together]))
             for way, together in zip(self._ways, self.products(), strict=True)
         ]
 
@@ -185,12 +185,12 @@ class Block(nn.Module, ABC):
         for way, together in zip(self._ways, self.products(), strict=True):
             assert way.coded is not None
             # In place: captured passes read these addresses.
-            way.coded.write(stacked([one.weight for one in together], together[0].weight.dtype))
+            way.coded.write(stacked([linear.weight for linear in together], together[0].weight.dtype))
 
     def codes(self) -> list[Tensor]:
         """The tensors that `code_weights` writes."""
-        coded = [one for way in self._ways if way.coded for one in (way.coded.forward, way.coded.back)]
-        return [part for one in coded for part in (one.codes, one.scales)]
+        coded = [matrix for way in self._ways if way.coded for matrix in (way.coded.forward, way.coded.back)]
+        return [part for matrix in coded for part in (matrix.codes, matrix.scales)]
 
     @torch.no_grad()
     def lay_weights_together(self) -> None:
@@ -342,7 +342,7 @@ class Block(nn.Module, ABC):
 
 def _size(together: Sequence[nn.Linear]) -> tuple[int, int]:
     """Outputs and inputs of projections with one input."""
-    return sum(one.out_features for one in together), together[0].in_features
+    return sum(linear.out_features for linear in together), together[0].in_features
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:

@@ -96,8 +96,8 @@ class Chunk(nn.Module):
         Returns:
             Logits [B, S, V] if the chunk holds "head", else hidden [B, S, C] float32.
         """
-        made, _ = self._through(self.layers, x, documents, place)
-        return made
+        outputs, _ = self._through(self.layers, x, documents, place)
+        return outputs
 
     def loss(
         self, x: Tensor, labels: Tensor, documents: Documents | None = None, place: Slice | None = None

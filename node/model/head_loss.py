@@ -38,8 +38,8 @@ def head_loss(x_tc: Tensor, output: nn.Module, labels_t: Tensor) -> Tensor:
     assert isinstance(output, nn.Linear | FrozenLinear) and output.bias is None
     frozen = output if isinstance(output, FrozenLinear) else None
     weight = None if frozen is not None else output.weight
-    made = _HeadLoss.apply(x_tc, weight, frozen, labels_t, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-    return cast(Tensor, made)
+    loss = _HeadLoss.apply(x_tc, weight, frozen, labels_t, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
 def is_fused(device: torch.device) -> bool:
@@ -68,8 +68,8 @@ def _piece(
         part = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / tokens
     if factor is None:
         return part, None
-    made = torch.autograd.grad(part, logits)[0]
-    return part.detach(), (made if factor == 1.0 else made.mul_(factor)).to(rows.dtype)
+    gradient = torch.autograd.grad(part, logits)[0]
+    return part.detach(), (gradient if factor == 1.0 else gradient.mul_(factor)).to(rows.dtype)
 
 
 def _fused_piece(

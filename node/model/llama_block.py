@@ -134,7 +134,7 @@ class LlamaBlock(Block):
 
     def head_norms(self) -> tuple[Tensor, ...]:
         norms = (self._modules.get(name) for name in ("query_norm", "key_norm"))
-        return tuple(one.scale() for one in norms if isinstance(one, RMSNorm))
+        return tuple(norm.scale() for norm in norms if isinstance(norm, RMSNorm))
 
     def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0) -> Heads:
         heads = [self._to_be_normed(part) for part in projected]

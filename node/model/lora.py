@@ -197,10 +197,10 @@ class FrozenLinear(nn.Module):
         self, grad: Tensor, of_inner: Tensor | None, down: Tensor | None, drawn: Tensor | None
     ) -> Tensor:
         """The gradient of x."""
-        made = grad @ self.weight.dense(grad.dtype)
+        gradient = grad @ self.weight.dense(grad.dtype)
         if of_inner is None or down is None:
-            return made
-        return made.add_(self.fed(of_inner @ down.to(grad.dtype), drawn))
+            return gradient
+        return gradient.add_(self.fed(of_inner @ down.to(grad.dtype), drawn))
 
     def of_adapter(
         self, grad: Tensor, of_inner: Tensor, fed: Tensor, inner: Tensor, down: Tensor, up: Tensor
@@ -293,17 +293,17 @@ class AdaptedProjections:
         ((layer, down, up),) = self._all
         if rank.count == 1:
             return self(x)[0]
-        made = rank.reduce_scatter(layer.multiplied(x, down, up, self._drawn, biased=False)[0])
-        return made if layer.bias is None else made.add_(layer.bias)
+        output = rank.reduce_scatter(layer.multiplied(x, down, up, self._drawn, biased=False)[0])
+        return output if layer.bias is None else output.add_(layer.bias)
 
     def backward(self, grads: Sequence[Tensor], codes: object = None) -> Tensor:
         """The gradient of the input, from those of the outputs."""
-        made: Tensor | None = None
+        gradient: Tensor | None = None
         for number, (grad, (layer, down, _)) in enumerate(zip(grads, self._all, strict=True)):
             part = layer.of_input(grad, self._inner_gradient(number, grad), down, self._drawn)
-            made = part if made is None else made.add_(part)
-        assert made is not None
-        return made
+            gradient = part if gradient is None else gradient.add_(part)
+        assert gradient is not None
+        return gradient
 
     def gradients(self, grads: Sequence[Tensor], x: Tensor | None, own: object = None) -> list[Tensor | None]:
         """Those of A and B in turn; None and None without an adapter. x may be None if none has one."""

@@ -177,18 +177,18 @@ class Passing:
         """`run(x)`, the forward of `layer`; what it keeps is moved if it is of the kinds `moves`."""
         if not moves:
             return run(x)
-        made, block = self._moving(layer, run, x, moves)
-        here = weakref.ref(block)
-        self.ask_above(made, here, self._below)
-        self._below = here
-        return made
+        output, block = self._moving(layer, run, x, moves)
+        reference = weakref.ref(block)
+        self.ask_above(output, reference, self._below)
+        self._below = reference
+        return output
 
-    def ask_above(self, made: Tensor, *wanted: "weakref.ref[_Block] | None") -> None:
-        """Ask for these blocks' tensors once backward has come to `made`."""
+    def ask_above(self, output: Tensor, *wanted: "weakref.ref[_Block] | None") -> None:
+        """Ask for these blocks' tensors once backward has come to `output`."""
         # Weakly: hooks live until the whole backward is over, and a block's tensors must not.
         blocks = [block for block in wanted if block is not None]
         offload = self._offload
-        if not blocks or not made.requires_grad:
+        if not blocks or not output.requires_grad:
             return
 
         def ask(_: Tensor) -> None:
@@ -196,12 +196,12 @@ class Passing:
                 if (block := reference()) is not None:
                     offload.fetch(block)
 
-        made.register_hook(ask)  # type: ignore[no-untyped-call]  # torch's
+        output.register_hook(ask)  # type: ignore[no-untyped-call]  # torch's
 
-    def ask_last(self, made: Tensor) -> None:
-        """Ask for the tensors of the last layer that moves once backward has come to `made`, which follows
+    def ask_last(self, output: Tensor) -> None:
+        """Ask for the tensors of the last layer that moves once backward has come to `output`, which follows
         from it."""
-        self.ask_above(made, self._below)
+        self.ask_above(output, self._below)
 
     def _moving(
         self, layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, moves: frozenset[str]
@@ -210,9 +210,9 @@ class Passing:
         stays = frozenset(tensor.untyped_storage().data_ptr() for tensor in own) | {self._source}
         block = self._offload._begin_block(moves, stays)
         with _marking(block.kinds), saved_tensors_hooks(block.pack, block.unpack):
-            made = run(x)
+            output = run(x)
         self._offload._end_block(block)
-        return made, block
+        return output, block
 
 
 @contextmanager

@@ -137,15 +137,15 @@ class BlockSlice:
         query, key, value = heads
         if self.number == 0:
             through = out_bhsd, sums, reach
-            made = attention_backward(grad_bhsd, *heads, *through, fixed_order=fixed_order, sinks_h=sinks_h)
+            grads = attention_backward(grad_bhsd, *heads, *through, fixed_order=fixed_order, sinks_h=sinks_h)
             later, self.past.gradients = self.past.gradients, None
             assert later is not None, "later slices go backward first"
             of_key, of_value = (
                 (sums_bksd[:, :, : key.shape[2]] + own.float()).to(own.dtype)
-                for sums_bksd, own in zip(later, made[1:], strict=True)
+                for sums_bksd, own in zip(later, grads[1:], strict=True)
             )
             self.past.kept.clear()
-            return made[0], of_key, of_value
+            return grads[0], of_key, of_value
         keys, values = self.joined(key, value)
         if self.past.gradients is None:
             of_all = (torch.zeros(part.shape, device=part.device) for part in (keys, values))
@@ -194,12 +194,12 @@ class _SliceLoss(torch.autograd.Function):
         wanted = [part for part in parameters if part.requires_grad]
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            made = loss(leaf) * at.loss_factor
-            of_x, *of_head = torch.autograd.grad(made, [leaf, *wanted])
+            scaled = loss(leaf) * at.loss_factor
+            of_x, *of_head = torch.autograd.grad(scaled, [leaf, *wanted])
         at.past.add_of_head(of_head)
         ctx.at, ctx.of_x = at, of_x
         ctx.dtypes = [part.dtype if part.requires_grad else None for part in parameters]
-        return made.detach()
+        return scaled.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -54,7 +54,7 @@ class Way:
 
 
 AS_IT_IS = Way()
-"""In the input's dtype, gradients for autograd."""
+"""Products are in the input's dtype, and gradients come from autograd."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ class Projections:
             return self.of_codes(code_rows(x.reshape(-1, x.shape[-1])), x.shape[:-1], x.dtype)
         if not self._are_one(x):
             return [
-                F.linear(x, one.weight.to(x.dtype), None if one.bias is None else one.bias.to(x.dtype))
-                for one in self.linears
+                F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+                for layer in self.linears
             ]
-        made = F.linear(x, stacked([one.weight for one in self.linears], x.dtype), self._bias(x.dtype))
-        return list(torch.split(made, [len(one.weight) for one in self.linears], dim=-1))
+        whole = F.linear(x, stacked([linear.weight for linear in self.linears], x.dtype), self._bias(x.dtype))
+        return list(torch.split(whole, [len(linear.weight) for linear in self.linears], dim=-1))
 
     def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
         """Of a single projection, as `node.model.tensor_rank.row_parallel`."""
@@ -90,14 +90,14 @@ class Projections:
             partial = F.linear(x, one.weight.to(x.dtype))
         else:
             partial = self._coded(code_rows(x.reshape(-1, x.shape[-1])), x.shape[:-1], x.dtype)
-        made = rank.reduce_scatter(partial)
-        return made if one.bias is None else made.add_(one.bias)
+        output = rank.reduce_scatter(partial)
+        return output if one.bias is None else output.add_(one.bias)
 
     def of_codes(self, rows: Coded, leading: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """The outputs [*leading, N] of each, in `dtype`, from the codes of their input's rows."""
-        made, bias = self._coded(rows, leading, dtype), self._bias(dtype)
-        widths = [len(one.weight) for one in self.linears]
-        return list(torch.split(made if bias is None else made.add_(bias), widths, dim=-1))
+        outputs, bias = self._coded(rows, leading, dtype), self._bias(dtype)
+        widths = [len(linear.weight) for linear in self.linears]
+        return list(torch.split(outputs if bias is None else outputs.add_(bias), widths, dim=-1))
 
     def _coded(self, rows: Coded, leading: Sequence[int], dtype: torch.dtype) -> Tensor:
         """All outputs side by side, without biases."""
@@ -113,11 +113,11 @@ class Projections:
         first = grads[0]
         if self.way.coded is not None:
             rows = code_rows(side_by_side(grads)) if codes is None else codes
-            made = product(rows, self.way.coded.back, first.dtype)
-            return made.view(*first.shape[:-1], -1)
+            gradient = product(rows, self.way.coded.back, first.dtype)
+            return gradient.view(*first.shape[:-1], -1)
         if self._are_one(first):
-            made = side_by_side(grads) @ stacked([one.weight for one in self.linears], first.dtype)
-            return made.view(*first.shape[:-1], -1)
+            gradient = side_by_side(grads) @ stacked([linear.weight for linear in self.linears], first.dtype)
+            return gradient.view(*first.shape[:-1], -1)
         of_input = first @ self.linears[0].weight.to(first.dtype)
         flat = of_input.view(-1, of_input.shape[-1])
         for one, grad in zip(self.linears[1:], grads[1:], strict=True):
@@ -160,9 +160,9 @@ class Projections:
         """Whether they are one product, of x or of gradients of as many tokens."""
         if len(self.linears) == 1 or x.dtype == torch.float32 or not dispatch.has_kernels(x.device):
             return False
-        return x[..., 0].numel() * max(len(one.weight) for one in self.linears) <= FILLED
+        return x[..., 0].numel() * max(len(linear.weight) for linear in self.linears) <= FILLED
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
-        biases = [one.bias for one in self.linears if one.bias is not None]
+        biases = [linear.bias for linear in self.linears if linear.bias is not None]
         assert len(biases) in (0, len(self.linears)), "projections with one input have all a bias or none"
         return torch.cat([bias.to(dtype) for bias in biases]) if biases else None

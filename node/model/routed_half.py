@@ -134,21 +134,21 @@ class _Experts:
 
     def __call__(self, x: Tensor, order: Order, *, gathers: bool = False) -> Tensor:
         """[R, N] of rows [R, K], or with `gathers` of tokens [T, K]."""
-        made = ops.matmul(x, self._weights(x.dtype), order, self.bias(x.dtype), gathers=gathers)
+        output = ops.matmul(x, self._weights(x.dtype), order, self.bias(x.dtype), gathers=gathers)
         if (adapter := self._adapter(x.dtype)) is not None:
             down, up, scale = adapter
             inner = ops.matmul(x, down, order, None, gathers=gathers)
-            made.add_(ops.matmul(inner, up, order, None), alpha=scale)
-        return made
+            output.add_(ops.matmul(inner, up, order, None), alpha=scale)
+        return output
 
     def backward(self, grad: Tensor, order: Order) -> Tensor:
         """The gradient of the rows [R, K], from that of the results."""
-        made = ops.input_gradient(grad, self._weights(grad.dtype), order)
+        gradient = ops.input_gradient(grad, self._weights(grad.dtype), order)
         if (adapter := self._adapter(grad.dtype)) is not None:
             down, up, scale = adapter
             of_inner = ops.input_gradient(grad, up, order).mul_(scale)
-            made.add_(ops.input_gradient(of_inner, down, order))
-        return made
+            gradient.add_(ops.input_gradient(of_inner, down, order))
+        return gradient
 
     def gradients(
         self, grad: Tensor, x: Tensor, order: Order, *, gathers: bool = False
@@ -203,9 +203,9 @@ class _RoutedHalf(torch.autograd.Function):
             elif storage.ffn_input == RECOMPUTE:
                 kept = []
             del gate, up
-            made = ops.combine(down(inner, order), weights, order)
+            combined = ops.combine(down(inner, order), weights, order)
             del inner
-            result = layers.residual(x, parts.rank.reduce_scatter(made.view(len(x), -1, x.shape[-1])))
+            result = layers.residual(x, parts.rank.reduce_scatter(combined.view(len(x), -1, x.shape[-1])))
         ctx.parts, ctx.eps, ctx.dtype, ctx.projecting = parts, eps, dtype, projecting
         mark("norm_input", [kept_x])
         mark("ffn_input", [logits, *kept])

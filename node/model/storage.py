@@ -27,7 +27,7 @@ KINDS = {
 """The forms that each kind may be kept in. Norm inputs cannot be recomputed, and have a model's outlier
 channels."""
 STAGE_BITS = (4, 5, 6, 8, 16)
-"""The choices of bits by stage."""
+"""A stage has one of these numbers of bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,7 +149,7 @@ class Norms:
     @property
     def eps(self) -> float:
         """All have the same."""
-        return next(one.eps for one in (self.first, self.last) if one is not None)
+        return next(norm.eps for norm in (self.first, self.last) if norm is not None)
 
     @classmethod
     def again(cls, tensors: Sequence[Tensor | None], eps: float) -> "Norms":
@@ -494,11 +494,11 @@ def _halved(
     return code_halved_rows(grad)
 
 
-def _keep_heads(made: Sequence[Tensor], form: str) -> list[Tensor]:
+def _keep_heads(heads: Sequence[Tensor], form: str) -> list[Tensor]:
     """Heads [B, H, S, D], or what is projected [B, S, H D], in `form`."""
     if form == AS_COMPUTED:
-        return list(made)
-    return [_keep(_flat(part) if part.dim() == 4 else part, form) for part in made]
+        return list(heads)
+    return [_keep(_flat(part) if part.dim() == 4 else part, form) for part in heads]
 
 
 def _seen(heads: Heads, at: BlockSlice | None) -> Heads:
@@ -516,7 +516,7 @@ def _restoring(
     shapes, (_, *packed) = (key.shape, value.shape), kept
 
     def restore() -> tuple[Tensor, Tensor]:
-        key, value = (_heads(*one, form, dtype) for one in zip(packed, shapes, strict=True))
+        key, value = (_heads(*parts, form, dtype) for parts in zip(packed, shapes, strict=True))
         return key, value
 
     return restore

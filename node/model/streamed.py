@@ -54,7 +54,7 @@ class _Unit:
 
     def lay(self) -> None:
         """Take down where it is on the device."""
-        storages = {one._cdata: one for one in (tensor.untyped_storage() for tensor in self.tensors())}
+        storages = {part._cdata: part for part in (tensor.untyped_storage() for tensor in self.tensors())}
         self.storages = list(storages.values())
         self.sizes = [storage.nbytes() for storage in self.storages]
 
@@ -137,8 +137,8 @@ class Streamed:
         if 0 <= place < len(names) and not self._units[names[place]].blank:
             wanted.append(names[place])
         self._make_room(wanted)
-        for one in wanted:
-            self._fetch(one)
+        for unit in wanted:
+            self._fetch(unit)
         self._arrived(self._units[name])
         self._there.pop(name)
         self._there[name] = None
@@ -176,9 +176,9 @@ class Streamed:
 
     def _make_room(self, wanted: Sequence[str]) -> None:
         """Those used longest ago leave, so that no more than `AT_ONCE` are there with these."""
-        others = [one for one in self._there if one not in wanted]
-        for one in others[: max(0, len(others) + len(wanted) - AT_ONCE)]:
-            self._leave(one)
+        others = [unit for unit in self._there if unit not in wanted]
+        for unit in others[: max(0, len(others) + len(wanted) - AT_ONCE)]:
+            self._leave(unit)
 
     def _leave(self, name: str) -> None:
         self._let_go()
@@ -345,10 +345,10 @@ class Streaming:
         if self._read is not None:
             self._read.use(unit)
 
-    def end_forward(self, unit: str, made: Tensor) -> None:
-        """`made` is what it returned: backward fetches what it needs when it has come there."""
-        if (self._read is not None or self.gradients is not None) and made.requires_grad:
-            made.register_hook(lambda _: self._begin_backward(unit))  # type: ignore[no-untyped-call]
+    def end_forward(self, unit: str, output: Tensor) -> None:
+        """`output` is what it returned: backward fetches what it needs when it has come there."""
+        if (self._read is not None or self.gradients is not None) and output.requires_grad:
+            output.register_hook(lambda _: self._begin_backward(unit))  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, unit: str) -> None:
         if self._read is not None:

@@ -51,8 +51,8 @@ def row_parallel(partial_bsc: Tensor, bias: Tensor | None, rank: TensorRank) -> 
 
     The bias is the same on every rank and is added once, to the sum.
     """
-    made = cast(Tensor, _ReduceScatter.apply(partial_bsc, rank))  # type: ignore[no-untyped-call]
-    return made if bias is None else made + bias
+    output = cast(Tensor, _ReduceScatter.apply(partial_bsc, rank))  # type: ignore[no-untyped-call]
+    return output if bias is None else output + bias
 
 
 class _Gather(torch.autograd.Function):

@@ -285,8 +285,8 @@ def _scales(
     if config.training.precision != "float16":
         return None
     directory = snapshot_directory(snapshots, newest)
-    here = [read_manifest(directory)] if (directory / MANIFEST_NAME).exists() else []
-    found = [one.loss_scale for one in (*kept, *here) if one.step == newest and one.loss_scale is not None]
+    own = [read_manifest(directory)] if (directory / MANIFEST_NAME).exists() else []
+    found = [one.loss_scale for one in (*kept, *own) if one.step == newest and one.loss_scale is not None]
     skipped = store.steps_with_clip(SKIPPED)
     return loss_scales(config.training, skipped, (newest, found[0]) if found else None)
 
@@ -434,11 +434,11 @@ def _check_optimizer_state(directory: Path, recorded: RunConfig, newest: int) ->
     """Raises UserError if the snapshot to go on from has weights alone."""
     if not has_weights_alone(recorded, newest):
         return
-    here = snapshot_directory(directory / "snapshots", newest)
+    folder = snapshot_directory(directory / "snapshots", newest)
     raise UserError(
         f"the snapshot of step {newest} has weights and no optimizer state (snapshots.last = "
         f'"{recorded.snapshots.last}"), so this run cannot go on: begin another one from it, by `thinwire '
-        f'export {shlex.quote(str(directory))} FOLDER` and model.from = "FOLDER", or move {here} away to '
+        f'export {shlex.quote(str(directory))} FOLDER` and model.from = "FOLDER", or move {folder} away to '
         "go on from the snapshot before"
     )
 

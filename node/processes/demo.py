@@ -20,13 +20,13 @@ from wire import event_loop
 from wire.errors import RunError, UserError
 
 START_SECONDS = 120.0
-"""For the coordinator to print its join line."""
+"""The coordinator may take this long to print its join line."""
 GRACE_SECONDS = 10.0
-"""For the run to end after one of its nodes has."""
+"""The run may take this long to end after one of its nodes has."""
 LEAVE_SECONDS = 2.0
 """From the coordinator's end to SIGTERM for nodes that had not joined and get no message."""
 STOP_SECONDS = 20.0
-"""From asking children to stop to killing them."""
+"""Children are killed so long after they were asked to stop."""
 MAX_EVENT_BYTES = 1 << 20
 
 

@@ -25,7 +25,7 @@ from wire.version import VERSION
 MIN_PYTHON, END_PYTHON = (3, 11), (3, 14)
 MIN_TORCH = (2, 11)
 MIN_FREE_BYTES = 2_000_000_000
-"""For a node's identity and logs, or a few snapshots of a coordinator."""
+"""A node's identity and logs, or a few snapshots of a coordinator, need so much."""
 MIN_WRITE_RATE = 20e6
 """Bytes per second with fsync; on a slower disk snapshots take longer than steps."""
 PROBE_BYTES = 16 << 20
@@ -159,10 +159,10 @@ def check_slow_start(setting: Path) -> Iterator[Check]:
 
     It is Linux's default and matters only with long round trips: no warning.
     """
-    if (said := _read_setting(setting)) is None:
+    if (value := _read_setting(setting)) is None:
         return
     detail = "after a pause connections go on at their rate"
-    if said == "1":
+    if value == "1":
         detail = (
             "after a pause connections begin slowly again; with round trips of tens of milliseconds it helps "
             f"to change that: sysctl -w net.ipv4.{setting.name}=0"

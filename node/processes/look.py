@@ -18,7 +18,7 @@ from wire.v1 import enrolment_pb2
 from wire.version import PROTOCOL, VERSION
 
 LOOK_SECONDS = 30.0
-"""For the whole conversation."""
+"""The whole conversation may take this long."""
 
 
 @dataclass(frozen=True, kw_only=True)

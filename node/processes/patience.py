@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from wire.pacing import RECONNECT_SECONDS, Backoff
 
 LOOK_SECONDS = 1.0
-"""Between two updates of what is shown."""
+"""What is shown is updated this often."""
 
 Show = Callable[[str, float], None]
 """Called with what is waited for and the seconds left."""

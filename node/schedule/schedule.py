@@ -230,8 +230,8 @@ def dependencies(
     action: Action, stage: int, stages: int, chunks: int, *, head_first: bool = False
 ) -> Dependencies:
     """The boundary tensors that `action` on `stage` needs and makes."""
-    here = action.chunk * stages + stage
-    before, after = here - 1, here
+    chunk = action.chunk * stages + stage
+    before, after = chunk - 1, chunk
     arrives, leaves = (before, after) if action.kind is Kind.FORWARD else (after, before)
     last = stages * chunks - 1 + head_first
 

@@ -550,12 +550,12 @@ def from_fields(raw: Any) -> Event:
 def _hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
     hints = get_type_hints(kind)
-    return {one.name: hints[one.name] for one in fields(kind)}
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 @cache
 def _required(kind: type) -> frozenset[str]:
-    return frozenset(one.name for one in fields(kind) if not _optional(one))
+    return frozenset(field.name for field in fields(kind) if not _optional(field))
 
 
 def read_value(value: Any, hint: Any, name: str) -> Any:

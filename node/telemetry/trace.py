@@ -105,7 +105,7 @@ def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
 def chrome_trace(aligned: Aligned, name: str, slices: int = 1) -> dict[str, Any]:
     """The trace as one JSON object; `name`: the run's, `slices`: of each microbatch."""
     # In-flight spans are drawn by their tensor; correct nodes always name it.
-    spans = [one for one in aligned.spans if one.span.kind != TransferKind.IN_FLIGHT or one.span.key]
+    spans = [item for item in aligned.spans if item.span.kind != TransferKind.IN_FLIGHT or item.span.key]
     origin = spans[0].start if spans else 0.0
     return {
         "displayTimeUnit": "ms",
@@ -117,12 +117,12 @@ def chrome_trace(aligned: Aligned, name: str, slices: int = 1) -> dict[str, Any]
         },
         "traceEvents": [
             *_names(spans),
-            *(_bar(one, origin, slices) for one in spans if one.span.kind != TransferKind.IN_FLIGHT),
+            *(_bar(placed, origin, slices) for placed in spans if placed.span.kind != TransferKind.IN_FLIGHT),
             *(
                 event
-                for one in spans
-                if one.span.kind == TransferKind.IN_FLIGHT and one.span.key is not None
-                for event in _flight(one, one.span.key, origin, slices)
+                for placed in spans
+                if placed.span.kind == TransferKind.IN_FLIGHT and placed.span.key is not None
+                for event in _flight(placed, placed.span.key, origin, slices)
             ),
             *_arrows(spans, origin),
         ],
@@ -132,10 +132,10 @@ def chrome_trace(aligned: Aligned, name: str, slices: int = 1) -> dict[str, Any]
 def _names(spans: Sequence[PlacedSpan]) -> list[dict[str, Any]]:
     nodes: dict[int, dict[str, None]] = {}
     lanes: dict[tuple[int, int], None] = {}
-    for one in spans:
-        nodes.setdefault(one.process, {})[one.node_id] = None
-        if one.span.kind != TransferKind.IN_FLIGHT:
-            lanes[one.process, one.lane] = None
+    for placed in spans:
+        nodes.setdefault(placed.process, {})[placed.node_id] = None
+        if placed.span.kind != TransferKind.IN_FLIGHT:
+            lanes[placed.process, placed.lane] = None
     events = []
     for process, ids in sorted(nodes.items()):
         replica, stage = divmod(process, _ROW)
@@ -184,9 +184,9 @@ def _flight(one: PlacedSpan, key: TensorKey, origin: float, slices: int) -> list
 def _arrows(spans: Sequence[PlacedSpan], origin: float) -> list[dict[str, Any]]:
     """An arrow for every tensor that was packed and unpacked, over its link."""
     parts: dict[TensorKey, dict[str, PlacedSpan]] = {}
-    for one in spans:
-        if one.span.key is not None:
-            parts.setdefault(one.span.key, {})[one.span.kind] = one
+    for placed in spans:
+        if placed.span.key is not None:
+            parts.setdefault(placed.span.key, {})[placed.span.kind] = placed
     events = []
     for key, way in parts.items():
         ends = way.get(WorkKind.PACK), way.get(WorkKind.UNPACK)

@@ -135,7 +135,7 @@ def newest_whole_step(directory: Path) -> int | None:
     for epoch, steps in sorted(stages.items(), reverse=True):
         known = [*steps.values(), *(stages.get(epoch - 1, {}).values() if len(steps) == 1 else ())]
         every = set[int]().union(*known)
-        if whole := [step for step, those in steps.items() if those == every]:
+        if whole := [step for step, written in steps.items() if written == every]:
             return max(whole)
     return None
 

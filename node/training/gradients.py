@@ -248,13 +248,13 @@ class PlainGradients:
     def _take(self, parameter: Tensor) -> None:
         """Called by autograd once it has added to the `.grad` of a parameter that is not fp32."""
         assert isinstance(parameter, nn.Parameter)
-        made = gradient_of(parameter)
+        gradient = gradient_of(parameter)
         parameter.grad = None
         if parameter in self._main:
             # In fp32, whatever is added.
-            self._main[parameter].add_(made)
+            self._main[parameter].add_(gradient)
         else:
-            self._main[parameter] = made.float()
+            self._main[parameter] = gradient.float()
 
 
 class Fp8Gradients:
@@ -360,8 +360,8 @@ class Fp8Gradients:
         self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
     ) -> None:
         whole = weight_gradient(grads, rows, torch.bfloat16)
-        made = torch.split(whole, [len(parameter) for parameter in parameters])
-        for parameter, part in zip(parameters, made, strict=True):
+        products = torch.split(whole, [len(parameter) for parameter in parameters])
+        for parameter, part in zip(parameters, products, strict=True):
             self.add(parameter, part)
             if self.when_added is not None:
                 self.when_added(self._main[parameter])
@@ -410,8 +410,8 @@ def norms(gradients: Sequence[Tensor | Fp8Gradient]) -> list[list[Tensor]]:
     For a norm in float64 torch makes a copy in it on a CPU, twice as large as the gradient: here, of a piece.
     """
     pieces = [
-        [] if isinstance(one, Fp8Gradient) else list(torch.split(one.flatten(), GRADIENT_PIECE))
-        for one in gradients
+        [] if isinstance(gradient, Fp8Gradient) else list(torch.split(gradient.flatten(), GRADIENT_PIECE))
+        for gradient in gradients
     ]
     plain = iter(_norms([piece for of_one in pieces for piece in of_one]))
     return [
@@ -426,7 +426,7 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     """In float64. On a GPU in one pass over all and without a copy, unlike `torch.linalg.vector_norm`, which
     this calls elsewhere."""
     if tensors and not dispatch.kind_of(tensors[0].device).float64:
-        return [dispatch.in_double(torch.linalg.vector_norm(one.float())) for one in tensors]
+        return [dispatch.in_double(torch.linalg.vector_norm(tensor.float())) for tensor in tensors]
     return torch._foreach_norm(tensors, 2.0, torch.float64) if tensors else ()
 
 

@@ -99,13 +99,13 @@ class PieceSums:
         """`leaf` of each, pieces of one layer unit."""
         if self._rows is None:
             return [self.leaf(piece, gradients) for piece in pieces]
-        made: dict[int, Tensor] = {}
+        leaves: dict[int, Tensor] = {}
         for several in self._alike(pieces):
             parts = [
                 gradient_part(gradients[name], *ends) for piece in several for name, *ends in piece.parts
             ]
-            made |= self._pack_rows(several, torch.cat(parts).view(len(several), -1))
-        return [made[piece.number] for piece in pieces]
+            leaves |= self._pack_rows(several, torch.cat(parts).view(len(several), -1))
+        return [leaves[piece.number] for piece in pieces]
 
     def put(self, folds: Mapping[int, Fold[Tensor]], node: int, values: Mapping[Piece, Tensor]) -> None:
         """`Fold.put` of a node's value of each piece, in the folds by the pieces' numbers."""
@@ -131,8 +131,8 @@ class PieceSums:
         for several in self._alike(left):
             values = self._unpack_rows(several, [left[piece] for piece in several])
             values.add_(self._unpack_rows(several, [right[piece] for piece in several]))
-            made = self._pack_rows(several, values)
-            found |= {piece: made[piece.number] for piece in several}
+            packed = self._pack_rows(several, values)
+            found |= {piece: packed[piece.number] for piece in several}
         return found
 
     def unpack(self, piece: Piece, packed: Tensor) -> Tensor:

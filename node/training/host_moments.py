@@ -45,7 +45,7 @@ class HostMoments:
         self._pieces: dict[nn.Parameter, list[tuple[Tensor, ...]]] = {}
         for parameter, rule in rules.items():
             elements = parameter.numel()
-            parts = [part for one in rule.moments for part in form_of(training, one, is_matrix=True)]
+            parts = [part for moment in rule.moments for part in form_of(training, moment, is_matrix=True)]
             piece = elements if rule.needs_whole else PIECE
             counts = [min(piece, elements - first) for first in range(0, elements, piece)]
             self._pieces[parameter] = [

@@ -142,7 +142,7 @@ class StageOptimizer:
         self.gradients: Gradients
         if training.gradients == "fp8":
             salts = self._gradient_salts() if self._rounds_stochastically else None
-            away = {one for unit in gradients_away for one in self._in_blocks[unit]}
+            away = {parameter for unit in gradients_away for parameter in self._in_blocks[unit]}
             self.gradients = Fp8Gradients(everything, in_place=gradients_in_place, salts=salts, away=away)
         else:
             self.gradients = PlainGradients(everything, in_place=gradients_in_place)
@@ -172,9 +172,9 @@ class StageOptimizer:
         there = {one: rule for one, rule in self._rules.items() if host is not None and one.ndim >= 2}
         self._on_host = None if host is None else HostMoments(host, there, self._training)
         self._moments = {
-            one: [self._zeros(one, part) for part in self._keys(one).values()]
-            for one in self._rules
-            if one not in there
+            parameter: [self._zeros(parameter, part) for part in self._keys(parameter).values()]
+            for parameter in self._rules
+            if parameter not in there
         }
 
     @staticmethod
@@ -193,7 +193,7 @@ class StageOptimizer:
         """Move the matrices' moments to `host`, or back to the device if None, between two steps."""
         if (host is None) == (self._on_host is None):
             return
-        kept = {one: self.moments_of(one) for one in self._rules}
+        kept = {parameter: self.moments_of(parameter) for parameter in self._rules}
         self._place_moments(host)
         for parameter, moments in kept.items():
             self.put_moments(parameter, moments)
@@ -309,15 +309,15 @@ class StageOptimizer:
 
     def _norms_of(self, places: Iterable[tuple[str, nn.Parameter]]) -> list[list[float]]:
         """Norms of the pieces of each parameter's gradient, as `norms` gives them, by unit and parameter."""
-        made = []
+        norms_of = []
         for unit, named in groupby(places, key=itemgetter(0)):
             self.streaming.use_gradients(unit)
-            made += norms([self.gradients.stored(parameter) for _, parameter in named])
-        if not made:
+            norms_of += norms([self.gradients.stored(parameter) for _, parameter in named])
+        if not norms_of:
             return []
         # One wait for the device, for all of them.
-        found = iter(torch.stack([norm for pieces in made for norm in pieces]).tolist())
-        return [[next(found) for _ in pieces] for pieces in made]
+        found = iter(torch.stack([norm for pieces in norms_of for norm in pieces]).tolist())
+        return [[next(found) for _ in pieces] for pieces in norms_of]
 
     def sum_squared_norms(self, ranks: Sequence[Sequence[float]]) -> dict[str, float]:
         """Units' squared norms from `parameter_squared_norms` of all tensor-parallel ranks, in their order.

@@ -55,16 +55,16 @@ def allowed_forms(section: StorageSection) -> list[tuple[str, str]]:
     for entry in section.allow:
         kind, colon, form = entry.rpartition(":")
         kinds = (kind,) if colon else ("norm_input", "ffn_input")
-        for one in kinds:
-            if one not in KINDS:
-                raise ConfigError(f"storage.allow names {one!r}, which is none of {', '.join(KINDS)}")
-            packed = [known for known in KINDS[one] if known in PACKED]
+        for part in kinds:
+            if part not in KINDS:
+                raise ConfigError(f"storage.allow names {part!r}, which is none of {', '.join(KINDS)}")
+            packed = [known for known in KINDS[part] if known in PACKED]
             if form not in packed:
                 raise ConfigError(
-                    f"storage.allow names {entry!r}: {one} may be stored in {', '.join(packed)}; recompute "
+                    f"storage.allow names {entry!r}: {part} may be stored in {', '.join(packed)}; recompute "
                     "and host memory change no bit, so each node decides on them for itself"
                 )
-            found.append((one, form))
+            found.append((part, form))
     return found
 
 
@@ -145,11 +145,11 @@ class BlockTimes:
         fields = json.loads(text)
         stored = {**fields.pop("stored")}
         stored["offload"] = tuple(stored["offload"])
-        packing = tuple(PackTime(**one) for one in fields.pop("packing"))
+        packing = tuple(PackTime(**row) for row in fields.pop("packing"))
         return cls(**fields, stored=Storage(**stored), packing=packing)
 
     def _packing(self, storage: Storage, part: str) -> float:
-        known = {(one.kind, one.form): float(getattr(one, part)) for one in self.packing}
+        known = {(time.kind, time.form): float(getattr(time, part)) for time in self.packing}
         return sum(known.get((kind, getattr(storage, kind)), 0.0) for kind in KINDS)
 
 

@@ -333,7 +333,7 @@ class _Choice:
     def _of(self, way: Way, rung: int) -> int:
         """The rung of a tensor where its direction has this one: the highest up to it that it may have."""
         allowed = self._allowed[way]
-        return max((one for one in allowed if one <= rung), default=allowed[0])
+        return max((step for step in allowed if step <= rung), default=allowed[0])
 
     def _bytes(self, rung: int) -> int:
         return codec_format(self._rungs[rung]).packed_bytes(self._lines.shape)

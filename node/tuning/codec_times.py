@@ -52,7 +52,7 @@ def slowest_packing(nodes: Sequence[PackingTimes]) -> PackingTimes:
     """Of nodes that have the same codecs, codec by codec."""
     if len(nodes) == 1:
         return nodes[0]
-    names = sorted({one.codec for node in nodes for one in node.times})
+    names = sorted({times.codec for node in nodes for times in node.times})
     return PackingTimes(tuple(_slowest(name, [node.of(name) for node in nodes]) for name in names))
 
 

@@ -72,7 +72,7 @@ class StepHistory(Generic[Decided]):
 
     def at(self, step: int) -> Decided | None:
         """What step `step` has; None before the first decision."""
-        return next((made for first, made in reversed(self.changes) if first <= step), None)
+        return next((decided for first, decided in reversed(self.changes) if first <= step), None)
 
     @property
     def newest(self) -> int:

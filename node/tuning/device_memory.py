@@ -36,7 +36,7 @@ _GRADIENT_BYTES = 1 + 1 / BLOCK
 MULTIPROCESSORS = 192
 """No GPU has more."""
 OWN_ATTENTION_WIDTHS = (64, 128)
-"""Of heads that our own backward of attention takes."""
+"""Our own backward of attention takes heads of these widths."""
 WORKSPACES = 2 * (32 << 20) + (1 << 20)
 """Of cuBLAS on a GPU, one for the thread that goes forward and one for autograd's
 (`CUBLAS_WORKSPACE_CONFIG`, `node.stage.machine_info.fix_order`); and numbers and vectors."""
@@ -502,10 +502,10 @@ class Share:
 
     def block_at_work(self) -> int:
         """What a block's backward allocates beside the saved tensors."""
-        made = max(self.feed_forward_at_work(), self._attention_at_work())
+        largest = max(self.feed_forward_at_work(), self._attention_at_work())
         # Between ranks, what one sends and receives, and both in another order.
         exchanged = 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
-        return made + exchanged + self._adapting() + self._restored()
+        return largest + exchanged + self._adapting() + self._restored()
 
     def _restored(self) -> int:
         """A norm's input as it was, which kernels do not read where channels are apart."""

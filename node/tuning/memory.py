@@ -168,7 +168,7 @@ def expected_bytes(config: RunConfig, stages: int, window: int) -> tuple[int, ..
     wide = replace(config, pipeline=replace(config.pipeline, window=window))
     fixed = CPU_PROCESS_BYTES + COMPILED_CODEC_BYTES * _compiles(config)
     ones = stage_memory(wide, stages)
-    return tuple(fixed + one.state + one.step + one.unreturned for one in ones)
+    return tuple(fixed + memory.state + memory.step + memory.unreturned for memory in ones)
 
 
 def _compiles(config: RunConfig) -> bool:

@@ -266,7 +266,7 @@ class PlannedStage:
         for kind in KINDS:
             fates = ["kept"]
             # From what is in few bits other values would come.
-            if kind in _FROM and all(getattr(storage, one) == AS_COMPUTED for one in _FROM[kind]):
+            if kind in _FROM and all(getattr(storage, kept) == AS_COMPUTED for kept in _FROM[kind]):
                 fates.append("again")
             if self._moves and getattr(storage, kind) != RECOMPUTE:
                 fates.append("moved")
@@ -403,8 +403,8 @@ class PlannedStage:
             (moved + sum(count * move.backward_in for move, count in moves)) / times.in_rate,
             sum(count * move.backward_out for move, count in moves) / times.out_rate,
         )
-        forward = max(0.0, forward - self._forward, sum(one.forward for one in waits))
-        backward = max(0.0, backward - self._backward - again, sum(one.backward for one in waits))
+        forward = max(0.0, forward - self._forward, sum(wait.forward for wait in waits))
+        backward = max(0.0, backward - self._backward - again, sum(wait.backward for wait in waits))
         return again + slowing + forward + backward
 
     def _waits(self, taken: Sequence[Column]) -> list[Waits]:
@@ -461,7 +461,7 @@ class PlannedStage:
         those before them, in any order."""
         yield STAYS
         kinds = len(self.state_kinds)
-        for order in (one for length in range(kinds) for one in permutations(range(1, kinds), length)):
+        for order in (some for length in range(kinds) for some in permutations(range(1, kinds), length)):
             counts, host = [0] * kinds, self._host
             for kind in (0, *order):
                 move = self.state_kinds[kind]
@@ -651,10 +651,10 @@ def _fastest(ones: Sequence[PlannedStage], memory_bytes: int) -> MemoryPlan:
     everything = ones[0].plan(ones[0].alike(Choice.KEPT), memory_bytes)
     if everything.fits:
         return everything
-    plans = [plan for one in ones if (plan := one.best(memory_bytes)) is not None and plan.fits]
+    plans = [plan for variant in ones if (plan := variant.best(memory_bytes)) is not None and plan.fits]
     if plans:
         return min(plans, key=lambda plan: plan.added)
-    least = min((one.least() for one in ones), key=lambda plan: (plan.memory.total, plan.added))
+    least = min((variant.least() for variant in ones), key=lambda plan: (plan.memory.total, plan.added))
     return replace(least, fits=least.memory.total <= memory_bytes)
 
 
@@ -689,7 +689,7 @@ def least_stage_bytes(
     """Bytes that each stage needs on every device of such a node when it computes again and moves what it
     can."""
     variants = _variants(config, stages, devices, windows)
-    return tuple(min(one.least().memory.total for one in ones) for ones in zip(*variants, strict=True))
+    return tuple(min(stage.least().memory.total for stage in ones) for ones in zip(*variants, strict=True))
 
 
 def frontier(
@@ -705,7 +705,7 @@ def frontier(
     of `points` memories, both ends included."""
     ones = [one for (one,) in _variants(config, stages, devices, only=stage, times=times)]
     everything = ones[0].plan(ones[0].alike(Choice.KEPT))
-    least = min((one.least() for one in ones), key=lambda plan: plan.memory.total)
+    least = min((variant.least() for variant in ones), key=lambda plan: plan.memory.total)
     most, low = everything.memory.total, least.memory.total
     found = [everything]
     for number in range(1, points):

@@ -86,7 +86,7 @@ class CopyClock:
                 break
             found.append(window)
             each = [self.within(size, window) for size in sizes]
-            if not any(one.forward or one.backward for one in each):
+            if not any(wait.forward or wait.backward for wait in each):
                 break
         return tuple(found)
 
@@ -100,7 +100,7 @@ class CopyClock:
         moving = [part for part in parts if not part.again and part.moved and part.count]
         blocks = sum(part.count for part in parts if not part.again)
         count = sum(part.count for part in moving)
-        window = max((one for one in windows if one * count < blocks), default=1)
+        window = max((length for length in windows if length * count < blocks), default=1)
         each = [(part.count, self.again(part.moved)) for part in again]
         each += [(part.count, self.within(part.moved, window)) for part in moving]
         at_end = moving if count == blocks and blocks else []
@@ -116,7 +116,7 @@ class CopyClock:
 
 
 ENOUGH = 2e-3
-"""Of an optimum: a plan may be worse by this share."""
+"""A plan may be worse than the optimum by this share."""
 MOST_NODES = 250
 """Of the search tree; twice as many find nothing that adds 0.1 % less. A limit of time would let the
 processes of one node find different plans."""
@@ -328,7 +328,7 @@ def solve(program: Program) -> Counts | None:
     for chunk in range(chunks):
         for k, column in enumerate(columns):
             cost[chunk * width + k] = (column.seconds + column.slowing) / second
-    cost[state : state + states] = [(one.seconds + one.slowing) / second for one in program.state]
+    cost[state : state + states] = [(move.seconds + move.slowing) / second for move in program.state]
     cost[[waits_forward, waits_back]] = 1.0
     matrix = np.zeros((len(rows), count))
     for number, (terms, _, _) in enumerate(rows):
@@ -338,7 +338,7 @@ def solve(program: Program) -> Counts | None:
     whole[coming:] = 0
     high = np.full(count, np.inf)
     high[used:state] = 1
-    high[state : state + states] = [one.most for one in program.state]
+    high[state : state + states] = [move.most for move in program.state]
     for each in between:
         whole[list(each.yes_or_no)] = 1
         high[[*each.yes_or_no, *each.last.values()]] = 1

@@ -99,7 +99,7 @@ class PlacePlan:
             moved = sum(a != b for a, b in zip(self.grid.hosts, before.hosts, strict=False))
             what.append(f"{moved} of {len(self.grid.hosts)} places change hands")
         if self.grid.split != before.split:
-            now, then = (",".join(map(str, one.split)) for one in (before, self.grid))
+            now, then = (",".join(map(str, grid.split)) for grid in (before, self.grid))
             what.append(f"blocks by stage are {then} instead of {now}")
         return (
             f"{' and '.join(what)}: by what was measured a step takes {self.then_seconds:.2f} s instead of "
@@ -136,15 +136,15 @@ def plan_places(
         move_seconds: what a move takes.
         fits: whether a grid's stages fit in its nodes' memory.
     """
-    nodes = [one.node_id for one in here]
+    nodes = [node.node_id for node in here]
     if not set(now.hosts) <= set(nodes):
         return None  # somebody is gone: the next placement comes anyway
     shares = dict(zip(now.hosts, now.split * len(now.rows), strict=True))
     even = -(-work.blocks // work.stages)
     most = []
-    for one in here:
-        room = MOST_GROWTH * shares.get(one.node_id, even) if speeds.is_known([one.node_id]) else even
-        most.append(max(shares.get(one.node_id, 0), min(one.most_blocks, room)))
+    for node in here:
+        room = MOST_GROWTH * shares.get(node.node_id, even) if speeds.is_known([node.node_id]) else even
+        most.append(max(shares.get(node.node_id, 0), min(node.most_blocks, room)))
     machines = speeds.machines(nodes, most)
     at = {node: k for k, node in enumerate(nodes)}
     rows = [StageOrder(nodes=tuple(at[node] for node in row), split=now.split) for row in now.rows]
@@ -188,12 +188,12 @@ def _plans(
     # With the present split all stages wait for the slowest node, and only lines count.
     alike = replace(machines, block_seconds=(max(machines.block_seconds),) * machines.count)
     found: list[list[StageOrder]] = [list(now)]
-    for one in (machines, alike):
+    for kind in (machines, alike):
         if len(now) == 1:
-            order = plan_order(one, work)
+            order = plan_order(kind, work)
             rows = [] if order is None else [order]
         else:
-            rows = rows_of(one, work, len(now))
+            rows = rows_of(kind, work, len(now))
         if len(rows) == len(now):
             found.append(rows)
     kept = [[StageOrder(nodes=row.nodes, split=now[0].split) for row in rows] for rows in found]

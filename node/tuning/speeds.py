@@ -127,7 +127,7 @@ class Speeds:
     def text(self, pairs: int) -> str:
         """What so many measured pairs are, for the operator."""
         rates = [8e-6 * line.rate for line in self._lines.values()]
-        claims = [1000 * one.claimed for one in self._nodes.values() if one.claimed > 0]
+        claims = [1000 * node.claimed for node in self._nodes.values() if node.claimed > 0]
         lines = f"{pairs} {'line' if pairs == 1 else 'lines'} between nodes measured"
         text = f"{lines}: {min(rates):.0f} to {max(rates):.0f} Mbit/s"
         return f"{text}; a block takes them {min(claims):.3g} to {max(claims):.3g} ms" if claims else text
@@ -135,8 +135,8 @@ class Speeds:
     def machines(self, nodes: Sequence[str], most_blocks: Sequence[int]) -> Machines:
         """These nodes, of which `block_seconds` is known, as a plan takes them."""
         seconds = [self.block_seconds(node) for node in nodes]
-        usual = median([one for one in seconds if one] or [1.0])
-        return self._of(nodes, [one or usual for one in seconds], most_blocks)
+        usual = median([known for known in seconds if known] or [1.0])
+        return self._of(nodes, [known or usual for known in seconds], most_blocks)
 
     def _of(self, nodes: Sequence[str], seconds: Sequence[float], most_blocks: Sequence[int]) -> Machines:
         sent: dict[str, list[float]] = {}

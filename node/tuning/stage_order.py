@@ -46,8 +46,8 @@ class Machines:
         """These alone, in this order."""
         square = np.ix_(chosen, chosen)
         return Machines(
-            block_seconds=tuple(self.block_seconds[one] for one in chosen),
-            most_blocks=tuple(self.most_blocks[one] for one in chosen),
+            block_seconds=tuple(self.block_seconds[machine] for machine in chosen),
+            most_blocks=tuple(self.most_blocks[machine] for machine in chosen),
             rate=self.rate[square],
             latency=self.latency[square],
         )
@@ -119,8 +119,8 @@ def step_seconds(machines: Machines, order: StageOrder, work: Work) -> float:
     return step_floor(
         microbatches=work.microbatches,
         slices=work.slices,
-        forward=[one / 3 for one in seconds],
-        backward=[2 * one / 3 for one in seconds],
+        forward=[whole / 3 for whole in seconds],
+        backward=[2 * whole / 3 for whole in seconds],
         activation_bytes=work.activation_bytes,
         gradient_bytes=work.gradient_bytes,
         links=[
@@ -152,9 +152,9 @@ def rows_of(machines: Machines, work: Work, rows: int) -> list[StageOrder]:
         order = plan_order(machines.only(left), work)
         if order is None:
             break
-        nodes = tuple(left[one] for one in order.nodes)
+        nodes = tuple(left[place] for place in order.nodes)
         found.append(StageOrder(nodes=nodes, split=order.split))
-        left = [one for one in left if one not in nodes]
+        left = [node for node in left if node not in nodes]
     return _evened(machines, work, found)
 
 
@@ -181,14 +181,14 @@ def _exchange(
     for other in sorted(range(len(rows)), key=lambda row: seconds[row]):
         if other == worst:
             continue
-        for here in rows[worst].nodes:
-            for there in rows[other].nodes:
+        for mine in rows[worst].nodes:
+            for other_node in rows[other].nodes:
                 # In each other's places: to order both rows anew for every pair would take minutes.
                 sets = [
-                    tuple(there if one == here else one for one in rows[worst].nodes),
-                    tuple(here if one == there else one for one in rows[other].nodes),
+                    tuple(other_node if node == mine else node for node in rows[worst].nodes),
+                    tuple(mine if node == other_node else node for node in rows[other].nodes),
                 ]
-                made = []
+                changed = []
                 for nodes in sets:
                     split = split_by_speed(machines, nodes, work)
                     if split is None:
@@ -196,9 +196,9 @@ def _exchange(
                     row = StageOrder(nodes=nodes, split=split)
                     if step_seconds(machines, row, work) > limit:
                         break
-                    made.append(row)
-                if len(made) == len(sets):
-                    return other, (made[0], made[1])
+                    changed.append(row)
+                if len(changed) == len(sets):
+                    return other, (changed[0], changed[1])
     return None
 
 
@@ -237,9 +237,9 @@ class _Search:
         speed = np.array(machines.block_seconds) * even
         chain, left = [first], set(range(machines.count)) - {first}
         while len(chain) < work.stages:
-            here = chain[-1]
-            busy = np.maximum(lines.busy[here], speed)
-            node = min(left, key=lambda one: (busy[one], lines.fill[here, one], one))
+            last = chain[-1]
+            busy = np.maximum(lines.busy[last], speed)
+            node = min(left, key=lambda one: (busy[one], lines.fill[last, one], one))
             chain.append(node)
             left.remove(node)
         return tuple(chain)
@@ -265,12 +265,12 @@ class _Search:
         links = [float(lines.busy[a, b]) for a, b in pairwise(nodes)]
         weak = max(range(n - 1), key=lambda k: links[k]) if n > 1 else 0
         slow = max(range(n), key=lambda k: self._machines.block_seconds[nodes[k]])
-        spares = [one for one in range(self._machines.count) if one not in nodes]
+        spares = [node for node in range(self._machines.count) if node not in nodes]
         spares.sort(key=lambda one: self._machines.block_seconds[one])
         found = []
         around = range(n) if n <= self.FEW else dict.fromkeys((weak, min(weak + 1, n - 1), slow))
         for place in around:
-            found += [(*nodes[:place], one, *nodes[place + 1 :]) for one in spares]
+            found += [(*nodes[:place], spare, *nodes[place + 1 :]) for spare in spares]
             for other in range(n):
                 swapped = list(nodes)
                 swapped[place], swapped[other] = swapped[other], swapped[place]
@@ -280,4 +280,4 @@ class _Search:
         for a in range(n):
             found += [(*nodes[:a], *reversed(nodes[a:b]), *nodes[b:]) for b in range(a + 2, n + 1)]
         assert work.stages == n, "a row has all stages"
-        return [one for one in found if one != nodes]
+        return [order for order in found if order != nodes]

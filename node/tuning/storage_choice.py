@@ -129,7 +129,7 @@ def storage_seconds(config: RunConfig, stages: int, stage: int, room: Room) -> d
     # More microbatches in flight, once links are measured, need memory too.
     share = MEMORY_SHARE if config.pipeline.window == "auto" else 1.0
     room = replace(room, memory_bytes=int(share * room.memory_bytes))
-    plans = {name_of(one): room.plan(chosen_config(config, one), stages, stage) for one in some}
+    plans = {name_of(storage): room.plan(chosen_config(config, storage), stages, stage) for storage in some}
     return {name: plan.seconds + plan.moving for name, plan in plans.items() if plan.fits}
 
 
@@ -188,7 +188,7 @@ def remedies(
     if wide and not config.storage.bits_by_stage:
         section = replace(config.storage, allow=(*config.storage.allow, *sorted(wide)))
         if (least := need(replace(config, storage=section), stages)) <= memory_bytes:
-            listed = ", ".join(f'"{one}"' for one in section.allow)
+            listed = ", ".join(f'"{entry}"' for entry in section.allow)
             found.append(f"storage.allow = [{listed}] ({_gb(least)})")
     if config.training.microbatch > 1:
         small = replace(config, training=replace(config.training, microbatch=1))

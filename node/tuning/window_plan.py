@@ -118,8 +118,8 @@ def measured(
         """At least what one of its links carries, and what all carried in this step."""
         ends = [(one.up, one.down) for one, (low, _) in zip(links, joints, strict=True) if low == stage]
         ends += [(one.down, one.up) for one, (_, high) in zip(links, joints, strict=True) if high == stage]
-        out = sum(one.bytes for one in costs.links if one.source == stage) / costs.seconds
-        received = sum(one.bytes for one in costs.links if one.target == stage) / costs.seconds
+        out = sum(flow.bytes for flow in costs.links if flow.source == stage) / costs.seconds
+        received = sum(flow.bytes for flow in costs.links if flow.target == stage) / costs.seconds
         seen = line_of(stage)
         return LinkRate(
             up=max(seen.up, out, *(up for up, _ in ends if up < math.inf)),
@@ -133,7 +133,7 @@ def measured(
         gradient_bytes=tensor_bytes("gradient"),
         links=links,
         head_share=head_share,
-        packing=tuple(one / microbatches for one in packing),
+        packing=tuple(seconds / microbatches for seconds in packing),
         lines=tuple(map(line, range(stages))),
     )
 
@@ -270,9 +270,9 @@ def middle(steps: Sequence[StepMeasures]) -> StepMeasures:
         return tuple(
             replace(
                 some[0],
-                up=median_low(one.up for one in some),
-                down=median_low(one.down for one in some),
-                latency=median_low(one.latency for one in some),
+                up=median_low(rate.up for rate in some),
+                down=median_low(rate.down for rate in some),
+                latency=median_low(rate.latency for rate in some),
             )
             for some in zip(*map(of, steps), strict=True)
         )

@@ -53,11 +53,11 @@ def bottleneck(
     `evidence`: the steps that advice rests on, if not those of `view`. `advises`: whether those are enough.
     """
     if view.state == "waiting for nodes":
-        here, wanted = len(view.members), view.stages_wanted
-        if here >= wanted:
-            there = f"{counted(here, 'node')} {'is' if here == 1 else 'are'} here"
+        members, wanted = len(view.members), view.stages_wanted
+        if members >= wanted:
+            there = f"{counted(members, 'node')} {'is' if members == 1 else 'are'} here"
             return (f"waiting for a stage's node: {there}, but none fits and none is back yet",)
-        return (f"waiting for nodes: {here} of {wanted} are here; {_how_to_join(view.token_uses)}",)
+        return (f"waiting for nodes: {members} of {wanted} are here; {_how_to_join(view.token_uses)}",)
     if view.rows > 1:
         return _rows(view, codec_bits, ends_in_blocks, evidence, advises=advises)
     model = StepModel.of(view)
@@ -133,7 +133,7 @@ def _rows(
         )
         return tuple([f"{head}; {sentences[0]}" if sentences else head, *sentences[1:]][:MOST_SENTENCES])
     if sync[slowest] >= WAITING:
-        full = [one for one in view.links if one.source_replica != one.target_replica and one.full]
+        full = [link for link in view.links if link.source_replica != link.target_replica and link.full]
         why = f"; {_sync_link(full[0])}" if full else ""
         sentences.insert(
             0,

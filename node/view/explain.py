@@ -344,6 +344,6 @@ def _memory_needs(config: RunConfig, windows: int) -> tuple[StageNeed, ...]:
 
     def needs(on_cpu: bool) -> list[DeviceNeed]:
         stages = stage_memory(config, config.pipeline.stages, Devices(on_cpu=on_cpu), windows=windows)
-        return [DeviceNeed(total=one.total, state=one.state, kept=one.kept) for one in stages]
+        return [DeviceNeed(total=memory.total, state=memory.state, kept=memory.kept) for memory in stages]
 
     return tuple(StageNeed(gpu=gpu, cpu=cpu) for gpu, cpu in zip(needs(False), needs(True), strict=True))

@@ -43,7 +43,7 @@ OPTIMIZER_NOTES = {
     "muon": "fewer steps than adamw, which takes half of this lr",
 }
 MOST_HELD = 0.9
-"""Of a card's memory."""
+"""A first run may take this share of a card's memory."""
 MOST_ADVICE = 8
 """Changes of codecs and of the order, one after another."""
 

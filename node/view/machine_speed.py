@@ -49,10 +49,10 @@ def measured_machine(machine: Machine, config: RunConfig, times: BlockTimes) -> 
 def other_cpus(machines: Sequence[Machine], factor: float) -> tuple[Machine, ...]:
     """The same, CPUs whose speed is not measured so many times as fast."""
     return tuple(
-        replace(one, card=replace(one.card, teraflops=factor * one.card.teraflops))
-        if one.on_cpu and not one.measured_flops
-        else one
-        for one in machines
+        replace(machine, card=replace(machine.card, teraflops=factor * machine.card.teraflops))
+        if machine.on_cpu and not machine.measured_flops
+        else machine
+        for machine in machines
     )
 
 

@@ -130,13 +130,13 @@ def _seconds(work: StepWork, window: int) -> float:
     most = max(2, max(MOST_SIMULATED, 2 * len(work.forward)) // work.slices)
     if count <= most:
         return _total(work, window, count) + work.after
-    whole, half = (_total(work, window, one) for one in (most, most // 2))
+    whole, half = (_total(work, window, microbatches) for microbatches in (most, most // 2))
     return whole + (count - most) * (whole - half) / (most - most // 2) + work.after
 
 
 def _total(work: StepWork, window: int, microbatches: int) -> float:
     stages = len(work.forward)
-    shares = [one / work.slices for one in chunk_shares(stages, work.chunks, work.head_share)]
+    shares = [share / work.slices for share in chunk_shares(stages, work.chunks, work.head_share)]
     return simulate(
         _orders(work, window, microbatches),
         lambda chunk, _: work.forward[chunk % stages] * shares[chunk],

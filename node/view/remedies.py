@@ -92,7 +92,7 @@ def same_bytes_less_loss(
     if not 0 < bits <= present.bits_per_element:
         return None
     codecs = {"activation": (known.name, known.SUCCESSOR)}
-    gains = [one.gain(one.with_codecs(packing=one.more_packing(codecs))) for one in models]
+    gains = [model.gain(model.with_codecs(packing=model.more_packing(codecs))) for model in models]
     if min(gains) < HIDDEN:
         return None
     return (

@@ -310,7 +310,7 @@ class RunView:
         return replace(
             self,
             stages=tuple(stage for stage in self.stages if stage.replica == replica),
-            links=tuple(one for one in self.links if one.source_replica == one.target_replica == replica),
+            links=tuple(link for link in self.links if link.source_replica == link.target_replica == replica),
             groups=(),
             microbatches=self.microbatches * own // whole,
         )

@@ -146,11 +146,11 @@ def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str |
         return None
     parts = []
     for key, what in (("forward_codec", "activation"), ("backward_codec", "gradient")):
-        before, after = (getattr(one.config.pipeline, key) for one in (explanation, other))
+        before, after = (getattr(explained.config.pipeline, key) for explained in (explanation, other))
         if before != after:
             bits = f"{_bits(other, what):.2f} bits an element, {before} {_bits(explanation, what):.2f}"
             parts.append(f"pipeline.{key} = {after} ({bits})")
-    seconds = [step_seconds(one, machines) for one in (explanation, other)]
+    seconds = [step_seconds(explained, machines) for explained in (explanation, other)]
     known = codec_format(explanation.config.pipeline.forward_codec)
     with_less = known.SUCCESSOR and other.config.pipeline.forward_codec == known.SUCCESSOR
     cost = f", where {known.name} cost {known.loss_forward}" if with_less else ""
@@ -192,7 +192,7 @@ def better_order(explanation: Explanation, machines: Sequence[Machine]) -> Bette
     if stages < 2 or pipeline.chunks > 1 or head_first(config, stages):
         return None
     block, head = (unit_cost(config.model, unit) for unit in (block_name(0), HEAD))
-    here = step_seconds(explanation, machines)
+    present = step_seconds(explanation, machines)
     own = list(map(sum, zip(*stage_seconds(config, machines), strict=True)))
     parts = [
         sum(unit_cost(config.model, unit) for unit in units if unit != EMBED) / block
@@ -222,9 +222,9 @@ def better_order(explanation: Explanation, machines: Sequence[Machine]) -> Bette
     placed = tuple(machines[node] for node in order.nodes)
     other = explain(replace(config, pipeline=replace(pipeline, split=order.split)), explanation.text)
     seconds = step_seconds(other, placed)
-    if seconds > 0.98 * here:
+    if seconds > 0.98 * present:
         return None
-    return BetterOrder(machines=placed, explanation=other, seconds=seconds, before=here)
+    return BetterOrder(machines=placed, explanation=other, seconds=seconds, before=present)
 
 
 def _bits(explanation: Explanation, what: str) -> float:
@@ -249,7 +249,7 @@ def _work(explanation: Explanation, machines: Sequence[Machine]) -> StepWork:
         head_share=head_share(config, config.pipeline.stages),
         slices=slices_of(config),
         # A tied weight's gradient crosses when all others are there, and its sum comes back.
-        after=sum(one.bytes / min(lines[one.sender].up, lines[one.receiver].down) for one in tied),
+        after=sum(tie.bytes / min(lines[tie.sender].up, lines[tie.receiver].down) for tie in tied),
     )
 
 

@@ -141,7 +141,7 @@ class RunViewBuilder:
             case events.TokenUses():
                 self.token_uses = event.left
             case events.HeldOutLoss():
-                others = (one for one in self.held_out if one.step != event.step)
+                others = (loss for loss in self.held_out if loss.step != event.step)
                 self.held_out = (*others, event)
                 if math.isfinite(event.uncompressed):
                     self.held_out_loss = self.held_out_loss.plus(event.step, at, event.uncompressed)
@@ -371,7 +371,7 @@ class RunViewBuilder:
             return None
         losses = self.held_out
         newest = losses[-1]
-        finite = {one.step: one.uncompressed for one in losses if math.isfinite(one.uncompressed)}
+        finite = {loss.step: loss.uncompressed for loss in losses if math.isfinite(loss.uncompressed)}
         best = min(finite, key=finite.__getitem__, default=0)
         return HeldOutView(
             step=newest.step,

@@ -14,6 +14,6 @@ def codec(name: str) -> Codec:
     """The codec called `name`; stateless, so all callers share it. `ConfigError` for an unknown name."""
     known = codec_format(name)
     module, kind = known.IMPLEMENTATION
-    made = getattr(import_module(f"{__package__}.{module}"), kind)(known)
-    assert isinstance(made, Codec)
-    return made
+    instance = getattr(import_module(f"{__package__}.{module}"), kind)(known)
+    assert isinstance(instance, Codec)
+    return instance

@@ -112,7 +112,7 @@ class TrellisCodec(Codec):
             super()._unpack_rows(records, out, headers, host)
             return
         where, size = grid(out.shape[1]), self.packed_bytes(headers[0].spec)
-        read = [trellis_payload.read_plain(one.numpy()[HEADER_BYTES:], where) for one in host]
+        read = [trellis_payload.read_plain(record.numpy()[HEADER_BYTES:], where) for record in host]
         nothing = Plain(0, 0, 0, np.zeros(where.groups, dtype=np.int64))
         told = [nothing if plain is None else plain for plain in read]
         whole = self._decode_rows(records, out, headers, told, where).tolist()

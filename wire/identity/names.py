@@ -8,7 +8,7 @@ from base64 import b32encode
 _RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _NODE_ID = re.compile(r"node-[a-z2-7]{10}")
 MOST_NAME = 40
-"""Characters of the name that its owner gives a node."""
+"""The name that its owner gives a node has at most so many characters."""
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 
 

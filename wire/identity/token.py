@@ -33,7 +33,7 @@ MAX_ADDRESSES_BYTES = 2800
 """All addresses together, each with its length byte; keeps the whole token below `_LONGEST`."""
 MOST_USES = 1_000_000
 LONGEST_TTL = timedelta(days=366)
-"""The longest lifetime of a token that an operator creates."""
+"""A token that an operator makes is good for this long at most."""
 # Decoding base58 takes quadratic time; no real token is near this long.
 _LONGEST = 4096
 

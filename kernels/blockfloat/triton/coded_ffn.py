@@ -185,9 +185,9 @@ def activation_backward(
     """As `kernels.blockfloat.triton.ffn.ffn_backward`, and the codes of its result's rows."""
     width = grad.shape[-1]
     gated = up is not None
-    made = grad.new_empty(*grad.shape[:-1], 2 * width if gated else width)
+    grads = grad.new_empty(*grad.shape[:-1], 2 * width if gated else width)
     rows = grad.numel() // width
-    coded = Coded.empty(rows, made.shape[-1], grad.device)
+    coded = Coded.empty(rows, grads.shape[-1], grad.device)
     first, second = gate, gate if up is None else up
     stride = width
     if not bits:
@@ -201,7 +201,7 @@ def activation_backward(
             first,
             second,
             as_bits(grad),
-            as_bits(made),
+            as_bits(grads),
             coded.codes.view(torch.uint8),
             coded.scales,
             blocks_of(grad.shape),
@@ -214,4 +214,4 @@ def activation_backward(
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-    return made, coded
+    return grads, coded

@@ -229,7 +229,7 @@ def ffn_backward(
     """
     count, width = blocks_of(grad.shape), grad.shape[-1]
     gated = packed_up is not None
-    made = grad.new_empty(*grad.shape[:-1], 2 * width if gated else width)
+    grads = grad.new_empty(*grad.shape[:-1], 2 * width if gated else width)
     gate, up = packed_gate, packed_gate if packed_up is None else packed_up
     stride = width
     if not bits and count:
@@ -243,13 +243,13 @@ def ffn_backward(
             gate,
             up,
             as_bits(grad),
-            as_bits(made),
-            as_bits(made[..., width:] if gated else made),
+            as_bits(grads),
+            as_bits(grads[..., width:] if gated else grads),
             count,
             width,
             -(-width // BLOCK),
             stride,
-            made.shape[-1],
+            grads.shape[-1],
             BITS=bits,
             GATED=gated,
             GELU=gelu,
@@ -257,4 +257,4 @@ def ffn_backward(
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-    return made
+    return grads

@@ -39,8 +39,8 @@ def _subtract(values, step, salt, first, last):
 def added(x: torch.Tensor, gain: float, salt: int) -> torch.Tensor:
     """As `kernels.trellis.dither.added`."""
     out = torch.empty_like(x)
-    given, made, by, of = x.numpy(), out.numpy(), np.float32(gain), np.uint32(salt)
-    run(lambda first, last: _add(given, by, of, first, last, made), ranges(x.numel(), 1))
+    given, results, by, of = x.numpy(), out.numpy(), np.float32(gain), np.uint32(salt)
+    run(lambda first, last: _add(given, by, of, first, last, results), ranges(x.numel(), 1))
     return out
 
 

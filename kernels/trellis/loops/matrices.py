@@ -95,10 +95,10 @@ def subtract(x, u, v, row_power, column_power, out):
         for r in range(0, rows, 2):
             # Pair a last single row with itself.
             _multiply(u[r], u[min(r + 1, rows - 1)], v, start * depth, sums)
-            for one in range(min(2, rows - r)):
+            for row in range(min(2, rows - r)):
                 sides = slice(start, start + powers.size)
-                block, near, power = out[r + one, sides], x[r + one, sides], row_power[r + one]
-                own = sums[one * _BLOCK : one * _BLOCK + powers.size]
+                block, near, power = out[r + row, sides], x[r + row, sides], row_power[r + row]
+                own = sums[row * _BLOCK : row * _BLOCK + powers.size]
                 for c in range(powers.size):
                     block[c] = near[c] - own[c] * power * powers[c]
 
@@ -113,9 +113,9 @@ def _reconstruct(n, step, u, v, row_power, column_power, first, last):
             powers = column_power[start : start + _BLOCK]
             for r in range(begin, end, 2):
                 _multiply(u[r], u[min(r + 1, end - 1)], v, start * depth, sums)
-                for one in range(min(2, end - r)):
-                    block, power = n[r + one, start : start + powers.size], row_power[r + one]
-                    own = sums[one * _BLOCK : one * _BLOCK + powers.size]
+                for row in range(min(2, end - r)):
+                    block, power = n[r + row, start : start + powers.size], row_power[r + row]
+                    own = sums[row * _BLOCK : row * _BLOCK + powers.size]
                     for c in range(powers.size):
                         block[c] = bits_of(np.float32(block[c]) * step + own[c] * power * powers[c])
 

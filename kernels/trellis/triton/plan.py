@@ -167,10 +167,10 @@ class Planner:
             self.buffer, self.record = self.zeros.__getitem__, self.zeros.record
         else:
             self.zeros = _Zeros(device, **zeros)
-            made = {
+            buffers = {
                 name: torch.empty(size, dtype=dtype, device=device) for name, (dtype, size) in others.items()
             }
-            self.buffer, self.record = made.__getitem__, 0
+            self.buffer, self.record = buffers.__getitem__, 0
         self.field, self.row_scales = self.buffer("field"), self.buffer("row_scales")
         self.column_scales, self.row_counts = self.buffer("column_scales"), self.buffer("row_counts")
         self.class_sums, self.costs = self.buffer("class_sums"), self.buffer("costs")
