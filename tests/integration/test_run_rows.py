@@ -109,8 +109,7 @@ def test_a_node_that_is_started_again_is_back_in_its_row_before_the_next_snapsho
     kill = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=2)
     # It opens its links beside steps, which are quicker than any that a run would have.
     slow = [
-        Fault(kind=Kind.DELAY, phase=Phase.SENDING, stage=0, step=step, seconds=0.5)
-        for step in range(13, 28)
+        Fault(kind=Kind.DELAY, phase=Phase.SENDING, stage=0, step=step, seconds=0.5) for step in range(13, 28)
     ]
     with FaultRun(tmp_path, LONG, [HOLD, early, later, kill, *slow], launch=prefork.popen) as run:
         with held(run, later):
