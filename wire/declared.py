@@ -55,6 +55,8 @@ class Size:
     """Exactly this many bytes. A field of type `str` holds them in hex."""
 
     bytes: int
+    or_none: bool = False
+    """Or no bytes."""
 
 
 @dataclass(frozen=True)

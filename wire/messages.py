@@ -207,6 +207,8 @@ class Heartbeat:
     telemetry: Telemetry
     sent_at: Finite = 0.0
     """The time on the node's monotonic clock."""
+    preparing: bool = False
+    """The node tests its device, measures or compiles, and takes no place before that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +241,8 @@ class UnitHash(NamedTuple):
     """Sum of squares of the optimizer's first moments."""
     squares: FiniteSquares = 0.0
     """Sum of squares of the second moments. Of moments in 8 bits: of the scales of their blocks."""
+    weights_sha256: Annotated[str, Size(32, or_none=True)] = ""
+    """Of the file of its weights alone, in hex, where that is handed in first."""
 
 
 @dataclass(frozen=True, kw_only=True)

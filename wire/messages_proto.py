@@ -73,7 +73,7 @@ def _scalar(one: Declared, where: str) -> _Way:
         in_hex = one.kind is str
 
         def sized(value: bytes) -> Any:
-            if len(value) != size.bytes:
+            if len(value) != size.bytes and (value or not size.or_none):
                 _refuse(where, f"cannot have {len(value)} bytes: expected {size.bytes}")
             return value.hex() if in_hex else value
 

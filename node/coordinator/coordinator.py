@@ -607,7 +607,7 @@ class Coordinator:
                     self._emit(events.Notice(text=text))
             case Heartbeat():
                 session.answer(self._sessions.reply(message.sent_at))
-                self._machine.heard(node_id, time.monotonic(), longest)
+                self._machine.heard(node_id, time.monotonic(), longest, preparing=message.preparing)
             case Leave(failed=True):
                 # At once: it does not come back, so there is nothing to wait for.
                 why = f"it ended: {message.reason}" if message.reason else "it ended, and did not say why"

@@ -340,7 +340,7 @@ class SnapshotHandler:
         if file.sha256 != said.sha256:
             raise wrong
         entry, sums = self._folder.check(permit.step, permit.unit, file)
-        pairs = zip(sums, said[1:], strict=True)
+        pairs = zip(sums, (said.weights, said.moments, said.squares), strict=True)
         same = all(math.isclose(one, other, rel_tol=SAME_SUM) for one, other in pairs)
         if permit.unit in agreement.alone and not same:
             raise wrong

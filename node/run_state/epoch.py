@@ -66,10 +66,12 @@ from wire.messages import (
 )
 
 REMEMBERED_AUDITS = 16
-PLACING_SECONDS = 300.0
-"""A node that does not say within this time what state it holds is stuck. It is longer than a node may take
-to end the previous epoch, and longer than a node that has just joined takes to compile kernels, to test its
-device and to measure a block of a large model."""
+PLACING_SECONDS = 90.0
+"""A node that does not say within this time what state it holds is stuck, unless it says that it prepares.
+It is longer than a node may take to end the previous epoch."""
+PREPARING_SECONDS = 300.0
+"""The same for a node that has just joined, and says that it compiles kernels, tests its device or measures
+a block of a large model."""
 ENTERING_SECONDS = 120.0
 """A node that does not open the links of its seat within this time does not get it."""
 PROOF_STEPS = 3
@@ -1131,10 +1133,18 @@ class EpochSeries:
             self.current.plan_windows(windows)
             self._windows_of = len(self.current.hosts), self.current.rows
 
-    def unplaced(self, now: float) -> dict[str, str]:
-        """The nodes that should have taken their places by now and have not, with a line for each."""
-        epoch = self.current
-        if epoch is None or epoch.phase is not Phase.PLACING or now - self._began <= PLACING_SECONDS:
+    def unplaced(self, now: float, prepared: Mapping[str, float]) -> dict[str, str]:
+        """The nodes that should have taken their places by now and have not, with a line for each.
+
+        `prepared`: when each last said that it still prepares.
+        """
+        epoch, waited = self.current, now - self._began
+        if epoch is None or epoch.phase is not Phase.PLACING or waited <= PLACING_SECONDS:
             return {}
-        line = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
-        return {node: line for node in epoch.hosts if node not in epoch.answered}
+        late = {}
+        for node in epoch.hosts:
+            prepares = now - prepared[node] <= PLACING_SECONDS
+            if node not in epoch.answered and (not prepares or waited > PREPARING_SECONDS):
+                seconds = PREPARING_SECONDS if prepares else PLACING_SECONDS
+                late[node] = f"it did not take its place within {seconds:g} s: start it again"
+        return late

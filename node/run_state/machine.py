@@ -223,9 +223,14 @@ class RunMachine:
         repeated = [] if extended else self._newcomers.arrived(node_id)
         return [*actions, *extended, *self._prefetch([node_id]), *repeated]
 
-    def heard(self, node_id: str, now: float, kind: str | None = None) -> None:
-        """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says."""
+    def heard(
+        self, node_id: str, now: float, kind: str | None = None, *, preparing: bool = False
+    ) -> None:
+        """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says.
+        `preparing`: it cannot take a place yet, as it tests its device, measures or compiles."""
         self._roster.heard(node_id, now)
+        if preparing and node_id in self.members:
+            self.members[node_id].prepared_at = now - self._unseen
         if kind is not None:
             self._stragglers.says(node_id, kind, now - self._unseen)
 
@@ -252,7 +257,7 @@ class RunMachine:
         late = self._stragglers.look(self.epoch, seen, loading)
         unsaved, slow = self._snapshots.overdue(seen)
         actions += [Announce(text=text) for text in (late.note, slow) if text is not None]
-        for node_id, line in (self._epochs.unplaced(seen) | dict(late.nodes) | unsaved).items():
+        for node_id, line in (self._unplaced(seen) | dict(late.nodes) | unsaved).items():
             if node_id in unsaved and self._snapshots.awaited:
                 self._ending.missing(f"node {node_id} did not hand in its layers")
             actions += self._replace_straggler(node_id, line, now)
@@ -261,6 +266,10 @@ class RunMachine:
         if self.epoch is not None:
             actions += self.epoch.give(now)
         return actions + self._try_place(now)
+
+    def _unplaced(self, seen: float) -> dict[str, str]:
+        prepared = {node: member.prepared_at for node, member in self.members.items()}
+        return self._epochs.unplaced(seen, prepared)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
         """The node is dead, was evicted, or says itself that it ends."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from node.run_state.actions import Action, Send
 from node.run_state.epoch import Epoch
@@ -25,6 +26,8 @@ class Member:
     leaving: bool = False
     stage: int = -1
     """The newest that it hosted, -1 for none."""
+    prepared_at: float = -inf
+    """When it last said that it cannot take a place yet."""
 
 
 class Roster:

@@ -528,7 +528,12 @@ class NodeRuntime:
     async def _heartbeats(self, seconds: float) -> None:
         while True:
             # The first one at once: its answer also gives the coordinator's clock.
-            self._session.post(Heartbeat(telemetry=self._telemetry(), sent_at=time.monotonic()))
+            beat = Heartbeat(
+                telemetry=self._telemetry(),
+                sent_at=time.monotonic(),
+                preparing=self._joining is not None and not self._joining.done(),
+            )
+            self._session.post(beat)
             if self._packing is not None and (news := self._packing.news()) is not None:
                 self._session.post(news)
             await asyncio.sleep(self._heartbeat_pause or seconds)

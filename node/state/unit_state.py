@@ -115,7 +115,8 @@ class LayerDigest:
     @property
     def hash(self) -> UnitHash:
         """Once all is added."""
-        return UnitHash(self._file.hexdigest(), **self._sums)
+        sums = self._sums
+        return UnitHash(self._file.hexdigest(), sums["weights"], sums["moments"], sums["squares"])
 
     @property
     def weights_sha256(self) -> str:

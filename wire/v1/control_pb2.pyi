@@ -284,12 +284,14 @@ class Telemetry(_message.Message):
     def __init__(self, seconds: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkFigures, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ..., relayed_bytes: _Optional[int] = ..., relay_pairs: _Optional[int] = ..., relay_refused: _Optional[int] = ..., line_up: _Optional[float] = ..., line_down: _Optional[float] = ..., expert_load: _Optional[float] = ..., dead_experts: _Optional[int] = ..., without_kernels: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("telemetry", "sent_at")
+    __slots__ = ("telemetry", "sent_at", "preparing")
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    PREPARING_FIELD_NUMBER: _ClassVar[int]
     telemetry: Telemetry
     sent_at: float
-    def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., sent_at: _Optional[float] = ...) -> None: ...
+    preparing: bool
+    def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., sent_at: _Optional[float] = ..., preparing: bool = ...) -> None: ...
 
 class StepSpans(_message.Message):
     __slots__ = ("epoch", "step", "stage", "clock_offset", "clock_error", "dropped", "names", "kinds", "starts", "lengths", "directions", "microbatches", "boundaries", "steps", "peers")
@@ -440,18 +442,20 @@ class StateHashes(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitHash, _Mapping]]] = ...) -> None: ...
 
 class UnitHash(_message.Message):
-    __slots__ = ("unit", "sha256", "weights", "moments", "squares")
+    __slots__ = ("unit", "sha256", "weights", "moments", "squares", "weights_sha256")
     UNIT_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     MOMENTS_FIELD_NUMBER: _ClassVar[int]
     SQUARES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
     unit: int
     sha256: bytes
     weights: float
     moments: float
     squares: float
-    def __init__(self, unit: _Optional[int] = ..., sha256: _Optional[bytes] = ..., weights: _Optional[float] = ..., moments: _Optional[float] = ..., squares: _Optional[float] = ...) -> None: ...
+    weights_sha256: bytes
+    def __init__(self, unit: _Optional[int] = ..., sha256: _Optional[bytes] = ..., weights: _Optional[float] = ..., moments: _Optional[float] = ..., squares: _Optional[float] = ..., weights_sha256: _Optional[bytes] = ...) -> None: ...
 
 class Several(_message.Message):
     __slots__ = ("messages",)
@@ -908,18 +912,20 @@ class DataChunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., place: _Optional[_Union[LayerPlace, _Mapping]] = ...) -> None: ...
 
 class PutLayerChunk(_message.Message):
-    __slots__ = ("step", "unit", "total_bytes", "sha256", "data")
+    __slots__ = ("step", "unit", "total_bytes", "sha256", "weights_alone", "data")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ALONE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     step: int
     unit: str
     total_bytes: int
     sha256: str
+    weights_alone: bool
     data: bytes
-    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., weights_alone: bool = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutLayerReply(_message.Message):
     __slots__ = ("stored", "message")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from node.run_state.actions import Action, Announce, Released, Send
-from node.run_state.epoch import PLACING_SECONDS, Phase
+from node.run_state.epoch import PLACING_SECONDS, PREPARING_SECONDS, Phase
 from node.run_state.failures import FIRST_PATIENCE, LATE_SECONDS, MAX_STRIKES, STEP_PATIENCE
 from tests.support.machine_driver import (
     Driver,
@@ -39,6 +39,31 @@ def test_a_node_that_never_takes_its_stage_is_replaced_by_a_spare() -> None:
     assert [released.node_id for released in of_kind(actions, Released)] == ["b"]
     assert aborts(actions)
     assert placement_of(actions) == ("a", "c")
+
+
+def test_a_node_that_says_that_it_prepares_has_longer_to_take_its_stage() -> None:
+    run = Driver(stages=2)
+    run.join("abc")
+    run.placed("a")
+    for _ in range(int(PREPARING_SECONDS)):
+        run.machine.heard("b", run.time, "", preparing=True)
+        assert run.tick(1.0) == []
+    run.machine.heard("b", run.time, "", preparing=True)
+    actions = run.tick(1.0)
+    assert f"within {PREPARING_SECONDS:g} s" in finishes(actions)["b"]
+    assert placement_of(actions) == ("a", "c")
+
+
+@pytest.mark.parametrize("until", [20.0, PLACING_SECONDS + 50])
+def test_a_node_that_has_prepared_has_the_usual_time_from_then_on(until: float) -> None:
+    run = Driver(stages=2)
+    run.join("abc")
+    run.placed("a")
+    for _ in range(int(until)):
+        run.machine.heard("b", run.time, "", preparing=True)
+        assert run.tick(1.0) == []
+    assert wait(run, PLACING_SECONDS - 1) == []
+    assert f"within {PLACING_SECONDS:g} s" in finishes(wait(run, 2))["b"]
 
 
 def test_a_node_that_answered_is_not_blamed_while_others_load() -> None:

@@ -217,7 +217,8 @@ async def test_a_node_lives_while_its_devices_start(
     monkeypatch.setattr(runtime, "_make_executor", lambda *_: over.wait())
     async with running(runtime) as task:
         for _ in range(3):
-            assert isinstance(await heard.get(), Heartbeat)
+            beat = await heard.get()
+            assert isinstance(beat, Heartbeat) and beat.preparing
         assert runtime._compute.clock.running()[0] is TimeKind.OPTIMIZER, "the watchdog looks at it"
         task.cancel()
         over.set()
