@@ -254,7 +254,7 @@ class SnapshotHandler:
         return await asyncio.shield(self._first[unit])
 
     async def _read_first(self, unit: str) -> LayerFile:
-        weights = (await read_units(self._config.model, [unit]))[unit]
+        weights = (await read_units(self._config.model, [unit], as_stored=True))[unit]
         return await asyncio.to_thread(lambda: LayerFile.of(weights_file(weights)))
 
     def permit(self, node_id: str, step: int, unit: str) -> UploadPermit:

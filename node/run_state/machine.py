@@ -223,9 +223,7 @@ class RunMachine:
         repeated = [] if extended else self._newcomers.arrived(node_id)
         return [*actions, *extended, *self._prefetch([node_id]), *repeated]
 
-    def heard(
-        self, node_id: str, now: float, kind: str | None = None, *, preparing: bool = False
-    ) -> None:
+    def heard(self, node_id: str, now: float, kind: str | None = None, *, preparing: bool = False) -> None:
         """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says.
         `preparing`: it cannot take a place yet, as it tests its device, measures or compiles."""
         self._roster.heard(node_id, now)

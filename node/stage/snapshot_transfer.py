@@ -301,7 +301,7 @@ class SnapshotTransfer:
             return None
         model = replace(self._config.model, from_=str(self._allows.model.absolute()))
         try:
-            weights = (await read_units(model, [unit]))[unit]
+            weights = (await read_units(model, [unit], as_stored=True))[unit]
         except DataError as error:
             log.warning("%s; the coordinator sends these weights", error)
             return None

@@ -133,13 +133,17 @@ def small_file(path: Path) -> bytes | None:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-async def read_units(model: ModelSection, units: Sequence[str], *, token: bool = True) -> Weights:
+async def read_units(
+    model: ModelSection, units: Sequence[str], *, token: bool = True, as_stored: bool = False
+) -> Weights:
     """The weights of these units from `model.from_`. Raises DataError in one line.
 
-    `token`: whether the hub gets the token of this machine's user.
+    Args:
+        token: whether the hub gets the token of this machine's user.
+        as_stored: as of `Checkpoint.read`.
     """
     async with _opened(model, token) as checkpoint:
-        return await checkpoint.read(model, units)
+        return await checkpoint.read(model, units, as_stored=as_stored)
 
 
 async def check_weights(model: ModelSection) -> None:

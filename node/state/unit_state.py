@@ -173,15 +173,21 @@ def _sum_of_squares(array: np.ndarray) -> float:
 
 
 def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:
-    """A unit's float32 weights alone as a file, under their names in a state; in bfloat16 where that holds
-    every value of a tensor, as it does for most checkpoints: half the bytes."""
+    """A unit's weights alone as a file, under their names in a state; in bfloat16 where that holds every
+    value of a tensor, as it does for most checkpoints: half the bytes.
+
+    `weights`: in float32, or the bits of bfloat16.
+    """
     layout, arrays = {}, {}
     for name, array in weights.items():
         key = f"{PARAMETER_PREFIX}{name}"
-        halves = np.ascontiguousarray(array).reshape(-1).view("<u2")
-        is_half = not halves[::2].any()
-        layout[key] = BFLOAT16 if is_half else "float32", array.shape
-        arrays[key] = halves[1::2] if is_half else array
+        arrays[key], layout[key] = array, ("float32", array.shape)
+        if array.dtype == np.float32:
+            halves = np.ascontiguousarray(array).reshape(-1).view("<u2")
+            if halves[::2].any():
+                continue
+            arrays[key] = halves[1::2]
+        layout[key] = BFLOAT16, array.shape
     digest = LayerDigest(layout)
     pieces = (np.ascontiguousarray(arrays[key]).reshape(-1).view(np.uint8).data for key in digest.order)
     return b"".join([digest.head, *pieces])

@@ -44,7 +44,10 @@ _PREFIXES = ("transformer.", "model.")
 """Checkpoints of a base model, saved without its head, have no such prefixes."""
 
 Weights = dict[str, dict[str, np.ndarray]]
-"""float32 parameters by unit and name."""
+"""float32 parameters by unit and name; or bfloat16 ones as their bits, where somebody asks for them as they
+are stored."""
+BITS = np.dtype(np.uint16)
+"""In which numpy, which has no bfloat16, holds it."""
 
 
 class CheckpointError(DataError):
@@ -127,8 +130,8 @@ class Checkpoint:
         self._json_left = MOST_HEADER_BYTES
         self._tensors_left = MOST_TENSORS
 
-    async def read(self, model: ModelSection, units: Sequence[str]) -> Weights:
-        """The parameters of these units.
+    async def read(self, model: ModelSection, units: Sequence[str], *, as_stored: bool = False) -> Weights:
+        """The parameters of these units; with `as_stored` the bits of those that are in bfloat16.
 
         Raises CheckpointError in one line for a missing tensor, another shape or dtype, infinities and NaNs,
         a truncated file or, where a file is read as a whole, another SHA-256; DataError for what cannot be
@@ -141,7 +144,7 @@ class Checkpoint:
                     wanted.append((unit, name, tensor, await self._find(model, unit, tensor)))
         found = await self._read_places({place for *_, stored in wanted for place in stored})
         # A thread, as a unit may have gigabytes.
-        return await asyncio.to_thread(self._assembled, model, units, wanted, found)
+        return await asyncio.to_thread(self._assembled, model, units, wanted, found, as_stored)
 
     def _assembled(
         self,
@@ -149,6 +152,7 @@ class Checkpoint:
         units: Sequence[str],
         wanted: Sequence[tuple[str, str, FileTensor, _Stored]],
         found: Mapping[_Place, memoryview],
+        as_stored: bool,
     ) -> Weights:
         """The units' parameters of their tensors' bytes. Raises CheckpointError."""
         pieces: dict[tuple[str, str], list[np.ndarray]] = {}
@@ -156,10 +160,9 @@ class Checkpoint:
             if scales:
                 array = _from_mxfp4(found[place], found[scales[0]], place.shape)
             else:
-                array = _float32(found[place], place)
-            finite = np.isfinite(array)
-            if not finite.all():
-                count = array.size - np.count_nonzero(finite)
+                array = _as_stored(found[place], place)
+            if not _is_finite(array):
+                count = array.size - np.count_nonzero(np.isfinite(_float32(array)))
                 raise CheckpointError(
                     f"{self._files.where}/{place.file}: tensor {place.tensor} holds {count:,} infinities or "
                     f"NaNs among {array.size:,} values: copy the file again, or take another checkpoint"
@@ -171,6 +174,8 @@ class Checkpoint:
         for unit in units:
             for spec in parameter_specs(model, unit):
                 own = pieces.pop((unit, spec.name))
+                if not as_stored or any(piece.dtype != BITS for piece in own):
+                    own = [_float32(piece) for piece in own]
                 whole = own[0] if len(own) == 1 else np.concatenate(own)
                 weights[unit][spec.name] = np.ascontiguousarray(whole.reshape(spec.shape))
         return weights
@@ -356,14 +361,16 @@ class Checkpoint:
             expected = self._files.digest(name)
             digest = sha256(head)
             for run in _runs(own):
-                data = bytearray()
-                for start in range(run[0].start, run[-1].end, PIECE_BYTES):
-                    data += await self._files.read(name, start, min(run[-1].end, start + PIECE_BYTES))
+                first, end = run[0].start, run[-1].end
+                pieces = [
+                    await self._files.read(name, start, min(end, start + PIECE_BYTES))
+                    for start in range(first, end, PIECE_BYTES)
+                ]
+                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
                 if expected:
                     await asyncio.to_thread(digest.update, data)
                 for place in run:
-                    first = place.start - run[0].start
-                    found[place] = memoryview(data)[first : first + place.end - place.start]
+                    found[place] = memoryview(data)[place.start - first : place.end - first]
             if expected and set(own) == set(every.values()) and digest.hexdigest() != expected:
                 raise CheckpointError(
                     f"{self._files.where}/{name} is damaged: its SHA-256 is {digest.hexdigest()}, "
@@ -402,12 +409,26 @@ def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
     return runs
 
 
-def _float32(data: memoryview, place: _Place) -> np.ndarray:
-    if place.dtype == "BF16":
-        values = (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = np.frombuffer(data, dtype="<f4" if place.dtype == "F32" else "<f2").astype(np.float32)
-    return values.reshape(place.shape)
+def _as_stored(data: memoryview, place: _Place) -> np.ndarray:
+    dtype = {"BF16": BITS, "F32": "<f4", "F16": "<f2"}[place.dtype]
+    return np.frombuffer(data, dtype=dtype).reshape(place.shape)
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    if array.dtype != BITS:
+        return array.astype(np.float32)
+    values = array.astype(np.uint32)
+    values <<= 16
+    return values.view(np.float32)
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """One that is not is the largest or the smallest element, or both; of bits the largest of its sign."""
+    if not array.size:
+        return True
+    if array.dtype == BITS:
+        return int(array.view(np.int16).max()) < 0x7F80 and int(array.max()) < 0xFF80
+    return bool(np.isfinite((array.min(), array.max())).all())
 
 
 def _from_mxfp4(codes: memoryview, scales: memoryview, shape: tuple[int, ...]) -> np.ndarray:

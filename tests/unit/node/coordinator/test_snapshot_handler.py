@@ -541,7 +541,9 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
         monkeypatch.setattr(handler, "_config", replace(CONFIG, model=replace(MODEL, from_="somewhere")))
         reads: list[str] = []
 
-        async def read(model: ModelSection, units: list[str]) -> dict[str, dict[str, np.ndarray]]:
+        async def read(
+            model: ModelSection, units: list[str], *, as_stored: bool
+        ) -> dict[str, dict[str, np.ndarray]]:
             reads.extend(units)
             return {unit: {"norm.weight": np.full(3, len(unit), np.float32)} for unit in units}
 

@@ -220,7 +220,7 @@ async def test_weights_come_from_the_own_disk_or_the_hub_before_the_coordinator(
     )
 
     async def read(
-        model: ModelSection, units: Sequence[str], *, token: bool = True
+        model: ModelSection, units: Sequence[str], *, token: bool = True, as_stored: bool = False
     ) -> dict[str, dict[str, np.ndarray]]:
         """No folder but the one that the owner names, and no token but for repositories that they name."""
         assert model.from_ == (from_ if "hub" in source else str(folder))

@@ -24,6 +24,7 @@ from node.stage.executor import StageExecutor
 from node.stage.stage_model import StageModel
 from node.state.families import read_config
 from node.state.start import check_weights, open_source, read_units
+from node.state.unit_state import weights_file
 from node.state.weights import Checkpoint, CheckpointError, FolderFiles
 from node.telemetry.clock import StageClock
 from wire.errors import ConfigError, DataError
@@ -281,6 +282,22 @@ def test_shards_in_any_order_read_the_same(saved: tuple[Any, Path], tmp_path: Pa
     for unit in units:
         for name, array in one[unit].items():
             assert np.array_equal(array, many[unit][name])
+
+
+def test_weights_are_read_in_bfloat16_as_they_are_stored(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = saved
+    tensors = {
+        name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    units = unit_names(section(tmp_path))
+    as_stored, as_numbers = (
+        asyncio.run(read_units(section(tmp_path), units, as_stored=choice)) for choice in (True, False)
+    )
+    for unit in units:
+        assert {array.dtype for array in as_stored[unit].values()} == {np.dtype(np.uint16)}
+        assert weights_file(as_stored[unit]) == weights_file(as_numbers[unit])
 
 
 def test_a_stage_starts_from_the_checkpoint_with_a_fresh_optimizer(saved: tuple[Any, Path]) -> None:
