@@ -244,6 +244,11 @@ class UnitHash(NamedTuple):
     weights_sha256: Annotated[str, Size(32, or_none=True)] = ""
     """Of the file of its weights alone, in hex, where that is handed in first."""
 
+    @property
+    def hashes(self) -> tuple[str, str]:
+        """What nodes agree on."""
+        return self.sha256, self.weights_sha256
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateHashes:

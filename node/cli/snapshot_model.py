@@ -60,12 +60,12 @@ def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path
     from node.coordinator.store import Store
     from node.run_file.loader import from_json
     from node.state.object_store import stored_steps
-    from node.state.snapshot import held_by_nodes, list_snapshots, snapshot_directory
+    from node.state.snapshot import held_by_nodes, list_models
     from wire.errors import UserError
 
     with Store.open(directory) as store:
         config = from_json(store.run().config_json)
-        local, stored = list_snapshots(directory / "snapshots"), stored_steps(directory)
+        local, stored = list_models(directory), stored_steps(directory)
         steps = sorted({*local, *stored})
         best = store.best_of(steps)
     have = ", ".join(map(str, steps)) or "none"
@@ -85,7 +85,7 @@ def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path
     else:
         hint = held_by_nodes(directory)
         raise UserError(f"{directory} has no snapshot of step {wanted}; it has: {have}{hint}")
-    return config, step, None if step not in local else snapshot_directory(directory / "snapshots", step)
+    return config, step, local.get(step)
 
 
 def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from node.display.status import coordinator_alive, read_status
     from node.display.top import path_sentences
     from node.display.watch import HistoryWatch
+    from node.state.snapshot import list_models
     from node.telemetry.format import dropped_text, duration_text, loss_text, printable
 
     directory = existing_run_directory(args.run_dir)
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     view = watch.view()
     bottleneck = view.bottleneck
     snapshots = [snapshot.step for snapshot in complete]
+    ahead = [*list_models(directory)]
     # The database counts steps from 0.
     done = last.step + 1 if last else 0
     steps = json.loads(record.config_json)["run"]["steps"]
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             "nodes_admitted": members,
             "snapshots": snapshots,
             "snapshot_age_seconds": age,
+            "models": ahead,
             "usable_tokens": usable,
             "bottleneck": bottleneck,
             "replaced": view.replaced,
@@ -106,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")
+    if (model := max(ahead, default=0)) > max(snapshots, default=0):
+        lines.append(f"model     of step {model}, ready for thinwire export; the optimizer's state follows")
     lines.append(f"tokens    {usable} usable")
     if state in ("stopped", GONE):
         lines.append(f"go on with: thinwire resume {directory}")

@@ -468,8 +468,9 @@ class SnapshotsSection:
     last_here: bool = True
     """With `keep = "nodes"` or a URL: the snapshot of the last step goes to the coordinator all the same."""
     last: str = "all"
-    """What the snapshot of the run's last step holds: `all`, or `weights`, a third of it with AdamW, so that
-    the run waits less for it. Such a run cannot go on to more steps; its export starts another run."""
+    """What the snapshot of the run's last step holds: `all`, of which the weights come first, so that the
+    model can be exported while the rest follows; or `weights`, a third of it with AdamW, so that the run ends
+    sooner. Such a run cannot go on to more steps; its export starts another run."""
 
 
 @dataclass(frozen=True, kw_only=True)

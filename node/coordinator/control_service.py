@@ -92,12 +92,17 @@ class Handler(SessionHandler, Protocol):
         """A node reports files on its disk and missing ones; returns those of no snapshot."""
         ...
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
-        """Raises NotDueError if this node is not to upload it now, ProtocolViolationError if never."""
+    def upload_permit(
+        self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
+    ) -> UploadPermit:
+        """`weights_alone`: the file of the layer's weights, ahead of the whole one.
+
+        Raises NotDueError if this node is not to upload it now, ProtocolViolationError if never.
+        """
         ...
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        """`digest`: the data's SHA-256, in hex."""
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
+        """`digest`: the data's SHA-256, in hex. `weights_at`: where the weights belong that came ahead."""
         ...
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:

@@ -712,14 +712,16 @@ class Coordinator:
             self.fail(str(error), error.exit_code)
             raise
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+    def upload_permit(
+        self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
+    ) -> UploadPermit:
         if node_id not in self._machine.members:
             raise NotDueError(f"{node_id} is not in the run at present")
-        return self._snapshots.permit(node_id, step, unit)
+        return self._snapshots.permit(node_id, step, unit, weights_alone=weights_alone)
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
         try:
-            await self._snapshots.put(permit, LayerFile(data, digest))
+            await self._snapshots.put(permit, LayerFile(data, digest), weights_at)
         except WrongLayerError as error:
             # First: a snapshot that waits for a node that is shut out is not taken.
             await self._snapshots.refused(permit)
@@ -739,6 +741,10 @@ class Coordinator:
             self._exports.stored(manifest.step)
         self._samples.stored(manifest.step, is_here=is_here)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
+
+    def weights_stored(self, step: int) -> None:
+        self._emit(events.ModelStored.of(step, self._directory))
+        self._exports.stored(step)
 
     def snapshot_lost(self, step: int, whole: int, text: str) -> None:
         if text:

@@ -97,6 +97,9 @@ class SnapshotRun(Protocol):
         """The snapshot of `step` cannot be used. `whole`: the newest one that can; 0 if none can. `text`
         says so, and is empty if nothing changes."""
 
+    def weights_stored(self, step: int) -> None:
+        """The weights of the last snapshot are here; the optimizer's state follows."""
+
     def fail(self, reason: str) -> None:
         """The disk or the database fails."""
 

@@ -93,7 +93,7 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         first = next(uploaded, None)
         if first is None:
             raise NotDueError("the upload is incomplete")
-        permit = self._decided(context, self._permit(node_id, first.step, first.unit))
+        permit = self._decided(context, self._permit(node_id, first))
         what = f"layer {first.unit} of step {first.step}"
         size, came, parts, digest = first.total_bytes, 0, list[bytes](), hashlib.sha256()
         try:
@@ -119,7 +119,7 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
             raise
         data = b"".join(parts)
         parts.clear()
-        self._decided(context, self._store(permit, data, digest.hexdigest()))
+        self._decided(context, self._store(permit, data, digest.hexdigest(), first.weights_at))
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` gives on the event loop. It is cancelled together with the call."""
@@ -186,19 +186,21 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         await when_served(self._desk, node_id, f"layer {request.unit} of {request.step}")
         return entry.sha256, await layer.read()
 
-    async def _permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+    async def _permit(self, node_id: str, first: control_pb2.PutLayerChunk) -> UploadPermit:
         await when_served(self._desk, node_id, "put layer")
         try:
-            return self._handler.upload_permit(node_id, step, unit)
+            return self._handler.upload_permit(
+                node_id, first.step, first.unit, weights_alone=first.weights_alone
+            )
         except NotDueError:
             raise
         except ProtocolViolationError as error:
             self._handler.refused(node_id, str(error))
             raise
 
-    async def _store(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def _store(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int) -> None:
         try:
-            await self._handler.store_layer(permit, data, digest)
+            await self._handler.store_layer(permit, data, digest, weights_at)
         except NotDueError:
             raise
         except ProtocolViolationError as error:

@@ -5,8 +5,9 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,16 +15,19 @@ from node.coordinator.kept_snapshots import SnapshotBook, SnapshotRun
 from node.schedule.placement import stage_units
 from node.state.manifest import LayerFile, Manifest, SnapshotDamagedError, UnitEntry, unit_file
 from node.state.snapshot import (
+    WEIGHTS_FOLDER,
     SnapshotFolder,
+    damaged,
     list_snapshots,
     read_manifest,
     read_unit,
+    reading,
     set_aside,
     set_damaged_aside,
     snapshot_directory,
 )
 from node.state.start import read_units
-from node.state.unit_state import weights_file
+from node.state.unit_state import WEIGHTS, has_weights_first, weights_file
 from node.telemetry import points
 from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
 from wire.messages import SendLayers, UnitHash
@@ -71,6 +75,8 @@ class UploadPermit:
     most_bytes: int
     hosts: Hosts
     agreed: asyncio.Future[Agreement | None]
+    weights_alone: bool = False
+    """The file of the layer's weights, ahead of the whole one."""
     is_stored: bool = False
     """It is not needed any more: what comes is dropped, and counts as stored."""
 
@@ -104,10 +110,17 @@ class SnapshotHandler:
         self._directory = book.directory / "snapshots"
         self._store = book.store
         self._folder = SnapshotFolder(self._directory, book.config, book.run_id, book.windows, book.scale_of)
+        alone = replace(book.config, snapshots=replace(book.config.snapshots, last=WEIGHTS))
+        self._weights = SnapshotFolder(
+            book.directory / WEIGHTS_FOLDER, alone, book.run_id, book.windows, book.scale_of
+        )
+        """Of the last snapshot, until the whole of it is here."""
+        self._ahead: dict[str, UnitEntry] = {}
+        """Its layers' weights that came in the attempt that is on."""
         self._wanted: dict[int, Hosts] = {}
         """Snapshots by step, in the order of the requests, including complete ones."""
-        self._came: Counter[tuple[int, str, str]] = Counter()
-        """How often each node's layers of a wanted step arrived whole."""
+        self._came: Counter[tuple[int, str, str, bool]] = Counter()
+        """How often each node's layers of a wanted step arrived whole, and how often their weights did."""
         self._agreements: dict[int, asyncio.Future[Agreement | None]] = {}
         """By step, from the request on; None if the snapshot is not taken."""
         self._newest = 0
@@ -152,7 +165,8 @@ class SnapshotHandler:
         others = [other for other in self._wanted if other != step]
         # Of snapshots that never become complete a few are waited for: each takes a folder on the disk.
         old = others[: 1 - MOST_WANTED]
-        if step not in self._wanted and not old:
+        weights_first = has_weights_first(self._config, step)
+        if step not in self._wanted and not old and not weights_first:
             self._wanted[step] = hosts  # nothing to discard, so no wait for the disk
             return
         async with self._writing:
@@ -160,6 +174,9 @@ class SnapshotHandler:
                 await self._forget(other)
             if self._wanted.pop(step, None) is not None:
                 await asyncio.to_thread(self._folder.discard, step)
+            if weights_first:
+                self._ahead.clear()
+                await asyncio.to_thread(self._weights.remove, step)
             self._wanted[step] = hosts
             if before is not None and not before.done():
                 before.set_result(None)
@@ -257,8 +274,8 @@ class SnapshotHandler:
         weights = (await read_units(self._config.model, [unit], as_stored=True))[unit]
         return await asyncio.to_thread(lambda: LayerFile.of(weights_file(weights)))
 
-    def permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
-        """Permission to upload.
+    def permit(self, node_id: str, step: int, unit: str, *, weights_alone: bool = False) -> UploadPermit:
+        """Permission to upload a layer, or the weights alone that go ahead of it.
 
         Uploads go on after their epoch ends, so the host that counts is that of the epoch that asked last.
         When a step is asked for again its state may have other bits: uploads that began earlier are dropped.
@@ -275,7 +292,9 @@ class SnapshotHandler:
             raise NotDueError(
                 f"layer {unit} of the snapshot of step {step} must come from another node, not from {node_id}"
             )
-        if self._came[step, unit, node_id] >= MOST_REPEATS:
+        if weights_alone and not has_weights_first(self._config, step):
+            raise ProtocolViolationError(f"the weights of step {step} do not go ahead")
+        if self._came[step, unit, node_id, weights_alone] >= MOST_REPEATS:
             raise ProtocolViolationError(f"layer {unit} of step {step} came {MOST_REPEATS} times before")
         return UploadPermit(
             node_id=node_id,
@@ -284,25 +303,31 @@ class SnapshotHandler:
             most_bytes=most_bytes,
             hosts=hosts,
             agreed=self._agreements[step],
-            is_stored=step < self._newest,
+            weights_alone=weights_alone,
+            is_stored=step <= self._newest if weights_alone else step < self._newest,
         )
 
-    async def put(self, permit: UploadPermit, file: LayerFile) -> None:
+    async def put(self, permit: UploadPermit, file: LayerFile, weights_at: int = 0) -> None:
         """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored. Of a
         step that is, it is dropped.
+
+        `weights_at`: where the weights belong in the file, if they came ahead and it has none.
 
         Raises RunError when the disk or the database fails, WrongLayerError for a file that is not what was
         agreed on, NotDueError if the step was asked for again meanwhile.
         """
         if self._wanted.get(permit.step) is permit.hosts:
-            self._came[permit.step, permit.unit, permit.node_id] += 1
+            self._came[permit.step, permit.unit, permit.node_id, permit.weights_alone] += 1
         if permit.is_stored:
             return
         points.reach(points.Phase.SNAPSHOT, at=points.At.COORDINATOR, step=permit.step)
-        self._run.layer_received(permit.step, permit.unit)
+        if not permit.weights_alone:
+            self._run.layer_received(permit.step, permit.unit)
         if (agreement := await self._agreement(permit)) is None:
             return
         try:
+            if weights_at:
+                file = await asyncio.to_thread(self._completed, permit, file, weights_at)
             entry = await asyncio.to_thread(self._examined, permit, file, agreement)
         except Exception as error:  # the sender gets it, whatever it is
             raise self._error_for(error, permit) from None
@@ -337,14 +362,31 @@ class SnapshotHandler:
         """
         said = agreement.units[permit.unit]
         wrong = WrongLayerError(permit.node_id, permit.step, permit.unit)
-        if file.sha256 != said.sha256:
+        if file.sha256 != (said.weights_sha256 if permit.weights_alone else said.sha256):
             raise wrong
-        entry, sums = self._folder.check(permit.step, permit.unit, file)
-        pairs = zip(sums, (said.weights, said.moments, said.squares), strict=True)
-        same = all(math.isclose(one, other, rel_tol=SAME_SUM) for one, other in pairs)
+        folder = self._weights if permit.weights_alone else self._folder
+        entry, sums = folder.check(permit.step, permit.unit, file)
+        expected = (said.weights, 0.0, 0.0) if permit.weights_alone else said[1:4]
+        same = all(math.isclose(*pair, rel_tol=SAME_SUM) for pair in zip(sums, expected, strict=True))
+        ahead = None if permit.weights_alone else self._ahead.get(permit.unit)
+        # Who holds a layer alone says both of its hashes: they must be of the same weights.
+        same = same and (ahead is None or ahead.weights_sha256 == entry.weights_sha256)
         if permit.unit in agreement.alone and not same:
             raise wrong
         return entry
+
+    def _completed(self, permit: UploadPermit, file: LayerFile, weights_at: int) -> LayerFile:
+        """A layer's file with the weights that came ahead of it. On a thread."""
+        path = snapshot_directory(self._directory.with_name(WEIGHTS_FOLDER), permit.step)
+        if (entry := self._ahead.get(permit.unit)) is None:
+            raise NotDueError(f"no weights of layer {permit.unit} came ahead of step {permit.step}")
+        with reading(path / entry.file):
+            weights = (path / entry.file).read_bytes()
+        if sha256(weights).hexdigest() != entry.sha256:
+            raise damaged(path / entry.file)
+        data, head = memoryview(file.data), 8 + int.from_bytes(weights[:8], "little")
+        parts = data[:weights_at], memoryview(weights)[head:], data[weights_at:]
+        return LayerFile.of(b"".join(parts))
 
     async def _take_in(self, upload: _Upload) -> Manifest | None:
         """The recorded manifest, if this unit completes its snapshot."""
@@ -353,6 +395,9 @@ class SnapshotHandler:
             if permit.step < self._newest:
                 return None
             self._check_current(permit)
+            if permit.weights_alone:
+                await self._take_in_weights(upload)
+                return None
             manifest = await self._book.disk.write(partial(asyncio.to_thread, self._store_unit, upload))
             if manifest is not None:
                 self._newest = max(self._newest, manifest.step)
@@ -363,6 +408,14 @@ class SnapshotHandler:
                     if step not in self._wanted:
                         del self._agreements[step]
             return manifest
+
+    async def _take_in_weights(self, upload: _Upload) -> None:
+        step, unit, entry = upload.permit.step, upload.permit.unit, upload.entry
+        put = partial(asyncio.to_thread, self._weights.put, step, unit, upload.data, entry)
+        manifest = await self._book.disk.write(put)
+        self._ahead[unit] = entry
+        if manifest is not None:
+            self._run.weights_stored(step)
 
     def _check_current(self, permit: UploadPermit) -> None:
         if self._wanted.get(permit.step) is not permit.hosts:
@@ -425,6 +478,8 @@ class SnapshotHandler:
         manifest = self._folder.put(permit.step, permit.unit, upload.data, upload.entry)
         if manifest is not None:
             self._book.record(manifest)
+            for step in [step for step in self._weights.steps() if step <= manifest.step]:
+                self._weights.remove(step)
             complete = self._folder.steps()
             held = self._book.held(complete)
             # Nobody goes back to what is older and incomplete, and its uploads may never complete.

@@ -118,7 +118,7 @@ class _Asked:
     def outvoted(self, judges: Collection[str], words: Mapping[str, UnitHash], top: UnitHash) -> bool:
         """Whether newcomers say another thing than all witnesses."""
         said = [words[node] for node in judges if node in self.witnesses and node in words]
-        return bool(said) and all(word.sha256 != top.sha256 for word in said)
+        return bool(said) and all(word.hashes != top.hashes for word in said)
 
 
 class StateAgreement:
@@ -222,7 +222,7 @@ class StateAgreement:
                     agreed[unit] = top
                 elif waits:
                     complete = False
-                elif len({word.sha256 for word in words.values()}) > 1:
+                elif len({word.hashes for word in words.values()}) > 1:
                     return self._disputed(asked, stage, words)
                 elif len(judges) > 1 or not words:
                     short = True
@@ -267,15 +267,15 @@ class StateAgreement:
                     if node in asked.said and asked.kinds[node] == kind
                 }
                 earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
-                right = agreed[unit].sha256
+                right = agreed[unit].hashes
                 # An earlier attempt may have had other bits, unless somebody says the same in both.
-                if any(node in words and words[node].sha256 == w.sha256 for node, w in earlier.items()) or (
-                    len(judges) == 1 and (len(earlier) == 1 or right in {w.sha256 for w in earlier.values()})
+                if any(node in words and words[node].hashes == w.hashes for node, w in earlier.items()) or (
+                    len(judges) == 1 and (len(earlier) == 1 or right in {w.hashes for w in earlier.values()})
                 ):
                     words = {**earlier, **words}
-                same = sum(words[node].sha256 == right for node in words)
+                same = sum(words[node].hashes == right for node in words)
                 for node, word in words.items():
-                    if word.sha256 != right and node not in asked.gone:
+                    if word.hashes != right and node not in asked.gone:
                         found.setdefault(node, self._against(asked, node, unit, max(same, len(judges) // 2)))
         for node in found:
             asked.gone.add(node)  # said once
@@ -301,7 +301,7 @@ class StateAgreement:
             # Who says another thing than before computed another state, and is no witness of this one.
             steady = {n for n in said if n not in earlier or earlier[n] == said[n]}
             if len(steady) > 2 and count > len(said) // 2:
-                for node in [n for n in words if asked.said[n][unit].sha256 != top.sha256]:
+                for node in [n for n in words if asked.said[n][unit].hashes != top.hashes]:
                     wrong.setdefault(node, self._against(asked, node, unit, count))
             earlier.update(said)
         if len(words) > 1 or self._doubtful.intersection(words):
@@ -313,7 +313,7 @@ class StateAgreement:
     def _said_before(self, asked: _Asked, unit: int, words: Collection[str], word: UnitHash) -> bool:
         """Whether another node said the same in an earlier attempt."""
         earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
-        return any(said.sha256 == word.sha256 for node, said in earlier.items() if node not in words)
+        return any(said.hashes == word.hashes for node, said in earlier.items() if node not in words)
 
     def _doubted(self, asked: _Asked, unit: int, words: Collection[str]) -> str | None:
         """Whether the only holder, or who held the layer before, differs from others on an earlier state.
@@ -408,8 +408,8 @@ def _most(words: Mapping[str, UnitHash]) -> tuple[UnitHash, int]:
     """What most say, and how many."""
     if not words:
         return UnitHash(""), 0
-    ((sha256, count),) = Counter(word.sha256 for word in words.values()).most_common(1)
-    return next(word for word in words.values() if word.sha256 == sha256), count
+    ((hashes, count),) = Counter(word.hashes for word in words.values()).most_common(1)
+    return next(word for word in words.values() if word.hashes == hashes), count
 
 
 def _near(one: float, other: float) -> bool:

@@ -323,15 +323,30 @@ class CoordinatorClient:
 
         return await self._retry(call)
 
-    async def put_layer(self, step: int, unit: str, file: LayerSource) -> None:
-        """Upload one layer unit's snapshot file; returns when the coordinator has it on disk. Raises RunError
-        if one of the two disks fails."""
+    async def put_layer(
+        self, step: int, unit: str, file: LayerSource, *, weights_alone: bool = False, weights_at: int = 0
+    ) -> None:
+        """Upload one layer unit's snapshot file; returns when the coordinator has it on disk.
+
+        Args:
+            weights_alone: it is the file of the weights alone, which goes ahead.
+            weights_at: where the weights belong in it, if they went ahead.
+
+        Raises RunError if one of the two disks fails.
+        """
         failed: list[RunError] = []
         over = threading.Event()
 
         def chunks() -> Iterator[control_pb2.PutLayerChunk]:
             """The chunks to send. Runs on one of gRPC's threads, which only logs what is raised here."""
-            first = control_pb2.PutLayerChunk(step=step, unit=unit, total_bytes=file.size, sha256=file.sha256)
+            first = control_pb2.PutLayerChunk(
+                step=step,
+                unit=unit,
+                total_bytes=file.size,
+                sha256=file.sha256,
+                weights_alone=weights_alone,
+                weights_at=weights_at,
+            )
             for start, end in growing_pieces(0, file.size, *PIECE_BYTES):
                 if self._pacer is not None and start:
                     over.wait(self._pacer.reserve(end - start, time.monotonic()))

@@ -38,7 +38,7 @@ from node.stage.step_passes import (
 from node.stage.step_samples import cut_samples, numbered
 from node.stage.tensor_transfer import TensorTransfer, example_tensor
 from node.state.serialization import cache_of, without_cache
-from node.state.unit_state import has_weights_alone
+from node.state.unit_state import has_weights_alone, has_weights_first
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.overflow import Overflow
 from node.tuning.memory_plan import Room
@@ -250,7 +250,9 @@ class StageExecutor:
         boundaries = self._cached_boundaries().items()
         of_caches = {} if caches is None else {unit: caches.state(boundary) for boundary, unit in boundaries}
         alone = has_weights_alone(self.config, self.state_step)
-        return self.model.copy_state(of_caches, weights_alone=alone)
+        copy = self.model.copy_state(of_caches, weights_alone=alone)
+        copy.weights_first = has_weights_first(self.config, self.state_step)
+        return copy
 
     # ---- a step
 

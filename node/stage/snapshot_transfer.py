@@ -314,6 +314,7 @@ class SnapshotTransfer:
         step, reading, sending = take.step, asyncio.Semaphore(READERS), asyncio.Semaphore(UPLOADS)
         hashes: dict[str, UnitHash] = {}
         failures: list[str] = []
+        went_ahead, all_weights_are_there = set[str](), asyncio.Event()
 
         async def save(unit: str) -> None:
             points.reach(points.Phase.SNAPSHOT, stage=stage, step=step)
@@ -324,6 +325,13 @@ class SnapshotTransfer:
                 if len(hashes) == len(state.units):
                     # No layer is stored before it is agreed what it is.
                     self._say_hashes(epoch, step, state.units, [hashes[one] for one in state.units])
+                if layer.weights is not None and not take.place:
+                    async with sending:
+                        await self._client.put_layer(step, unit, layer.weights, weights_alone=True)
+                    went_ahead.add(unit)
+                    if len(went_ahead) == len(state.units):
+                        all_weights_are_there.set()
+                    await all_weights_are_there.wait()
                 async with sending:
                     await self._hand_in(take, unit, layer)
 
@@ -373,7 +381,8 @@ class SnapshotTransfer:
         if is_url(take.place):
             await self._put(take.place, step, unit, await asyncio.to_thread(file.read, 0, file.size))
         if not take.place:
-            return await self._client.put_layer(step, unit, file)
+            rest, at = (file, 0) if layer.rest is None else (layer.rest, layer.weights_at)
+            return await self._client.put_layer(step, unit, rest, weights_at=at)
         held = HeldLayer(
             step=step,
             unit=unit,

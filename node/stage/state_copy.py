@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from node.model.optimizers import Layout
-from node.state.manifest import LayerFile, LayerSource
+from node.state.manifest import JoinedFile, LayerFile, LayerSource
 from node.state.snapshot_cache import LayerWriter
 from node.state.unit_state import CACHE_PREFIX, PARAMETER_PREFIX, LayerDigest
 from node.training.optimizer import StateTensor, copy_to_cpu
@@ -58,6 +58,9 @@ class _Slice(NamedTuple):
 
 class StateCopy:
     """The state of some layer units. Create and `settle` it on the compute thread; read it on any."""
+
+    weights_first = False
+    """Whether the file of the weights alone is hashed, too."""
 
     def __init__(self, units: Iterable[tuple[str, UnitTensors]], *, stays: bool = True) -> None:
         """
@@ -108,7 +111,7 @@ class StateCopy:
 
     def digest(self, unit: str, *, reports: int | None = None) -> LayerDigest:
         """A digest to read the unit's tensors into. `reports`: as of `LayerDigest`."""
-        return LayerDigest(self.layout(unit), reports=reports)
+        return LayerDigest(self.layout(unit), reports=reports, weights_first=self.weights_first)
 
     def read(self, unit: str, names: Iterable[str], take: Callable[[str, np.ndarray], object]) -> None:
         """Give `take` these tensors slice by slice, as they are saved. Arrays are used again once `take` has
@@ -220,6 +223,12 @@ class ReadLayer(NamedTuple):
     hash: UnitHash
     weights_sha256: str
     """Empty unless it is reported."""
+    weights: LayerSource | None
+    """The weights alone, and"""
+    rest: LayerSource | None
+    """all but these, where the weights are to go first."""
+    weights_at: int
+    """Where they belong in the whole file."""
 
 
 def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: int | None) -> ReadLayer:
@@ -234,7 +243,14 @@ def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: i
     state.done(unit)
     found = digest.hash
     kept = LayerFile(bytes(data), found.sha256) if file is None else file.keep(found.sha256)
-    return ReadLayer(kept, found, "" if reports is None else digest.weights_sha256)
+    weights = rest = None
+    if (alone := digest.weights) is not None:
+        at, length = digest.weights_at, alone.bytes - len(alone.head)
+        head = LayerFile(alone.head, "")
+        weights = JoinedFile([(head, 0, head.size), (kept, at, at + length)], found.weights_sha256)
+        rest = JoinedFile([(kept, 0, at), (kept, at + length, kept.size)], found.sha256)
+    reported = "" if reports is None else digest.weights_sha256
+    return ReadLayer(kept, found, reported, weights, rest, digest.weights_at)
 
 
 def hash_layer(state: StateCopy, unit: str) -> UnitHash:

@@ -45,10 +45,9 @@ from node.state.object_store import bring, stored_steps
 from node.state.snapshot import (
     held_by_nodes,
     is_complete,
-    list_snapshots,
+    list_models,
     read_manifest,
     read_unit,
-    snapshot_directory,
 )
 from node.state.start import (
     ADAPTER_CONFIG,
@@ -133,8 +132,7 @@ def export(
 
 def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
     """The step and the folder of a complete snapshot."""
-    snapshots = run_directory / "snapshots"
-    here = list_snapshots(snapshots)
+    here = list_models(run_directory)
     complete = sorted({*here, *stored_steps(run_directory)})
     if not complete:
         hint = held_by_nodes(run_directory) or ": wait for run.snapshot_every steps"
@@ -145,7 +143,7 @@ def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
             f"{run_directory} has no snapshot of step {step}; it has {', '.join(map(str, complete))}"
             f"{held_by_nodes(run_directory)}"
         )
-    return step, snapshot_directory(snapshots, step) if step in here else bring(run_directory, step)
+    return step, here.get(step) or bring(run_directory, step)
 
 
 def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: Merge | None) -> None:

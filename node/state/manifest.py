@@ -160,6 +160,29 @@ class LayerSource(Protocol):
         """It is read no more."""
 
 
+class JoinedFile:
+    """Parts of files that are read as one file. Implements `LayerSource`; its parts are others' to close."""
+
+    def __init__(self, parts: Sequence[tuple[LayerSource, int, int]], sha256: str) -> None:
+        """`parts`: a file each, and where its part begins and ends."""
+        self._parts = parts
+        self.size = sum(end - start for _, start, end in parts)
+        self.sha256 = sha256
+
+    def read(self, offset: int, size: int) -> bytes:
+        pieces = []
+        for file, start, end in self._parts:
+            length = end - start
+            if size > 0 and offset < length:
+                pieces.append(file.read(start + offset, min(size, length - offset)))
+                size -= len(pieces[-1])
+            offset = max(0, offset - length)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 class SnapshotStore(Protocol):
     """A place that keeps the layers of a run's snapshots: the coordinator's folder, a node's disk, or an
     object store. The caller must know what a file should be, and compares the SHA-256.

@@ -43,6 +43,8 @@ from node.training.loss_scale import ScaleOf, no_scale
 from wire.descriptors import EXHAUSTED, when_there_are_some
 from wire.errors import DiskFullError, ProtocolViolationError, RunError
 
+WEIGHTS_FOLDER = "weights"
+"""Beside `snapshots` in a run's directory: the last one's weights, in its format, until it is there."""
 MOMENT_SECONDS = 2.0
 """A check that takes longer reports what it does."""
 _CHUNK_BYTES = 1 << 20
@@ -59,6 +61,14 @@ def snapshot_directory(root: Path, step: int) -> Path:
 def list_snapshots(root: Path) -> tuple[int, ...]:
     """Steps of the complete snapshots, oldest first."""
     return tuple(step for step, directory in _step_directories(root) if is_complete(directory))
+
+
+def list_models(run_directory: Path) -> dict[int, Path]:
+    """By step, oldest first: the folders in which a run's weights are complete, of snapshots and of the last
+    step's weights that came ahead of its snapshot."""
+    roots = run_directory / WEIGHTS_FOLDER, run_directory / "snapshots"
+    found = {step: snapshot_directory(root, step) for root in roots for step in list_snapshots(root)}
+    return dict(sorted(found.items()))
 
 
 def is_complete(directory: Path) -> bool:

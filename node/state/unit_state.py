@@ -71,15 +71,20 @@ class LayerDigest:
     The file is that of safetensors: `head`, then each tensor's bytes in `order`.
     """
 
-    def __init__(self, layout: Layout, *, reports: int | None = None) -> None:
-        """`reports`: samples of one pass over the text, where the file is reported as one that nodes can go
-        on from: then the weights have a hash of their own, and impossible numbers raise RunError."""
+    def __init__(self, layout: Layout, *, reports: int | None = None, weights_first: bool = False) -> None:
+        """
+        Args:
+            reports: samples of one pass over the text, where the file is reported as one that nodes can go on
+                from: then the weights have a hash of their own, and impossible numbers raise RunError.
+            weights_first: the file of the weights alone is hashed, too.
+        """
         # The widest elements come first, so that all are aligned.
         self.order = sorted(layout, key=lambda name: (-_DTYPES.index(layout[name][0]), name))
         self._layout = layout
-        header, at = {}, 0
+        header, starts, at = {}, dict[str, int](), 0
         for name in self.order:
             dtype, shape = layout[name]
+            starts[name] = at
             size = (2 if dtype == BFLOAT16 else np.dtype(dtype).itemsize) * prod(shape)
             letters = dtype.upper().replace("UINT", "U").replace("INT", "I").replace("FLOAT", "F")
             header[name] = {"dtype": letters, "shape": shape, "data_offsets": (at, at + size)}
@@ -93,6 +98,11 @@ class LayerDigest:
         self._file, self._weights = sha256(self.head), sha256()
         self._sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
         self._named = ""
+        weights = {name: layout[name] for name in self.order if name.startswith(PARAMETER_PREFIX)}
+        self.weights = LayerDigest(weights) if weights_first and weights else None
+        """Of the file of the weights alone."""
+        self.weights_at = len(self.head) + min((starts[name] for name in weights), default=0)
+        """Where the weights begin, which stand together."""
 
     def add(self, name: str, array: np.ndarray) -> memoryview:
         """The next slice of a tensor, of its dtype; at least one of each, in `order`. Gives its bytes, which
@@ -101,6 +111,8 @@ class LayerDigest:
             _check_numbers(name, array, self._reports)
         piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         self._file.update(piece)
+        if self.weights is not None and name.startswith(PARAMETER_PREFIX):
+            self.weights._file.update(piece)
         if self._reports is not None and name.startswith(PARAMETER_PREFIX):
             if name != self._named:
                 dtype, shape = self._layout[name]
@@ -116,7 +128,8 @@ class LayerDigest:
     def hash(self) -> UnitHash:
         """Once all is added."""
         sums = self._sums
-        return UnitHash(self._file.hexdigest(), sums["weights"], sums["moments"], sums["squares"])
+        weights = "" if self.weights is None else self.weights._file.hexdigest()
+        return UnitHash(self._file.hexdigest(), sums["weights"], sums["moments"], sums["squares"], weights)
 
     @property
     def weights_sha256(self) -> str:
@@ -196,6 +209,11 @@ def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:
 def has_weights_alone(config: RunConfig, step: int) -> bool:
     """Whether the snapshot of `step` has no optimizer state."""
     return config.snapshots.last == WEIGHTS and step >= config.run.steps
+
+
+def has_weights_first(config: RunConfig, step: int) -> bool:
+    """Whether nodes hand in the weights of `step` before the optimizer's state: the model is done."""
+    return config.snapshots.last == ALL and step >= config.run.steps
 
 
 def check_state(

@@ -410,8 +410,9 @@ def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
 
 
 def _as_stored(data: memoryview, place: _Place) -> np.ndarray:
-    dtype = {"BF16": BITS, "F32": "<f4", "F16": "<f2"}[place.dtype]
-    return np.frombuffer(data, dtype=dtype).reshape(place.shape)
+    if place.dtype == "BF16":
+        return np.frombuffer(data, dtype=BITS).reshape(place.shape)
+    return np.frombuffer(data, dtype="<f4" if place.dtype == "F32" else "<f2").reshape(place.shape)
 
 
 def _float32(array: np.ndarray) -> np.ndarray:

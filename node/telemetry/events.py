@@ -5,11 +5,13 @@ alone. As JSON an event is one object: `event` names its kind, the other keys ar
 """
 
 import json
+import shlex
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import EnumType
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
 from node.telemetry.format import NO_LABELS, dropped_text
@@ -478,6 +480,21 @@ class SnapshotSetAside(Notice):
     step: int
     whole: int
     """Step of the newest whole snapshot; those after it are set aside too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStored(Notice):
+    """The last step's weights are on the coordinator's disk; the rest of its snapshot follows."""
+
+    event: ClassVar[str] = "model"
+    step: int
+
+    @classmethod
+    def of(cls, step: int, directory: Path) -> "ModelStored":
+        export = f"thinwire export {shlex.quote(str(directory))} FOLDER"
+        return cls(
+            text=f"the model of step {step} is here: {export}; the optimizer's state follows", step=step
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

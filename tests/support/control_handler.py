@@ -56,11 +56,13 @@ class NobodyAsks:
     async def layer(self, step: int, unit: str) -> ServedLayer:
         raise AssertionError("nobody asks")
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+    def upload_permit(
+        self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
+    ) -> UploadPermit:
         raise AssertionError("nobody asks")
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         raise AssertionError("nobody asks")
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
         raise AssertionError("nobody asks")

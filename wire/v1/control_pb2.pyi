@@ -912,20 +912,22 @@ class DataChunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., place: _Optional[_Union[LayerPlace, _Mapping]] = ...) -> None: ...
 
 class PutLayerChunk(_message.Message):
-    __slots__ = ("step", "unit", "total_bytes", "sha256", "weights_alone", "data")
+    __slots__ = ("step", "unit", "total_bytes", "sha256", "weights_alone", "weights_at", "data")
     STEP_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_AT_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     step: int
     unit: str
     total_bytes: int
     sha256: str
     weights_alone: bool
+    weights_at: int
     data: bytes
-    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., weights_alone: bool = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., unit: _Optional[str] = ..., total_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., weights_alone: bool = ..., weights_at: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutLayerReply(_message.Message):
     __slots__ = ("stored", "message")

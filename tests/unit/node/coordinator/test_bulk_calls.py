@@ -78,7 +78,9 @@ class Handler(NobodyAsks):
         self.asked += 1
         return LAYER
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+    def upload_permit(
+        self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
+    ) -> UploadPermit:
         if self.permit is None:
             raise NotDueError("nobody asked")
         return self.permit
@@ -86,7 +88,7 @@ class Handler(NobodyAsks):
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         self.layers_refused.append((permit.unit, why))
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
         assert digest == sha256(data).hexdigest()
         self.stored.append(data)
 

@@ -32,8 +32,8 @@ from node.model.units import unit_names
 from node.schedule.placement import split_units, stage_units
 from node.state.manifest import LayerFile, Manifest, UnitEntry
 from node.state.serialization import deserialize_unit, serialize_unit
-from node.state.snapshot import Checked, SnapshotFolder, list_snapshots
-from node.state.unit_state import unit_hash
+from node.state.snapshot import WEIGHTS_FOLDER, Checked, SnapshotFolder, list_models, list_snapshots
+from node.state.unit_state import LayerDigest, layout_of, parameters_of, read_tensors, unit_hash
 from node.training.optimizer import StageOptimizer
 from node.view.totals import snapshots_need
 from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError, WrongLayerError
@@ -62,10 +62,13 @@ class Told:
         """Steps of those found damaged, each with that of the newest that is whole."""
         self.failed: list[str] = []
         self.received: list[tuple[int, str]] = []
+        self.weights: list[int] = []
+        """Steps whose weights are there."""
         self.said: list[str] = []
         self.sent: list[tuple[str, CoordinatorMessage]] = []
         self.disk = Disk(self.said.append, retry_seconds=0.01)
         self.fail = self.failed.append
+        self.weights_stored = self.weights.append
 
     def addresses(self) -> dict[str, str]:
         return {}
@@ -554,3 +557,103 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
             assert entry.bytes == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
             assert deserialize_unit(data)["parameter.norm.weight"].tolist() == 3 * [len(unit)]
         assert reads == ["head", "embed", "head"], "each is read once for its entry and its bytes"
+
+
+LAST = CONFIG.run.steps
+
+
+class Ahead:
+    """A layer's file whose weights go ahead of the rest."""
+
+    def __init__(self, data: bytes) -> None:
+        tensors = load(data)
+        digest = LayerDigest(layout_of(tensors), weights_first=True)
+        for name in digest.order:
+            digest.add(name, tensors[name])
+        assert digest.weights is not None
+        self.at, self.hash, self.data = digest.weights_at, digest.hash, data
+        end = self.at + digest.weights.bytes - len(digest.weights.head)
+        self.weights = digest.weights.head + data[self.at : end]
+        self.rest = data[: self.at] + data[end:]
+        assert hashlib.sha256(self.weights).hexdigest() == self.hash.weights_sha256
+
+
+async def send_weights(handler: SnapshotHandler, unit: str, layer: Ahead) -> None:
+    permit = handler.permit(SEATS[0], LAST, unit, weights_alone=True)
+    await handler.put(permit, LayerFile.of(layer.weights))
+
+
+async def send_rest(handler: SnapshotHandler, unit: str, layer: Ahead) -> None:
+    await handler.put(handler.permit(SEATS[0], LAST, unit), LayerFile.of(layer.rest), layer.at)
+
+
+async def test_the_model_of_the_last_step_is_there_before_the_optimizers_state(tmp_path: Path) -> None:
+    layers = {unit: Ahead(data) for unit, data in files(0).items()}
+    async with desk_at(tmp_path) as (handler, told):
+        with pytest.raises(ProtocolViolationError, match="do not go ahead"):
+            await asked(handler, 4, files(0))
+            handler.permit(SEATS[0], 4, UNITS[0], weights_alone=True)
+        await handler.expect(LAST, [SEATS])
+        handler.agreed(LAST, Agreement(units={unit: one.hash for unit, one in layers.items()}, alone=()))
+        for unit in UNITS:
+            assert told.weights == []
+            await send_weights(handler, unit, layers[unit])
+        assert told.weights == [LAST] and told.received == [], "whole layers are waited for"
+        model = list_models(tmp_path)[LAST]
+        assert model.parent == tmp_path / WEIGHTS_FOLDER and list_snapshots(tmp_path / "snapshots") == ()
+        for unit in UNITS:
+            found = parameters_of(read_tensors((model / f"{unit}.safetensors").read_bytes()))
+            whole = parameters_of(load(layers[unit].data))
+            assert {name: array.tobytes() for name, array in found.items()} == {
+                name: array.tobytes() for name, array in whole.items()
+            }
+            await send_rest(handler, unit, layers[unit])
+        assert (await told.stored.get()).step == LAST
+        for unit in UNITS:
+            assert await (await handler.layer(LAST, unit)).read() == layers[unit].data
+        assert list_models(tmp_path) == {LAST: handler.path(LAST)} and not model.exists()
+
+
+async def test_only_weights_that_were_agreed_on_go_ahead(tmp_path: Path) -> None:
+    right, wrong = ({unit: Ahead(data) for unit, data in files(seed).items()} for seed in (0, 1))
+    async with desk_at(tmp_path) as (handler, told):
+        await handler.expect(LAST, [SEATS])
+        handler.agreed(LAST, Agreement(units={unit: one.hash for unit, one in right.items()}, alone=()))
+        with pytest.raises(WrongLayerError):
+            await send_weights(handler, UNITS[0], wrong[UNITS[0]])
+        with pytest.raises(NotDueError):
+            await send_rest(handler, UNITS[0], right[UNITS[0]])
+        await send_weights(handler, UNITS[0], right[UNITS[0]])
+        wrong[UNITS[0]].rest = right[UNITS[0]].rest[:-4] + bytes([0, 0, 128, 63])
+        with pytest.raises(WrongLayerError):
+            await send_rest(handler, UNITS[0], wrong[UNITS[0]])
+        assert told.weights == [] and told.stored.empty()
+
+
+async def test_who_holds_a_layer_alone_cannot_hand_in_other_weights_ahead_of_it(tmp_path: Path) -> None:
+    right, other = (Ahead(files(seed)[UNITS[0]]) for seed in (0, 1))
+    said = right.hash._replace(weights=other.hash.weights, weights_sha256=other.hash.weights_sha256)
+    async with desk_at(tmp_path) as (handler, _):
+        await handler.expect(LAST, [SEATS])
+        handler.agreed(LAST, Agreement(units={UNITS[0]: said}, alone=[UNITS[0]]))
+        await send_weights(handler, UNITS[0], other)
+        with pytest.raises(WrongLayerError):
+            await handler.put(handler.permit(SEATS[0], LAST, UNITS[0]), LayerFile.of(right.data))
+
+
+async def test_another_attempt_at_the_last_step_begins_without_the_weights_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    first, second = ({unit: Ahead(data) for unit, data in files(seed).items()} for seed in (0, 1))
+    async with desk_at(tmp_path) as (handler, told):
+        for layers in (first, second):
+            await handler.expect(LAST, [SEATS])
+            assert list_models(tmp_path) == {}
+            units = {unit: one.hash for unit, one in layers.items()}
+            handler.agreed(LAST, Agreement(units=units, alone=()))
+            for unit in UNITS:
+                await send_weights(handler, unit, layers[unit])
+        assert told.weights == [LAST, LAST]
+        for unit in UNITS:
+            await send_rest(handler, unit, second[unit])
+        assert await (await handler.layer(LAST, UNITS[0])).read() == second[UNITS[0]].data

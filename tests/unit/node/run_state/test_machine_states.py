@@ -17,7 +17,14 @@ from node.run_state.actions import (
     Stop,
 )
 from node.run_state.failures import MAX_STRIKES
-from node.run_state.state_agreement import MOST_DISPUTES, Dispute, Finding, Settled, StateAgreement
+from node.run_state.state_agreement import (
+    MOST_DISPUTES,
+    Dispute,
+    Finding,
+    Settled,
+    StateAgreement,
+    WrongState,
+)
 from node.run_state.wrong_values import _Doubt
 from tests.support.machine_driver import REGROUP, Driver, of_kind, placement_of, stop_of, unit_numbers
 from tests.support.state_attacks import STATE_LIES, attack_state
@@ -133,6 +140,18 @@ def test_a_run_without_an_older_snapshot_ends() -> None:
     run.vote("b", loss=5.5)
     stop = stop_of(run.machine.snapshot_damaged(2, 0))
     assert stop.failed and "not the run's state" in stop.reason
+
+
+def test_the_hash_of_weights_that_go_ahead_is_agreed_on_with_the_whole_layers() -> None:
+    states, found = StateAgreement(unit_numbers), list[Finding]()
+    states.expect(_grid(("a", "b", "c")))
+    for node, weights in (("a", "2"), ("b", "3"), ("c", "3")):
+        units = {unit: UnitHash("1" * 64, 1.0, 1.0, 1.0, weights * 64) for unit in range(6)}
+        found.extend(states.said(node, StateHashes(epoch=1, step=4, units=units)))
+    settled, wrong = found
+    assert isinstance(settled, Settled) and isinstance(wrong, WrongState)
+    assert {word.weights_sha256 for word in settled.units.values()} == {"3" * 64}
+    assert wrong.node_id == "a"
 
 
 @pytest.mark.parametrize("said", ["1", "2"])

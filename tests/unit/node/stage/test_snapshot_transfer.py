@@ -20,6 +20,7 @@ from node.stage.layer_peers import LayerPeers
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.state_copy import StateCopy
 from node.state.manifest import LayerFile, LayerSource
+from node.state.serialization import deserialize_unit, serialize_unit
 from node.state.snapshot_cache import SnapshotCache
 from node.state.unit_state import weights_file
 from node.training.optimizer import StateTensor
@@ -55,6 +56,8 @@ class Coordinator:
     def __init__(self) -> None:
         self.asked: list[tuple[int, str]] = []
         self.stored: list[tuple[int, str]] = []
+        self.came: list[tuple[str, bool, int, bytes]] = []
+        """Of each layer that is stored: the unit, how it came, and its bytes."""
         self.begun: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         self.open = asyncio.Event()
         self.open.set()
@@ -78,12 +81,15 @@ class Coordinator:
             return kept
         return LayerFile.of(data)
 
-    async def put_layer(self, step: int, unit: str, file: LayerSource) -> None:
+    async def put_layer(
+        self, step: int, unit: str, file: LayerSource, *, weights_alone: bool = False, weights_at: int = 0
+    ) -> None:
         self.begun.put_nowait((step, unit))
         if self.lost:
             raise LinkLostError("nobody answers")
         await self.open.wait()
         self.stored.append((step, unit))
+        self.came.append((unit, weights_alone, weights_at, file.read(0, file.size)))
 
 
 class Scene:
@@ -253,6 +259,32 @@ async def test_a_row_that_only_says_what_it_holds_keeps_a_copy_for_a_layer_that_
         async with scene(tmp_path / "another", room=room) as here:
             here.transfer.take(1, replace(copied, place=place), state(), stage=0)
         assert here.posted.get_nowait() == said and here.cache.names() == []
+
+
+@pytest.mark.parametrize("room", [10**6, 0])
+async def test_all_weights_of_the_last_step_go_ahead_of_the_optimizers_state(
+    tmp_path: Path, room: int
+) -> None:
+    tensors = {"exp_avg.weight": torch.zeros(2), "parameter.weight": torch.ones(2), "step": torch.tensor(3)}
+    whole = serialize_unit(tensors)
+    copy = StateCopy((unit, {n: StateTensor(t, t.dtype) for n, t in tensors.items()}) for unit in UNITS)
+    copy.weights_first = True
+    async with scene(tmp_path, room=room) as here:
+        here.transfer.take(1, TakeSnapshot(epoch=1, step=3), copy, stage=0)
+    came = here.coordinator.came
+    assert [alone for _, alone, *_ in came] == [True, True, False, False]
+    said = here.posted.get_nowait()
+    assert isinstance(said, StateHashes)
+    ahead, later = ({unit: one for unit, *one in part} for part in (came[:2], came[2:]))
+    assert ahead.keys() == later.keys() == {*UNITS}
+    for unit in UNITS:
+        (_, _, weights), (_, at, rest) = ahead[unit], later[unit]
+        found = deserialize_unit(weights)
+        assert found.keys() == {"parameter.weight"} and found["parameter.weight"].tolist() == [1.0, 1.0]
+        body = weights[8 + int.from_bytes(weights[:8], "little") :]
+        assert rest[:at] + body + rest[at:] == whole
+    hashes = sha256(whole).hexdigest(), sha256(ahead["head"][2]).hexdigest()
+    assert {word.hashes for word in said.units.values()} == {hashes}
 
 
 async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:

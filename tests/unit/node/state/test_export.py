@@ -22,6 +22,7 @@ from node.config.schema import (
     PipelineSection,
     RunConfig,
     RunSection,
+    SnapshotsSection,
     TrainingSection,
 )
 from node.data.data import Corpus
@@ -34,7 +35,7 @@ from node.state import export as module
 from node.state.byte_tokenizer import byte_pieces
 from node.state.export import export
 from node.state.serialization import serialize_unit
-from node.state.snapshot import SnapshotFolder, read_unit, snapshot_directory
+from node.state.snapshot import WEIGHTS_FOLDER, SnapshotFolder, read_unit, snapshot_directory
 from node.state.start import read_units
 from node.state.whole_model import WholeModel
 from node.telemetry.events import HeldOutLoss
@@ -483,6 +484,23 @@ def test_the_next_snapshot_is_exported_where_the_run_removes_the_newest(
     with pytest.raises(RunError, match=r"step-00000004 .*use an older one"):
         export(run, tmp_path / "other", step=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_model_is_exported_whose_optimizers_state_is_still_to_come(tmp_path: Path) -> None:
+    model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16)
+    config = replace(RunConfig(), model=model, snapshots=SnapshotsSection(last="weights"))
+    snapshot(tmp_path, config, step=1)
+    optimizer = snapshot(tmp_path / "later", config, step=4)
+    ahead = SnapshotFolder(tmp_path / WEIGHTS_FOLDER, config, "run")
+    for unit in unit_names(model):
+        state = optimizer.unit_state(unit)
+        ahead.put(
+            config.run.steps, unit, serialize_unit({n: t for n, t in state.items() if "parameter" in n})
+        )
+    assert export(tmp_path, tmp_path / "out") == config.run.steps
+    export(tmp_path / "later", tmp_path / "same", step=4)
+    files = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("out", "same")]
+    assert files[0] == files[1]
 
 
 def test_bad_requests_are_one_line_and_leave_nothing(tmp_path: Path) -> None:

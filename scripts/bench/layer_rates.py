@@ -1,0 +1,183 @@
+"""What it costs a coordinator to take in layers of a snapshot, and how long its event loop stands still.
+
+    python -m scripts.bench.layer_rates [--before TREE] [--nodes 2] [--layers 6] [--megabytes 64]
+
+Nodes, each a process, upload layers of random bytes over loopback by the program's own client; the
+coordinator hashes and drops them. Processor seconds are those a GB (10^9 bytes) of its process, TLS included.
+The loop's delay is how late a timer of 5 ms is. `--before` measures another tree first. Writes
+scripts/results/layer_rates.json, or FILE.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+from node.config.schema import CoordinatorSection
+from node.coordinator.control_service import ControlService
+from node.coordinator.ports import open_ports
+from node.coordinator.snapshot_handler import UploadPermit
+from node.lab.results import commit, hardware
+from node.stage.coordinator_client import CoordinatorClient
+from node.state.manifest import LayerFile
+from scripts.report import RESULTS, write
+from tests.support.pki import new_authority, new_node
+from wire import event_loop
+from wire.identity.credentials import NodeIdentity
+
+TICK_SECONDS = 0.005
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what uploads of layers cost.")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=6, help="of each node")
+    parser.add_argument("--megabytes", type=int, default=64, help="of each layer")
+    parser.add_argument("--before", type=Path, metavar="TREE")
+    parser.add_argument("--out", type=Path, default=RESULTS / "layer_rates.json", metavar="FILE")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part == "node":
+        event_loop.run(_upload(args))
+        return 0
+    if args.part == "coordinator":
+        print(json.dumps(event_loop.run(_take_in(args))))
+        return 0
+    trees = {"before": args.before.absolute()} if args.before else {}
+    report = {
+        "bench": "layer_rates",
+        "commit": commit(),
+        "hardware": hardware(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "runs": 1,
+        "nodes": args.nodes,
+        "layers": args.layers,
+        "megabytes": args.megabytes,
+        **{name: _measured(args, tree) for name, tree in (trees | {"now": Path.cwd()}).items()},
+    }
+    write(args.out, report)
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def _measured(args: argparse.Namespace, tree: Path) -> dict[str, float]:
+    sizes = ["--nodes", str(args.nodes), "--layers", str(args.layers), "--megabytes", str(args.megabytes)]
+    # This module of this tree, and all else of the other.
+    code = f"import runpy; runpy.run_path({str(Path(__file__).absolute())!r}, run_name='__main__')"
+    found = subprocess.run(
+        [sys.executable, "-c", code, *sizes, "--part", "coordinator"],
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return dict(json.loads(found.stdout))
+
+
+class _Handler:
+    """Takes every layer."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    async def refusal_for(self, node_id: str) -> None:
+        return None
+
+    def upload_permit(
+        self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
+    ) -> UploadPermit:
+        agreed = asyncio.get_running_loop().create_future()
+        return UploadPermit(
+            node_id=node_id, step=step, unit=unit, most_bytes=self._most, hosts={}, agreed=agreed
+        )
+
+    async def store_layer(
+        self, permit: UploadPermit, data: bytes, digest: str = "", weights_at: int = 0
+    ) -> None:
+        # Trees that do not sum the hash as bytes come do it afterwards.
+        assert digest or await asyncio.to_thread(hashlib.sha256, data)
+
+
+async def _take_in(args: argparse.Namespace) -> dict[str, float]:
+    size, authority = args.megabytes << 20, new_authority()
+    service: Any = _Handler(size)
+    settings = CoordinatorSection(listen="127.0.0.1:0")
+    async with open_ports(settings, authority, Mock(), lambda front: ControlService(service, front)) as ports:
+        late: list[float] = []
+        ticking = asyncio.create_task(_tick(late))
+        nodes = [await _node(args, ports.port, new_node(authority)) for _ in range(args.nodes)]
+        for node in nodes:
+            assert node.stdout is not None
+            await node.stdout.readline()  # it has made its layers
+        late.clear()
+        began, spent = time.monotonic(), time.process_time()
+        for node in nodes:
+            assert node.stdin is not None
+            node.stdin.write(b"go\n")
+        codes = [await node.wait() for node in nodes]
+        wall, spent = time.monotonic() - began, time.process_time() - spent
+        ticking.cancel()
+    assert codes == [0] * args.nodes, codes
+    total = args.nodes * args.layers * size / 1e9
+    return {
+        "gigabytes": total,
+        "seconds": wall,
+        "processor_seconds_a_gb": spent / total,
+        "longest_delay_of_the_loop_seconds": max(late),
+        "mean_delay_of_the_loop_seconds": sum(late) / len(late),
+    }
+
+
+async def _tick(late: list[float]) -> None:
+    while True:
+        due = time.monotonic() + TICK_SECONDS
+        await asyncio.sleep(TICK_SECONDS)
+        late.append(time.monotonic() - due)
+
+
+async def _node(args: argparse.Namespace, port: int, identity: NodeIdentity) -> asyncio.subprocess.Process:
+    sizes = ["--layers", str(args.layers), "--megabytes", str(args.megabytes)]
+    code = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+    pipe = asyncio.subprocess.PIPE
+    node = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, *sizes, "--part", "node"), stdin=pipe, stdout=pipe
+    )
+    fields = asdict(identity).items()
+    told = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields}
+    assert node.stdin is not None
+    node.stdin.write(json.dumps({"port": port, **told}).encode() + b"\n")
+    return node
+
+
+async def _upload(args: argparse.Namespace) -> None:
+    told = json.loads(sys.stdin.readline())
+    port = told.pop("port")
+    pems = {name: value.encode() if name.endswith("_pem") else value for name, value in told.items()}
+    identity = NodeIdentity(**pems)
+    client = CoordinatorClient(f"127.0.0.1:{port}", lambda: identity, 60.0)
+    file = LayerFile.of(os.urandom(args.megabytes << 20))
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    turn = asyncio.Semaphore(2)
+
+    async def put(number: int) -> None:
+        async with turn:
+            await client.put_layer(1, f"block.{number:04d}", file)
+
+    await asyncio.gather(*(put(number) for number in range(args.layers)))
+    await client.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
