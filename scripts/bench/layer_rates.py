@@ -4,23 +4,31 @@
 
 Nodes, each a process, upload layers of random bytes over loopback by the program's own client; the
 coordinator hashes and drops them. Processor seconds are those a GB (10^9 bytes) of its process, TLS included.
-The loop's delay is how late a timer of 5 ms is. `--before` measures another tree first. Writes
+The loop's delay is how late a timer of 5 ms is. `--before` measures another tree first. The same bytes go by
+gRPC alone, and over bare TLS sockets, each with two streams a node as the program has. Writes
 scripts/results/layer_rates.json, or FILE.
 """
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+
+import grpc
 
 from node.config.schema import CoordinatorSection
 from node.coordinator.control_service import ControlService
@@ -32,9 +40,17 @@ from node.state.manifest import LayerFile
 from scripts.report import RESULTS, write
 from tests.support.pki import new_authority, new_node
 from wire import event_loop
+from wire.channels import make_threaded_server
+from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import NodeIdentity
+from wire.tls_socket import mutual_context
 
 TICK_SECONDS = 0.005
+UPLOADS, *RAW = "uploads", "grpc", "tls"
+STREAMS = 2
+"""Of each node."""
+PIECE = 1 << 20
+METHOD = "/raw/Put"
 
 
 def main() -> int:
@@ -45,6 +61,7 @@ def main() -> int:
     parser.add_argument("--before", type=Path, metavar="TREE")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_rates.json", metavar="FILE")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--way", default=UPLOADS, choices=[UPLOADS, *RAW], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part == "node":
         event_loop.run(_upload(args))
@@ -63,19 +80,20 @@ def main() -> int:
         "nodes": args.nodes,
         "layers": args.layers,
         "megabytes": args.megabytes,
-        **{name: _measured(args, tree) for name, tree in (trees | {"now": Path.cwd()}).items()},
+        **{name: _measured(args, tree, UPLOADS) for name, tree in (trees | {"now": Path.cwd()}).items()},
+        **{way: _measured(args, Path.cwd(), way) for way in RAW},
     }
     write(args.out, report)
     print(json.dumps(report, indent=1))
     return 0
 
 
-def _measured(args: argparse.Namespace, tree: Path) -> dict[str, float]:
+def _measured(args: argparse.Namespace, tree: Path, way: str) -> dict[str, float]:
     sizes = ["--nodes", str(args.nodes), "--layers", str(args.layers), "--megabytes", str(args.megabytes)]
     # This module of this tree, and all else of the other.
     code = f"import runpy; runpy.run_path({str(Path(__file__).absolute())!r}, run_name='__main__')"
     found = subprocess.run(
-        [sys.executable, "-c", code, *sizes, "--part", "coordinator"],
+        [sys.executable, "-c", code, *sizes, "--part", "coordinator", "--way", way],
         env={**os.environ, "PYTHONPATH": str(tree)},
         cwd=tree,
         stdout=subprocess.PIPE,
@@ -109,14 +127,66 @@ class _Handler:
         assert digest or await asyncio.to_thread(hashlib.sha256, data)
 
 
+@contextlib.asynccontextmanager
+async def _opened(
+    args: argparse.Namespace, authority: CertificateAuthority
+) -> AsyncIterator[tuple[int, str]]:
+    """A port where bytes are taken in and dropped, in the way that is measured; and the name of who does."""
+    identity = new_node(authority)
+    name = identity.server_name(identity.node_id)
+    if args.way == UPLOADS:
+        service: Any = _Handler(args.megabytes << 20)
+        settings = CoordinatorSection(listen="127.0.0.1:0")
+        async with open_ports(
+            settings, authority, Mock(), lambda front: ControlService(service, front)
+        ) as ports:
+            yield ports.port, name
+    elif args.way == "grpc":
+        put = grpc.stream_unary_rpc_method_handler(lambda pieces, _: str(sum(map(len, pieces))).encode())
+        handler = grpc.method_handlers_generic_handler("raw", {"Put": put})
+        server = make_threaded_server([handler], 2 * STREAMS * args.nodes, message_bytes=2 * PIECE)
+        chain = [(identity.key_pem, identity.certificate_pem)]
+        credentials = grpc.ssl_server_credentials(chain, identity.ca_pem, require_client_auth=True)
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+        server.start()
+        yield port, name
+        server.stop(None).wait()
+    else:
+        with socket.create_server(("127.0.0.1", 0), backlog=STREAMS * args.nodes) as listener:
+            takers = [
+                threading.Thread(target=_take_tls, args=(listener, _context(identity, server_side=True)))
+                for _ in range(STREAMS * args.nodes)
+            ]
+            for taker in takers:
+                taker.start()
+            yield listener.getsockname()[1], name
+            for taker in takers:
+                taker.join()
+
+
+def _context(identity: NodeIdentity, *, server_side: bool) -> ssl.SSLContext:
+    return mutual_context(
+        server_side=server_side,
+        key_pem=identity.key_pem,
+        certificate_pem=identity.certificate_pem,
+        ca_pem=identity.ca_pem,
+        protocol="raw",
+    )
+
+
+def _take_tls(listener: socket.socket, context: ssl.SSLContext) -> None:
+    buffer = bytearray(PIECE)
+    with context.wrap_socket(listener.accept()[0], server_side=True) as stream:
+        while stream.recv_into(buffer):
+            pass
+
+
 async def _take_in(args: argparse.Namespace) -> dict[str, float]:
     size, authority = args.megabytes << 20, new_authority()
-    service: Any = _Handler(size)
-    settings = CoordinatorSection(listen="127.0.0.1:0")
-    async with open_ports(settings, authority, Mock(), lambda front: ControlService(service, front)) as ports:
+    async with _opened(args, authority) as place:
         late: list[float] = []
         ticking = asyncio.create_task(_tick(late))
-        nodes = [await _node(args, ports.port, new_node(authority)) for _ in range(args.nodes)]
+        nodes = [await _node(args, place, new_node(authority)) for _ in range(args.nodes)]
         for node in nodes:
             assert node.stdout is not None
             await node.stdout.readline()  # it has made its layers
@@ -146,8 +216,10 @@ async def _tick(late: list[float]) -> None:
         late.append(time.monotonic() - due)
 
 
-async def _node(args: argparse.Namespace, port: int, identity: NodeIdentity) -> asyncio.subprocess.Process:
-    sizes = ["--layers", str(args.layers), "--megabytes", str(args.megabytes)]
+async def _node(
+    args: argparse.Namespace, place: tuple[int, str], identity: NodeIdentity
+) -> asyncio.subprocess.Process:
+    sizes = ["--layers", str(args.layers), "--megabytes", str(args.megabytes), "--way", args.way]
     code = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     pipe = asyncio.subprocess.PIPE
     node = await asyncio.create_subprocess_exec(
@@ -156,20 +228,26 @@ async def _node(args: argparse.Namespace, port: int, identity: NodeIdentity) -> 
     fields = asdict(identity).items()
     told = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields}
     assert node.stdin is not None
-    node.stdin.write(json.dumps({"port": port, **told}).encode() + b"\n")
+    node.stdin.write(json.dumps({"place": place, **told}).encode() + b"\n")
     return node
 
 
 async def _upload(args: argparse.Namespace) -> None:
     told = json.loads(sys.stdin.readline())
-    port = told.pop("port")
+    port, name = told.pop("place")
     pems = {name: value.encode() if name.endswith("_pem") else value for name, value in told.items()}
     identity = NodeIdentity(**pems)
-    client = CoordinatorClient(f"127.0.0.1:{port}", lambda: identity, 60.0)
     file = LayerFile.of(os.urandom(args.megabytes << 20))
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    turn = asyncio.Semaphore(2)
+    if args.way != UPLOADS:
+        send = _send_grpc if args.way == "grpc" else _send_tls
+        await asyncio.gather(
+            *(asyncio.to_thread(send, args, (port, name), identity, file.data) for _ in range(STREAMS))
+        )
+        return
+    client = CoordinatorClient(f"127.0.0.1:{port}", lambda: identity, 60.0)
+    turn = asyncio.Semaphore(STREAMS)
 
     async def put(number: int) -> None:
         async with turn:
@@ -177,6 +255,34 @@ async def _upload(args: argparse.Namespace) -> None:
 
     await asyncio.gather(*(put(number) for number in range(args.layers)))
     await client.close()
+
+
+def _pieces(args: argparse.Namespace, data: bytes) -> Iterator[memoryview]:
+    """What one stream sends."""
+    for _ in range(args.layers // STREAMS):
+        for start in range(0, len(data), PIECE):
+            yield memoryview(data)[start : start + PIECE]
+
+
+def _send_tls(args: argparse.Namespace, place: tuple[int, str], identity: NodeIdentity, data: bytes) -> None:
+    port, name = place
+    context = _context(identity, server_side=False)
+    with (
+        socket.create_connection(("127.0.0.1", port)) as bare,
+        context.wrap_socket(bare, server_hostname=name) as stream,
+    ):
+        for piece in _pieces(args, data):
+            stream.sendall(piece)
+
+
+def _send_grpc(args: argparse.Namespace, place: tuple[int, str], identity: NodeIdentity, data: bytes) -> None:
+    port, name = place
+    credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.certificate_pem)
+    options = [("grpc.ssl_target_name_override", name)]
+    with grpc.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
+        put = channel.stream_unary(METHOD)
+        taken = put(bytes(piece) for piece in _pieces(args, data))
+    assert int(taken) == args.layers // STREAMS * len(data)
 
 
 if __name__ == "__main__":

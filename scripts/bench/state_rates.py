@@ -203,7 +203,8 @@ def run(root: Path, model: Path, args: argparse.Namespace, tree: Path) -> dict[s
             else:
                 seen.setdefault(event["event"], []).append((at, event))
                 if event["event"] in SHOWN:
-                    print(f"{at - began:.1f} s: {event['event']} {event.get('step', '')}", flush=True)
+                    why = event.get("reason", event.get("text", ""))
+                    print(f"{at - began:.1f} s: {event['event']} {event.get('step', '')} {why}", flush=True)
                 if event["event"] == "join-line":
                     children += [
                         _join(root, event["line"].split()[-1], args, number, environment)
