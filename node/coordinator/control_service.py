@@ -102,7 +102,11 @@ class Handler(SessionHandler, Protocol):
         ...
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
-        """`digest`: the data's SHA-256, in hex. `weights_at`: where the weights belong that came ahead."""
+        """
+        Args:
+            digest: the data's SHA-256, in hex; of no use with `weights_at`.
+            weights_at: where the weights belong that came ahead; 0: they are in the data.
+        """
         ...
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:

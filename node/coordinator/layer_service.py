@@ -8,6 +8,7 @@ does for everything else.
 import asyncio
 import contextlib
 import hashlib
+import io
 import logging
 import time
 from collections import Counter
@@ -95,7 +96,8 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
             raise NotDueError("the upload is incomplete")
         permit = self._decided(context, self._permit(node_id, first))
         what = f"layer {first.unit} of step {first.step}"
-        size, came, parts, digest = first.total_bytes, 0, list[bytes](), hashlib.sha256()
+        # It grows in place: parts that are joined at the end would be in memory twice.
+        size, came, whole, digest = first.total_bytes, 0, io.BytesIO(), hashlib.sha256()
         try:
             if size > permit.most_bytes:
                 raise ProtocolViolationError(f"{what} has at most {permit.most_bytes} bytes, not {size}")
@@ -107,8 +109,9 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
                 # Read and drop a layer that is stored already: a client may take an early reply for a lost
                 # link.
                 if not permit.is_stored:
-                    parts.append(chunk.data)
-                    digest.update(chunk.data)
+                    whole.write(chunk.data)
+                    if not first.weights_at:
+                        digest.update(chunk.data)
                 chunk = next(uploaded, None)
             if came != size:
                 raise NotDueError(f"{what} ended after {came} of {size} bytes")
@@ -117,9 +120,7 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         except ProtocolViolationError as error:
             self._decided(context, self._handler.layer_refused(permit, str(error)))
             raise
-        data = b"".join(parts)
-        parts.clear()
-        self._decided(context, self._store(permit, data, digest.hexdigest(), first.weights_at))
+        self._decided(context, self._store(permit, whole.getvalue(), digest.hexdigest(), first.weights_at))
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` gives on the event loop. It is cancelled together with the call."""

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import hashlib
+import io
 import math
 import threading
 import time
@@ -579,7 +581,7 @@ class _Download:
             kept: a download without data means that the file is the same as this one.
         """
         self._size, self._what, self._exact, self._kept = size, what, exact, kept
-        self._parts: list[bytes] = []
+        self._whole, self._sum = io.BytesIO(), hashlib.sha256()
         self._came, self._total, self._digest = 0, -1, ""
 
     def take(self, chunk: control_pb2.DataChunk) -> None:
@@ -593,14 +595,15 @@ class _Download:
             raise ProtocolViolationError(
                 f"{self._what} is longer than the {self._total} bytes that were announced"
             )
-        self._parts.append(chunk.data)
+        self._whole.write(chunk.data)
+        self._sum.update(chunk.data)
 
     def file(self) -> LayerFile:
         """All of it. Raises PackedMismatchError if it is damaged."""
         kept = self._kept
         if not self._came and kept is not None and kept.sha256 == self._digest:
             return kept
-        file = LayerFile.of(b"".join(self._parts))
+        file = LayerFile(self._whole.getvalue(), self._sum.hexdigest())
         if file.size != self._total or file.sha256 != self._digest:
             raise PackedMismatchError(f"{self._what} arrived damaged: {self._came} of {self._total} bytes")
         return file
