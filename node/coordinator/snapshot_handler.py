@@ -411,6 +411,8 @@ class SnapshotHandler:
 
     async def _take_in_weights(self, upload: _Upload) -> None:
         step, unit, entry = upload.permit.step, upload.permit.unit, upload.entry
+        if unit in self._ahead:
+            return  # the answer to its node was lost
         put = partial(asyncio.to_thread, self._weights.put, step, unit, upload.data, entry)
         manifest = await self._book.disk.write(put)
         self._ahead[unit] = entry

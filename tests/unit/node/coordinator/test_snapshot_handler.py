@@ -598,6 +598,7 @@ async def test_the_model_of_the_last_step_is_there_before_the_optimizers_state(t
         for unit in UNITS:
             assert told.weights == []
             await send_weights(handler, unit, layers[unit])
+        await send_weights(handler, UNITS[0], layers[UNITS[0]])  # again: the answer was lost
         assert told.weights == [LAST] and told.received == [], "whole layers are waited for"
         model = list_models(tmp_path)[LAST]
         assert model.parent == tmp_path / WEIGHTS_FOLDER and list_snapshots(tmp_path / "snapshots") == ()
