@@ -101,12 +101,12 @@ class Handler(SessionHandler, Protocol):
         """
         ...
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
-        """
-        Args:
-            digest: the data's SHA-256, in hex; of no use with `weights_at`.
-            weights_at: where the weights belong that came ahead; 0: they are in the data.
-        """
+    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+        """The weights that came ahead of a layer, as they stand in its file. Raises NotDueError without."""
+        ...
+
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+        """`digest`: the data's SHA-256, in hex."""
         ...
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:

@@ -719,9 +719,12 @@ class Coordinator:
             raise NotDueError(f"{node_id} is not in the run at present")
         return self._snapshots.permit(node_id, step, unit, weights_alone=weights_alone)
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
+    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+        return await self._snapshots.weights_ahead(permit)
+
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         try:
-            await self._snapshots.put(permit, LayerFile(data, digest), weights_at)
+            await self._snapshots.put(permit, LayerFile(data, digest))
         except WrongLayerError as error:
             # First: a snapshot that waits for a node that is shut out is not taken.
             await self._snapshots.refused(permit)

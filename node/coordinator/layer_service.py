@@ -98,6 +98,14 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         what = f"layer {first.unit} of step {first.step}"
         # It grows in place: parts that are joined at the end would be in memory twice.
         size, came, whole, digest = first.total_bytes, 0, io.BytesIO(), hashlib.sha256()
+
+        def take(data: bytes | memoryview) -> None:
+            whole.write(data)
+            digest.update(data)
+
+        ahead = b""
+        if first.weights_at and not permit.is_stored:
+            ahead = self._decided(context, self._handler.weights_ahead(permit))
         try:
             if size > permit.most_bytes:
                 raise ProtocolViolationError(f"{what} has at most {permit.most_bytes} bytes, not {size}")
@@ -109,9 +117,14 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
                 # Read and drop a layer that is stored already: a client may take an early reply for a lost
                 # link.
                 if not permit.is_stored:
-                    whole.write(chunk.data)
-                    if not first.weights_at:
-                        digest.update(chunk.data)
+                    cut = first.weights_at - (came - len(chunk.data))
+                    if 0 < cut <= len(chunk.data):  # the weights that came ahead belong here
+                        piece = memoryview(chunk.data)
+                        take(piece[:cut])
+                        take(ahead)
+                        take(piece[cut:])
+                    else:
+                        take(chunk.data)
                 chunk = next(uploaded, None)
             if came != size:
                 raise NotDueError(f"{what} ended after {came} of {size} bytes")
@@ -120,7 +133,7 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         except ProtocolViolationError as error:
             self._decided(context, self._handler.layer_refused(permit, str(error)))
             raise
-        self._decided(context, self._store(permit, whole.getvalue(), digest.hexdigest(), first.weights_at))
+        self._decided(context, self._store(permit, whole.getvalue(), digest.hexdigest()))
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` gives on the event loop. It is cancelled together with the call."""
@@ -199,9 +212,9 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
             self._handler.refused(node_id, str(error))
             raise
 
-    async def _store(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int) -> None:
+    async def _store(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         try:
-            await self._handler.store_layer(permit, data, digest, weights_at)
+            await self._handler.store_layer(permit, data, digest)
         except NotDueError:
             raise
         except ProtocolViolationError as error:

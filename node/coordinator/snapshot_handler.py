@@ -307,11 +307,24 @@ class SnapshotHandler:
             is_stored=step <= self._newest if weights_alone else step < self._newest,
         )
 
-    async def put(self, permit: UploadPermit, file: LayerFile, weights_at: int = 0) -> None:
+    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+        """The weights that came ahead of a layer, as they stand in its file. Raises NotDueError without."""
+        if (entry := self._ahead.get(permit.unit)) is None:
+            raise NotDueError(f"no weights of layer {permit.unit} came ahead of step {permit.step}")
+        path = snapshot_directory(self._directory.with_name(WEIGHTS_FOLDER), permit.step) / entry.file
+
+        def read() -> bytes:
+            with reading(path), path.open("rb") as file:
+                data = file.read()
+            if sha256(data).hexdigest() != entry.sha256:
+                raise damaged(path)
+            return data[8 + int.from_bytes(data[:8], "little") :]
+
+        return await asyncio.to_thread(read)
+
+    async def put(self, permit: UploadPermit, file: LayerFile) -> None:
         """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored. Of a
         step that is, it is dropped.
-
-        `weights_at`: where the weights belong in the file, if they came ahead and it has none.
 
         Raises RunError when the disk or the database fails, WrongLayerError for a file that is not what was
         agreed on, NotDueError if the step was asked for again meanwhile.
@@ -326,8 +339,6 @@ class SnapshotHandler:
         if (agreement := await self._agreement(permit)) is None:
             return
         try:
-            if weights_at:
-                file = await asyncio.to_thread(self._completed, permit, file, weights_at)
             entry = await asyncio.to_thread(self._examined, permit, file, agreement)
         except Exception as error:  # the sender gets it, whatever it is
             raise self._error_for(error, permit) from None
@@ -374,19 +385,6 @@ class SnapshotHandler:
         if permit.unit in agreement.alone and not same:
             raise wrong
         return entry
-
-    def _completed(self, permit: UploadPermit, file: LayerFile, weights_at: int) -> LayerFile:
-        """A layer's file with the weights that came ahead of it. On a thread."""
-        path = snapshot_directory(self._directory.with_name(WEIGHTS_FOLDER), permit.step)
-        if (entry := self._ahead.get(permit.unit)) is None:
-            raise NotDueError(f"no weights of layer {permit.unit} came ahead of step {permit.step}")
-        with reading(path / entry.file):
-            weights = (path / entry.file).read_bytes()
-        if sha256(weights).hexdigest() != entry.sha256:
-            raise damaged(path / entry.file)
-        data, head = memoryview(file.data), 8 + int.from_bytes(weights[:8], "little")
-        parts = data[:weights_at], memoryview(weights)[head:], data[weights_at:]
-        return LayerFile.of(b"".join(parts))
 
     async def _take_in(self, upload: _Upload) -> Manifest | None:
         """The recorded manifest, if this unit completes its snapshot."""

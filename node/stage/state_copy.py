@@ -242,7 +242,9 @@ def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: i
     state.read(unit, digest.order, lambda name, array: write(digest.add(name, array)))
     state.done(unit)
     found = digest.hash
-    kept = LayerFile(bytes(data), found.sha256) if file is None else file.keep(found.sha256)
+    # What nobody counts on need not outlive a machine that stops at once.
+    durable = reports is not None
+    kept = LayerFile(bytes(data), found.sha256) if file is None else file.keep(found.sha256, durable=durable)
     weights = rest = None
     if (alone := digest.weights) is not None:
         at, length = digest.weights_at, alone.bytes - len(alone.head)

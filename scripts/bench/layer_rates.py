@@ -120,9 +120,10 @@ class _Handler:
             node_id=node_id, step=step, unit=unit, most_bytes=self._most, hosts={}, agreed=agreed
         )
 
-    async def store_layer(
-        self, permit: UploadPermit, data: bytes, digest: str = "", weights_at: int = 0
-    ) -> None:
+    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+        raise NotImplementedError
+
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str = "") -> None:
         # Trees that do not sum the hash as bytes come do it afterwards.
         assert digest or await asyncio.to_thread(hashlib.sha256, data)
 

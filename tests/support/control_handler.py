@@ -64,5 +64,8 @@ class NobodyAsks:
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         raise AssertionError("nobody asks")
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
+    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+        raise AssertionError("nobody asks")
+
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         raise AssertionError("nobody asks")

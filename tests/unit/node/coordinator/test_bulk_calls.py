@@ -48,6 +48,7 @@ SECONDS = 20.0
 LAYERS = bulk_name(NODE.coordinator_name)
 LAYER = bytes(range(256)) * (40 * CHUNK_BYTES // 256) + b"tail"
 FILE = LayerFile.of(LAYER)
+AHEAD = b"weights that came ahead" * 1000
 
 
 class Handler(NobodyAsks):
@@ -88,7 +89,10 @@ class Handler(NobodyAsks):
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         self.layers_refused.append((permit.unit, why))
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str, weights_at: int = 0) -> None:
+    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+        return AHEAD
+
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         assert digest == sha256(data).hexdigest()
         self.stored.append(data)
 
@@ -210,6 +214,17 @@ async def test_a_report_of_more_layers_than_a_node_names_is_held_against_it() ->
             await node.hold_layers([layer] * MOST_HELD, [(4, "embed")])
         assert handler.refusals == [(NODE.node_id, "a report of 201 layers, more than 200")]
         await node.close()
+
+
+@pytest.mark.parametrize("at", [1, 1000, 256 * 1024, 256 * 1024 + 1, len(LAYER) - 1, len(LAYER)])
+async def test_weights_that_came_ahead_are_put_where_they_belong(at: int) -> None:
+    handler = Handler()
+    async with coordinator(handler) as (port, _):
+        node = client(port, NODE)
+        handler.permit = permit(len(LAYER))
+        await node.put_layer(4, "embed", LayerFile.of(LAYER), weights_at=at)
+        await node.close()
+    assert handler.stored == [LAYER[:at] + AHEAD + LAYER[at:]]
 
 
 async def test_an_upload_that_nobody_needs_any_more_counts_as_stored() -> None:

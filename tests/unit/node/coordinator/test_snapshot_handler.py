@@ -584,7 +584,9 @@ async def send_weights(handler: SnapshotHandler, unit: str, layer: Ahead) -> Non
 
 
 async def send_rest(handler: SnapshotHandler, unit: str, layer: Ahead) -> None:
-    await handler.put(handler.permit(SEATS[0], LAST, unit), LayerFile.of(layer.rest), layer.at)
+    permit = handler.permit(SEATS[0], LAST, unit)
+    weights = await handler.weights_ahead(permit)
+    await handler.put(permit, LayerFile.of(layer.rest[: layer.at] + weights + layer.rest[layer.at :]))
 
 
 async def test_the_model_of_the_last_step_is_there_before_the_optimizers_state(tmp_path: Path) -> None:
