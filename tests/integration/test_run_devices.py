@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.telemetry.events import NodeJoined, PlacementMade
+from node.telemetry.events import NodeJoined, PlacementMade, StepDone
 from node.tuning.device_memory import Devices
 from node.tuning.memory import stage_bytes
 from node.tuning.memory_plan import least_stage_bytes
@@ -60,76 +60,74 @@ def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(prefork: Prefork, 
 
 
 def test_a_killed_node_of_two_devices_comes_back_to_the_same_bits(prefork: Prefork, tmp_path: Path) -> None:
-    """kill -9 of its leader; everything that can be is kept in few bits, and summed so over the devices."""
+    """kill -9 of its leader; everything that can be is kept in few bits, and summed so over the devices.
+    Steps that run again give the losses that they gave, and all are near the unsplit run's."""
     config = packed(
         replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=256, sequence=32))
     )
-    ended = []
-    for name, kill in (("undisturbed", False), ("killed", True)):
-        still = Still(stage=0, steps=5) if kill else None
-        with Run(tmp_path / name, config, launch=prefork.popen, still=still) as run:
-            coordinator = run.start()
-            shared = run.add_node(options=("--gpus", "2"))
-            # Bits depend on which stage it has, and stages are given out in the order in which nodes come.
-            coordinator.wait_event(NodeJoined)
-            run.add_node()
-            if kill:
-                run.wait_still().kill()
-                assert shared.wait_exit() == -signal.SIGKILL
-                run.add_node(state_dir=run.state_dir(0), options=("--gpus", "2"))
-            assert coordinator.wait_exit() == 0
-            placements = coordinator.all(PlacementMade)
-            # A snapshot is stored beside the steps: that of step 4 may not have been whole.
-            assert len(placements) == 1 + kill and placements[-1].resume_step in ((0, 4) if kill else (0,))
-            run.assert_quiet()
-            ended.append((run.losses, run.weights_sha256))
-    assert ended[0] == ended[1]
-    assert ended[0][0] == pytest.approx(undisturbed(config).losses, rel=5e-3)
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=7)) as run:
+        coordinator = run.start()
+        shared = run.add_node(options=("--gpus", "2"))
+        # Bits depend on which stage it has, and stages are given out in the order in which nodes come.
+        coordinator.wait_event(NodeJoined)
+        run.add_node()
+        run.wait_still().kill()
+        assert shared.wait_exit() == -signal.SIGKILL
+        run.add_node(state_dir=run.state_dir(0), options=("--gpus", "2"))
+        assert coordinator.wait_exit() == 0
+        # A snapshot is stored beside the steps: that of step 4 may not have been whole.
+        _, after = coordinator.all(PlacementMade)
+        assert after.resume_step in (0, 4)
+        run.assert_quiet()
+        assert [done.step for done in coordinator.all(StepDone)].count(7) == 2
+        assert run.losses == pytest.approx(undisturbed(config).losses, rel=5e-3)
 
 
-def test_sizes_that_devices_cannot_share_are_refused_and_use_no_token(
+def test_nodes_that_cannot_take_a_stage_are_refused_and_use_no_token(
     prefork: Prefork, tmp_path: Path
 ) -> None:
-    """Before a stage is given out, so nobody's step is aborted; the one use of the token is still there."""
+    """Before a stage is given out, so nobody's step is aborted: sizes that devices cannot share, too little
+    memory (two processes share a machine's), and devices that are not there. The one use of the token is
+    still there."""
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
         assert coordinator.token  # its database is there
         token = run.command("token", "create", str(run.run_dir), "--uses", "1", "--json")
         assert token.wait_exit() == 0
         once = json.loads(token.lines[0])["token"]
-        heads = run.add_node(once, options=("--gpus", "4", "--tensor-parallel", "4"))
-        samples = run.add_node(once, options=("--gpus", "3"))
-        assert (heads.wait_exit(), samples.wait_exit()) == (1, 1)
-        for node, line in (
-            (heads, "--tensor-parallel 4 does not divide this run's model.kv_heads 2: join with a "),
-            (samples, "3 devices cannot share microbatches of 2 samples: join with a --gpus that divides "),
-        ):
+        small = volunteer(run, prefork.popen, "Ben", "--max-memory", "0.2")
+        estimated = "the smallest of 2 stages needs an estimated "
+        refused = [
+            (small, 1, estimated),
+            *(
+                (run.add_node(once, options=options), code, line)
+                for options, code, line in (
+                    (
+                        ("--gpus", "4", "--tensor-parallel", "4"),
+                        1,
+                        "--tensor-parallel 4 does not divide this run's model.kv_heads 2: join with a ",
+                    ),
+                    (
+                        ("--gpus", "3"),
+                        1,
+                        "3 devices cannot share microbatches of 2 samples: join with a --gpus that divides ",
+                    ),
+                    (("--gpus", "2", "--max-memory", "0.5"), 1, estimated),
+                    (("--device", "cuda:99", "--gpus", "2"), 2, "--device cuda:99: this machine has "),
+                )
+            ),
+        ]
+        for node, code, line in refused:
+            assert node.wait_exit() == code
             (said,) = node.stderr.splitlines()
             assert said.startswith(f"thinwire: error: {line}")
+        shared = refused[3][0]
+        assert "this node offers 191 MiB" in small.stderr and "this node offers 238 MiB" in shared.stderr
+        assert "on each of 2 devices (tensor parallel 1)" in shared.stderr
+        assert_never_silent(small)
         assert coordinator.all(PlacementMade) == []
         run.add_node(once)
         run.add_node()
-        assert coordinator.wait_exit() == 0
-        run.assert_undisturbed()
-
-
-def test_insufficient_memory_is_reported_before_training(prefork: Prefork, tmp_path: Path) -> None:
-    """With the estimate, and no use of the token is lost. Two processes share a machine's memory."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
-        coordinator = run.start()
-        small = volunteer(run, prefork.popen, "Ben", "--max-memory", "0.2")
-        shared = run.add_node(options=("--gpus", "2", "--max-memory", "0.5"))
-        absent = run.add_node(options=("--device", "cuda:99", "--gpus", "2"))
-        assert (small.wait_exit(), shared.wait_exit(), absent.wait_exit()) == (1, 1, 2)
-        for node, words in ((small, "this node offers 191 MiB"), (shared, "this node offers 238 MiB")):
-            (line,) = node.stderr.splitlines()
-            assert line.startswith("thinwire: error: the smallest of 2 stages needs an estimated ")
-            assert words in line
-        assert "on each of 2 devices (tensor parallel 1)" in shared.stderr
-        (line,) = absent.stderr.splitlines()
-        assert line.startswith("thinwire: error: --device cuda:99: this machine has ")
-        assert_never_silent(small)
-        run.add_nodes(2)
         assert coordinator.wait_exit() == 0
         run.assert_undisturbed()
 
