@@ -22,6 +22,7 @@ SAYS = {
     "wrong-activations": "two others did not get the same",
     "zero-layers": "is not the one that 2 other nodes hold",
     "layer-of-another": "is not the one of step",
+    "late-layer-of-another": "is not the one of step",
     "stored-layer-of-another": "is not the one of step",
 }
 """What the operator reads about the liar."""
