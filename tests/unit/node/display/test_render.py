@@ -48,6 +48,7 @@ from node.telemetry.events import (
     from_json,
 )
 from node.telemetry.format import bytes_text, count_text, duration_text, printable
+from node.view.view_builder import view
 from tests.support.cases import each
 from tests.support.run_events import done, started
 from wire.errors import ProtocolViolationError
@@ -279,6 +280,35 @@ def test_a_run_without_links_is_shown_too() -> None:
     alone = RunSummary(**{**vars(SUMMARY), "link_bytes": 0, "stages": SUMMARY.stages[:1]})
     assert not any(line.startswith(("on the wire", "bits")) for line in summary_lines(alone))
     assert step_line(StepDone(**{**vars(step_done(3)), "idle": (0.5,)}), Pace())
+
+
+def test_names_stand_beside_ids() -> None:
+    told = [
+        NodeJoined(node_id="node-a", device="cpu", address="x", name="Ana's 4090"),
+        PlacementMade(epoch=1, nodes=("node-a", "node-b"), resume_step=0),
+        NodeLeft(node_id="node-a", reason="gone"),
+    ]
+    assert plain([(0.0, event) for event in told])[1:] == [
+        'placed (epoch 1): 0 node-a "Ana\'s 4090", 1 node-b; from step 0',
+        'left: node-a "Ana\'s 4090": gone',
+    ]
+    listed = view(enumerate(told)).events
+    assert [event.text for event in listed[1:]] == [
+        'epoch 1 from step 0: 0 node-a "Ana\'s 4090", 1 node-b',
+        'node-a "Ana\'s 4090" left: gone',
+    ]
+
+
+def test_the_estimate_follows_the_newest_steps() -> None:
+    pace = Pace()
+    for step in range(1, 21):
+        pace.add(step_done(step, seconds=1.0 if step < 3 else 2.0))
+    assert pace.eta(step_done(20)) == "20 s"
+
+
+def test_many_stages_show_their_range() -> None:
+    wide = StepDone(**{**vars(step_done(3)), "idle": tuple(stage / 100 for stage in range(12))})
+    assert "idle 0 to 11%" in step_line(wide, Pace())
 
 
 def test_strings_from_other_machines_cannot_drive_the_terminal() -> None:
