@@ -9,6 +9,7 @@ and renamed.
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import tomllib
@@ -59,6 +60,8 @@ from node.state.start import (
 )
 from node.state.unit_state import parameters_of, read_tensors
 from wire.errors import RunError, UserError
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 SHARD_BYTES = 4 << 30
@@ -382,6 +385,8 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         data = original_file(start, file) if data is None else data
         if data is not None:
             (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
+    if not (out / TOKENIZER).exists():
+        log.warning("the tokenizer %s is not on this machine: the exported folder is without it", name)
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete snapshot.
 
     Raises:
-        SnapshotDamagedError: it is torn, or the disk has lost it.
+        SnapshotDamagedError: it is torn, of another step than its folder's name, or the disk has lost it.
         RunError: there is none, or it is of another format.
     """
     try:
@@ -104,7 +104,12 @@ def read_manifest(directory: Path) -> Manifest:
                 f"cannot read the manifest of {directory} ({error.strerror})"
             ) from error
         raise RunError(f"no complete snapshot in {directory} ({error.strerror}); use an older one") from error
-    return Manifest.from_json(text, str(directory))
+    manifest = Manifest.from_json(text, str(directory))
+    if directory.name.startswith("step-") and directory != snapshot_directory(
+        directory.parent, manifest.step
+    ):
+        raise SnapshotDamagedError(f"{directory} holds the snapshot of step {manifest.step}")
+    return manifest
 
 
 def read_unit(directory: Path, unit: str) -> bytes:

@@ -544,3 +544,10 @@ def test_a_step_that_ran_again_is_served_anew(tmp_path: Path, monkeypatch: pytes
         shutil.rmtree(run / "snapshots")
     assert folders[0] != folders[1]
     assert not folders[0].exists() and (folders[1] / "model.safetensors").is_file()
+
+
+def test_an_export_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = RunConfig(model=SHAPE, data=DataSection(tokenizer=str(tmp_path / "gone")))
+    snapshot(tmp_path / "run", config)
+    export(tmp_path / "run", tmp_path / "out")
+    assert "gone is not on this machine" in caplog.text

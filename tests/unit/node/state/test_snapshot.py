@@ -145,6 +145,7 @@ def test_a_torn_or_strange_manifest_is_refused(tmp_path: Path) -> None:
         (other_format, "has format 2, expected 1"),
         (json.dumps(elsewhere), "names files that are no units"),
         (fewer, "contradicts itself"),
+        (json.dumps({**fields, "step": 6}), "holds the snapshot of step 6"),
     ]
     for text, message in cases:
         path.write_text(text)
