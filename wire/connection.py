@@ -27,6 +27,8 @@ from wire.v1 import link_pb2
 
 NO_FRAMES = "the control stream goes on and no frame arrives"
 MAX_OPEN_PINGS = 8
+SUSPECT_SECONDS, SUSPECT_ROUND_TRIPS = 1.0, 4.0
+"""A neighbour that has not answered a ping for so long, in seconds and in round trips, may be dead."""
 JUST_NOW = 1000
 """Tensors that arrived fewer microseconds ago were complete just now."""
 
@@ -60,6 +62,10 @@ class Connection:
         self._heard_at = self._wrote_at = math.inf
         """When the control stream was read last, and when a write that is under way began."""
         self._silence_watch: asyncio.TimerHandle | None = None
+        self.on_silent: Callable[[], None] = lambda: None
+        """Called when the neighbour may be dead, once in each silence."""
+        self._suspected_at = -math.inf
+        """When the control stream had been read last, as that was so."""
         self._control_alarm = Alarm(state.control_wake)
         self._pings: dict[int, float] = {}  # nonce -> when it was sent
         self._pongs: list[int] = []  # nonces to answer
@@ -288,16 +294,25 @@ class Connection:
         return min(limit, max(self._silent_seconds, 4 * self._state.figures.round_trip_seconds))
 
     def _watch_silence(self) -> None:
-        """End the connection once the control stream brings or takes nothing for `_silent_after`.
+        """End the connection once the control stream brings or takes nothing for `_silent_after`. Say sooner
+        that the neighbour may be dead.
 
         One timer in all that time: a timeout of each message costs more than the message.
         """
-        limit = self._silent_after
-        left = min(self._heard_at, self._wrote_at) + limit - now()
-        if left <= 0:
+        limit, since = self._silent_after, min(self._heard_at, self._wrote_at)
+        if (left := since + limit - now()) <= 0:
             self.end(StreamDroppedError(f"the neighbour was silent for {limit:g} s"))
-        else:
-            self._silence_watch = asyncio.get_running_loop().call_later(left, self._watch_silence)
+            return
+        if since > self._suspected_at:
+            settings, figures = self._state.settings, self._state.figures
+            patience = max(SUSPECT_SECONDS, SUSPECT_ROUND_TRIPS * figures.round_trip_seconds)
+            until = since + settings.ping_seconds + patience - now()
+            if until <= 0:
+                self._suspected_at = since
+                self.on_silent()
+            else:
+                left = min(left, until)
+        self._silence_watch = asyncio.get_running_loop().call_later(left, self._watch_silence)
 
     def _handle(self, message: link_pb2.LinkMessage) -> None:
         state = self._state

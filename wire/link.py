@@ -81,6 +81,8 @@ class Link(ABC):
         self._over = asyncio.Event()  # closed or lost
         self._stopped = asyncio.Event()
         self._running = False
+        self.on_silent: Callable[[], None] = lambda: None
+        """Called when the neighbour may be dead: its connection has closed, or nothing comes by it."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} epoch {self.epoch} to {self._peer} {'up' if self.up else 'down'}>"
@@ -263,8 +265,13 @@ class Link(ABC):
 
     def _make_connection(self, attempt: int, silent_seconds: float | None = None) -> Connection:
         connection = Connection(self._state, attempt, self._connection_changed, silent_seconds)
+        connection.on_silent = self._silent
         self._connection = connection
         return connection
+
+    def _silent(self) -> None:
+        if self.up:
+            self.on_silent()
 
     def _connection_changed(self) -> None:
         connection = self._connection
@@ -277,6 +284,7 @@ class Link(ABC):
             self._up.set()
         elif connection.ended and connection.error is not None:
             self._trouble = str(connection.error)
+            self._silent()
             if self._up.is_set():
                 self._up.clear()
                 self._down.set()

@@ -203,6 +203,16 @@ class StepFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerSilent:
+    """The connection to a neighbour has closed, or nothing has come by it for a while. It may be dead."""
+
+    epoch: int
+    stage: int
+    replica: int
+    """Its row."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     telemetry: Telemetry
     sent_at: Finite = 0.0
@@ -303,6 +313,7 @@ NodeMessage = (
     | Applied
     | Validated
     | StepFailed
+    | PeerSilent
     | Heartbeat
     | Leave
     | StepSpans
@@ -325,6 +336,11 @@ class Welcome:
     heartbeat_seconds: Annotated[float, Within(sys.float_info.min, LONGEST_SECONDS)]
     windows: int = 0
     """Samples in one pass over the text; with the seed it determines which samples a step sees."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskHeartbeat:
+    """A neighbour does not hear the node: it is to send a heartbeat at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,6 +623,7 @@ CoordinatorMessage = (
     | Prefetch
     | Follow
     | FollowStep
+    | AskHeartbeat
     | HeartbeatReply
     | Relays
     | RelayFor

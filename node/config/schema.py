@@ -499,7 +499,8 @@ class CoordinatorSection:
     heartbeat_seconds: float = 2.0
     """Seconds between two heartbeats of a node; with many nodes longer, up to a few in `silent_seconds`."""
     silent_seconds: float = 14.0
-    """Seconds of silence after which a node counts as dead."""
+    """Seconds of silence after which a node counts as dead. One that neighbours do not hear either, and whose
+    work others can do, does so after 3 or 4 seconds, or at once if its connections closed."""
     regroup_seconds: float = 10.0
     """Seconds to wait for a missing node before fewer nodes share the model (see `pipeline.min_stages`)."""
     outage_seconds: float = 60.0

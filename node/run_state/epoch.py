@@ -185,6 +185,8 @@ class Epoch:
         self._entering_since: dict[str, float] = {}
         self._linked: set[str] = set()
         """Those of these nodes whose links are open."""
+        self._unheard: dict[str, tuple[int, int]] = {}
+        """Nodes that were lost because nobody heard them: their seats, and in which step."""
         self.fresh: set[str] = set()
         """Nodes in their first step of the epoch, which they entered while it was on."""
         self._seats = {node: seat for seat, node in enumerate(assignment.hosts) if node}
@@ -514,6 +516,16 @@ class Epoch:
         self.entering.pop(node_id, None)
         self.__dict__.pop("_rows", None)
         self._linked.discard(node_id)
+
+    def unheard(self, node_id: str) -> None:
+        """A host is about to be lost because nobody hears it; it may still live."""
+        self._unheard[node_id] = self._seats[node_id], self.step
+
+    def seat_left(self, node_id: str) -> Seat | None:
+        """The seat of a node that was not heard in the step that runs, if nobody is to have it."""
+        at, step = self._unheard.get(node_id, (-1, -1))
+        is_free = step == self.step and not self.grid[at] and at not in self.entering.values()
+        return Seat(*divmod(at, self.stages)) if is_free else None
 
     @property
     def linked(self) -> list[str]:

@@ -470,9 +470,15 @@ def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
 
     That is a node of the same row, or one of the same stage in another row.
     """
-    if failure.kind not in (FailureKind.LINK, FailureKind.PEER) or node_id not in epoch.hosts:
+    if failure.kind not in (FailureKind.LINK, FailureKind.PEER):
         return None
-    stage, row = failure.peer_stage, failure.peer_replica
+    return neighbour_at(epoch, node_id, failure.peer_stage, failure.peer_replica)
+
+
+def neighbour_at(epoch: Epoch, node_id: str, stage: int, row: int) -> str | None:
+    """The node of this place, if a link leads there from a node's own."""
+    if node_id not in epoch.hosts:
+        return None
     if row == epoch.replica_of(node_id):
         is_end = stage in epoch.neighbours(node_id)
     else:

@@ -48,6 +48,7 @@ from node.run_state.failures import (
     Slow,
     Stragglers,
     Verdict,
+    neighbour_at,
     other_end,
 )
 from node.run_state.grid import GroupSharing
@@ -81,9 +82,11 @@ from node.run_state.wrong_values import Alone, CallThird, Undecided, WrongValues
 from node.telemetry.events import QUARANTINED
 from wire.messages import (
     Applied,
+    AskHeartbeat,
     FailureKind,
     Following,
     NodeMessage,
+    PeerSilent,
     Placed,
     Ready,
     Seat,
@@ -213,6 +216,8 @@ class RunMachine:
         current = self.epoch if self.epoch is not None and self.epoch.has(node_id) else None
         if epoch and (current is None or current.number != epoch):
             actions += epoch_over([node_id], epoch, "that epoch is over")
+            if returns := self._returns(node_id, epoch, now):
+                return actions + returns
         if current is not None:
             return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
         if node_id in (self.epoch.entering if self.epoch is not None else ()):
@@ -233,9 +238,10 @@ class RunMachine:
             self._stragglers.says(node_id, kind, now - self._unseen)
 
     def disconnected(self, node_id: str, now: float) -> list[Action]:
-        """The control connection broke. Death is declared by `tick` if the node does not come back."""
+        """The control connection broke. Death is declared by `tick` if the node does not come back, and at
+        once if neighbours do not hear it either."""
         self._roster.disconnected(node_id, now)
-        return []
+        return self._if_silenced([node_id], now)
 
     def tick(self, now: float, *, unseen: float = 0.0) -> list[Action]:
         """Call about twice a second: declares silent and vanished nodes dead, regroups when it is time.
@@ -247,7 +253,8 @@ class RunMachine:
             self._assigner.excuse(unseen)
             self._unseen += unseen
         overdue = self._roster.overdue(now)
-        actions = [one for node, reason in overdue.items() for one in self._gone(node, reason, now)]
+        actions = [one for node, reason in overdue.items() for one in self._unheard(node, reason, now)]
+        actions += self._if_silenced([*self.members], now)
         for node in self.epoch.late_entrants(now - self._unseen) if self.epoch is not None else ():
             actions += self._no_entrant(node, "its links did not open")
         seen = now - self._unseen
@@ -341,6 +348,8 @@ class RunMachine:
                 return self._held_out(epoch, epoch.validated(node_id, message), now)
             case StepFailed() if message.epoch == epoch.number:
                 return self._failed(epoch, node_id, message, now)
+            case PeerSilent() if message.epoch == epoch.number:
+                return self._suspected(epoch, node_id, message, now)
             case _:
                 return []
 
@@ -419,6 +428,53 @@ class RunMachine:
     def fail(self, reason: str) -> list[Action]:
         """Something that the run cannot do without has failed; snapshots on disk are intact."""
         return self._stop(reason, failed=True)
+
+    # ---- inside: who is silent
+
+    def _suspected(self, epoch: Epoch, node_id: str, message: PeerSilent, now: float) -> list[Action]:
+        """A node does not hear its neighbour. What it says is no proof: the neighbour is asked."""
+        other = neighbour_at(epoch, node_id, message.stage, message.replica)
+        if other is None or self.stopped:
+            return []
+        asked = self._roster.suspect(other, now)
+        told: list[Action] = [Send(node_id=other, message=AskHeartbeat())] if asked else []
+        return [*told, *self._if_silenced([other], now)]
+
+    def _if_silenced(self, nodes: Sequence[str], now: float) -> list[Action]:
+        """Those of the members that neither the coordinator nor a neighbour hears are gone, if others can do
+        their work. If nobody can, there is time to wait for them."""
+        actions: list[Action] = []
+        for node_id in nodes:
+            why = self._roster.silenced(node_id, now) if node_id in self.members else None
+            if why is not None and self._can_do_without(node_id):
+                actions += [*self._unheard(node_id, why, now), *self._try_place(now)]
+        return actions
+
+    def _unheard(self, node_id: str, why: str, now: float) -> list[Action]:
+        """A node counts as dead, and may come back."""
+        if self.epoch is not None and self.epoch.has(node_id):
+            self.epoch.unheard(node_id)
+        return self._gone(node_id, why, now)
+
+    def _can_do_without(self, node_id: str) -> bool:
+        epoch = self.epoch
+        has_begun = epoch is not None and epoch.phase not in (Phase.PLACING, Phase.RESTORING)
+        if epoch is None or not has_begun or not epoch.has(node_id):
+            return False
+        if self.plan.follows and epoch.can_lose(node_id):
+            return True
+        return self._assigner.can_hand_over(node_id, self._candidates())
+
+    def _returns(self, node_id: str, number: int, now: float) -> list[Action]:
+        """A node that was silent is back within the step: it has its seat again if it holds the state."""
+        epoch = self.epoch
+        if epoch is None or (epoch.number, epoch.phase) != (number, Phase.STEPPING) or not self.plan.follows:
+            return []
+        if (seat := epoch.seat_left(node_id)) is None:
+            return []
+        if self._blame.is_set_back(node_id, epoch.step):
+            return []
+        return [*self._newcomers.returns(node_id, seat), *self._offer_seat(epoch, node_id, seat, now)]
 
     # ---- inside: which state is the run's
 

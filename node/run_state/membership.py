@@ -1,5 +1,6 @@
 """The nodes of the run: connected ones, and those that may still reconnect. Pure."""
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -10,6 +11,11 @@ from node.run_state.failures import transfer_seconds
 from node.run_state.grid import spare_stages
 from node.run_state.stage_assignment import Candidate, prefetch_order
 from wire.messages import Prefetch
+
+ANSWER_SECONDS = 2.0
+"""A node that a neighbour does not hear has this long to answer, and as long as it was silent lately."""
+PACE_KEPT = 0.98
+"""Of what a node's longest silence was, with each message: others count less and less."""
 
 
 @dataclass
@@ -23,6 +29,12 @@ class Member:
     rate: float = 0.0
     """Bytes a second from the coordinator; 0 if unknown."""
     disconnected_at: float | None = None
+    pace: float = 0.0
+    """The longest that it said nothing lately."""
+    suspected_at: float = -math.inf
+    """When a neighbour did not hear it, the newest time."""
+    asked_at: float | None = None
+    """When it was asked whether it lives; None: it has said something since."""
     leaving: bool = False
     stage: int = -1
     """The newest that it hosted, -1 for none."""
@@ -44,14 +56,36 @@ class Roster:
         if member is None:
             member = Member(address=address, offer=offer, process_nonce=process_nonce, last_heard=now)
             self.members[offer.node_id] = member
-        member.disconnected_at = None
+        member.disconnected_at = member.asked_at = None
         member.last_heard = now
         member.rate = rate
         member.address = address
 
     def heard(self, node_id: str, now: float) -> None:
         if (member := self.members.get(node_id)) is not None:
-            member.last_heard = now
+            member.pace = max(now - member.last_heard, PACE_KEPT * member.pace)
+            member.last_heard, member.asked_at = now, None
+
+    def suspect(self, node_id: str, now: float) -> bool:
+        """A neighbour does not hear a member. Whether that is to be asked whether it lives."""
+        member = self.members[node_id]
+        member.suspected_at = now
+        if member.disconnected_at is not None or member.asked_at is not None:
+            return False
+        member.asked_at = now
+        return True
+
+    def silenced(self, node_id: str, now: float) -> str | None:
+        """Why a member counts as dead where others can do its work: a neighbour does not hear it, and neither
+        does the coordinator. None if it does not."""
+        member = self.members[node_id]
+        if member.disconnected_at is not None:
+            is_new = abs(member.disconnected_at - member.suspected_at) <= self._reconnect_seconds
+            return "its connections closed" if is_new else None
+        patience = max(ANSWER_SECONDS, min(member.pace, self._silent_seconds))
+        if member.asked_at is None or now - member.asked_at <= patience:
+            return None
+        return f"it and its links have been silent for {now - member.last_heard:.1f} s"
 
     def disconnected(self, node_id: str, now: float) -> None:
         if (member := self.members.get(node_id)) is not None:
@@ -61,6 +95,8 @@ class Roster:
         """The coordinator received nothing for the last `seconds`: do not count them as silence."""
         for member in self.members.values():
             member.last_heard = min(member.last_heard + seconds, now)
+            if member.asked_at is not None:
+                member.asked_at = min(member.asked_at + seconds, now)
             if member.disconnected_at is not None:
                 member.disconnected_at = min(member.disconnected_at + seconds, now)
 

@@ -203,6 +203,15 @@ class Newcomers:
                 return found
         return {}
 
+    def returns(self, node_id: str, seat: Seat) -> list[Action]:
+        """A node that nobody heard is back, and is to have its seat again: it may hold the state of the step
+        that runs. Who follows the run to have that seat goes elsewhere."""
+        self._moving[node_id] = seat
+        entry = self._entry
+        others = [] if entry is None else [node for node, one in entry.seats.items() if one == seat]
+        why = "the node that had the seat is back"
+        return [one for node in others for one in self.fails(node, why, is_fault=False)]
+
     def _swap(self, seat: Seat, other: Seat) -> None:
         """Who follows the run to have a seat is to have another one of the same stage."""
         known = {} if self._entry is None else self._entry.seats

@@ -196,6 +196,7 @@ class EpochLinks:
             clients[peer] = self._relays(placement, peer) if relays else {}
             link = links[peer] = self._make(placement, peer, events, settings, clients[peer])
             link.lost.add_done_callback(functools.partial(report_lost, peer, link))
+            link.on_silent = functools.partial(events.silent, peer)
 
         for peer in peers:
             make(placement, peer)

@@ -41,6 +41,7 @@ from wire.messages import (
     CoordinatorMessage,
     FailureKind,
     NodeMessage,
+    PeerSilent,
     Placed,
     PlacedStage,
     Placement,
@@ -73,6 +74,10 @@ class LinkEvents(Protocol):
 
     def link_lost(self, peer: Peer, error: ThinwireError) -> None:
         """The link to this neighbour has failed."""
+        ...
+
+    def silent(self, peer: Peer) -> None:
+        """This neighbour may be dead."""
         ...
 
 
@@ -227,6 +232,11 @@ class EpochTask:
         # link's window. A copy, because the link uses a released buffer again.
         self._services.inbox.put(key, bytearray(buffer), peer.replica)
         self._links[peer].release(key)
+
+    def silent(self, peer: Peer) -> None:
+        if not self._over and not self._is_gone(peer):
+            news = PeerSilent(epoch=self.number, stage=peer.stage, replica=peer.replica)
+            self._services.post(news)
 
     def link_lost(self, peer: Peer, error: ThinwireError) -> None:
         if self._over or self._is_gone(peer):

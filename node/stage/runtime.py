@@ -52,6 +52,7 @@ from wire.line_meter import Line
 from wire.link import LinkSettings
 from wire.messages import (
     RELAY_LEFT,
+    AskHeartbeat,
     BlockTime,
     CoordinatorMessage,
     Finish,
@@ -312,6 +313,8 @@ class NodeRuntime:
             case HeartbeatReply():
                 self._meter.sync.answer(sent=message.sent_at, received=time.monotonic(), at=message.at)
                 self._heartbeat_pause = min(message.pause, MOST_PAUSE)
+            case AskHeartbeat():
+                self._heartbeat()
             case Relays():
                 self._tasks.append(group.create_task(self._measure_relays(message)))
             case ProbePeer():
@@ -528,15 +531,18 @@ class NodeRuntime:
     async def _heartbeats(self, seconds: float) -> None:
         while True:
             # The first one at once: its answer also gives the coordinator's clock.
-            beat = Heartbeat(
-                telemetry=self._telemetry(),
-                sent_at=time.monotonic(),
-                preparing=self._joining is not None and not self._joining.done(),
-            )
-            self._session.post(beat)
+            self._heartbeat()
             if self._packing is not None and (news := self._packing.news()) is not None:
                 self._session.post(news)
             await asyncio.sleep(self._heartbeat_pause or seconds)
+
+    def _heartbeat(self) -> None:
+        beat = Heartbeat(
+            telemetry=self._telemetry(),
+            sent_at=time.monotonic(),
+            preparing=self._joining is not None and not self._joining.done(),
+        )
+        self._session.post(beat)
 
     async def _show_progress(self) -> None:
         while True:

@@ -49,6 +49,9 @@ class NoEvents:
     def link_lost(self, peer: Peer, error: ThinwireError) -> None:
         raise error
 
+    def silent(self, peer: Peer) -> None:
+        pass
+
 
 @contextlib.asynccontextmanager
 async def both_ends(

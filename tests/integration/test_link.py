@@ -1,6 +1,7 @@
 """Links over real sockets and TLS: delivery, bounded memory, cut and silent connections, damage."""
 
 import asyncio
+import functools
 import gc
 import weakref
 from dataclasses import replace
@@ -188,6 +189,22 @@ async def test_silent_connection_is_replaced() -> None:
         assert pair.upper_end.arrived == [key(0)]
         # A tensor arrives before the end that sent it knows of the connection.
         await eventually(lambda: pair.lower.reconnects > 0)
+
+
+async def test_a_neighbour_that_may_be_dead_is_told_of_before_its_connection_is_replaced() -> None:
+    async with make_pair(MIB, quick(silent_seconds=SECONDS)) as pair:
+        told = list[Link]()
+        for link in (pair.lower, pair.upper):
+            link.on_silent = functools.partial(told.append, link)
+        pair.relay.flowing.clear()
+        await eventually(lambda: {*told} == {pair.lower, pair.upper})
+        assert pair.lower.up and pair.upper.up
+        pair.relay.flowing.set()
+        pair.lower.send(key(0), content(key(0), MIB))
+        await pair.upper_end.until(1)
+        told.clear()
+        pair.relay.connections[1].cut()
+        await eventually(lambda: {*told} == {pair.lower, pair.upper})
 
 
 async def test_a_connection_that_delivers_no_frames_is_replaced() -> None:

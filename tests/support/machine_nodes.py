@@ -22,6 +22,7 @@ from wire.messages import (
     DIGEST_BYTES,
     Abort,
     Applied,
+    AskHeartbeat,
     Begin,
     BoundaryEnd,
     Commit,
@@ -32,8 +33,10 @@ from wire.messages import (
     Following,
     FollowStep,
     GroupDigests,
+    Heartbeat,
     Leave,
     NodeMessage,
+    PeerSilent,
     Placed,
     Placement,
     Prefetch,
@@ -277,6 +280,13 @@ class SimNode:
         self.leaving = True
         self.outbox.append(Leave(reason="asked to"))
 
+    def suspect(self, other: "SimNode") -> None:
+        """It does not hear another node, or says so, which is its neighbour or is not."""
+        if self.epoch is not None and other.epoch is not None:
+            place = other.epoch.placement
+            number = self.epoch.placement.epoch
+            self.outbox.append(PeerSilent(epoch=number, stage=place.stage, replica=place.replica))
+
     # ---- messages, as `NodeRuntime._handle` takes them
 
     def handle(self, message: CoordinatorMessage) -> None:
@@ -301,6 +311,8 @@ class SimNode:
                 self.die()
             case Prefetch():
                 self.fetched_ahead = message
+            case AskHeartbeat():
+                self.outbox.append(Heartbeat(telemetry=Telemetry()))
             case Follow():
                 if epoch is None:
                     self._follow(message)

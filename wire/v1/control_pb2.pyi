@@ -185,6 +185,16 @@ class StepFailed(_message.Message):
     peer_replica: int
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., peer_stage: _Optional[int] = ..., peer_replica: _Optional[int] = ...) -> None: ...
 
+class PeerSilent(_message.Message):
+    __slots__ = ("epoch", "stage", "replica")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    stage: int
+    replica: int
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
+
 class FlowFigures(_message.Message):
     __slots__ = ("direction", "codec", "bytes", "elements")
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
@@ -394,7 +404,7 @@ class PeerRate(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., round_trip: _Optional[float] = ..., up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate", "codec_times", "several", "state_hashes")
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate", "codec_times", "several", "state_hashes", "peer_silent")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +422,7 @@ class NodeMessage(_message.Message):
     CODEC_TIMES_FIELD_NUMBER: _ClassVar[int]
     SEVERAL_FIELD_NUMBER: _ClassVar[int]
     STATE_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PEER_SILENT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     placed: Placed
     ready: Ready
@@ -429,7 +440,8 @@ class NodeMessage(_message.Message):
     codec_times: CodecTimes
     several: Several
     state_hashes: StateHashes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ..., codec_times: _Optional[_Union[CodecTimes, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ..., state_hashes: _Optional[_Union[StateHashes, _Mapping]] = ...) -> None: ...
+    peer_silent: PeerSilent
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ..., codec_times: _Optional[_Union[CodecTimes, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ..., state_hashes: _Optional[_Union[StateHashes, _Mapping]] = ..., peer_silent: _Optional[_Union[PeerSilent, _Mapping]] = ...) -> None: ...
 
 class StateHashes(_message.Message):
     __slots__ = ("epoch", "step", "units")
@@ -546,6 +558,10 @@ class RelayFor(_message.Message):
     NODES_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AskHeartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("sent_at", "at", "pause")
@@ -750,7 +766,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., paused: bool = ..., soon: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers", "follow", "follow_step", "relays", "relay_for", "shut_out", "probe_peer")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers", "follow", "follow_step", "relays", "relay_for", "shut_out", "probe_peer", "ask_heartbeat")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -771,6 +787,7 @@ class CoordinatorMessage(_message.Message):
     RELAY_FOR_FIELD_NUMBER: _ClassVar[int]
     SHUT_OUT_FIELD_NUMBER: _ClassVar[int]
     PROBE_PEER_FIELD_NUMBER: _ClassVar[int]
+    ASK_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -791,7 +808,8 @@ class CoordinatorMessage(_message.Message):
     relay_for: RelayFor
     shut_out: ShutOut
     probe_peer: ProbePeer
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., follow_step: _Optional[_Union[FollowStep, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., relay_for: _Optional[_Union[RelayFor, _Mapping]] = ..., shut_out: _Optional[_Union[ShutOut, _Mapping]] = ..., probe_peer: _Optional[_Union[ProbePeer, _Mapping]] = ...) -> None: ...
+    ask_heartbeat: AskHeartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., follow_step: _Optional[_Union[FollowStep, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., relay_for: _Optional[_Union[RelayFor, _Mapping]] = ..., shut_out: _Optional[_Union[ShutOut, _Mapping]] = ..., probe_peer: _Optional[_Union[ProbePeer, _Mapping]] = ..., ask_heartbeat: _Optional[_Union[AskHeartbeat, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("bytes",)

@@ -150,6 +150,12 @@ class RunWorld(RuleBasedStateMachine):
         session = self.world.sessions[which % len(self.world.sessions)]
         session.stalled = not session.stalled
 
+    @rule(which=INDEX, other=INDEX)
+    def suspect(self, which: int, other: int) -> None:
+        """One says that it does not hear another: it is true, or a lie."""
+        if (node := self.pick(which)).running:
+            node.suspect(self.pick(other))
+
     @rule(which=INDEX)
     def leave(self, which: int) -> None:
         if (node := self.pick(which)).running:

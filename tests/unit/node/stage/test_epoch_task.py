@@ -39,6 +39,7 @@ from wire.messages import (
     CoordinatorMessage,
     FailureKind,
     NodeMessage,
+    PeerSilent,
     Placed,
     PlacedRow,
     PlacedStage,
@@ -46,6 +47,7 @@ from wire.messages import (
     Portion,
     Ready,
     Restore,
+    Seat,
     StepFailed,
     TakeSnapshot,
     Vote,
@@ -555,6 +557,17 @@ async def test_a_lost_link_fails_the_step_and_names_the_stage_at_its_other_end(
             talk.node.inbox.check()
         talk.node.stage.trouble = interruption.value
         assert await talk.ask(Begin(epoch=4, step=3)) == failure(kind, str(error), step=3, peer=2)
+
+
+async def test_a_silent_neighbour_is_told_of_unless_its_seat_is_known_to_be_empty() -> None:
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.task.silent(Peer(0, 2))
+        assert await talk.hear() == PeerSilent(epoch=4, stage=2, replica=0)
+        talk.task.submit(Begin(epoch=4, step=3, generation=1, absent=(Seat(0, 2),)))
+        talk.task.silent(Peer(0, 2))
+        talk.task.silent(Peer(0, 0))
+        assert await talk.hear() == PeerSilent(epoch=4, stage=0, replica=0)
 
 
 @pytest.mark.parametrize(
