@@ -44,6 +44,7 @@ RECORD = RESULTS / "faults.json"
 SOAK = RESULTS / "soak.json"
 ATTACK = RESULTS / "attack.json"
 CHURN = RESULTS / "churn.json"
+ONE_ROW = RESULTS / "churn_one_row.json"
 STATES = RESULTS / "state_attacks.json"
 DOCUMENT = ROOT / "deploy" / "FAULTS.md"
 STEP, SNAPSHOT = 3, 2
@@ -362,6 +363,11 @@ and the next. The other groups wait, and a row that is completed during the step
 node that takes a seat fetches its state and catches up while steps go on. If no row is complete any more, the
 step runs again, with the same nodes in their seats. In a run with one row, the step always runs again.
 
+Neighbours say when the connection to a node closes or brings nothing. If the coordinator does not hear the
+node either, it counts as dead: at once if both connections closed, otherwise after 3 or 4 seconds. A node
+that is back in the same step has its seat again. If nobody could do a node's work, it has
+`coordinator.silent_seconds`.
+
 Goodput is the number of committed steps, each counted once, as a share of those of a run without deaths in
 the same time. `python -m scripts.experiments.churn` simulates it with the run's real state machine and nodes
 that take set times: steps of {" or ".join(f"{step:g}" for step in steps)} s, a dead node back after 10 s, and
@@ -372,7 +378,46 @@ that take set times: steps of {" or ".join(f"{step:g}" for step in steps)} s, a 
 
 Choose several times as many groups as rows, and a number that one row less can share evenly too: 12 or 24
 groups for four rows, of which three rows take four or eight each. If nodes die every few minutes, most of the
-loss comes from rows that wait for a seat, until a node is back and has fetched its state."""
+loss comes from rows that wait for a seat, until a node is back and has fetched its state.
+
+{_one_row()}"""
+
+
+def _one_row() -> str:
+    """What a death costs where no other row goes on, and what could be kept of the step that it ends."""
+    report = json.loads(ONE_ROW.read_text(encoding="utf-8"))
+    (grid,) = report["grids"].values()
+
+    def mean(case: dict[str, Any], figure: str) -> float:
+        return sum(float(run[figure]) for run in case["runs"]) / len(case["runs"])
+
+    rows = [
+        [
+            case["a_node_dies"] if "minute" in case["a_node_dies"] else f"every {case['a_node_dies']}",
+            f"{case['goodput']:.2f}",
+            *(
+                f"{mean(case, figure):.1f}"
+                for figure in ("seconds_a_death", "done_again_a_death", "aborted_a_death")
+            ),
+            f"{mean(case, 'aborted_a_death') / mean(case, 'seconds_a_death'):.0%}",
+        ]
+        for case in report["cases"]
+        if case["a_node_dies"] != "none"
+    ]
+    columns = [("a node dies", "left"), ("goodput", "right"), ("seconds of the run a death", "right")]
+    columns += [("steps done again", "right"), ("the step that ends", "right"), ("its part", "right")]
+    return f"""### One row
+
+With one row of {grid["stages"]} stages and {grid["spares"]} spares nobody else holds the state of the stage
+that is lost, so all nodes go back to the newest snapshot, here one of every {grid["snapshots"]} steps. The
+time that the ended step had run is a small part of what a death costs. A replay of that step from boundary tensors
+that neighbours keep could save at most this part. The program does not do it, because it would take memory of
+the neighbours in every step. More frequent snapshots, or a second row, save the rest.
+
+{markdown(columns, rows)}
+
+Simulated by `python -m scripts.experiments.churn --one-row`, {len(report["cases"][-1]["runs"])} runs of
+{report["node_hours"]:g} node-hours each."""
 
 
 def _attacks() -> str:

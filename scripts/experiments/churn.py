@@ -1,11 +1,13 @@
 """Goodput while nodes die and come back: the run's real state machine, with nodes that take a set time.
 
     python -m scripts.experiments.churn                    writes scripts/results/churn.json
+    python -m scripts.experiments.churn --one-row --out scripts/results/churn_one_row.json
 
 Each case is a grid of stages and rows. A row computes a gradient group in a set time, one after another; sums
 over groups take a set time more. Nodes die at random (exponential times), their connection closes at once,
 and a process of the same node is back some seconds later. It fetches its state and follows the steps that are
-committed meanwhile, then has its seat again. Times of messages are a set round trip.
+committed meanwhile, then has its seat again. A neighbour says so when the connection to a node has closed.
+Times of messages are a set round trip.
 
 Goodput is committed steps, each once, over those of a run without deaths in the same time; a snapshot is due
 every 15 steps. The same deaths are put to a machine that ends the epoch at each of them: then rows that are
@@ -30,15 +32,17 @@ from unittest.mock import patch
 
 from node.lab.results import commit, hardware
 from node.run_state.actions import (
+    Aborted,
     Action,
     RecordCommit,
+    RecordRestored,
     SeatFilled,
     SeatLost,
     Send,
     SnapshotAgreed,
     StepDone,
 )
-from node.run_state.epoch import Epoch
+from node.run_state.epoch import Epoch, Phase
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
 from node.run_state.stage_assignment import Candidate
@@ -54,6 +58,7 @@ from wire.messages import (
     Following,
     FollowStep,
     NodeMessage,
+    PeerSilent,
     Placed,
     Placement,
     Ready,
@@ -94,6 +99,10 @@ class Case:
     """To fetch a stage's state."""
     delay: float = 0.05
     """Of a message."""
+    spares: int = 0
+    """Nodes beyond those that the grid has seats for."""
+    snapshots: int = 15
+    """Steps from one to the next."""
 
     @property
     def group(self) -> float:
@@ -141,7 +150,7 @@ class Churn:
             follows=True,
             min_stages=case.stages,
             total_steps=10**9,
-            snapshot_every=15,
+            snapshot_every=case.snapshots,
             silent_seconds=14.0,
             reconnect_seconds=1.0,
             regroup_seconds=10.0,
@@ -151,10 +160,13 @@ class Churn:
             stage_bytes=lambda stages, _devices: [1] * stages,
         )
         self.machine = RunMachine(self.plan, lambda step, norm: (1.0, 0.1), Past())
-        self.nodes = {f"n{number}": Node(f"n{number}") for number in range(case.stages * case.rows)}
+        count = case.stages * case.rows + case.spares
+        self.nodes = {f"n{number}": Node(f"n{number}") for number in range(count)}
         self.committed = 0
         """Steps that are committed, and were not lost again."""
         self.deaths = self.lost = self.filled = 0
+        self.aborted = self.rolled_back = 0.0
+        """Seconds that steps had run which began anew, and steps that had to be done again."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = 0
         self._agreed: set[int] = set()
@@ -191,6 +203,11 @@ class Churn:
         self.deaths += 1
         node.here = False
         self._happen(lambda: self.machine.disconnected(node.name, self.now))
+        if (epoch := self.machine.epoch) is not None and epoch.has(node.name):
+            stage, row = epoch.stage_of(node.name), epoch.replica_of(node.name)
+            news = PeerSilent(epoch=epoch.number, stage=stage, replica=row)
+            for near in {epoch.row(row)[one] for one in epoch.neighbours(node.name)} - {""}:
+                self._say(self.nodes[near], news)
         self.at(self.now + self.case.back, partial(self._return, node))
 
     def _return(self, node: Node) -> None:
@@ -212,6 +229,8 @@ class Churn:
     # ---- the coordinator
 
     def _happen(self, event: Callable[[], list[Action]]) -> None:
+        epoch = self.machine.epoch
+        began = epoch.opened_at if epoch is not None and epoch.phase is Phase.STEPPING else self.now
         for action in event():
             match action:
                 case Send():
@@ -219,6 +238,11 @@ class Churn:
                     self.at(self.now + self.case.delay, partial(self._hear, node, action.message))
                 case RecordCommit():
                     self.committed = action.step + 1
+                case Aborted():
+                    self.aborted += self.now - began
+                case RecordRestored() if action.step < self.committed:
+                    self.rolled_back += self.committed - action.step
+                    self.committed = action.step
                 case StepDone() if (epoch := self.machine.epoch) and not epoch.was_uneven(action.step):
                     speeds = dict.fromkeys(action.nodes, self.case.group)
                     self.at(self.now, partial(self._measured, speeds))
@@ -335,10 +359,14 @@ class Churn:
         epoch = self.machine.epoch
         if epoch is None or epoch.number != begin.epoch:
             return
-        last = max(
-            (max(other.done.values(), default=0.0) for other in self._peers(node, begin)), default=self.now
-        )
-        self._say(node, self._ballot(node, begin), max(0.0, last - self.now) + self.case.sync)
+        peers = self._peers(node, begin)
+        last = max((max(other.done.values(), default=0.0) for other in peers), default=self.now)
+        self.at(max(self.now, last) + self.case.sync, partial(self._summed, node, begin, peers))
+
+    def _summed(self, node: Node, begin: Begin, peers: Sequence[Node]) -> None:
+        """Of one that has died since the sums are not complete."""
+        if node.vote == (begin.step, begin.generation) and all(peer.here for peer in peers):
+            self._say(node, self._ballot(node, begin))
 
     def _peers(self, node: Node, begin: Begin) -> list[Node]:
         epoch = self.machine.epoch
@@ -376,6 +404,8 @@ def goodput(case: Case, rate: float, seconds: float, seed: int, *, goes_on: bool
         "seconds_a_death": max(0.0, seconds - steps * calm) / run.deaths if run.deaths else 0.0,
         "seats_lost": run.lost,
         "seats_filled": run.filled,
+        "aborted_a_death": run.aborted / run.deaths if run.deaths else 0.0,
+        "done_again_a_death": run.rolled_back * calm / run.deaths if run.deaths else 0.0,
     }
 
 
@@ -387,6 +417,9 @@ CASES = {
     "2 x 4": Case(stages=2, rows=4, groups=12, step=20.0, sync=2.0),
     "8 x 16": Case(stages=8, rows=16, groups=64, step=24.0, sync=2.4),
 }
+ONE_ROW = "8 x 1"
+"""Where no row goes on: a death ends the step, and all go back to a snapshot."""
+ONE_ROW_CASE = Case(stages=8, rows=1, groups=12, step=20.0, sync=0.0, spares=2)
 THOUSAND = "8 x 125"
 """A thousand members at 5 % a minute for half an hour, if asked for."""
 THOUSAND_CASE, THOUSAND_SECONDS = Case(stages=8, rows=125, groups=250, step=20.0, sync=2.0), 1800.0
@@ -416,13 +449,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3, help="of each rate and grid")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--thousand", action="store_true", help="a thousand members, too")
+    parser.add_argument("--one-row", action="store_true", help="one row and two spares alone")
     parser.add_argument("--out", default=str(OUT))
     options = parser.parse_args(arguments)
     jobs = [
         Job(name, case, rate, 3600 * options.node_hours / (case.stages * case.rows), seed, goes_on)
-        for name, case in CASES.items()
+        for name, case in ({ONE_ROW: ONE_ROW_CASE} if options.one_row else CASES).items()
         for rate in ("none", *DEATHS_A_MINUTE)
-        for goes_on in (True, False)
+        for goes_on in ((True,) if options.one_row else (True, False))
         for seed in range(options.runs if rate != "none" else 1)
     ]
     if options.thousand:
