@@ -410,9 +410,9 @@ def _one_row() -> str:
 
 With one row of {grid["stages"]} stages and {grid["spares"]} spares nobody else holds the state of the stage
 that is lost, so all nodes go back to the newest snapshot, here one of every {grid["snapshots"]} steps. The
-time that the ended step had run is a small part of what a death costs. A replay of that step from boundary tensors
-that neighbours keep could save at most this part. The program does not do it, because it would take memory of
-the neighbours in every step. More frequent snapshots, or a second row, save the rest.
+time that the ended step had run is a small part of what a death costs. A replay of that step from boundary
+tensors that neighbours keep could save at most this part. The program does not do it, because it would take
+memory of the neighbours in every step. More frequent snapshots, or a second row, save the rest.
 
 {markdown(columns, rows)}
 
