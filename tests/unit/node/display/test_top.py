@@ -428,3 +428,9 @@ def test_a_history_is_followed_while_it_grows(tmp_path: Path) -> None:
         assert watch.view().step == 1, "half a line is not read"
         file.write(whole[20:] + "\n")
     assert watch.view().step == 2
+
+
+@pytest.mark.parametrize(("goodput", "shown"), [(None, False), (0.9, True), (1.0, False)])
+def test_goodput_is_shown_when_work_was_lost(goodput: float | None, shown: bool) -> None:
+    lines = view_lines(replace(view(history(opening(), step(1))), goodput=goodput), BEGAN)
+    assert any("goodput" in line for line in lines) is shown

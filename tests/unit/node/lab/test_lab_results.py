@@ -264,3 +264,23 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"pip install 'thinwire\[lab\]'"):
         draw(results(cell("fp32/fp32", 100, 200.0)), tmp_path, print)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_text_says_where_figures_come_from() -> None:
+    found = results(cell("fp32/fp32", 100, 200.0), {**cell("tah/fixed-6", 100, 9.0), "measured_steps": 2})
+    found |= {"profile_file": "cpu.toml", "overrides": ["lab.steps=3"], "only": ["@10 + 100 ms"]}
+    text = tables_text([("results.json", found)])
+    line = text.splitlines()[-1]
+    assert line == provenance(found)
+    for words in (
+        "each figure the median of 2 to 3 steps",
+        "by `thinwire lab run cpu.toml lab.steps=3 --only '@10 + 100 ms'`",
+        "text books.txt, the first 2300 bytes",
+        "tbf",
+        "bbr",
+        "kernel 6.1",
+        "no delay",
+        "1 runs, 1 seed",
+        "commit 0123456789ab with changes",
+    ):
+        assert words in line
