@@ -3,7 +3,6 @@
 import json
 import sqlite3
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 
 from node.cli.main import main
-from node.config.schema import CoordinatorSection, RunConfig
+from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
-from node.dashboard.pages import listen_address
 from node.lab import support
 from node.lab.archive import keep_run
-from node.lab.laboratory import PORTS, _Run
+from node.lab.laboratory import _Run
 from node.lab.plan import PlannedRun
 from node.lab.profile import load_profile
 from node.telemetry.history import read_history
@@ -180,11 +178,3 @@ def test_a_delay_that_cannot_be_made_is_never_left_out(
     monkeypatch.setattr(support, "_packet_sockets", relay)
     with pytest.raises(RunError, match="no delay is possible here"):
         support.delay_method(wanted)
-
-
-def test_a_run_has_its_page_below_the_ports_of_the_next() -> None:
-    config = replace(RunConfig(), coordinator=CoordinatorSection(listen="10.77.255.1:7700", one_port=False))
-    page = listen_address(config)
-    assert page is not None
-    # The port for joining, the next for nodes, and the page's.
-    assert 7700 + 1 < page[1] < 7700 + PORTS
