@@ -282,7 +282,7 @@ def test_a_data_card_and_rows_of_tables_beside_text(tmp_path: Path) -> None:
     ("name", "content", "what"),
     [
         ("a.csv", b'id,"text"\r\n1,one\r\n', "is a table with a column 'text'"),
-        ("a.tsv.gz", gzip.compress(b"text\tlabel\none\t1\n"), "is a table with a column 'text'"),
+        ("a.tsv.gz", gzip.compress(b"text\tlabel\none\t1\n", mtime=0), "is a table with a column 'text'"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("a.txt.zst", zstandard.ZstdCompressor().compress(WORDS.encode() * 99)[:-3], "its end is missing"),
