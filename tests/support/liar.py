@@ -116,6 +116,8 @@ class Liar:
         """Replace the client's session and uploads in this process."""
         session, put_layer = CoordinatorClient.session, CoordinatorClient.put_layer
         hold_layers = CoordinatorClient.hold_layers
+        ahead: dict[str, bytes] = {}
+        """Weights that went ahead of their layers, as they stand in the file."""
 
         async def lying_session(
             client: CoordinatorClient,
@@ -150,14 +152,27 @@ class Liar:
                     if uploads >= UNASKED:
                         self.uploaded.set()
 
-        async def no_layer(client: CoordinatorClient, step: int, unit: str, file: LayerSource) -> None:
+        async def no_layer(
+            client: CoordinatorClient,
+            step: int,
+            unit: str,
+            file: LayerSource,
+            *,
+            weights_alone: bool = False,
+            weights_at: int = 0,
+        ) -> None:
             if self.withholds_layers and self.lying:
                 await asyncio.Event().wait()
             if self.hands_in_late and self.lying:
                 await self._goes_on(step)
             if self.alter_layer is not None and self.lying:
-                file = LayerFile.of(self.alter_layer(file.read(0, file.size)))
-            await put_layer(client, step, unit, file)
+                data = bytes(file.read(0, file.size))
+                if weights_alone:
+                    ahead[unit] = data[8 + int.from_bytes(data[:8], "little") :]  # behind the header
+                left_out = ahead.get(unit, b"") if weights_at else b""
+                data = self.alter_layer(data[:weights_at] + left_out + data[weights_at:])
+                file = LayerFile.of(data[:weights_at] + data[weights_at + len(left_out) :])
+            await put_layer(client, step, unit, file, weights_alone=weights_alone, weights_at=weights_at)
 
         async def no_layers(client: CoordinatorClient, *held: Any) -> Any:
             if self.withholds_layers and self.lying:
@@ -347,7 +362,9 @@ def _snapshots(said: Alter, given: Alter) -> Callable[[Liar], None]:
 
         def altered(state: StateCopy, unit: str, change: Alter) -> StateCopy:
             tensors = change(state.whole(unit))
-            return StateCopy([(unit, {name: StateTensor(one, one.dtype) for name, one in tensors.items()})])
+            copy = StateCopy([(unit, {name: StateTensor(one, one.dtype) for name, one in tensors.items()})])
+            copy.weights_first = state.weights_first
+            return copy
 
         def layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: int | None) -> ReadLayer:
             if not liar.lying:
