@@ -424,6 +424,11 @@ class LinkServer:
                 RefusalCode.STALE_EPOCH,
             )
         link = self._links.get(peer)
+        if link is None and any((numbers["rows"], *(other.rows for other in self._links.values()))):
+            # Where there are several rows, this node may be about to hear that it has a seat beside that one.
+            raise _NotAdmitted(
+                grpc.StatusCode.UNAVAILABLE, f"node {peer} is not known there as a neighbour yet"
+            )
         if link is None:
             raise _NotAdmitted(
                 grpc.StatusCode.PERMISSION_DENIED,

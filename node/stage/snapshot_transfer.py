@@ -325,9 +325,10 @@ class SnapshotTransfer:
                 if len(hashes) == len(state.units):
                     # No layer is stored before it is agreed what it is.
                     self._say_hashes(epoch, step, state.units, [hashes[one] for one in state.units])
-                if layer.weights is not None and not take.place:
-                    async with sending:
-                        await self._client.put_layer(step, unit, layer.weights, weights_alone=True)
+                if state.weights_first and not take.place:
+                    if layer.weights is not None:
+                        async with sending:
+                            await self._client.put_layer(step, unit, layer.weights, weights_alone=True)
                     went_ahead.add(unit)
                     if len(went_ahead) == len(state.units):
                         all_weights_are_there.set()

@@ -212,8 +212,11 @@ def has_weights_alone(config: RunConfig, step: int) -> bool:
 
 
 def has_weights_first(config: RunConfig, step: int) -> bool:
-    """Whether nodes hand in the weights of `step` before the optimizer's state: the model is done."""
-    return config.snapshots.last == ALL and step >= config.run.steps
+    """Whether nodes hand in the weights of `step` before the optimizer's state: the model is done.
+
+    Adapters and their state are small, and layers that are frozen have none.
+    """
+    return config.snapshots.last == ALL and step >= config.run.steps and config.lora.rank == 0
 
 
 def check_state(

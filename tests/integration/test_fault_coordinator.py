@@ -12,7 +12,7 @@ import pytest
 
 from node.stage.coordinator_client import CoordinatorClient
 from node.state.snapshot import list_snapshots
-from node.telemetry.events import NodeJoined, NodeLeft, Notice, PlacementMade, StepAborted
+from node.telemetry.events import DiskRoom, NodeJoined, NodeLeft, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
 from tests.support.faults import Fault, Kind, Phase
@@ -178,7 +178,7 @@ def test_a_full_disk_pauses_the_run_and_costs_no_step(tmp_path: Path, prefork: P
         nodes = run.add_nodes(3)
         assert run.tend() == 0
         run.assert_all_happened()
-        paused, goes_on = (told.text for told in run.all(Notice) if "disk" in told.text)
+        paused, goes_on = (told.text for told in run.all(DiskRoom))
         assert paused.startswith("paused: disk full: ") and "the run goes on by itself" in paused
         assert goes_on == "the disk has room again: the run goes on"
         assert_never_silent(*run.coordinators)

@@ -9,7 +9,15 @@ import pytest
 from node.config.schema import RunConfig
 from node.coordinator.store import Store
 from node.state.snapshot import list_snapshots, snapshot_directory
-from node.telemetry.events import JoinLine, Notice, PlacementMade, RunFinished, RunStarted, StepDone
+from node.telemetry.events import (
+    JoinLine,
+    Notice,
+    PlacementMade,
+    RunFinished,
+    RunStarted,
+    SnapshotSetAside,
+    StepDone,
+)
 from node.training.schedule import global_norm, learning_rate
 from node.tuning.memory import stage_storages
 from tests.support.fault_prefork import Prefork
@@ -172,7 +180,7 @@ def test_a_damaged_newest_snapshot_costs_some_steps(when: str, prefork: Prefork,
         # They hold nothing: all of it comes from the snapshot.
         run.add_nodes(2)
         assert second.wait_exit() == 0
-        (told,) = [notice.text for notice in second.all(Notice) if "damaged" in notice.text]
+        (told,) = [notice.text for notice in second.all(SnapshotSetAside)]
         assert (
             f"head.safetensors is damaged: its SHA-256 is not the manifest's: the snapshot of step {newest}"
             in told

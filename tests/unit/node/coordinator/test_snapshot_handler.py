@@ -353,7 +353,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         await asked(handler, 4, made, ("node-a", "node-b"))
         for node, foreign in (("node-a", last), ("node-b", first), ("node-spare", UNITS)):
             for unit in foreign:
-                with pytest.raises(NotDueError, match="another node's to hand in"):
+                with pytest.raises(NotDueError, match="must come from another node"):
                     await hand_in(handler, 4, unit, made[unit], node)
         await hand_in(handler, 4, first[0], made[first[0]], "node-a")
         # Requested again, of other nodes: what is on its way of the earlier attempt is not stored.
@@ -362,7 +362,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         with pytest.raises(NotDueError, match="requested again"):
             data = made[last[0]]
             await handler.put(begun, LayerFile.of(data))
-        with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
+        with pytest.raises(ProtocolViolationError, match="must come from another node"):
             await hand_in(handler, 4, first[0], made[first[0]], "node-a")
         for node, units in (("node-c", last), ("node-b", first)):
             for unit in units:
