@@ -379,7 +379,9 @@ class SnapshotHandler:
         entry, sums = folder.check(permit.step, permit.unit, file)
         expected = (said.weights, 0.0, 0.0) if permit.weights_alone else said[1:4]
         same = all(math.isclose(*pair, rel_tol=SAME_SUM) for pair in zip(sums, expected, strict=True))
-        ahead = None if permit.weights_alone else self._ahead.get(permit.unit)
+        # A run that went back stores earlier steps again.
+        went_ahead = has_weights_first(self._config, permit.step) and not permit.weights_alone
+        ahead = self._ahead.get(permit.unit) if went_ahead else None
         # Who holds a layer alone says both of its hashes: they must be of the same weights.
         same = same and (ahead is None or ahead.weights_sha256 == entry.weights_sha256)
         if permit.unit in agreement.alone and not same:

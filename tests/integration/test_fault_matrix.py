@@ -13,8 +13,8 @@ from node.telemetry.events import (
     Event,
     NodeJoined,
     NodeLeft,
-    Notice,
     PlacementMade,
+    Recovered,
     SnapshotStored,
     StepAborted,
 )
@@ -82,7 +82,7 @@ def test_spares_take_the_stages_of_killed_nodes(
         nodes = [*run.add_nodes(3), *(run.add_spare() for _ in kills)]
         run.assert_ends_undisturbed(restart=False)
         assert exit_codes(nodes) == [KILLED] * len(kills) + [0] * 3
-        placements, notices = run.all(PlacementMade), run.all(Notice)
+        placements, notices = run.all(PlacementMade), run.all(Recovered)
         assert len(placements) == count - 2 and len(notices) == len(kills)
         kept = {0, *(stored.step for stored in run.all(SnapshotStored))}
         for kill, before, after, notice in zip(kills, placements, placements[1:], notices, strict=False):

@@ -204,7 +204,8 @@ class Run:
         self._mark = uuid.uuid4().hex
         directory.mkdir(parents=True, exist_ok=True)
         self.text_file.write_bytes(text)
-        self.config = replace(config, data=replace(config.data, path=str(self.text_file)))
+        path = "" if config.data.sources else str(self.text_file)
+        self.config = replace(config, data=replace(config.data, path=path))
         self.run_file.write_text(to_toml(self.config), encoding="utf-8")
         self._variables: dict[str, str] = {}
         self.program: Sequence[str] = ("node.cli.main",)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -258,16 +258,22 @@ async def test_samples_that_cannot_be_read_end_the_run(
         assert (run.coordinator.bug is error) is bug
 
 
-async def test_nodes_learn_no_paths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("texts", [{"path": "text"}, {"sources": ("books", "web/pages")}])
+async def test_nodes_learn_no_paths(tmp_path: Path, texts: dict[str, Any]) -> None:
     folder = "/home/somebody/"
-    files = {name: f"{folder}{name}" for name in ("path", "valid", "tokenizer", "chat_template")}
-    data = DataSection(**files, sources=(f"{folder}books", f"{folder}web/pages"))
+    files = {name: f"{folder}{name}" for name in ("valid", "tokenizer", "chat_template")}
+    path, sources = texts.get("path", ""), texts.get("sources", ())
+    data = DataSection(
+        **files, path=path and f"{folder}{path}", sources=tuple(f"{folder}{name}" for name in sources)
+    )
     config = replace(CONFIG, data=data, model=replace(CONFIG.model, from_=f"{folder}models/small"))
     async with scene(tmp_path, config) as run:
         welcome = await run.peer("a").hear()
         assert isinstance(welcome, Welcome)
         told = from_json(welcome.config_json)
-        names = DataSection(**dict(zip(files, files, strict=True)), sources=("books", "pages"))
+        names = DataSection(
+            **dict(zip(files, files, strict=True)), path=path, sources=("books", "pages") if sources else ()
+        )
         assert told == replace(config, data=names, model=replace(config.model, from_="small"))
         run.coordinator.fail(f"{folder}texts/a.jsonl line 3 is not JSON; its folder is {folder}texts")
         assert await run.peer("a").hear() == welcome
