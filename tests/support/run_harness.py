@@ -204,7 +204,7 @@ class Run:
         self._mark = uuid.uuid4().hex
         directory.mkdir(parents=True, exist_ok=True)
         self.text_file.write_bytes(text)
-        path = "" if config.data.sources else str(self.text_file)
+        path = config.data.path if config.data.sources else str(self.text_file)
         self.config = replace(config, data=replace(config.data, path=path))
         self.run_file.write_text(to_toml(self.config), encoding="utf-8")
         self._variables: dict[str, str] = {}

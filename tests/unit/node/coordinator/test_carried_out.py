@@ -258,23 +258,27 @@ async def test_samples_that_cannot_be_read_end_the_run(
         assert (run.coordinator.bug is error) is bug
 
 
-@pytest.mark.parametrize("texts", [{"path": "text"}, {"sources": ("books", "web/pages")}])
-async def test_nodes_learn_no_paths(tmp_path: Path, texts: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [({"path": "a/text"}, {"path": "text"}), ({"sources": ("b", "c/d")}, {"sources": ("b", "d")})],
+)
+async def test_nodes_learn_no_paths(tmp_path: Path, texts: dict[str, Any], names: dict[str, Any]) -> None:
     folder = "/home/somebody/"
     files = {name: f"{folder}{name}" for name in ("valid", "tokenizer", "chat_template")}
-    path, sources = texts.get("path", ""), texts.get("sources", ())
     data = DataSection(
-        **files, path=path and f"{folder}{path}", sources=tuple(f"{folder}{name}" for name in sources)
+        **files,
+        **{
+            key: folder + value if isinstance(value, str) else tuple(folder + name for name in value)
+            for key, value in texts.items()
+        },
     )
     config = replace(CONFIG, data=data, model=replace(CONFIG.model, from_=f"{folder}models/small"))
     async with scene(tmp_path, config) as run:
         welcome = await run.peer("a").hear()
         assert isinstance(welcome, Welcome)
         told = from_json(welcome.config_json)
-        names = DataSection(
-            **dict(zip(files, files, strict=True)), path=path, sources=("books", "pages") if sources else ()
-        )
-        assert told == replace(config, data=names, model=replace(config.model, from_="small"))
+        shown = DataSection(**dict(zip(files, files, strict=True)), **names)
+        assert told == replace(config, data=shown, model=replace(config.model, from_="small"))
         run.coordinator.fail(f"{folder}texts/a.jsonl line 3 is not JSON; its folder is {folder}texts")
         assert await run.peer("a").hear() == welcome
         assert (await run.end()).reason.startswith(folder)
