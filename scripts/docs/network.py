@@ -18,6 +18,7 @@ FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
 RELAY = RESULTS / "relay.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
+STATE_RATES = RESULTS / "state_rates.json"
 FAST, LINKS = RESULTS / "pipeline_fast.json", RESULTS / "links.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
@@ -310,7 +311,35 @@ def _link_cost(links: dict[str, Any]) -> str:
     )
 
 
+def state_rates() -> str:
+    """How long nodes wait for a state, and an operator for the model (scripts/bench/state_rates.py)."""
+    report = read_report(STATE_RATES)
+    pairs = report["pairs"]
+
+    def row(what: str, key: str) -> list[str]:
+        before, now = ([pair[way].get(key) for pair in pairs] for way in ("before", "now"))
+        shown = [", ".join("-" if one is None else f"{one:.1f}" for one in ones) for ones in (before, now)]
+        return [what, *shown]
+
+    rows = [
+        row("from the last join to the placement, s", "join_to_placement_seconds"),
+        row("processor seconds of it", "join_to_placement_processor_seconds"),
+        row("until the model of the last step can be exported, s", "last_model_seconds"),
+        row("until its whole snapshot is stored, s", "last_snapshot_seconds"),
+        row("processor seconds of it", "last_snapshot_processor_seconds"),
+    ]
+    caption = (
+        f"{report['state_bytes'] / 1e9:.2f} GB of state, {report['nodes']} nodes and the coordinator on one "
+        f"{spaced(report['hardware'])}, loopback; {len(pairs)} pairs of runs, beside programs that took "
+        f"most of both cores. Before: commit {report['before_commit'][:12]}; now: {commit(report)}. "
+        f"Python {report['python']}, torch {report['torch']}."
+    )
+    table = markdown([("what", "left"), ("before", "right"), ("now", "right")], rows)
+    return f"{table}\n\n{caption}"
+
+
 TABLES: Tables = {
+    **if_recorded(STATE_RATES, "state_rates", state_rates),
     **if_recorded(SMALL_STEPS, "small_steps", small_steps),
     **if_recorded(FAST, "fast_lines", fast_lines),
     "reach": reach,
