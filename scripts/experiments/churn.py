@@ -364,8 +364,10 @@ class Churn:
         self.at(max(self.now, last) + self.case.sync, partial(self._summed, node, begin, peers))
 
     def _summed(self, node: Node, begin: Begin, peers: Sequence[Node]) -> None:
-        """Of one that has died since the sums are not complete."""
-        if node.vote == (begin.step, begin.generation) and all(peer.here for peer in peers):
+        """The node votes, unless it has left the epoch meanwhile. The sums of a node that has died are not
+        complete."""
+        is_on = node.placement is not None and node.vote == (begin.step, begin.generation)
+        if is_on and all(peer.here for peer in peers):
             self._say(node, self._ballot(node, begin))
 
     def _peers(self, node: Node, begin: Begin) -> list[Node]:
