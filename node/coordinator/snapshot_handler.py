@@ -366,10 +366,9 @@ class SnapshotHandler:
         return agreement
 
     def _examined(self, permit: UploadPermit, file: LayerFile, agreement: Agreement) -> UnitEntry:
-        """Wait until this file is known to be the agreed one. Runs on a thread. Raises WrongLayerError, or
-        ProtocolViolationError if no run can continue from it.
+        """Check that this file is the agreed one. Runs on a thread.
 
-        Raises WrongLayerError, or ProtocolViolationError if nobody can go on from it.
+        Raises WrongLayerError, or ProtocolViolationError if no run can continue from it.
         """
         said = agreement.units[permit.unit]
         wrong = WrongLayerError(permit.node_id, permit.step, permit.unit)
