@@ -511,13 +511,14 @@ async def test_strangers_with_made_up_tokens_shut_out_no_holder_behind_their_add
                 codes.append(grpc.StatusCode.OK)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(400):
+            # Eight are answered at a time, each after one look at the database that all wait for.
+            for _ in range(80):
                 group.create_task(ask())
             while grpc.StatusCode.RESOURCE_EXHAUSTED not in codes:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             identities = []
             for number in range(6):
-                for _ in range(20):
+                for _ in range(4):
                     group.create_task(ask())
                 # Nobody has asked with this token yet. One attempt each: `_ROUNDS`.
                 identities.append(
@@ -527,7 +528,7 @@ async def test_strangers_with_made_up_tokens_shut_out_no_holder_behind_their_add
     assert {member.node_id for member in coordinator.store.members()} == expected and len(expected) == 6
     assert len(admitted) == 6, "no stranger costs a transaction or a signature"
     # gRPC itself turns away calls beyond its streams of one connection, so fewer than 50 may be answered.
-    assert len(codes) == 520 and 0 < codes.count(grpc.StatusCode.OK) <= 50
+    assert len(codes) == 104 and 0 < codes.count(grpc.StatusCode.OK) <= 50
     assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
 
 
