@@ -163,7 +163,10 @@ class Newcomers:
         spares = [
             one
             for one in candidates
-            if not epoch.has(one.node_id) and one.node_id not in self._slow and one.node_id not in known
+            if not epoch.has(one.node_id)
+            and one.node_id not in epoch.entering
+            and one.node_id not in self._slow
+            and one.node_id not in known
         ]
         lacking = Counter(seat.row for seat in vacant)
         taken = {*known.values(), *map(epoch.entering_seat, epoch.entering)}

@@ -250,3 +250,8 @@ def test_who_is_gone_when_a_steps_lateness_is_judged_harms_nobody() -> None:
 def test_a_placement_that_the_same_event_ends_is_followed_by_another() -> None:
     seen = attack_state("norms-and-hashes", 4, audits=False, seed=14)
     assert seen.good and seen.lied, seen
+
+
+def test_a_node_that_changes_its_seat_is_not_told_to_follow_another_stage() -> None:
+    seen = attack_state("scaled", 4, audits=False, seed=97)
+    assert seen.good and seen.ended and seen.named
