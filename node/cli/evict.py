@@ -52,7 +52,7 @@ def _by_name(name: str, members: Collection[str], directory: Path) -> str:
 
     watch = HistoryWatch(directory)
     watch.view()
-    called = sorted(node for node, other in watch.names.items() if other == name and node in members)
+    called = sorted(node for node in members if watch.run.name_of(node) == name)
     if len(called) > 1:
         raise UserError(f"{len(called)} nodes are called {name!r}: name one by its id, {' or '.join(called)}")
     return called[0] if called else name

@@ -26,10 +26,9 @@ class Emit:
 
 @contextlib.contextmanager
 def emitter(config: "RunConfig", *, json: bool) -> Iterator[Emit]:
-    """Write events to status file, history, loggers and screen; restores the terminal at the end."""
+    """Write events to history, loggers and screen; restores the terminal at the end."""
     from node.display.loggers import loggers
     from node.display.render import make_renderer
-    from node.display.status import StatusWriter
     from node.telemetry.history import HistoryWriter
     from node.view.checkpoint import refresh
 
@@ -38,7 +37,7 @@ def emitter(config: "RunConfig", *, json: bool) -> Iterator[Emit]:
         loggers(config) as further,
         make_renderer(json=json) as renderer,
     ):
-        yield Emit(StatusWriter(_log.warning), history, *further, renderer)
+        yield Emit(history, *further, renderer)
 
 
 def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:

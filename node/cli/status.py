@@ -1,16 +1,15 @@
-"""`thinwire status RUN_DIR`: a run's state, from its database and `status.json`."""
+"""`thinwire status RUN_DIR`: a run's state, from its database and its history."""
 
 import argparse
 import json
 import math
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from node.display.status import RunStatus
+    from node.view.view_builder import RunViewBuilder
 
 GONE = "gone"
 STEPS = ("training", "replaying")
@@ -39,7 +38,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
-    from node.display.status import coordinator_alive, read_status
+    from node.display.status import coordinator_alive
     from node.display.top import path_sentences
     from node.display.watch import HistoryWatch
     from node.state.snapshot import list_models
@@ -53,17 +52,16 @@ def run(args: argparse.Namespace) -> int:
         members = [member.node_id for member in store.members() if member.evicted is None]
         complete = [snapshot for snapshot in store.snapshots() if snapshot.complete]
         usable = sum(token.state(now) == "usable" for token in store.list_tokens())
-    status = read_status(directory)
     watch = HistoryWatch(directory)
-    view = watch.view()
+    view, events = watch.view(), watch.run
     bottleneck = view.bottleneck
     snapshots = [snapshot.step for snapshot in complete]
     ahead = [*list_models(directory)]
     # The database counts steps from 0.
     done = last.step + 1 if last else 0
     steps = json.loads(record.config_json)["run"]["steps"]
-    alive = coordinator_alive(status) if status else False
-    state = run_state(status, alive, complete=done >= steps, replays_to=view.replays_to)
+    alive = coordinator_alive(events.started) if events.started else False
+    state = run_state(events, alive, complete=done >= steps, replays_to=view.replays_to)
     # A run that does not go on has no age that matters.
     age = max(0.0, now - complete[-1].created) if complete and state in GOES_ON else None
     if args.json:
@@ -84,15 +82,14 @@ def run(args: argparse.Namespace) -> int:
             "scores": [vars(found) for found in view.scores],
             "samples": [vars(sample) for sample in view.samples],
             "links": [{name: getattr(link, name) for name in _OF_A_LINK} for link in view.links],
-            "status": json.loads(status.to_json()) if status else None,
+            "status": _status_fields(events),
         }
         sys.stdout.write(json.dumps(whole) + "\n")
         return 0
     lines = [f"run {record.run_id}: {state}, {done} of {steps} steps"]
     if last:
         lines.append(f"loss      {loss_text(last.loss)} in step {done}")
-    if status:
-        lines += _live_lines(status, now, alive, watch.names, steps=state in STEPS)
+    lines += _live_lines(events, now, alive, steps=state in STEPS)
     if state in GOES_ON:
         lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines += [f"path      {sentence}" for sentence in path_sentences(view)]
@@ -118,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool, replays_to: int = 0) -> str:
+def run_state(run: "RunViewBuilder", alive: bool | None, *, complete: bool, replays_to: int = 0) -> str:
     """`finished`, `failed`, `training`, `replaying`, `waiting for nodes`, `paused`, `stopped`, `gone`,
     `not seen here`.
 
@@ -129,74 +126,98 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool,
         complete: whether the last step of the run is committed.
         replays_to: the last step that runs again; 0 if none does.
     """
-    if status and status.finished:
+    if run.finished:
         ended = "finished" if complete else "stopped"
-        return "failed" if status.finished.failed else ended
+        return "failed" if run.finished.failed else ended
     if alive is None:
         return "not seen here"
-    if not status:
+    if not run.started:
         return "stopped"
     if not alive:
         return GONE
-    if status.paused:
+    if run.paused:
         return PAUSED
-    connected = {node.node_id for node in status.nodes}
-    placed = status.placement is not None and connected.issuperset(status.placement.nodes)
-    if not placed:
+    if not run.placed:
         return "waiting for nodes"
     return "replaying" if replays_to else "training"
 
 
-def _live_lines(
-    status: "RunStatus", now: float, alive: bool | None, names: Mapping[str, str], *, steps: bool
-) -> list[str]:
-    """The coordinator's last report; `alive` as for `run_state`.
+def _status_fields(run: "RunViewBuilder") -> dict[str, Any] | None:
+    """The newest events of each kind, as JSON has them; None before the run began."""
+    from node.telemetry.events import finite
 
-    Args:
-        names: what owners call their nodes, by node id.
-        steps: whether the last step is news.
-    """
+    if run.started is None:
+        return None
+    fields = {
+        "event": "status",
+        "updated": run.updated,
+        "host": run.started.host,
+        "process_id": run.started.process_id,
+        "started": run.started,
+        "nodes": [run.known[node_id] for node_id in run.members],
+        "gone": run.left,
+        "placement": run.placement,
+        "step": run.step,
+        "held_out": run.held_out[-1] if run.held_out else None,
+        "aborted": run.aborted,
+        "lost": run.lost,
+        "work": run.work,
+        "planned": run.planned,
+        "snapshot": run.stored,
+        "finished": run.finished,
+        "page": run.page,
+        "paused": run.paused,
+        "process_start": run.started.process_start,
+    }
+    plain: dict[str, Any] = finite(fields)
+    return plain
+
+
+def _live_lines(run: "RunViewBuilder", now: float, alive: bool | None, *, steps: bool) -> list[str]:
+    """What the coordinator last said; `alive` as for `run_state`, `steps`: whether the last step is news."""
     from node.display.render import SHORT_ID, stage_rows
     from node.telemetry.format import count_text, counted, duration_text, named, printable, table_lines
 
+    started, placement = run.started, run.placement
+    if started is None:
+        return []
     lines = [
         printable(
-            f"as of     {duration_text(max(0.0, now - status.updated))} ago, by process {status.process_id} "
-            f"on {status.host}"
+            f"as of     {duration_text(max(0.0, now - run.updated))} ago, by process {started.process_id} "
+            f"on {started.host}"
         )
     ]
-    nodes = status.placement.nodes if status.placement else ()
-    if status.paused and alive and not status.finished:
-        lines.append(printable(status.paused))
+    nodes = placement.nodes if placement else ()
+    if run.paused and alive and not run.finished:
+        lines.append(printable(run.paused))
     if alive is not False:
-        grid = counted(len(nodes) or status.started.stages, "stage")
-        if status.placement is not None and status.placement.groups:
-            rows = len(status.placement.groups)
-            grid = f"{counted(rows, 'row')} of {counted(status.placement.stages, 'stage')}"
-        lines.append(f"connected {counted(len(status.nodes), 'node')} for {grid}")
-    called = [named(node.node_id[:SHORT_ID], node.name) for node in status.nodes if node.name]
+        grid = counted(len(nodes) or started.stages, "stage")
+        if placement is not None and placement.groups:
+            rows = len(placement.groups)
+            grid = f"{counted(rows, 'row')} of {counted(placement.stages, 'stage')}"
+        lines.append(f"connected {counted(len(run.members), 'node')} for {grid}")
+    called = [named(node[:SHORT_ID], run.name_of(node)) for node in run.members if run.name_of(node)]
     if called and alive is not False:
         lines.append(printable(f"names     {', '.join(called)}"))
-    for left in status.gone:
-        who = named(left.node_id[:SHORT_ID], names.get(left.node_id, ""))
+    for left in run.left:
+        who = named(left.node_id[:SHORT_ID], run.name_of(left.node_id))
         lines.append(printable(f"gone      {who}: {left.reason}"))
-    if status.step and steps:
-        lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
-        across = status.placement.stages if status.placement else 0
-        if status.step.idle:
-            lines += table_lines(*stage_rows(status.step, nodes, across))
-    if status.held_out:
-        lines.append(status.held_out.line)
-    if status.aborted:
-        lines.append(f"aborted   {counted(status.aborted, 'step')}, which ran again")
-    if status.lost:
-        lines.append(f"lost      {counted(status.lost, 'node')} while steps went on")
-    if status.work.lost and status.work.goodput is not None:
-        lines.append(f"goodput   {100 * status.work.goodput:.1f} % of the nodes' work in steps is on record")
-    if status.planned:
-        lines.append(f"planned   {status.planned} changes of placement")
-    if status.page and not status.finished and alive is not False:
-        lines.append(printable(f"page      {status.page.url}"))
-    if status.finished:
-        lines.append(printable(f"ended     {status.finished.reason}"))
+    if run.step and steps:
+        lines.append(f"speed     {count_text(run.step.tokens_per_second)} tokens/s")
+        if run.step.idle:
+            lines += table_lines(*stage_rows(run.step, nodes, placement.stages if placement else 0))
+    if run.held_out:
+        lines.append(run.held_out[-1].line)
+    if run.aborted:
+        lines.append(f"aborted   {counted(run.aborted, 'step')}, which ran again")
+    if run.lost:
+        lines.append(f"lost      {counted(run.lost, 'node')} while steps went on")
+    if run.work.lost and run.work.goodput is not None:
+        lines.append(f"goodput   {100 * run.work.goodput:.1f} % of the nodes' work in steps is on record")
+    if run.planned:
+        lines.append(f"planned   {run.planned} changes of placement")
+    if run.page and not run.finished and alive is not False:
+        lines.append(printable(f"page      {run.page.url}"))
+    if run.finished:
+        lines.append(printable(f"ended     {run.finished.reason}"))
     return lines

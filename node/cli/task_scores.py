@@ -109,11 +109,12 @@ def read_results(out: Path, step: int, limit: int) -> "TaskScores":
 def record(directory: Path, found: "TaskScores") -> None:
     """Put the scores into the run's history, by its coordinator if that runs."""
     from node.coordinator.changes import leave_scores
-    from node.display.status import coordinator_alive, read_status
+    from node.display.status import coordinator_alive
     from node.telemetry.history import append_event
+    from node.view.checkpoint import read_view
 
-    status = read_status(directory)
-    if status is not None and not status.finished and coordinator_alive(status):
+    run = read_view(directory)[0]
+    if run.started is not None and not run.over and coordinator_alive(run.started):
         leave_scores(directory, found)
     else:
         append_event(directory, found)

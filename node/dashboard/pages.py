@@ -151,7 +151,7 @@ async def _serve(
     builder, position = await asyncio.to_thread(read_view, run_dir, None, stopped.is_set)
     tail = HistoryTail(run_dir, position)
     feed = Feed(builder)
-    await follow(run_dir, builder, feed, tail, stopped)
+    await follow(builder, feed, tail, stopped)
     if stopped.is_set():
         return  # stopped while a long history was read
     # Gauges that come from the view are right; counters stay 0.
@@ -163,19 +163,17 @@ async def _serve(
                 async with asyncio.timeout(FOLLOW_SECONDS):
                     await stopped.wait()
             except TimeoutError:
-                await follow(run_dir, builder, feed, tail, stopped)
+                await follow(builder, feed, tail, stopped)
 
 
-async def follow(
-    run_dir: Path, builder: RunViewBuilder, feed: Feed, tail: HistoryTail, stopped: asyncio.Event
-) -> None:
+async def follow(builder: RunViewBuilder, feed: Feed, tail: HistoryTail, stopped: asyncio.Event) -> None:
     """Apply what was appended since the last call; end the run's view if its coordinator died silently.
 
-    `feed` shows `builder`, and `tail` reads `run_dir`. Returns early once `stopped` is set. RunError when the
+    `feed` shows `builder`. Returns early once `stopped` is set. RunError when the
     history cannot be read.
     """
     await _catch_up(feed, tail, stopped)
-    if stopped.is_set() or builder.over or not await asyncio.to_thread(coordinator_is_gone, run_dir):
+    if stopped.is_set() or builder.over or not coordinator_is_gone(builder.started):
         return
     # Its last events may have been written between the two checks.
     await _catch_up(feed, tail, stopped)

@@ -5,7 +5,6 @@ import json
 import shlex
 import ssl
 import urllib.parse
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,19 +26,20 @@ class HistoryWatch:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._builder = RunViewBuilder()
+        self.run = RunViewBuilder()
+        """What the newest view was built from."""
         self._tail: HistoryTail | None = None
 
     def view(self) -> RunView:
         """Raises RunError when the history cannot be read."""
         if self._tail is None:
-            self._builder, position = read_view(self._directory)
+            self.run, position = read_view(self._directory)
             self._tail = HistoryTail(self._directory, position)
         while entries := self._tail.read():
             for entry in entries:
-                self._builder.apply(entry.event, entry.at)
-        view = self._builder.view()
-        if not self._builder.over and coordinator_is_gone(self._directory):
+                self.run.apply(entry.event, entry.at)
+        view = self.run.view()
+        if not self.run.over and coordinator_is_gone(self.run.started):
             # There is no coordinator to join any more.
             why = () if view.state == "waiting for nodes" else view.bottleneck
             return replace(view, state="stopped", ended=COORDINATOR_GONE, eta_seconds=None, bottleneck=why)
@@ -47,11 +47,6 @@ class HistoryWatch:
         directory = shlex.quote(str(self._directory))
         sentences = tuple(sentence.replace(RUN_DIR, directory) for sentence in view.bottleneck)
         return replace(view, bottleneck=sentences)
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """What owners call their nodes, by node id, as of the newest view."""
-        return self._builder.names
 
 
 class PageWatch:

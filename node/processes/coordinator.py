@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -47,6 +48,7 @@ from node.coordinator.store import StepRecord, Store
 from node.dashboard.feed import Feed
 from node.dashboard.pages import listen_address, live_page, reading_past, shares_port
 from node.data.shards import TrainingData, load_data
+from node.display.status import process_start
 from node.display.terminal import ending_signals
 from node.display.top import path_sentences
 from node.model.units import ends_in_blocks
@@ -606,4 +608,7 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         head_share=head_share(config, config.pipeline.stages),
         codec_bits=codec_bits(config),
         ends_in_blocks=ends_in_blocks(config.model),
+        host=socket.gethostname(),
+        process_id=os.getpid(),
+        process_start=process_start(os.getpid()),
     )

@@ -74,6 +74,11 @@ class RunStarted(Event):
     estimate the gain of another codec."""
     ends_in_blocks: tuple[float, ...] = ()
     """Compute cost of the embedding and of the head, in blocks; empty if unknown."""
+    host: str = ""
+    """The coordinator's machine."""
+    process_id: int = 0
+    process_start: str = ""
+    """Distinguishes the coordinator's process from a later one with the same id; empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

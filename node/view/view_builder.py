@@ -4,7 +4,7 @@ A view depends on events only, so a run that is over looks as it did while it ra
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, TypeVar
 
@@ -49,12 +49,8 @@ MOST_SCORES = 16
 """Newest runs of lm-eval kept."""
 MOST_SNAPSHOTS = 1000
 """Newest snapshots remembered, pruned ones included."""
-
-
-@dataclass(frozen=True)
-class _Member:
-    device: str
-    joined: float
+MOST_LEFT = 3
+"""Newest nodes kept that left and have not come back."""
 
 
 @dataclass(kw_only=True)
@@ -67,11 +63,12 @@ class RunViewBuilder:
     updated: float = 0.0
     """Unix time of the newest event."""
     starts: int = 0
-    members: Mapping[str, _Member] = field(default_factory=dict)
-    devices: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-    undialled: Mapping[str, str] = field(default_factory=dict)
-    """Why neighbours cannot dial a node, for those that they cannot."""
+    known: Mapping[str, events.NodeJoined] = field(default_factory=dict)
+    """All nodes that ever joined, by id."""
+    members: Mapping[str, float] = field(default_factory=dict)
+    """When each connected node joined. Those that were connected at the end of the run stay."""
+    left: tuple[events.NodeLeft, ...] = ()
+    """The last nodes that left and have not come back."""
     placement: events.PlacementMade | None = None
     restoring: bool = False
     step: events.StepDone | None = None
@@ -79,6 +76,8 @@ class RunViewBuilder:
     highest_step: int = 0
     replayed: int = 0
     aborted: int = 0
+    planned: int = 0
+    """Planned changes of placement."""
     lost: int = 0
     work: Work = field(default_factory=Work)
     recoveries: int = 0
@@ -88,6 +87,11 @@ class RunViewBuilder:
     """The newest of each step."""
     samples: tuple[SampleView, ...] = ()
     scores: tuple[ScoreView, ...] = ()
+    stored: events.SnapshotStored | None = None
+    """The newest snapshot, unless it was set aside."""
+    page: events.PageServed | None = None
+    paused: str = ""
+    """Why the run stands still until somebody does something; empty if it does not."""
     finished: events.RunFinished | None = None
     token_uses: int | None = None
     loss: Series = field(default_factory=Series)
@@ -112,16 +116,15 @@ class RunViewBuilder:
             case events.RunStarted():
                 self._start(event, at)
             case events.NodeJoined():
-                node_id = event.node_id
-                self.members = {**self.members, node_id: _Member(event.device, at)}
-                self.devices = {**self.devices, node_id: event.device}
-                self.names = {**self.names, node_id: event.name}
-                self.undialled = _without(self.undialled, node_id)
-                if not event.address:
-                    why = NOT_REACHED if event.listens else NOT_LISTENING
-                    self.undialled = {**self.undialled, node_id: why}
+                self.members = {**self.members, event.node_id: at}
+                self.known = {**self.known, event.node_id: event}
+                self.left = tuple(left for left in self.left if left.node_id != event.node_id)
             case events.NodeLeft():
                 self.members = _without(self.members, event.node_id)
+                others = (left for left in self.left if left.node_id != event.node_id)
+                self.left = (*others, event)[-MOST_LEFT:]
+            case events.PageServed():
+                self.page = event
             case events.PlacementMade():
                 self._place(event)
             case events.StepCosts():
@@ -130,6 +133,7 @@ class RunViewBuilder:
                 self._done(event, at)
             case events.StepAborted():
                 self.aborted += not event.is_planned
+                self.planned += event.is_planned
                 self.restoring = True
             case events.SeatLost():
                 self.lost += 1
@@ -141,8 +145,7 @@ class RunViewBuilder:
             case events.TokenUses():
                 self.token_uses = event.left
             case events.HeldOutLoss():
-                others = (loss for loss in self.held_out if loss.step != event.step)
-                self.held_out = (*others, event)
+                self.held_out = (*(loss for loss in self.held_out if loss.step != event.step), event)
                 if math.isfinite(event.uncompressed):
                     self.held_out_loss = self.held_out_loss.plus(event.step, at, event.uncompressed)
             case events.SampleMade():
@@ -153,18 +156,20 @@ class RunViewBuilder:
                 self.scores = (*self.scores, found)[-MOST_SCORES:]
             case events.SnapshotStored():
                 self._forget_snapshots(event.step - 1)
+                self.stored = event
                 snapshot = SnapshotView(step=event.step, bytes=event.bytes, at=at)
                 self.snapshots = (*self.snapshots, snapshot)[-MOST_SNAPSHOTS:]
             case events.SnapshotSetAside():
                 self._forget_snapshots(event.whole)
             case events.DataDropped():
                 self.dropped = event.reasons
+            case events.DiskRoom():
+                self.paused = event.text if event.full else ""
             case events.RunFinished():
                 self.finished = event
-                self.members = {}
             case _:
                 pass
-        if (listed := _listed(event, self.names)) is not None:
+        if (listed := _listed(event, self.name_of)) is not None:
             kind, level, text = listed
             line = _for_others(text)
             self.listed = (*self.listed, EventView(at=at, kind=kind, level=level, text=line))[-MOST_EVENTS:]
@@ -181,6 +186,16 @@ class RunViewBuilder:
             event.node_id in self.placement.nodes
             and event.reason.removeprefix(events.QUARANTINED) not in known
         )
+
+    @property
+    def placed(self) -> bool:
+        """Whether every node that has a stage is connected."""
+        hosts = set(self.placement.nodes if self.placement is not None else ()) - {""}
+        return bool(hosts) and hosts <= self.members.keys()
+
+    def name_of(self, node_id: str) -> str:
+        """What the owner calls a node; may be empty."""
+        return self.known[node_id].name if node_id in self.known else ""
 
     @property
     def over(self) -> bool:
@@ -205,13 +220,13 @@ class RunViewBuilder:
         members = tuple(
             MemberView(
                 node_id=node_id,
-                device=member.device,
-                name=self.names.get(node_id, ""),
+                device=self.known[node_id].device,
+                name=self.known[node_id].name,
                 stage=placed[node_id] % across if node_id in placed else None,
                 replica=placed.get(node_id, 0) // across,
-                joined=member.joined,
+                joined=joined,
             )
-            for node_id, member in self.members.items()
+            for node_id, joined in self._present.items()
         )
         so_far = RunView(
             run_id=started.run_id if started else "",
@@ -293,6 +308,11 @@ class RunViewBuilder:
 
     # ---- inside
 
+    @property
+    def _present(self) -> Mapping[str, float]:
+        """When each node joined that is connected now."""
+        return {} if self.over else self.members
+
     def _evidence(self, view: RunView, steps: tuple[events.StepCosts, ...]) -> Evidence | None:
         """The view over the steps that advice rests on, and over each half of them."""
         if len(steps) < LEAST_ADVICE_STEPS:
@@ -316,9 +336,9 @@ class RunViewBuilder:
         self.steps_done = self.steps_done or event.first_step
         self.started = event
         # Nodes of the previous coordinator reconnect by themselves.
-        self.members = {}
-        self.placement = self.finished = None
-        self.restoring = False
+        self.members, self.left = {}, ()
+        self.placement = self.finished = self.page = None
+        self.restoring, self.paused = False, ""
         # The run goes on from the newest whole snapshot: later ones are damaged or missing.
         self._forget_snapshots(event.first_step)
         self.recent = self.paces = ()
@@ -327,6 +347,8 @@ class RunViewBuilder:
         """Drop snapshots of steps after `newest`."""
         while self.snapshots and self.snapshots[-1].step > newest:
             self.snapshots = self.snapshots[:-1]
+        if self.stored is not None and self.stored.step > newest:
+            self.stored = None
 
     def _place(self, event: events.PlacementMade) -> None:
         before = self.placement
@@ -389,8 +411,7 @@ class RunViewBuilder:
             return "finished" if done >= steps else "stopped"
         if self.started is None:
             return "starting"
-        hosts = set(self.placement.nodes if self.placement is not None else ()) - {""}
-        if not hosts or not hosts <= self.members.keys():
+        if not self.placed:
             return "waiting for nodes"
         return "restoring" if self.restoring else "training"
 
@@ -413,10 +434,10 @@ class RunViewBuilder:
             views.append(
                 StageView(
                     **{**vars(recent), "seconds": {}, "wall_seconds": 0.0, **place},
-                    device=self.devices.get(node_id, ""),
-                    name=self.names.get(node_id, ""),
+                    device=self.known[node_id].device if node_id in self.known else "",
+                    name=self.name_of(node_id),
                     blocks=blocks.get(stage, 0),
-                    present=node_id in self.members,
+                    present=node_id in self._present,
                     shares=shares,
                     busy=max(0.0, sum(shares.values()) - waiting),
                     waiting=waiting,
@@ -426,7 +447,12 @@ class RunViewBuilder:
 
     def _link_views(self, steps: tuple[events.StepCosts, ...]) -> tuple[LinkView, ...]:
         totals = {link.ends: link for link in self.links}
-        return link_views(totals, steps, self.placement, self.undialled)
+        undialled = {
+            node_id: NOT_REACHED if joined.listens else NOT_LISTENING
+            for node_id, joined in self.known.items()
+            if not joined.address
+        }
+        return link_views(totals, steps, self.placement, undialled)
 
 
 Value = TypeVar("Value")
@@ -449,8 +475,8 @@ def _for_others(text: str) -> str:
     return without_folders(without_addresses(printable(text)))
 
 
-def _listed(event: events.Event, names: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Kind, level and text of an event that is listed; None for others. `names`: by node id."""
+def _listed(event: events.Event, name_of: Callable[[str], str]) -> tuple[str, str, str] | None:
+    """Kind, level and text of an event that is listed; None for others. `name_of`: of a node's id."""
     match event:
         case events.RunStarted():
             resumed = f", from step {event.first_step}" if event.first_step else ""
@@ -458,13 +484,9 @@ def _listed(event: events.Event, names: Mapping[str, str]) -> tuple[str, str, st
         case events.NodeJoined():
             return "joined", "info", f"{named(event.node_id, event.name)} joined ({event.device})"
         case events.NodeLeft():
-            return (
-                "left",
-                "warning",
-                f"{named(event.node_id, names.get(event.node_id, ''))} left: {event.reason}",
-            )
+            return "left", "warning", f"{named(event.node_id, name_of(event.node_id))} left: {event.reason}"
         case events.PlacementMade():
-            nodes = tuple(named(node, names.get(node, "")) for node in event.nodes)
+            nodes = tuple(named(node, name_of(node)) for node in event.nodes)
             placed = replace(event, nodes=nodes).placed
             return "placed", "info", f"epoch {event.epoch} from step {event.resume_step}: {placed}"
         case events.StepAborted():

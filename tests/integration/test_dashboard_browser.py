@@ -24,7 +24,6 @@ from node.dashboard.feed import Feed
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
 from node.dashboard.pages import read_past
 from node.dashboard.server import Page, serve_page
-from node.display.status import read_status
 from node.telemetry import events
 from node.telemetry.history import read_history
 from node.view.view_builder import RunViewBuilder
@@ -394,8 +393,6 @@ async def test_a_live_run_and_its_operator(prefork: Prefork, tmp_path: Path) -> 
         run.add_nodes(2)
         run.add_node(json.loads(made.lines[0])["token"])
         coordinator.wait_step(3)
-        status = read_status(run.run_dir)
-        assert status is not None and status.page == served
         told = run.command("status", str(run.run_dir))
         assert told.wait_exit() == 0 and f"page      {served.url}" in told.lines
         async with Browser(tmp_path) as browser:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from node.coordinator.store import Store
-from node.display.status import read_status
 from node.state.snapshot import list_snapshots
 from node.telemetry.events import Notice, RunFinished, StepDone
+from node.view.checkpoint import read_view
 from tests.support.fault_prefork import Forked, Prefork
 from tests.support.run_harness import SMALL, TINY, Run, undisturbed
 
@@ -87,11 +87,11 @@ def test_no_room_for_a_snapshot(prefork: Prefork, tmp_path: Path) -> None:
         nodes = run.add_nodes(2)
         paused = coordinator.wait_event(Notice, lambda told: told.text.startswith("paused: "))
         assert "disk full: " in paused.text and "goes on by itself once there is room" in paused.text
-        status = read_status(run.run_dir)
-        assert status is not None
-        os.kill(status.process_id, signal.SIGINT)  # ends after a snapshot, for which there is no room
+        started = read_view(run.run_dir)[0].started
+        assert started is not None
+        os.kill(started.process_id, signal.SIGINT)  # ends after a snapshot, for which there is no room
         coordinator.wait_event(Notice, lambda told: "press Ctrl-C again" in told.text)
-        os.kill(status.process_id, signal.SIGINT)
+        os.kill(started.process_id, signal.SIGINT)
         coordinator.wait_exit()
         assert [node.wait_exit() for node in nodes] == [1, 1]
         (finished,) = coordinator.all(RunFinished)

@@ -9,6 +9,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from node.cli.main import main
 from node.dashboard import pages
 from node.dashboard.feed import Feed
 from node.dashboard.pages import follow
-from node.display.status import COORDINATOR_GONE, STATUS_FILE, RunStatus
+from node.display.status import COORDINATOR_GONE
 from node.telemetry import events, history
 from node.telemetry.history import Entry, HistoryTail
 from node.view.view_builder import RunViewBuilder
@@ -63,36 +64,28 @@ def test_the_command_serves_and_follows_a_history(tmp_path: Path) -> None:
         process.reap()
 
 
-def write_status(directory: Path, process_id: int) -> None:
-    """As a coordinator of that process would have left it."""
-    (entry, *_) = HistoryTail(directory).read()
-    assert isinstance(entry.event, events.RunStarted)
-    status = RunStatus(
-        updated=entry.at, host=socket.gethostname(), process_id=process_id, started=entry.event
-    )
-    (directory / STATUS_FILE).write_text(status.to_json())
-
-
 async def test_a_coordinator_that_was_killed_is_not_shown_as_training(tmp_path: Path) -> None:
     write_run(tmp_path)
     builder = RunViewBuilder()
     feed, tail = Feed(builder), HistoryTail(tmp_path)
-    write_status(tmp_path, os.getpid())
-    await follow(tmp_path, builder, feed, tail, NEVER)
+    await follow(builder, feed, tail, NEVER)
+    assert builder.started is not None
+    alive = replace(builder.started, host=socket.gethostname(), process_id=os.getpid())
+    builder.started = alive
+    await follow(builder, feed, tail, NEVER)
     assert builder.view().state == "training"
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
-    write_status(tmp_path, dead.pid)
+    builder.started = replace(alive, process_id=dead.pid)
     seen = builder.view()
-    await follow(tmp_path, builder, feed, tail, NEVER)
+    await follow(builder, feed, tail, NEVER)
     assert (builder.view().state, builder.view().ended) == ("stopped", COORDINATOR_GONE)
     assert builder.view().updated == seen.updated
     # It is told once, and is past when another coordinator goes on with the run.
-    await follow(tmp_path, builder, feed, tail, NEVER)
+    await follow(builder, feed, tail, NEVER)
     assert [event.kind for event in builder.view().events].count("finished") == 1
-    write_status(tmp_path, os.getpid())
-    append(tmp_path, seen.updated + 1, HistoryTail(tmp_path).read()[0].event)
-    await follow(tmp_path, builder, feed, tail, NEVER)
+    append(tmp_path, seen.updated + 1, alive)
+    await follow(builder, feed, tail, NEVER)
     assert builder.view().state == "waiting for nodes"
 
 
@@ -109,7 +102,7 @@ async def test_reading_history_stops_when_nobody_waits(
             return super().read()
 
     builder = RunViewBuilder()
-    await follow(tmp_path, builder, Feed(builder), Stopping(tmp_path), stopped)
+    await follow(builder, Feed(builder), Stopping(tmp_path), stopped)
     assert 0 < builder.view().step < 268
 
 
@@ -128,14 +121,6 @@ def test_ctrl_c_ends_the_command_while_it_reads(tmp_path: Path, monkeypatch: pyt
     told: list[str] = []
     pages.serve_recorded(tmp_path, "127.0.0.1", 0, told.append)
     assert told == []
-
-
-async def test_an_unreadable_status_says_nothing_about_the_coordinator(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    (tmp_path / STATUS_FILE).write_text("{")
-    builder = RunViewBuilder()
-    await follow(tmp_path, builder, Feed(builder), HistoryTail(tmp_path), NEVER)
-    assert builder.view().state == "training"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`status.json` and `thinwire status`."""
+"""`thinwire status`, and whether a run's coordinator lives."""
 
 import json
 import os
@@ -15,34 +15,26 @@ from node.cli.main import main
 from node.cli.status import run_state
 from node.config.schema import RunConfig
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
-from node.display.status import (
-    MANY,
-    MOST_LEFT,
-    STATUS_FILE,
-    WRITE_INTERVAL,
-    RunStatus,
-    StatusWriter,
-    after,
-    coordinator_alive,
-    read_status,
-)
+from node.display.status import coordinator_alive, process_start
 from node.run_file.loader import to_json
 from node.telemetry.events import (
     DiskRoom,
+    Event,
     NodeJoined,
     NodeLeft,
-    Notice,
+    PageServed,
     PlacementMade,
     RunFinished,
+    RunStarted,
     SnapshotSetAside,
     SnapshotStored,
     StepAborted,
     StepDone,
 )
 from node.telemetry.history import HistoryWriter
+from node.view.view_builder import MOST_LEFT, RunViewBuilder
 from tests.support.run_events import NODES as RUN_NODES
 from tests.support.run_events import costs, done, joined, link_cost, placed, started
-from wire.errors import RunError
 
 
 def step_done(step: int) -> StepDone:
@@ -56,164 +48,81 @@ NODES = (
 PLACED = PlacementMade(epoch=1, nodes=("node-a", "node-b"), resume_step=0)
 
 
-def written(directory: Path) -> RunStatus:
-    status = read_status(directory)
-    assert status is not None
-    return status
+def ours(directory: Path) -> RunStarted:
+    """The run's start, if this process was its coordinator."""
+    process = os.getpid()
+    return replace(
+        started(directory),
+        host=socket.gethostname(),
+        process_id=process,
+        process_start=process_start(process),
+    )
 
 
-def test_the_file_follows_the_events(tmp_path: Path) -> None:
-    now = [100.0]
-    emit = StatusWriter(pytest.fail, clock=lambda: now[0])
-    emit(Notice(text="before the run opens there is nowhere to write"))
-    assert read_status(tmp_path) is None
+def after(*happened: Event) -> RunViewBuilder:
+    run = RunViewBuilder()
+    for at, event in enumerate(happened):
+        run.apply(event, float(at))
+    return run
 
-    emit(started(tmp_path))
-    assert written(tmp_path).updated == 100.0
-    for event in (*NODES, NODES[0], PLACED):
-        emit(event)
-    assert written(tmp_path).nodes == (NODES[1], NODES[0])  # joining again replaces
-    assert written(tmp_path).placement == PLACED
-    emit(NodeLeft(node_id="node-a", reason="Ctrl-C"))
-    assert written(tmp_path).nodes == (NODES[1],)
-    emit(StepAborted(epoch=1, step=1, reason="gone"))
-    emit(StepAborted(epoch=2, step=2, reason="the placement changes", kind="placement"))
-    assert (written(tmp_path).aborted, written(tmp_path).planned) == (1, 1)
-    snapshot = SnapshotStored(step=3, bytes=9, path="x")
-    emit(snapshot)
-    emit(SnapshotSetAside(text="", step=2, whole=1))
-    assert written(tmp_path).snapshot is None
-    emit(snapshot)
-    emit(SnapshotSetAside(text="", step=4, whole=3))
-    finished = RunFinished(reason="done", failed=False)
-    emit(finished)
-    assert (written(tmp_path).snapshot, written(tmp_path).finished) == (snapshot, finished)
-    assert [path.name for path in tmp_path.iterdir()] == [STATUS_FILE]
+
+def write(directory: Path, *happened: Event) -> None:
+    writer = HistoryWriter(pytest.fail)
+    writer.begin(directory)
+    for event in happened:
+        writer(event)
+    writer.close()
 
 
 def test_who_is_gone_stays_until_he_is_back(tmp_path: Path) -> None:
-    emit = StatusWriter(pytest.fail)
-    emit(started(tmp_path))
     left = [NodeLeft(node_id=f"node-{n}", reason=f"reason {n}") for n in range(MOST_LEFT + 2)]
-    for event in (*NODES, *left[:2]):
-        emit(event)
-    assert written(tmp_path).gone == (left[0], left[1])
-    emit(NodeJoined(node_id="node-0", device="cpu", address=""))
-    assert written(tmp_path).gone == (left[1],)
+    run = after(started(tmp_path), *NODES, *left[:2])
+    assert run.left == (left[0], left[1])
+    run.apply(NodeJoined(node_id="node-0", device="cpu", address=""), 1.0)
+    assert run.left == (left[1],)
     for event in left:
-        emit(event)
-    assert written(tmp_path).gone == tuple(left[-MOST_LEFT:])
+        run.apply(event, 2.0)
+    assert run.left == tuple(left[-MOST_LEFT:])
     again = NodeLeft(node_id=left[-2].node_id, reason="again")
-    emit(again)
-    assert written(tmp_path).gone == (left[-3], left[-1], again)
-
-
-def test_a_status_of_another_version_is_read(tmp_path: Path) -> None:
-    emit = StatusWriter(pytest.fail)
-    for event in (started(tmp_path), *NODES, PLACED):
-        emit(event)
-    known, path = written(tmp_path), tmp_path / STATUS_FILE
-    fields = json.loads(path.read_text())
-    del fields["gone"], fields["placement"]["blocks"]  # an older one lacks them
-    fields["of_a_later_version"] = fields["nodes"][0]["of_a_later_version"] = 3
-    path.write_text(json.dumps(fields))
-    assert written(tmp_path) == known
-
-
-def test_steps_alone_are_written_once_an_interval(tmp_path: Path) -> None:
-    now = [100.0]
-    emit = StatusWriter(pytest.fail, clock=lambda: now[0])
-    emit(started(tmp_path))
-    now[0] += WRITE_INTERVAL / 2
-    emit(step_done(1))
-    assert written(tmp_path).step is None
-    now[0] += WRITE_INTERVAL / 2
-    emit(step_done(2))
-    assert written(tmp_path).step == step_done(2)
-    emit(step_done(3))
-    emit(Notice(text="any other event brings the newest step along"))
-    assert written(tmp_path).step == step_done(3)
-
-
-def test_where_many_nodes_join_the_file_is_written_once_an_interval(tmp_path: Path) -> None:
-    now = [100.0]
-    emit = StatusWriter(pytest.fail, clock=lambda: now[0])
-    emit(started(tmp_path))
-    for number in range(MANY + 5):
-        now[0] += WRITE_INTERVAL / 10_000
-        emit(NodeJoined(node_id=f"node-{number}", device="cpu", address=""))
-    assert len(written(tmp_path).nodes) == MANY
-    emit(Notice(text="any other event brings the newest nodes along"))
-    assert len(written(tmp_path).nodes) == MANY + 5
-
-
-def test_a_disk_failure_is_reported_once_and_the_run_continues(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    emit = StatusWriter(warnings.append)
-    emit(started(tmp_path / "absent"))
-    emit(NODES[0])
-    assert len(warnings) == 1
-    assert "cannot be written (No such file or directory)" in warnings[0]
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", r" \(.*not JSON.*\)"),
-        ("{}", r" \(.*no known kind.*\)"),
-        ('{"event": "notice", "text": "x"}', ""),
-        ('{"event": "status", "updated": 1, "host": "h", "process_id": 1}', r" \(status has no started\)"),
-    ],
-)
-def test_a_file_that_is_not_a_status_is_one_line(tmp_path: Path, text: str, why: str) -> None:
-    (tmp_path / STATUS_FILE).write_text(text)
-    with pytest.raises(RunError, match=rf"status\.json is not a run's status{why}; delete it; ") as caught:
-        read_status(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def status(directory: Path) -> RunStatus:
-    host = socket.gethostname()
-    return RunStatus(updated=1.0, host=host, process_id=os.getpid(), started=started(directory))
+    run.apply(again, 3.0)
+    assert run.left == (left[-3], left[-1], again)
 
 
 def test_whether_the_coordinator_lives(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         pass  # it has ended, and was waited for
-    assert coordinator_alive(status(tmp_path)) is True
-    assert coordinator_alive(replace(status(tmp_path), process_id=child.pid)) is False
-    assert coordinator_alive(replace(status(tmp_path), host="elsewhere")) is None
+    assert coordinator_alive(ours(tmp_path)) is True
+    assert coordinator_alive(replace(ours(tmp_path), process_id=child.pid)) is False
+    assert coordinator_alive(replace(ours(tmp_path), host="elsewhere")) is None
 
 
 def test_a_later_process_of_the_same_id_is_not_the_coordinator(tmp_path: Path) -> None:
-    StatusWriter(pytest.fail)(started(tmp_path))
-    ours = written(tmp_path)
-    assert ours.process_start and coordinator_alive(ours) is True
-    assert coordinator_alive(replace(ours, process_start="1")) is False
-    # Of an older version, or of a system that does not tell.
-    assert coordinator_alive(replace(ours, process_start="")) is True
+    assert ours(tmp_path).process_start
+    assert coordinator_alive(replace(ours(tmp_path), process_start="1")) is False
+    # Of a system that does not tell.
+    assert coordinator_alive(replace(ours(tmp_path), process_start="")) is True
 
 
 def test_the_state_in_words(tmp_path: Path) -> None:
-    now = status(tmp_path)
-    running = replace(now, nodes=NODES, placement=PLACED)
+    begun = started(tmp_path)
+    running = (begun, *NODES, PLACED)
 
-    def state(status: RunStatus | None, alive: bool | None) -> str:
-        return run_state(status, alive, complete=False)
+    def state(alive: bool | None, *happened: Event) -> str:
+        return run_state(after(*happened), alive, complete=False)
 
-    assert state(None, False) == "stopped"
-    assert state(now, True) == "waiting for nodes"
-    assert state(running, True) == "training"
-    assert state(replace(running, nodes=NODES[:1]), True) == "waiting for nodes"
-    assert state(running, False) == "gone"
-    assert run_state(running, True, complete=False, replays_to=9) == "replaying"
-    assert state(running, None) == "not seen here"
+    assert state(False) == "stopped"
+    assert state(True, begun) == "waiting for nodes"
+    assert state(True, *running) == "training"
+    assert state(True, begun, NODES[0], PLACED) == "waiting for nodes"
+    assert state(False, *running) == "gone"
+    assert run_state(after(*running), True, complete=False, replays_to=9) == "replaying"
+    assert state(None, *running) == "not seen here"
     for failed, complete, word in (
         (False, True, "finished"),
         (False, False, "stopped"),  # by Ctrl-C, before its last step
         (True, True, "failed"),
     ):
-        ended = replace(running, finished=RunFinished(reason="", failed=failed))
+        ended = after(*running, RunFinished(reason="", failed=failed))
         assert run_state(ended, False, complete=complete) == word
 
 
@@ -230,19 +139,15 @@ def run_dir(tmp_path: Path) -> Path:
             store.record_step(StepRecord(step, 1, 5.0 - step, 1.0, 1e-3, 1.0, 64, 0.5, 2.0))
         store.record_snapshot(SnapshotRecord(1, "00", 10, True, 2.0))
         store.record_snapshot(SnapshotRecord(2, "00", 10, False, 2.0))
-    emit = StatusWriter(pytest.fail)
-    for event in (started(directory), *NODES, PLACED, step_done(2), Notice(text="written")):
-        emit(event)
+    write(directory, ours(directory), *NODES, PLACED, step_done(2))
     return directory
 
 
 def test_the_command_reports_which_nodes_left_and_why(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    emit = StatusWriter(pytest.fail)
     reason = "it ended: \x1b[2Jcuda:0 ran out of memory"
-    for event in (started(run_dir), *NODES, PLACED, NodeLeft(node_id="node-b" + "x" * 40, reason=reason)):
-        emit(event)
+    write(run_dir, NodeLeft(node_id="node-b" + "x" * 40, reason=reason))
     assert main(["status", str(run_dir)]) == 0
     assert "gone      node-bxxxxxxxxx: it ended:  [2Jcuda:0 ran out of memory\n" in capsys.readouterr().out
 
@@ -251,19 +156,43 @@ def test_the_command_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["status", str(run_dir), "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert (whole["state"], whole["steps_done"], whole["steps"]) == ("training", 2, 300)
-    assert whole["status"]["step"]["loss"] == 4.5
     assert whole["snapshots"] == [1] and whole["snapshot_age_seconds"] >= 0
+    shown = whole["status"]
+    assert (shown["host"], shown["process_id"]) == (socket.gethostname(), os.getpid())
+    assert shown["started"]["run_id"] == started(run_dir).run_id
+    assert [node["address"] for node in shown["nodes"]] == ["a:1", "b:1"]
+    assert shown["placement"]["nodes"] == ["node-a", "node-b"] and shown["step"]["loss"] == 4.5
+    nothing = {name: shown[name] for name in ("gone", "held_out", "snapshot", "finished", "page", "paused")}
+    assert not any(nothing.values())
+    page = PageServed(url="http://127.0.0.1:1/", key_file="")
+    write(
+        run_dir,
+        page,
+        SnapshotStored(step=3, bytes=9, path="x"),
+        StepAborted(epoch=1, step=1, reason="gone"),
+        StepAborted(epoch=2, step=2, reason="the placement changes", kind="placement"),
+        RunFinished(reason="done", failed=False),
+    )
+    assert main(["status", str(run_dir), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["status"]
+    assert (shown["aborted"], shown["planned"], shown["page"]["url"]) == (1, 1, page.url)
+    assert shown["snapshot"] == {"step": 3, "bytes": 9, "path": "x"} and shown["finished"]["reason"] == "done"
+    assert [node["node_id"] for node in shown["nodes"]] == ["node-a", "node-b"]
+
+
+def test_a_snapshot_that_is_set_aside_is_not_the_newest(tmp_path: Path) -> None:
+    stored = SnapshotStored(step=3, bytes=9, path="x")
+    assert after(stored, SnapshotSetAside(text="", step=4, whole=3)).stored == stored
+    assert after(stored, SnapshotSetAside(text="", step=2, whole=1)).stored is None
+    assert after(stored, replace(started(tmp_path), first_step=2)).stored is None
 
 
 def test_the_command_says_which_path_each_link_takes(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     links = tuple(replace(link_cost(*way, capacity=4e6), path="relay") for way in ((0, 1), (1, 0)))
-    writer = HistoryWriter(print)
     opened = (joined(RUN_NODES[0]), joined(RUN_NODES[1], "", listens=False), placed())
-    for event in (started(run_dir), *opened, replace(costs(1), links=links)):
-        writer(event)
-    writer.close()
+    write(run_dir, ours(run_dir), *opened, replace(costs(1), links=links))
     why = "the node of stage 0 does not answer its neighbour and the node of stage 1 opens no port"
     assert main(["status", str(run_dir)]) == 0
     assert f"path      0 and 1 (16.0 Mbit/s): relay (coordinator), as {why}\n" in capsys.readouterr().out
@@ -280,22 +209,22 @@ def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(
 ) -> None:
     assert main(["status", str(run_dir)]) == 0
     assert "speed     128 tokens/s" in capsys.readouterr().out
-    status = read_status(run_dir)
-    assert status is not None and status.step is not None
-    (run_dir / STATUS_FILE).write_text(replace(status, nodes=NODES[:1]).to_json())
+    write(run_dir, NodeLeft(node_id="node-b", reason="it left"))
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert ": waiting for nodes" in out and "speed" not in out and "snapshots 1, the newest" in out
-    full = after(status, DiskRoom(text="paused: disk full: block 3 needs 9 bytes", full=True))
-    (run_dir / STATUS_FILE).write_text(full.to_json())
+    write(run_dir, NODES[1], DiskRoom(text="paused: disk full: block 3 needs 9 bytes", full=True))
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert ": paused, " in out and "\npaused: disk full: block 3" in out
     assert "speed" not in out and "slow" not in out
-    assert after(full, DiskRoom(text="the disk has room again", full=False)) == status
+    write(run_dir, DiskRoom(text="the disk has room again", full=False))
+    assert main(["status", str(run_dir)]) == 0
+    assert ": training, " in capsys.readouterr().out
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass  # it has ended, and was waited for
-    (run_dir / STATUS_FILE).write_text(replace(full, process_id=dead.pid).to_json())
+    paused = DiskRoom(text="paused: disk full", full=True)
+    write(run_dir, replace(ours(run_dir), process_id=dead.pid), *NODES, PLACED, paused)
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert ": gone, " in out and "paused" not in out and "speed" not in out and "snapshots 1\n" in out
+    assert ": gone, " in out and "paused: disk" not in out and "speed" not in out and "snapshots 1\n" in out

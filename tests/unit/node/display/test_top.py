@@ -22,7 +22,6 @@ from node.config.schema import RunConfig
 from node.dashboard.feed import Feed
 from node.dashboard.pages import page_tls
 from node.dashboard.server import Page, serve_page
-from node.display.status import STATUS_FILE, StatusWriter
 from node.display.top import path_sentences, sparkline, view_lines
 from node.display.watch import HistoryWatch, PageWatch
 from node.telemetry import events
@@ -287,17 +286,10 @@ async def test_a_page_of_another_version_is_shown_as_far_as_it_is_known(
             await asyncio.to_thread(PageWatch(address).view)
 
 
-def test_a_history_beside_a_status_that_cannot_be_read(tmp_path: Path) -> None:
-    write(tmp_path, *opening()[1:], *step(1))
-    (tmp_path / STATUS_FILE).write_text('{"event": "status"}')
-    assert HistoryWatch(tmp_path).view().step == 1
-
-
 def test_a_run_whose_coordinator_died_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
-    StatusWriter(print)(started(tmp_path))
     waiting = HistoryWatch(tmp_path).view()
     assert waiting.state == "waiting for nodes" and "paste the join line" in waiting.bottleneck[0]
     assert f"`thinwire token create {tmp_path}`" in waiting.bottleneck[0]

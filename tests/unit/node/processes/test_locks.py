@@ -127,7 +127,7 @@ def test_only_its_user_can_read_a_coordinators_files(tmp_path: Path, monkeypatch
     """Wherever it lies: others may look into a directory that the user made."""
 
     def run_coordinator(config: RunConfig, *, run_dir: Path, emit: object, resume: bool, **_: bool) -> int:
-        (run_dir / "status.json").touch()
+        (run_dir / "history.jsonl").touch()
         (run_dir / "snapshots").mkdir()
         return 0
 
@@ -141,7 +141,7 @@ def test_only_its_user_can_read_a_coordinators_files(tmp_path: Path, monkeypatch
         assert os.umask(0o022) == 0o022
     finally:
         os.umask(before)
-    assert (mode(run), mode(run / "status.json"), mode(run / "snapshots")) == (0o755, 0o600, 0o700)
+    assert (mode(run), mode(run / "history.jsonl"), mode(run / "snapshots")) == (0o755, 0o600, 0o700)
 
 
 def test_only_its_user_can_read_a_nodes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
