@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
@@ -28,6 +28,7 @@ from node.coordinator.sessions import (
     SessionDesk,
     SessionHandler,
     hello_from,
+    within_limits,
 )
 from node.coordinator.snapshot_handler import ServedLayer, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
@@ -41,7 +42,7 @@ from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
 from wire.messages import MOST_HELD, HeldLayer, Hello, PlacedStage
-from wire.messages_proto import coordinator_message_to_proto
+from wire.messages_proto import coordinator_message_to_proto, node_message_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,6 @@ TURN_SECONDS = 0.1
 """The seconds between two checks whether a call that waits is served."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Request = TypeVar("Request")
 
 
 class Handler(SessionHandler, Protocol):
@@ -140,9 +140,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
         node_id = await self._member(context)
-        requests = _parsed(requests)
         try:
             session = await self.desk.greet(node_id, self._source(context), lambda: _hello(requests))
+        except DecodeError:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
         except ProtocolViolationError as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
@@ -163,7 +164,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         async def read() -> None:
             try:
                 async for request in requests:
-                    self.desk.take(session, request)
+                    for message, _ in within_limits(request, self.desk.limits_of(session.node_id)):
+                        self.handler.heard(session, node_message_from_proto(message))
+            except DecodeError:
+                self.desk.wrong(session, NO_MESSAGE)
             except ProtocolViolationError as error:
                 self.desk.wrong(session, str(error))
             session.close()
@@ -309,15 +313,6 @@ async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
     if first is None:
         raise TimeoutError
     return hello_from(first)
-
-
-async def _parsed(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
-    """The same messages; raises ProtocolViolationError for bytes that do not parse."""
-    try:
-        async for request in requests:
-            yield request
-    except DecodeError:
-        raise ProtocolViolationError(NO_MESSAGE) from None
 
 
 def _peer_host(peer: str) -> str:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from kernels.common.devices import of_arithmetic
 from node.config.schema import RunConfig
@@ -119,7 +118,6 @@ GOODBYE_SECONDS = 5.0
 DROPPED_SECONDS = 60.0
 """The seconds between two lines about what is left out of the training data."""
 
-Result = TypeVar("Result")
 Happening = Callable[[float], list[Action]]
 
 
@@ -185,6 +183,7 @@ class Coordinator:
             emit=emit,
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
+        self._post = self._events.put_nowait
         self._sessions = Sessions(config.coordinator)
         self._answers = Answers()
         self.relays = RelayDesk(self._sessions.send, config.coordinator.relay)
@@ -326,7 +325,7 @@ class Coordinator:
 
     async def _move(self, plan: PlacePlan, what: str) -> None:
         """Record a plan of places; the coordinator that goes on with the run carries it out."""
-        await self._record(record_places, self._store, plan)
+        await self._disk.write(record_places, self._store, plan)
         self.changes.move([f"pipeline.split={','.join(map(str, plan.grid.split))}"], what)
 
     def _decide(self) -> None:
@@ -354,9 +353,6 @@ class Coordinator:
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await self._sessions.deserted()
 
-    def _post(self, happening: Happening) -> None:
-        self._events.put_nowait(happening)
-
     def fail(self, reason: str, exit_code: int = RunError.exit_code) -> None:
         self.exit_code = exit_code
         self._post(lambda _now: self._machine.fail(reason))
@@ -383,7 +379,7 @@ class Coordinator:
                 self._reporter.restored(action, rates)
                 await self._planners.next_is(action.step)
             case RecordCodecs() | RecordStorages():
-                await self._record(record_plan, self._store, action)
+                await self._disk.write(record_plan, self._store, action)
                 self._reporter.planned(action)
             case RecordCommit():
                 await self._record_commit(action)
@@ -426,11 +422,7 @@ class Coordinator:
             PlacedNode(place % stages, node, address, place // stages)
             for place, (node, address) in enumerate(zip(nodes, addresses, strict=True))
         ]
-        await self._record(self._store.record_placement, epoch, placed)
-
-    async def _record(self, write: Callable[..., Result], *what: object) -> Result:
-        """One transaction of the database, on a thread; while the disk is full the run pauses."""
-        return await self._disk.write(lambda: asyncio.to_thread(write, *what))
+        await self._disk.write(self._store.record_placement, epoch, placed)
 
     async def _open_snapshot(self, step: int, epoch: Epoch) -> None:
         # Layers do not go by the relay: a node that others cannot reach hands its own in here.
@@ -515,7 +507,7 @@ class Coordinator:
             seconds=self._reporter.step_seconds,
             committed_at=time.time(),
         )
-        outcome = await self._record(self._store.record_step, record, commit.norms)
+        outcome = await self._disk.write(self._store.record_step, record, commit.norms)
         if outcome is StepOutcome.DIFFERS:
             self._emit(
                 events.Notice(
@@ -537,7 +529,7 @@ class Coordinator:
             samples=held_out.samples,
             measured_at=time.time(),
         )
-        await self._record(self._store.record_held_out, record)
+        await self._disk.write(self._store.record_held_out, record)
         self._reporter.held_out(held_out)
 
     # ---- what the control service asks

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,12 +49,13 @@ class Disk:
         self._full.clear()
         self._room.set()
 
-    async def write(self, attempt: Callable[[], Awaitable[Result]]) -> Result:
-        """Attempt a write until it succeeds. Raises DiskFullError after `give_up`, other errors at once."""
+    async def write(self, attempt: Callable[..., Result], *what: object) -> Result:
+        """Call `attempt` on a thread until it succeeds. Raises DiskFullError after `give_up`, other errors at
+        once."""
         told = False
         while True:
             try:
-                result = await attempt()
+                result = await asyncio.to_thread(attempt, *what)
             except DiskFullError as error:
                 if self._given_up.is_set():
                     raise

@@ -35,8 +35,8 @@ from node.coordinator.sessions import (
     NO_HELLO,
     Greetings,
     MessageLimits,
-    admitted,
     parsed,
+    within_limits,
 )
 from node.run_file.loader import from_json
 from wire import event_loop
@@ -245,7 +245,7 @@ class Gateway:
         newest: Telemetry | None = None
         try:
             async for request in requests:
-                for one, kind in admitted(parsed(request), limits):
+                for one, kind in within_limits(parsed(request), limits):
                     if kind in REPORTING:
                         body, data, report = split_report(one, kind)
                         payload = sealed(body, data, report, newest)

@@ -8,7 +8,6 @@ Nodes report the files on their disks whenever they connect, so the list of hold
 """
 
 import asyncio
-import functools
 import json
 import logging
 import re
@@ -335,8 +334,7 @@ class KeptSnapshots:
                 continue
             manifest = self._manifest(step)
             holders = {unit: self._places.holders(step, unit) for unit in self._units}
-            write = functools.partial(asyncio.to_thread, self._write, manifest, holders)
-            await self._book.disk.write(write)
+            await self._book.disk.write(self._write, manifest, holders)
             if self._places.entries(step) != manifest.units:
                 continue  # it was requested again meanwhile
             self._places.completed(step)

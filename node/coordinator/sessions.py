@@ -410,11 +410,6 @@ class SessionDesk:
             found = await self._look_at(node_id, hello, source)
         return found if isinstance(found, Refusal) else make(node_id, hello, found)
 
-    def take(self, session: ControlSession, request: control_pb2.NodeMessage) -> None:
-        """A message of an open session. Raises ProtocolViolationError if no correct node sends it."""
-        for one, _ in admitted(request, self.limits_of(session.node_id)):
-            self.handler.heard(session, node_message_from_proto(one))
-
     def wrong(self, session: ControlSession, why: str) -> None:
         """Its node has sent what no correct node sends: the session ends, and the coordinator knows."""
         log.warning("closed the session of %s: %s", session.node_id, why)
@@ -484,7 +479,7 @@ def measured(message: control_pb2.NodeMessage) -> Measured:
     return Measured(kind, size, len(getattr(message, kind).telemetry.links) if kind in REPORTING else 0)
 
 
-def admitted(
+def within_limits(
     request: control_pb2.NodeMessage, limits: MessageLimits | None
 ) -> Iterator[tuple[control_pb2.NodeMessage, str]]:
     """Each message that came as one, with its kind. Raises ProtocolViolationError at the first beyond the

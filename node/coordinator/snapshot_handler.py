@@ -397,7 +397,7 @@ class SnapshotHandler:
             if permit.weights_alone:
                 await self._take_in_weights(upload)
                 return None
-            manifest = await self._book.disk.write(partial(asyncio.to_thread, self._store_unit, upload))
+            manifest = await self._book.disk.write(self._store_unit, upload)
             if manifest is not None:
                 self._newest = max(self._newest, manifest.step)
                 for step in list(self._wanted)[:-MOST_WANTED]:
@@ -412,8 +412,7 @@ class SnapshotHandler:
         step, unit, entry = upload.permit.step, upload.permit.unit, upload.entry
         if unit in self._ahead:
             return  # the answer to its node was lost
-        put = partial(asyncio.to_thread, self._weights.put, step, unit, upload.data, entry)
-        manifest = await self._book.disk.write(put)
+        manifest = await self._book.disk.write(self._weights.put, step, unit, upload.data, entry)
         self._ahead[unit] = entry
         if manifest is not None:
             self._run.weights_stored(step)

@@ -190,7 +190,15 @@ class CoordinatorClient:
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await call.write(node_message_to_proto(hello))
                     while True:
-                        await call.write(_waiting(await outbox.get(), outbox))
+                        # Together, because each message costs both ends more than its contents.
+                        messages = [node_message_to_proto(await outbox.get())]
+                        room = TOGETHER_BYTES - messages[0].ByteSize()
+                        while room > 0 and not outbox.empty():
+                            messages.append(node_message_to_proto(outbox.get_nowait()))
+                            room -= messages[-1].ByteSize()
+                        several = control_pb2.Several(messages=messages)
+                        whole = control_pb2.NodeMessage(several=several)
+                        await call.write(whole if len(messages) > 1 else messages[0])
 
             async with asyncio.TaskGroup() as group:
                 sender = group.create_task(send())
@@ -410,18 +418,6 @@ class _Ahead:
 
     steps: range
     fetching: asyncio.Task[Sequence[np.ndarray] | None]
-
-
-def _waiting(first: NodeMessage, outbox: "asyncio.Queue[NodeMessage]") -> control_pb2.NodeMessage:
-    """What waits to be sent, as one message, because each message costs both ends more than its contents."""
-    messages = [node_message_to_proto(first)]
-    room = TOGETHER_BYTES - messages[0].ByteSize()
-    while room > 0 and not outbox.empty():
-        messages.append(node_message_to_proto(outbox.get_nowait()))
-        room -= messages[-1].ByteSize()
-    if len(messages) == 1:
-        return messages[0]
-    return control_pb2.NodeMessage(several=control_pb2.Several(messages=messages))
 
 
 class Batches:

@@ -417,18 +417,15 @@ class EpochTask:
         if not change.work.groups:
             io.leave_row()
 
-        def work() -> Vote:
-            executor.use_windows(begin.link_windows, begin.audited, change.work.groups)
-            executor.wants_digests = begin.digests
-            began = _in_passes(executor.clock)
-            vote = executor.run_step(self.number, step, io, found, begin.loss_scale, change)
-            count = len(executor.microbatch_numbers)
-            self._seconds = (_in_passes(executor.clock) - began) / count if count else 0.0
-            return vote
-
         def attempt() -> Vote | None:
             try:
-                return work()
+                executor.use_windows(begin.link_windows, begin.audited, change.work.groups)
+                executor.wants_digests = begin.digests
+                began = _in_passes(executor.clock)
+                vote = executor.run_step(self.number, step, io, found, begin.loss_scale, change)
+                count = len(executor.microbatch_numbers)
+                self._seconds = (_in_passes(executor.clock) - began) / count if count else 0.0
+                return vote
             except Exception as error:  # torch raises several types when memory runs out; others pass
                 if not ran_out(error):
                     raise

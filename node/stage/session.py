@@ -112,14 +112,12 @@ class Session:
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
         self._outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self.post = self._outbox.put_nowait
+        """Queues a message for the coordinator."""
         self._connection: asyncio.Task[None] | None = None
         self.leaving = False
         """Whether this node has asked to leave the run."""
         self._ending = self._closed = False
-
-    def post(self, message: NodeMessage) -> None:
-        """Queue a message for the coordinator."""
-        self._outbox.put_nowait(message)
 
     def leave(self, reason: str) -> None:
         """Ask to leave the run. The request is repeated on each new connection."""
