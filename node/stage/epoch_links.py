@@ -13,7 +13,7 @@ from node.config.schema import RunConfig
 from node.schedule.gradient_groups import model_pieces
 from node.schedule.placement import boundary_bytes, chunks_of, head_first, slices_of, stage_units
 from node.schedule.routing import Peer
-from node.stage.epoch_task import LinkEvents, placed_node
+from node.stage.epoch_task import EpochTask, placed_node
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
@@ -174,7 +174,7 @@ class EpochLinks:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, placement: Placement, peers: tuple[Peer, ...], config: RunConfig, events: LinkEvents
+        self, placement: Placement, peers: tuple[Peer, ...], config: RunConfig, events: EpochTask
     ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
         """Links to `peers`, ready (`dials` says who dials). Raises the error of a lost link."""
         stages = len(placement.stages)
@@ -308,7 +308,7 @@ class EpochLinks:
         self,
         placement: Placement,
         peer: Peer,
-        events: LinkEvents,
+        events: EpochTask,
         settings: LinkSettings,
         relays: Mapping[str, RelayClient],
     ) -> Link:

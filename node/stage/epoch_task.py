@@ -61,26 +61,6 @@ REFUSED_SECONDS = 1.0
 """A neighbour that refuses this node's link has this long to report it before this node does."""
 
 
-class LinkEvents(Protocol):
-    """What an epoch's links report and ask: about tensors on their own threads, else on the event loop."""
-
-    def expect(self, peer: Peer, key: TensorKey) -> int | None:
-        """The exact size in bytes of a tensor that may come from this neighbour, or None."""
-        ...
-
-    def arrived(self, peer: Peer, key: TensorKey, buffer: bytearray) -> None:
-        """A tensor from this neighbour is complete."""
-        ...
-
-    def link_lost(self, peer: Peer, error: ThinwireError) -> None:
-        """The link to this neighbour has failed."""
-        ...
-
-    def silent(self, peer: Peer) -> None:
-        """This neighbour may be dead."""
-        ...
-
-
 class Services(StateServices, Protocol):
     """What an epoch needs from its node."""
 
@@ -131,7 +111,7 @@ class Services(StateServices, Protocol):
     def telemetry(self) -> Telemetry: ...
 
     def open_links(
-        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+        self, placement: Placement, peers: tuple[Peer, ...], events: "EpochTask"
     ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
         """Links to `peers`, ready on entry and closed on exit. Raises LinkError."""
         ...
@@ -142,7 +122,10 @@ class Services(StateServices, Protocol):
 
 
 class EpochTask:
-    """Owns the links and the running step of one placement. Implements `LinkEvents`."""
+    """Owns the links and the running step of one placement.
+
+    The links call `expect` and `arrived` on their own threads, everything else is called on the event loop.
+    """
 
     def __init__(self, placement: Placement, services: Services) -> None:
         self.placement = placement
@@ -212,6 +195,7 @@ class EpochTask:
     # ---- links
 
     def expect(self, peer: Peer, key: TensorKey) -> int | None:
+        """The exact size in bytes of a tensor that may come from this neighbour, or None."""
         if key.epoch != self.number or not self._may_send(peer, key):
             return None
         # No step begins before every stage is ready.
@@ -225,6 +209,7 @@ class EpochTask:
         return self._services.executor.expected_bytes(key)
 
     def arrived(self, peer: Peer, key: TensorKey, buffer: bytearray) -> None:
+        """A tensor from this neighbour is complete."""
         if peer.replica == self.placement.replica:
             self._services.inbox.put(key, buffer)
             return
@@ -234,11 +219,13 @@ class EpochTask:
         self._links[peer].release(key)
 
     def silent(self, peer: Peer) -> None:
+        """This neighbour may be dead."""
         if not self._over and not self._is_gone(peer):
             news = PeerSilent(epoch=self.number, stage=peer.stage, replica=peer.replica)
             self._services.post(news)
 
     def link_lost(self, peer: Peer, error: ThinwireError) -> None:
+        """The link to this neighbour has failed."""
         if self._over or self._is_gone(peer):
             return
         is_at_fault = isinstance(error, ProtocolViolationError)
@@ -533,7 +520,6 @@ class EpochTask:
         links, rows = self._own_and_other_rows()
         return LinksIO(
             stages=len(self.placement.stages),
-            replica=self.placement.replica,
             links=links,
             rows=rows,
             inbox=self._services.inbox,

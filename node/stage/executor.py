@@ -21,14 +21,13 @@ from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
 from node.stage.give_way import GiveWay
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncPlan
-from node.stage.inbox import StepChange, StepInterrupted
+from node.stage.inbox import LinksIO, StepChange, StepInterrupted
 from node.stage.packing_meter import packing_meter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.state_copy import StateCopy
 from node.stage.step_order import StepOrder
 from node.stage.step_passes import (
-    StageIO,
     StepPasses,
     boundary_specs,
     put_group_sums,
@@ -270,7 +269,7 @@ class StageExecutor:
         self,
         epoch: int,
         step: int,
-        io: StageIO,
+        io: LinksIO,
         samples: Mapping[BatchPart, np.ndarray],
         loss_scale: float = 0.0,
         change: StepChange | None = None,
@@ -372,7 +371,7 @@ class StageExecutor:
         epoch: int,
         number: int,
         microbatches: int,
-        io: StageIO,
+        io: LinksIO,
         samples: Mapping[BatchPart, np.ndarray],
     ) -> float | None:
         """Pass `number` over held-out samples with the held state: forward only. Changes no state.
@@ -448,7 +447,7 @@ class StageExecutor:
         self,
         epoch: int,
         step: int,
-        io: StageIO,
+        io: LinksIO,
         samples: Mapping[BatchPart, Mapping[int, Tensor]],
         change: StepChange | None = None,
     ) -> StepPasses:

@@ -12,7 +12,6 @@ its pieces.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from node.schedule.gradient_groups import (
 )
 from node.stage.device_transfer import CudaTransfer
 from node.stage.digests import StepDigests
-from node.stage.inbox import StepInterrupted
+from node.stage.inbox import LinksIO, StepInterrupted
 from node.stage.tensor_transfer import BadTensorError
 from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums
 from wire.codecs.base import Codec
@@ -39,22 +38,6 @@ from wire.spec import Direction, TensorKey, TensorSpec
 
 KeepSums = Callable[[int, str, Sequence[Tensor]], None]
 """(step, unit, the packed sum over all groups of each of its pieces, uint8 on the CPU)."""
-
-
-class SyncIO(Protocol):
-    """Sends packed pieces to the same stage in other rows, and receives them. Call it from any thread."""
-
-    def take_from_row(self, row: int, key: TensorKey) -> Tensor:
-        """Wait for the packed tensor that a row sends under `key`. Raises StepInterrupted."""
-        ...
-
-    def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
-        """Queue a packed tensor without waiting for the network."""
-        ...
-
-    def interrupt(self, error: Exception) -> None:
-        """End the current or next wait."""
-        ...
 
 
 class DevicePacking:
@@ -145,7 +128,7 @@ class GradientSync:
         self._sums: PieceSums
         self._joined: PieceSums
         """The sums of pieces; used on the compute thread."""
-        self._io: SyncIO
+        self._io: LinksIO
         self._keep: KeepSums | None = None
         self._place = 0, 0
         self._work: StepWork
@@ -170,7 +153,7 @@ class GradientSync:
         plan: SyncPlan,
         epoch: int,
         step: int,
-        io: SyncIO,
+        io: LinksIO,
         *,
         work: StepWork,
         keep: KeepSums | None = None,

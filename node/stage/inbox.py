@@ -186,7 +186,8 @@ class TensorLink(Protocol):
 
 
 class LinksIO:
-    """Implements `node.stage.step_passes.StageIO` over one epoch's links, keyed by the neighbour's stage.
+    """A stage's view of one epoch's links, keyed by the neighbour's stage. Packed tensors are uint8 [n] on
+    the CPU. Call it from any thread.
 
     Links are called on the thread that has something for them: no tensor waits for the event loop.
     """
@@ -198,16 +199,13 @@ class LinksIO:
         links: Mapping[int, TensorLink],
         inbox: Inbox,
         over: Callable[[], bool],
-        replica: int = 0,
         rows: Mapping[int, TensorLink] | None = None,
     ) -> None:
         """
         Args:
-            replica: the own row.
             over: whether the epoch has ended; the inbox then serves the next epoch.
             rows: links to the same stage in other rows, by row.
         """
-        self._replica = replica
         self._rows = rows or {}
         self._stages = stages
         self._links = links
@@ -222,11 +220,13 @@ class LinksIO:
         """The lock of the waiting calls."""
 
     def holds(self, key: TensorKey) -> bool:
+        """Whether `take` would not wait."""
         return self._inbox.holds(key)
 
     def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        """Called on the compute thread, with the key that the order needs next first. Raises as
-        `Inbox.wait_any`.
+        """Wait until `holds` is true for one of these keys, the first of which the order needs next.
+
+        Raises as `Inbox.wait_any`.
 
         A neighbour that sends several of them is asked for the first: that one always comes.
         """
@@ -242,28 +242,32 @@ class LinksIO:
             self._links[stage].want(None)
 
     def take(self, key: TensorKey) -> Tensor:
-        """Called on the compute thread, or the sync thread. Raises what `Inbox.take` raises."""
+        """Wait for the packed tensor under `key`. Raises what `Inbox.take` raises."""
         if not self._inbox.holds(key):
             self._links[source_stage(key, self._stages)].want(key)
         return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
 
     def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
+        """Call with the packed tensor once it is here, now or on another thread. It can still be taken."""
         self._inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
 
     def take_from_row(self, row: int, key: TensorKey) -> Tensor:
-        """Called on the compute thread, or the sync thread. Raises what `Inbox.take` raises.
+        """Wait for the packed tensor that a row sends under `key`. Raises what `Inbox.take` raises.
 
         These tensors have their credit back when they arrive: nothing waits for one to be taken.
         """
         return torch.frombuffer(self._inbox.take(key, row=row), dtype=torch.uint8)
 
     def take_change(self) -> StepChange | None:
+        """As `Inbox.take_change`."""
         return self._inbox.take_change()
 
     def release(self, key: TensorKey) -> None:
+        """The packed tensor is unpacked; its memory may be reused."""
         self._links[source_stage(key, self._stages)].release(key)
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
+        """Queue a packed tensor without waiting for the network."""
         self._send(
             self._links[target_stage(key, self._stages)], key, memoryview(packed.numpy().data), elements
         )
@@ -276,9 +280,11 @@ class LinksIO:
         self._send_behind(functools.partial(self._send_to_row, self._rows[row], key, payload, elements))
 
     def interrupt(self, error: Exception) -> None:
+        """End the current or next wait of `take`, which may depend on a tensor that was not sent."""
         self._inbox.interrupt(str(error), error)
 
     def check(self) -> None:
+        """Raise if the step was interrupted."""
         self._inbox.check()
 
     def use(self, links: Mapping[int, TensorLink], rows: Mapping[int, TensorLink]) -> None:

@@ -14,7 +14,7 @@ from node.schedule.routing import Peer
 from node.stage import out_of_memory
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
-from node.stage.epoch_task import EpochTask, LinkEvents
+from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
 from node.stage.following import Follower
 from node.stage.inbox import Inbox, TensorLink
@@ -242,7 +242,7 @@ class RunMember:
         )
 
     def open_links(
-        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+        self, placement: Placement, peers: tuple[Peer, ...], events: EpochTask
     ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
         return self._links.open(placement, peers, self.executor.config, events)
 

@@ -1,13 +1,11 @@
 """The passes of one step on one stage. Runs the schedule's actions, and receives and sends their tensors.
 
-`node.stage.executor` makes one of these for each step. It runs on the compute thread and knows no network:
-tensors come and go through a `StageIO`. It changes nothing durable: gradients accumulate beside the
-weights.
+`node.stage.executor` makes one of these for each step. It runs on the compute thread, and its tensors come
+and go through a `LinksIO`. It changes nothing durable: gradients accumulate beside the weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,11 +20,11 @@ from node.schedule.routing import StageLayout
 from node.schedule.schedule import Action, Kind, Order
 from node.schedule.turns import Turns
 from node.stage.give_way import GiveWay
-from node.stage.gradient_sync import GradientSync, SyncIO
-from node.stage.inbox import RegroupedError, StepChange
+from node.stage.gradient_sync import GradientSync
+from node.stage.inbox import LinksIO, RegroupedError, StepChange
 from node.stage.stage_model import StageCompute
 from node.stage.step_order import StepOrder
-from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
+from node.stage.tensor_transfer import Incoming, TensorTransfer
 from node.telemetry import points
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
@@ -38,18 +36,6 @@ from wire.spec import Direction, TensorKey, TensorSpec
 LOOK_AHEAD = 2
 """Tensors of this many later actions are unpacked as soon as they arrive."""
 _WAITS = {Kind.FORWARD: TimeKind.WAIT_UPSTREAM, Kind.BACKWARD: TimeKind.WAIT_DOWNSTREAM}
-
-
-class StageIO(PackedIO, SyncIO, Protocol):
-    """The compute thread's view of the network."""
-
-    def check(self) -> None:
-        """Raise if the step was interrupted."""
-        ...
-
-    def take_change(self) -> StepChange | None:
-        """The other work that was announced last, once."""
-        ...
 
 
 def boundary_specs(config: RunConfig) -> tuple[TensorSpec, ...]:
@@ -95,7 +81,7 @@ class StepPasses:
     overflow: Overflow
     epoch: int
     step: int
-    io: StageIO
+    io: LinksIO
     samples: Mapping[BatchPart, Mapping[int, Tensor]]
     """Samples by microbatch."""
     cut: Callable[[BatchPart, np.ndarray], Sequence[Tensor]]

@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from node.stage.device_transfer import DeviceTransfer
 from node.stage.digests import StepDigests
+from node.stage.inbox import LinksIO
 from node.stage.packing_meter import PackingMeter
 from node.telemetry.clock import TimeKind, WorkKind
 from wire.codecs.base import Codec
@@ -53,38 +54,6 @@ wakes two threads, which share one lock."""
 SLOWER = 1.25
 """A tensor's time counts up to this many times that of the one before, because a busy machine has
 outliers."""
-
-
-class PackedIO(Protocol):
-    """Sends and receives packed tensors, uint8 [n] on the CPU. Call it from any thread."""
-
-    def holds(self, key: TensorKey) -> bool:
-        """Whether `take` would not wait."""
-        ...
-
-    def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        """Wait until `holds` is true for one of these keys, the first of which the stage needs next."""
-        ...
-
-    def take(self, key: TensorKey) -> Tensor:
-        """Wait for the packed tensor under `key`."""
-        ...
-
-    def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
-        """Call with the packed tensor once it is here, now or on another thread. It can still be taken."""
-        ...
-
-    def release(self, key: TensorKey) -> None:
-        """The packed tensor is unpacked; its memory may be reused."""
-        ...
-
-    def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
-        """Queue a packed tensor without waiting for the network."""
-        ...
-
-    def interrupt(self, error: Exception) -> None:
-        """End the current or next wait of `take`, which may depend on a tensor that was not sent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +163,7 @@ class TensorTransfer:
         """A mark after everything that the compute thread has submitted to the device."""
         return self._device.mark()
 
-    def send(self, key: TensorKey, codec: Codec, tensor: Tensor, mark: Mark | None, io: PackedIO) -> None:
+    def send(self, key: TensorKey, codec: Codec, tensor: Tensor, mark: Mark | None, io: LinksIO) -> None:
         """Pack `tensor` as of `mark` and queue it. It must not change until `drain` returns.
 
         Raises the error of an earlier tensor that could not be packed.
@@ -224,7 +193,7 @@ class TensorTransfer:
             self._packing.append(self._thread.submit(job))
 
     def look_ahead(
-        self, needed: Sequence[Incoming], codec_of: Callable[[TensorKey], Codec], io: PackedIO
+        self, needed: Sequence[Incoming], codec_of: Callable[[TensorKey], Codec], io: LinksIO
     ) -> None:
         """Start to unpack those of the next tensors that have arrived, and the others when they arrive."""
         for tensor in needed:
@@ -244,7 +213,7 @@ class TensorTransfer:
             io.watch(key, functools.partial(self._arrived, tensor, codec, io, self.digests))
 
     def _arrived(
-        self, tensor: Incoming, codec: Codec, io: PackedIO, digests: StepDigests | None, packed: Tensor
+        self, tensor: Incoming, codec: Codec, io: LinksIO, digests: StepDigests | None, packed: Tensor
     ) -> None:
         """Called on any thread."""
         with self._lock:
@@ -257,7 +226,7 @@ class TensorTransfer:
         """Whether the tensor has arrived and its unpacking has started."""
         return key in self._unpacking or key in self._early
 
-    def ready(self, needed: Incoming | None, io: PackedIO) -> bool:
+    def ready(self, needed: Incoming | None, io: LinksIO) -> bool:
         """Whether this tensor has arrived, or no tensor is needed."""
         return needed is None or self.begun(needed.key) or io.holds(needed.key)
 
@@ -268,7 +237,7 @@ class TensorTransfer:
         found = self._unpacking.get(needed.key) or self._early.get(needed.key)
         return isinstance(found, Future) and found.done()
 
-    def begin(self, needed: Incoming, codec: Codec, io: PackedIO) -> None:
+    def begin(self, needed: Incoming, codec: Codec, io: LinksIO) -> None:
         """Wait for a tensor and start to unpack it. Raises what `io.take` raises."""
         if needed.key not in self._unpacking:
             self._begin(needed, codec, io)
@@ -308,7 +277,7 @@ class TensorTransfer:
     def _started(self) -> list[Future[Unpacked] | _Later[Unpacked]]:
         return [*self._unpacking.values(), *tuple(self._early.values())]
 
-    def _begin(self, needed: Incoming, codec: Codec, io: PackedIO) -> None:
+    def _begin(self, needed: Incoming, codec: Codec, io: LinksIO) -> None:
         key, packed = needed.key, io.take(needed.key)
         with self._lock:
             self._watched.discard(key)
@@ -321,7 +290,7 @@ class TensorTransfer:
         self._unpacking[key] = _Later(job) if at_once else self._unpacker.submit(job)
 
     def _unpack(
-        self, needed: Incoming, codec: Codec, io: PackedIO, digests: StepDigests | None, packed: Tensor
+        self, needed: Incoming, codec: Codec, io: LinksIO, digests: StepDigests | None, packed: Tensor
     ) -> Unpacked:
         key = needed.key
         if digests is not None:

@@ -16,7 +16,7 @@ from node.schedule.gradient_groups import microbatches_of, model_pieces, piece_b
 from node.schedule.routing import Peer
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
-from node.stage.epoch_task import EpochTask, LinkEvents
+from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
@@ -94,7 +94,7 @@ class Node(FakeServices):
         return await self.thread.run(work)
 
     def open_links(
-        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+        self, placement: Placement, peers: tuple[Peer, ...], events: EpochTask
     ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
         return self.to_others.open(placement, peers, CONFIG, events)
 

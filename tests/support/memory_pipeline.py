@@ -61,7 +61,7 @@ def corpus(config: RunConfig, text: bytes = TEXT) -> Corpus:
 
 
 class MemoryIO:
-    """`StageIO` of one stage of a row; what it sends lands in the receiving stage's inbox at once."""
+    """`LinksIO` of one stage of a row; what it sends lands in the receiving stage's inbox at once."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from node.schedule.routing import Peer
 from node.stage.coordinator_client import Batches
-from node.stage.epoch_task import LinkEvents
+from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox, TensorLink
 from node.stage.progress import Progress
@@ -93,7 +93,7 @@ class FakeServices:
 
     @contextlib.asynccontextmanager
     async def open_links(
-        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+        self, placement: Placement, peers: tuple[Peer, ...], events: EpochTask
     ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
         self.linked.append(peers)
         try:

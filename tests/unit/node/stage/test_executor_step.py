@@ -14,8 +14,7 @@ from node.model.labels import BatchPart
 from node.schedule.placement import chunk_units, hops
 from node.schedule.routing import target_stage
 from node.stage.executor import StageExecutor, UnitState
-from node.stage.inbox import StepInterrupted
-from node.stage.tensor_transfer import PackedIO
+from node.stage.inbox import LinksIO, StepInterrupted
 from node.state.serialization import deserialize_unit, serialize_unit
 from node.view.explain import explain, framed_bytes
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
@@ -76,7 +75,7 @@ def test_a_tied_gradients_sum_takes_the_place_of_the_share_that_came(
         places[key.direction] = tensor.data_ptr()
         return tensor
 
-    def sending(key: TensorKey, codec: Codec, tensor: Tensor, mark: Mark | None, io: PackedIO) -> None:
+    def sending(key: TensorKey, codec: Codec, tensor: Tensor, mark: Mark | None, io: LinksIO) -> None:
         places[key.direction] = tensor.data_ptr()
         send(key, codec, tensor, mark, io)
 

@@ -39,7 +39,7 @@ def tensor(seed: int) -> Tensor:
 
 
 class Box:
-    """`PackedIO` in memory. `gate` holds packed tensors back from the neighbour."""
+    """`LinksIO` in memory. `gate` holds packed tensors back from the neighbour."""
 
     def __init__(self) -> None:
         self.sent: dict[TensorKey, Tensor] = {}
