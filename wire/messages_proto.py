@@ -19,14 +19,13 @@ from operator import attrgetter
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, get_args
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from wire.declared import AtMost, Declared, Line, Parsed, Present, Size, Within, declared_fields, line
 from wire.errors import ConfigError, ProtocolViolationError
 from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, NodeMessage, Waiting
-from wire.telemetry import MOST_SPANS, SPAN_COLUMNS, SpanColumns, StepSpans, Telemetry
+from wire.telemetry import MOST_SPANS, SPAN_COLUMNS, SpanColumns, StepSpans
 from wire.v1 import control_pb2, enrolment_pb2
 
 Convert = Callable[[Any], Any]
@@ -396,7 +395,6 @@ _OF_NODES: _Messages[NodeMessage] = _Messages(NodeMessage, control_pb2.NodeMessa
 _OF_THE_COORDINATOR: _Messages[CoordinatorMessage] = _Messages(
     CoordinatorMessage, control_pb2.CoordinatorMessage.DESCRIPTOR, "the coordinator"
 )
-_REPORT = form_of(Telemetry, control_pb2.Telemetry.DESCRIPTOR)
 _REFUSAL = form_of(Refusal, enrolment_pb2.Refusal.DESCRIPTOR)
 
 
@@ -424,32 +422,6 @@ def refusal_from_proto(message: enrolment_pb2.Refusal) -> Refusal:
 
 
 # ---- what gateways pass on
-
-
-def telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
-    return control_pb2.Telemetry(**_REPORT.encode(telemetry))
-
-
-def telemetry_from_bytes(data: bytes) -> Telemetry:
-    """Raises `ProtocolViolationError` for bytes that do not parse and for a report that no node sends."""
-    try:
-        message = control_pb2.Telemetry.FromString(data)
-    except DecodeError:
-        raise ProtocolViolationError("bytes came that are no report") from None
-    found: Telemetry = _REPORT.decode(message)
-    return found
-
-
-def split_report(message: control_pb2.NodeMessage, kind: str) -> tuple[bytes, bytes, Telemetry]:
-    """The message without its report, the report's bytes, and what it says. `message` loses it.
-
-    `kind` is one that has a report. Raises `ProtocolViolationError` for a report that no correct node sends.
-    """
-    body = getattr(message, kind)
-    report: Telemetry = _REPORT.decode(body.telemetry)
-    data = body.telemetry.SerializeToString()
-    body.ClearField("telemetry")
-    return message.SerializeToString(), data, report
 
 
 _newest_packed: tuple[CoordinatorMessage | None, bytes] = (None, b"")

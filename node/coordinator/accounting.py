@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from node.coordinator.reports import NO_REPORT, AnyReport, Newest, is_continued, opened
+from node.coordinator.reports import NO_REPORT, is_continued
 from node.schedule.floor import LinkRate
 from node.telemetry.costs import Ledger
 from node.telemetry.events import StageCost, StepCosts
@@ -33,10 +33,11 @@ class Accounting:
         self.hosts: tuple[str, ...] = ()
         """Node ids of the running epoch, row after row, with "" for an empty seat; none between epochs."""
         self.rows = 1
-        self.newest = Newest()
+        self.newest: dict[str, Telemetry] = {}
+        """Each node's newest report."""
         self._codecs = frozenset(codecs)
         self._run = Ledger(self._codecs)
-        self._waiting: dict[str, tuple[AnyReport, float]] = {}
+        self._waiting: dict[str, tuple[Telemetry, float]] = {}
         """Each node's newest report of the epoch, and when it came, if it is not counted yet."""
         self._epoch = 0
         self._step = Ledger(self._codecs)
@@ -52,30 +53,21 @@ class Accounting:
         """The links of the newest step, sorted."""
         self._place_of: dict[str, Place] = {}
 
-    def report(
-        self,
-        node_id: str,
-        report: AnyReport,
-        elapsed: float = math.inf,
-        goes_on: bool | None = None,
-    ) -> None:
+    def report(self, node_id: str, report: Telemetry, elapsed: float = math.inf) -> None:
         """A node's newest totals.
 
         Args:
             elapsed: seconds since `begin_epoch`. Reports of more time, or of more bytes than any link
                 carries in that time, are capped.
-            goes_on: whether the report has all that the node's last one has; None: that is to be found out.
         """
         waiting = self._waiting.get(node_id)
-        if waiting is not None:
-            if goes_on is None:
-                goes_on = is_continued(opened(waiting[0]), opened(report))
-            if not goes_on:
-                self._count(node_id)
-        self.newest.put(node_id, report)
+        begins_again = waiting is not None and not is_continued(waiting[0], report)
+        if begins_again:
+            self._count(node_id)
+        self.newest[node_id] = report
         if node_id in self._place_of and report.epoch == self._epoch:
             self._waiting[node_id] = report, elapsed
-            if waiting is not None and not goes_on:
+            if begins_again:
                 self._count(node_id)  # or the next one could hide that totals began again
 
     @property
@@ -89,8 +81,7 @@ class Accounting:
             self._count(node_id)
 
     def _count(self, node_id: str) -> None:
-        report, elapsed = self._waiting.pop(node_id)
-        telemetry = opened(report)
+        telemetry, elapsed = self._waiting.pop(node_id)
         place = self._place_of[node_id]
         before = self._counted.get(node_id, NO_REPORT)
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
@@ -107,7 +98,7 @@ class Accounting:
 
     def forget(self, node_id: str) -> None:
         """The node is gone: drop its last report."""
-        self.newest.drop(node_id)
+        self.newest.pop(node_id, None)
 
     def begin_epoch(self, epoch: int, hosts: Sequence[str], rows: int = 1) -> None:
         """Count from each stage's report at `Ready`; earlier totals belong to no step."""
@@ -169,7 +160,7 @@ class Accounting:
         )
 
     def reports(self) -> dict[str, Telemetry]:
-        """Each node's newest report; of a stage's node the newest that is counted: it is decoded already."""
+        """Each node's newest report; of a stage's node the newest that is counted."""
         counted = {node: self._counted[node] for node in self._place_of if node in self._counted}
         return {node: counted.get(node) or self.newest[node] for node in self.newest}
 

@@ -164,7 +164,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         async def read() -> None:
             try:
                 async for request in requests:
-                    for message, _ in within_limits(request, self.desk.limits_of(session.node_id)):
+                    for message in within_limits(request, self.desk.limits_of(session.node_id)):
                         self.handler.heard(session, node_message_from_proto(message))
             except DecodeError:
                 self.desk.wrong(session, NO_MESSAGE)

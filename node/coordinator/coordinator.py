@@ -25,7 +25,7 @@ from node.coordinator.kept_snapshots import KeptSnapshots, SnapshotBook
 from node.coordinator.planners import Planners
 from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
-from node.coordinator.reports import REPORTS, Reported
+from node.coordinator.reports import REPORTS
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import (
     Agreement,
@@ -580,12 +580,12 @@ class Coordinator:
 
         self._post(happening)
 
-    def heard(self, session: ControlSession, message: NodeMessage, reported: Reported | None = None) -> None:
+    def heard(self, session: ControlSession, message: NodeMessage) -> None:
         node_id, longest = session.node_id, ""
         if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
         if isinstance(message, REPORTS):
-            longest = self._reporter.said(node_id, message, reported)
+            longest = self._reporter.said(node_id, message)
             if not isinstance(message, Heartbeat):
                 self._answers.came(node_id, time.monotonic())
         match message:

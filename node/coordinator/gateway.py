@@ -28,7 +28,6 @@ from node.coordinator.gateway_frames import (
     messages_of,
     opened_to_bytes,
 )
-from node.coordinator.reports import REPORTING, sealed
 from node.coordinator.sessions import (
     HELLO_SECONDS,
     MOST_WAITING,
@@ -46,8 +45,6 @@ from wire.descriptors import raise_limit
 from wire.errors import ProtocolViolationError
 from wire.front import Front, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
-from wire.messages_proto import split_report
-from wire.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -242,17 +239,10 @@ class Gateway:
         limits = self._limits.get(node_id)
         if limits is None:
             limits = self._limits[node_id] = self._make_limits()
-        newest: Telemetry | None = None
         try:
             async for request in requests:
-                for one, kind in within_limits(parsed(request), limits):
-                    if kind in REPORTING:
-                        body, data, report = split_report(one, kind)
-                        payload = sealed(body, data, report, newest)
-                        self._link.write(frame(Kind.REPORTED, number, payload))
-                        newest = report
-                    else:
-                        self._link.write(frame(Kind.SAID, number, one.SerializeToString()))
+                for one in within_limits(parsed(request), limits):
+                    self._link.write(frame(Kind.SAID, number, one.SerializeToString()))
                 await self._link.room()
         except ProtocolViolationError as error:
             # The coordinator ends the session.

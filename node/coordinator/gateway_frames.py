@@ -47,8 +47,6 @@ class Kind(IntEnum):
     """The session is over."""
     ALIVE = 21
     """Comes every second; the number is the gateway's connections."""
-    REPORTED = 22
-    """A node's message and, apart from it, its report: see `reports`."""
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)

@@ -33,7 +33,6 @@ from node.coordinator.gateway_frames import (
     sent,
     sent_waited,
 )
-from node.coordinator.reports import Reported, reported
 from node.coordinator.sessions import NO_HELLO, ControlSession, SessionDesk, hello_from, parsed
 from node.run_file.loader import to_json
 from wire.admission import Limits, address_group
@@ -253,9 +252,6 @@ class _Gateway(asyncio.Protocol):
 
     def _take(self, kind: int, number: int, payload: bytes) -> None:
         match kind:
-            case Kind.REPORTED:
-                one = reported(payload)
-                self._heard(number, one.body, one)
             case Kind.SAID:
                 self._heard(number, payload)
             case Kind.OPEN:
@@ -277,11 +273,11 @@ class _Gateway(asyncio.Protocol):
             case _:
                 raise ProtocolViolationError(f"it sent a frame of kind {kind}")
 
-    def _heard(self, number: int, data: bytes, report: Reported | None = None) -> None:
+    def _heard(self, number: int, data: bytes) -> None:
         """A node's message, which the gateway found within its limits, if its session is open."""
         if (session := self._sessions.get(number)) is not None:
             try:
-                self._desk.handler.heard(session, node_message_from_proto(parsed(data)), report)
+                self._desk.handler.heard(session, node_message_from_proto(parsed(data)))
             except ProtocolViolationError as error:
                 self._wrong(number, str(error))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
-from node.coordinator.reports import NO_REPORT, AnyReport, Reported, Reporting, longest_kind, opened
+from node.coordinator.reports import NO_REPORT, Reporting, longest_kind
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
 from node.run_state.actions import (
@@ -124,22 +124,15 @@ class Reporter:
         self._names[joined.node_id] = named(joined.node_id, joined.name)
         self._emit(joined)
 
-    def report(self, node_id: str, report: AnyReport, *, goes_on: bool | None = None) -> None:
-        """A node's newest totals. `goes_on`: as for `Accounting.report`."""
-        self.accounting.report(node_id, report, time.monotonic() - self._epoch_began, goes_on)
-
-    def said(self, node_id: str, message: Reporting, reported: Reported | None) -> str:
-        """The report of a message, whether it was taken out of it or not.
+    def said(self, node_id: str, message: Reporting) -> str:
+        """The report of a message.
 
         Gives the kind of time that grew most since the node's report before, if it is a heartbeat's.
         """
-        if reported is not None and reported.compared:
-            self.report(node_id, reported.report, goes_on=reported.goes_on)
-            return reported.longest
-        report, longest = message.telemetry if reported is None else reported.report, ""
+        report, longest = message.telemetry, ""
         if isinstance(message, Heartbeat):
-            longest = longest_kind(self.accounting.newest.get(node_id, NO_REPORT), opened(report))
-        self.report(node_id, report)
+            longest = longest_kind(self.accounting.newest.get(node_id, NO_REPORT), report)
+        self.accounting.report(node_id, report, time.monotonic() - self._epoch_began)
         return longest
 
     def announced(self, line: Announce) -> None:

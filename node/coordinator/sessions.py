@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from node.config.schema import CoordinatorSection, RunConfig
 from node.coordinator.enrolment_service import RateLimit, RateLimits
-from node.coordinator.reports import REPORTING, Reported
+from node.coordinator.reports import REPORTING
 from node.model.units import unit_names
 from node.run_state.stage_assignment import Candidate
 from node.telemetry.events import NodeJoined
@@ -288,9 +288,7 @@ class SessionHandler(Protocol):
 
     def opened(self, session: ControlSession) -> None: ...
 
-    def heard(self, session: ControlSession, message: NodeMessage, reported: Reported | None = None) -> None:
-        """`reported`: what a gateway took out of the message, if one did."""
-        ...
+    def heard(self, session: ControlSession, message: NodeMessage) -> None: ...
 
     def refused(self, node_id: str, why: str) -> None:
         """The node sent what no correct node sends."""
@@ -481,15 +479,13 @@ def measured(message: control_pb2.NodeMessage) -> Measured:
 
 def within_limits(
     request: control_pb2.NodeMessage, limits: MessageLimits | None
-) -> Iterator[tuple[control_pb2.NodeMessage, str]]:
-    """Each message that came as one, with its kind. Raises ProtocolViolationError at the first beyond the
-    limits."""
+) -> Iterator[control_pb2.NodeMessage]:
+    """Each message that came as one. Raises ProtocolViolationError at the first beyond the limits."""
     for one in each(request):
-        found = measured(one)
-        why = None if limits is None else limits.refusal(found, time.monotonic())
+        why = None if limits is None else limits.refusal(measured(one), time.monotonic())
         if why is not None:
             raise ProtocolViolationError(why)
-        yield one, found.kind
+        yield one
 
 
 def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ reports of a step and sum it up, write `/metrics`; and the bytes of a placement.
 top. The least of a few repetitions counts, so that other work on the machine counts little.
 
 `metrics` times the text alone, which a thread writes: all reports are decoded, and the view is there.
-A `scrape` times everything: each node has sent a newer report, which is not decoded yet, and the view is old.
+A `scrape` times everything: each node has sent a newer report, and the view is old.
 
 A `block` is the longest time for which one of these keeps the event loop: of the view of a run after `STEPS`
 steps, of the same as plain values, its JSON, and of what a `scrape` takes from the run.
@@ -26,7 +26,6 @@ from typing import Any
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.reporter import Reporter
-from node.coordinator.reports import SealedReport
 from node.dashboard.feed import Feed, json_of
 from node.lab.results import commit, hardware
 from node.processes.cycles import short_collections
@@ -43,7 +42,6 @@ from wire.messages_proto import (
     coordinator_message_to_proto,
     node_message_from_proto,
     node_message_to_proto,
-    telemetry_to_proto,
 )
 from wire.spec import Direction
 from wire.telemetry import DIRECT, Telemetry
@@ -115,21 +113,16 @@ class Run:
         self.report(0)
         self.reporter.restored(RecordRestored(epoch=1, step=0, nodes=HOSTS, groups=GROUPS), {})
 
-    def sealed(self, reports: list[bytes]) -> None:
-        """As gateways pass them on."""
-        for node, data in zip(HOSTS, reports, strict=True):
-            self.reporter.accounting.report(node, SealedReport(1, data), goes_on=True)
-
     def report(self, steps: int) -> None:
         for number, node in enumerate(HOSTS):
-            self.reporter.report(node, telemetry(number, steps))
+            self.reporter.said(node, Heartbeat(telemetry=telemetry(number, steps), sent_at=1.0))
 
     def heartbeats(self, packed: list[bytes]) -> None:
         """As they come from the network."""
         for node, data in zip(HOSTS, packed, strict=True):
             message = node_message_from_proto(control_pb2.NodeMessage.FromString(data))
             assert isinstance(message, Heartbeat)
-            self.reporter.report(node, message.telemetry)
+            self.reporter.said(node, message)
 
     def finish(self) -> None:
         """The step that runs is done; its events are shown."""
@@ -213,19 +206,15 @@ def measure() -> dict[str, Any]:
         ]
         found["heartbeat"].append(spent(lambda packed=packed: run.heartbeats(packed)) / len(HOSTS))
         reports = [telemetry(number, steps + 1) for number in range(len(HOSTS))]
-        later = [
-            telemetry_to_proto(telemetry(number, steps + 2)).SerializeToString()
-            for number in range(len(HOSTS))
-        ]
 
         def step(reports: list[Telemetry] = reports) -> None:
             for node, one in zip(HOSTS, reports, strict=True):
-                run.reporter.report(node, replace(one))
+                run.reporter.said(node, Heartbeat(telemetry=replace(one), sent_at=1.0))
             run.finish()
 
         found["step"].append(spent(step))
         found["metrics"].append(spent(run.metrics.scrape(run.view.view()).text))
-        run.sealed(later)
+        run.report(steps + 2)
         found["scrape"].append(spent(lambda: asyncio.run(run.metrics.render())))
     return {
         "commit": commit(),

@@ -10,8 +10,8 @@ from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Acc
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import OTHER_CODEC, bits_per_element, idle_by_stage, mbit_by_stage, summed
 from wire.figures import FlowFigures, LinkFigures, Place, flow_sum
-from wire.messages import Begin, Commit, Finish
-from wire.messages_proto import telemetry_from_bytes, telemetry_to_proto
+from wire.messages import Begin, Commit, Finish, Heartbeat
+from wire.messages_proto import node_message_from_proto, node_message_to_proto
 from wire.spec import Direction
 from wire.telemetry import Telemetry
 
@@ -21,7 +21,9 @@ EPOCH = 3
 
 def sent(report: Telemetry) -> Telemetry:
     """As the coordinator reads it."""
-    return telemetry_from_bytes(telemetry_to_proto(report).SerializeToString())
+    message = node_message_from_proto(node_message_to_proto(Heartbeat(telemetry=report, sent_at=1.0)))
+    assert isinstance(message, Heartbeat)
+    return message.telemetry
 
 
 def totals(
