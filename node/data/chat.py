@@ -177,8 +177,7 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
     """
     path = expanded(tokenizer, "data.tokenizer")
     files = tokenizer_files(path)
-    tables = [read_bounded(file) for file in files]
-    bpe = parsed_tokenizer(files, tables)
+    bpe, tables = parsed_tokenizer(files)
     bpe.no_truncation()
     bpe.no_padding()
     # It writes no special tokens here, and would take white space out of tokens' places in the text.

@@ -48,6 +48,11 @@ MOST_GROWTH = 1000
 _BREAK = re.compile(rb"[ \n]")
 _FAST = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
+_SPECIAL = "special_tokens_map.json"
+_ADDED = "added_tokens.json"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The order in which transformers adds them, others behind."""
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 SENTENCEPIECE = "tokenizer.model"
 _TABLES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _EXTRA = 'pip install "thinwire[bpe]"'
@@ -114,10 +119,10 @@ class BpeTokenizer(Tokenizer):
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
-        self.begin = _begin(bpe, folder)
-        if max(self.begin, default=0) >= self.vocabulary:
+        self.begin, behind = _around(bpe)
+        if (largest := max(*self.begin, *behind, 0, 0)) >= self.vocabulary:
             raise DataError(
-                f"the tokenizer in {folder} begins texts with token {max(self.begin)}, and has tokens below "
+                f"the tokenizer in {folder} puts token {largest} around texts, and has tokens below "
                 f"{self.vocabulary}; copy its files again"
             )
         default = bpe.token_to_id(END_OF_TEXT)
@@ -125,9 +130,9 @@ class BpeTokenizer(Tokenizer):
         template = _template_text(folder)
         # A chat tokenizer's end of text may be what ends a turn.
         apart = [end for end in known if (bpe.id_to_token(end) or "") not in template]
-        ends = [*apart, *([] if default is None else [default]), *known]
+        ends = [*behind[-1:], *apart, *([] if default is None else [default]), *known]
         # Tables without an end of text may still know the zero byte.
-        between = ends[:1] or bpe.encode("\0", add_special_tokens=False).ids
+        between = list(behind) or ends[:1] or bpe.encode("\0", add_special_tokens=False).ids
         if not between:
             raise DataError(
                 f"the tokenizer in {folder} has no end of text to put between documents: name one of its "
@@ -197,39 +202,45 @@ def load_tokenizer(name: str) -> Tokenizer:
         found = tokenizer_files(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
-    tables = [read_bounded(file) for file in found]
-    bpe = parsed_tokenizer(found, tables)
+    bpe, parts = parsed_tokenizer(found)
     with one_line(path):
-        tokenizer = BpeTokenizer(bpe, tables, found[0].parent)
+        tokenizer = BpeTokenizer(bpe, parts, found[0].parent)
         _check_bytes(tokenizer, path)
     return tokenizer
 
 
-def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokenizers.Tokenizer":
-    """A tokenizer of the files of `tokenizer_files`, which hold `tables`. Raises DataError."""
+def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", list[bytes]]:
+    """A tokenizer of the files of `tokenizer_files` and of the settings beside them, as transformers has it,
+    and what it was made of. Raises DataError."""
     try:
         import tokenizers
     except ImportError as error:
         raise DataError(
             f"[data] tokenizer {files[0]} needs the tokenizers package on the coordinator's machine: {_EXTRA}"
         ) from error
+    folder = files[0].parent
+    tables = [read_bounded(file) for file in files]
     with one_line(files[0]):
         if files[0].suffix == ".model":
-            return sentencepiece_tokenizer(tables[0], _added_tokens(files[0].parent))
-        if len(files) == 1:
-            tokenizer = tokenizers.Tokenizer.from_str(tables[0].decode())
-            for rules in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
+            added = {index: _content(value) for index, value in _placed_tokens(folder).items()}
+            bpe = sentencepiece_tokenizer(tables[0], added)
+        elif len(files) == 1:
+            bpe = tokenizers.Tokenizer.from_str(tables[0].decode())
+            for rules in filter(None, (bpe.normalizer, bpe.decoder)):
                 if (growth := _growth(json.loads(rules.__getstate__()))) > MOST_GROWTH:
                     raise DataError(f"{files[0]} makes {growth:.3g} characters of one, as no tokenizer does")
-            if getattr(tokenizer.model, "dropout", None):
-                tokenizer.model.dropout = None  # with it the same text gives other ids each time
-            if (added := tokenizer.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
-                raise DataError(f"{files[0]} puts {added:,} tokens around a text, as no tokenizer does")
-            return tokenizer
-        bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
-        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = tokenizers.decoders.ByteLevel()
-        return bpe
+            if getattr(bpe.model, "dropout", None):
+                bpe.model.dropout = None  # with it the same text gives other ids each time
+            if (around := bpe.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
+                raise DataError(f"{files[0]} puts {around:,} tokens around a text, as no tokenizer does")
+        else:
+            bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
+            bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            bpe.decoder = tokenizers.decoders.ByteLevel()
+        changed = _add_tokens(bpe, folder)
+        if len(files) > 1 or files[0].suffix == ".model":
+            _set_begin(bpe, folder)
+    return bpe, [*tables, *(token.encode() for token in changed)]
 
 
 def _growth(rules: Mapping[str, Any]) -> float:
@@ -275,56 +286,123 @@ def of_tables(name: str) -> BpeTokenizer | None:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """`bos_token`, `eos_token` and the like of a tokenizer's folder, by `tokenizer_config.json`, else by
-    `special_tokens_map.json`.
+    """`bos_token`, `eos_token` and the like of a tokenizer's folder, as transformers has them: those of
+    `special_tokens_map.json` count more, unless `tokenizer_config.json` lists the added tokens.
 
     Raises DataError if one cannot be read.
     """
-    found = {}
-    for file in ("special_tokens_map.json", _SETTINGS):
-        for name, value in json_object(folder / file).items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(text, str):
-                found[name] = text
-    return found
+    return {name: content for name, value in _named_tokens(folder).items() if (content := _content(value))}
 
 
-def _added_tokens(folder: Path) -> dict[int, str]:
-    """Tokens behind the pieces of a `tokenizer.model`, by id. Raises DataError."""
-    found = {}
-    for token, index in json_object(folder / "added_tokens.json").items():
-        if type(index) is int:
-            found[index] = token
+def _named_tokens(folder: Path) -> dict[str, Any]:
+    files = [json_object(folder / file) for file in (_SETTINGS, _SPECIAL)]
+    if "added_tokens_decoder" in files[0]:
+        files.reverse()
+    return {
+        name: value
+        for values in files
+        for name, value in values.items()
+        if name.endswith("_token") and _content(value)
+    }
+
+
+def _content(value: Any) -> str:
+    """The text of a token in a settings file, or empty."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _placed_tokens(folder: Path) -> dict[int, Any]:
+    """Tokens that the settings add, by the ids that they give them. Raises DataError."""
     decoder = json_object(folder / _SETTINGS).get("added_tokens_decoder")
-    for index, value in decoder.items() if isinstance(decoder, dict) else ():
-        if index.isdecimal() and isinstance(value, dict) and isinstance(value.get("content"), str):
-            found[int(index)] = value["content"]
-    return found
+    if isinstance(decoder, dict):
+        found = ((int(index), value) for index, value in decoder.items() if index.isdecimal())
+    else:
+        found = ((index, token) for token, index in json_object(folder / _ADDED).items())
+    return {index: value for index, value in found if type(index) is int and _content(value)}
 
 
-def _begin(bpe: "tokenizers.Tokenizer", folder: Path) -> tuple[int, ...]:
-    """The ids before a text: as `add_bos_token` says, else as the tables do. Raises DataError."""
+def _add_tokens(bpe: "tokenizers.Tokenizer", folder: Path) -> list[str]:
+    """Add the tokens that only the settings have, as transformers does: behind those of the tables, in the
+    order of the ids that they are given, and then those that have a name.
+
+    Returns what was added or changed. Raises DataError.
+    """
+    placed = _placed_tokens(folder)
+    names = _named_tokens(folder)
+    special = [names[name] for name in sorted(names, key=lambda name: (*_NAMED, name).index(name))]
+    for file in (_SETTINGS, _SPECIAL):
+        settings = json_object(folder / file)
+        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+        special += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    known = {token.content: repr(token) for token in bpe.get_added_tokens_decoder().values()}
+    named = set(map(_content, special))
+    changed = []
+    for index, value in [*sorted(placed.items()), *((None, value) for value in special)]:
+        token = _added_token(value, special=index is None or _content(value) in named)
+        # Only a list of ids changes what the tables say of a token.
+        same = repr(token) if index is not None and isinstance(value, dict) else known.get(token.content)
+        if not token.content or same == known.get(token.content, ""):
+            continue
+        bpe.add_tokens([token])
+        known[token.content] = repr(token)
+        changed.append(repr(token))
+        if index is not None and bpe.token_to_id(token.content) != index:
+            logger.warning(
+                "the tokenizer in %s gives %s the id %d, where its settings say %d: ids have no gaps",
+                folder,
+                token.content[:50],
+                bpe.token_to_id(token.content),
+                index,
+            )
+    return changed
+
+
+def _added_token(value: Any, *, special: bool) -> "tokenizers.AddedToken":
+    import tokenizers
+
+    fields = value if isinstance(value, dict) else {}
+    flags = {name: fields[name] for name in _FLAGS if isinstance(fields.get(name), bool)}
+    return tokenizers.AddedToken(_content(value), **(flags | {"special": True} if special else flags))
+
+
+def _set_begin(bpe: "tokenizers.Tokenizer", folder: Path) -> None:
+    """Let texts begin as `add_bos_token` says, which a `tokenizer.json` says itself. Raises DataError."""
+    from tokenizers import processors
+
     adds = json_object(folder / _SETTINGS).get("add_bos_token")
     if isinstance(adds, bool):
-        token = bpe.token_to_id(special_tokens(folder).get("bos_token", ""))
-        return (token,) if adds and token is not None else ()
+        begin = special_tokens(folder).get("bos_token", "")
+        token = bpe.token_to_id(begin)
+        before = [(begin, token)] if adds and token is not None else []
+        bpe.post_processor = processors.TemplateProcessing(
+            single=[*(begin for begin, _ in before), "$A"], special_tokens=before
+        )
+
+
+def _around(bpe: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the tables put before and behind a text."""
     plain, whole = (bpe.encode("a", add_special_tokens=special).ids for special in (False, True))
     starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
-    return tuple(whole[: next(starts, 0)])
+    start = next(starts, None)
+    return ((), ()) if start is None else (tuple(whole[:start]), tuple(whole[start + len(plain) :]))
 
 
 def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
     """The ids that end a text, by the tokenizer's and the model's files in `folder`. Raises DataError."""
     named = bpe.token_to_id(special_tokens(folder).get("eos_token", ""))
     found = [] if named is None else [named]
+    rows = 1 << 32
     for file in ("config.json", "generation_config.json"):
         values = json_object(folder / file)
         inner = values.get("text_config")
         for level in (values, inner if isinstance(inner, dict) else {}):
+            if type(size := level.get("vocab_size")) is int:
+                rows = min(rows, size)
             ids = level.get("eos_token_id")
             listed = ids[:MOST_ENDS] if isinstance(ids, list) else [ids]
             found += [end for end in listed if type(end) is int]
-    return [end for end in dict.fromkeys(found) if 0 <= end < 1 << 32 and bpe.id_to_token(end) is not None]
+    return [end for end in dict.fromkeys(found) if 0 <= end < rows and bpe.id_to_token(end) is not None]
 
 
 def _template_text(folder: Path) -> str:

@@ -30,6 +30,7 @@ from node.data.tokenizer import (
     of_tables,
     pieces_of,
 )
+from tests.support.cases import each
 from tests.support.examples import examples
 from wire.errors import ConfigError, DataError
 
@@ -358,7 +359,7 @@ def write_special(folder: Path, tables: Path, files: dict[str, object], *, adds:
     return folder
 
 
-END, BEGIN, STOP, TURN = 0, 400, 401, 402
+END, BEGIN, STOP, TURN, NEXT = 0, 400, 401, 402, 403
 TURN_TEMPLATE = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
 
 
@@ -373,7 +374,15 @@ TURN_TEMPLATE = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
         ({"generation_config.json": {"eos_token_id": [STOP, TURN]}}, STOP, {END, STOP, TURN}),
         ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}}, END, {END}),
         ({"config.json": {"eos_token_id": 10**12}}, END, {END}),
-        ({"tokenizer_config.json": {"eos_token": "none such"}}, END, {END}),
+        ({"tokenizer_config.json": {"eos_token": "none such"}}, NEXT, {END, NEXT}),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "none such"},
+                "config.json": {"vocab_size": NEXT, "eos_token_id": STOP},
+            },
+            STOP,
+            {END, STOP},
+        ),
         # What ends a turn ends no text.
         (
             {"tokenizer_config.json": {"eos_token": "<|turn|>", "chat_template": TURN_TEMPLATE}},
@@ -403,9 +412,8 @@ def test_the_end_of_text_is_what_the_files_say(
     [
         ({}, False, ()),
         ({}, True, (BEGIN,)),
-        ({"add_bos_token": False, "bos_token": "<s>"}, True, ()),
-        ({"add_bos_token": True, "bos_token": "<s>"}, False, (BEGIN,)),
-        ({"add_bos_token": True}, False, ()),
+        ({"add_bos_token": False, "bos_token": "<s>"}, True, (BEGIN,)),
+        ({"add_bos_token": True, "bos_token": "<s>"}, False, ()),
     ],
 )
 def test_texts_begin_as_the_tokenizer_says(
@@ -428,6 +436,60 @@ def test_texts_begin_as_the_tokenizer_says(
     assert source.part(0, 0).tokens.tolist() == [*begin, *text, END] * 9
     other = load_tokenizer(str(write_special(tmp_path / "other", tables, {})))
     assert (other.fingerprint == found.fingerprint) == (not begin and not adds)
+
+
+BEYOND = {"content": "<|b|>", "special": False, "lstrip": True}
+
+
+@each("adds", [False, True])
+@each(
+    "files",
+    [
+        {"tokenizer_config.json": {"add_bos_token": True, "add_eos_token": False, "bos_token": "<s>"}},
+        {"tokenizer_config.json": {"add_bos_token": False, "pad_token": "<|b|>", "eos_token": "<|a|>"}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {"404": BEYOND, "403": {"content": "<|a|>"}}}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {"401": {"content": "</s>", "rstrip": True}}}},
+        {"tokenizer_config.json": {"extra_special_tokens": ["<|b|>", "<|a|>"]}},
+        {
+            "tokenizer_config.json": {
+                "additional_special_tokens": ["<|a|>"],
+                "turn_token": "<|b|>",
+            }
+        },
+        {"added_tokens.json": {"<|b|>": 403}, "tokenizer_config.json": {"pad_token": "<|a|>"}},
+        {"special_tokens_map.json": {"unk_token": {"content": "<|b|>"}, "pad_token": "<|a|>"}},
+        {
+            "special_tokens_map.json": {"eos_token": "<|b|>"},
+            "tokenizer_config.json": {"eos_token": "<|a|>"},
+        },
+        {
+            "special_tokens_map.json": {"eos_token": "<|b|>"},
+            "tokenizer_config.json": {"added_tokens_decoder": {}, "eos_token": "<|a|>"},
+        },
+    ],
+)
+@each("kind", ["tokenizer.json", "vocab.json"])
+def test_settings_beside_the_tables_give_the_ids_of_transformers(
+    tables: Path, tmp_path: Path, files: dict[str, dict[str, object]], adds: bool, kind: str
+) -> None:
+    """Tokens that only settings have, and tokens that begin a text."""
+    import transformers
+
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **files.get("tokenizer_config.json", {})}
+    folder = write_special(tmp_path / "t", tables, {**files, "tokenizer_config.json": settings}, adds=adds)
+    if kind == "vocab.json":
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+        merges = [" ".join(pair) for pair in model["merges"]]
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+        settings["tokenizer_class"] = "GPT2Tokenizer"
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(str(folder))
+    text = "the <|a|> cat </s> and <|b|> dog<|turn|>"
+    assert ours.prompt(text) == theirs(text)["input_ids"]
+    assert ours.vocabulary == len(theirs)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
