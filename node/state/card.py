@@ -3,6 +3,7 @@
 Paths of the exporting machine are left out: a file or folder appears only with its name.
 """
 
+import logging
 import math
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from node.telemetry import events
 from node.telemetry.format import NO_LABELS, loss_text
 from node.telemetry.history import read_history
 from node.training.schedule import DECAY_SHARE
+from wire.errors import RunError
+
+log = logging.getLogger(__name__)
 
 
 def model_card(run_directory: Path, manifest: Manifest, config: RunConfig, dtype: str, library: str) -> str:
@@ -60,14 +64,18 @@ def _losses(run_directory: Path, step: int) -> list[tuple[str, str]]:
     losses: dict[int, float] = {}
     held_out: dict[int, events.HeldOutLoss] = {}
     # A step that ran again after a rollback is there twice: the last one counts.
-    for entry in read_history(run_directory):
-        match entry.event:
-            case events.StepDone() as done if done.step <= step:
-                losses[done.step] = done.loss
-            case events.HeldOutLoss() as measured if measured.step <= step:
-                held_out[measured.step] = measured
-            case _:
-                pass
+    try:
+        for entry in read_history(run_directory):
+            match entry.event:
+                case events.StepDone() as done if done.step <= step:
+                    losses[done.step] = done.loss
+                case events.HeldOutLoss() as measured if measured.step <= step:
+                    held_out[measured.step] = measured
+                case _:
+                    pass
+    except RunError as error:
+        log.warning("%s; the model card is without losses", error)
+        return []
     ends = dict.fromkeys((min(losses), max(losses))) if losses else ()
     rows = [(f"loss of step {end}", loss_text(losses[end])) for end in ends]
     if not held_out:

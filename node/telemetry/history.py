@@ -53,6 +53,8 @@ CLOSE_SECONDS = 10.0
 _SEGMENT = re.compile(r"history-(\d{15})-(\d{15})\.jsonl(\.gz)?")
 _END = 1 << 62
 """A position behind every history."""
+_DAMAGED: set[Path] = set()
+"""Directories with a history whose damage was reported."""
 
 EVICTED = "it was evicted"
 """The reason in the `NodeLeft` of a node that the operator shut out."""
@@ -241,7 +243,9 @@ def read_history(directory: Path) -> Iterator[Entry]:
 
     Skips lines that were cut short or are of unknown kinds. Raises RunError when a file cannot be read.
     """
-    return filter(None, (parse_line(line) for _, line in _lines(directory, 0, None)))
+    for position, line in _lines(directory, 0, None):
+        if (entry := _entry(directory, position, line)) is not None:
+            yield entry
 
 
 def read_whole_lines(
@@ -255,9 +259,10 @@ def read_whole_lines(
         end: stop at lines that begin at this position (from `history_size`) or later.
     """
     for position, line in _lines(directory, start, end):
+        entry = _entry(directory, position, line)
         if not line.endswith(b"\n"):
             return
-        yield position, parse_line(line)
+        yield position, entry
 
 
 def _lines(directory: Path, position: int, end: int | None) -> Iterator[tuple[int, bytes]]:
@@ -481,6 +486,35 @@ def parse_line(line: bytes) -> Entry | None:
         return Entry(at=at, event=events.from_fields(raw), replayed=replayed)
     except (ProtocolViolationError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+def _entry(directory: Path, position: int, line: bytes) -> Entry | None:
+    """As `parse_line`, of a line before `position`. Raises RunError if a history begins with what is none;
+    what is damaged further on is reported."""
+    entry = parse_line(line)
+    if entry is None and line.strip() and not _is_cut_or_unknown(line):
+        if position == len(line):
+            raise RunError(
+                f"the history in {directory} is damaged at its first line, which holds no event: bring back "
+                f"{HISTORY_FILE}, or remove it, which loses what is past"
+            )
+        if directory not in _DAMAGED:
+            _DAMAGED.add(directory)
+            log.warning(
+                "the history in %s is damaged at byte %d: what cannot be read is left out",
+                directory,
+                position - len(line),
+            )
+    return entry
+
+
+def _is_cut_or_unknown(line: bytes) -> bool:
+    """Whether a line may be what a crash left of an event, or an event of another version."""
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError):
+        return line.startswith(b"{")
+    return isinstance(raw, dict) and {"at", "event"} <= raw.keys()
 
 
 def _open(path: Path) -> TextIO:

@@ -167,7 +167,7 @@ def test_a_view_survives_its_json() -> None:
 def test_a_history_of_any_length_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.telemetry.history.MOST_BYTES", 1 << 16)
     with (tmp_path / HISTORY_FILE).open("w") as file:
-        file.write(("x" * 999 + "\n") * 10_000)
+        file.write(("{" + "x" * 998 + "\n") * 10_000)
     tracemalloc.start()
     try:
         HistoryWatch(tmp_path).view()

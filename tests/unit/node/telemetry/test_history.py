@@ -21,6 +21,7 @@ from node.telemetry.history import (
 from node.view.view_builder import RunViewBuilder, view
 from tests.support.recorded_run import append
 from tests.support.run_events import BEGAN, NODES, aborted, costs, done, joined, placed, started, step
+from wire.errors import RunError
 
 
 class Writing:
@@ -289,6 +290,26 @@ def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path, monkeypatch: 
     tail = HistoryTail(tmp_path)
     found = [text for _ in range(20) for text in texts(tail)]
     assert found == ["before", "after"]
+
+
+@pytest.mark.parametrize("damage", [b"hello\n", b"\0\xff", b'{"text": "a"}\n', b"[]\n"])
+def test_a_damaged_history_says_so_and_where(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / HISTORY_FILE).write_bytes(damage)
+    with pytest.raises(RunError, match="damaged at its first line"):
+        list(read_history(tmp_path))
+    with pytest.raises(RunError, match="damaged at its first line"):
+        HistoryTail(tmp_path).read()
+    (tmp_path / HISTORY_FILE).unlink()
+    append(tmp_path, 1.0, notice("before"))
+    size = history_size(tmp_path)
+    with (tmp_path / HISTORY_FILE).open("ab") as file:
+        file.write(2 * (damage + b"\n"))
+    append(tmp_path, 2.0, notice("after"))
+    assert len(list(read_history(tmp_path))) == 2 and texts(HistoryTail(tmp_path)) == ["before", "after"]
+    (record,) = caplog.records
+    assert f"damaged at byte {size}" in record.getMessage()
 
 
 def test_text_that_is_no_utf8_is_written_and_read(tmp_path: Path) -> None:
