@@ -23,13 +23,17 @@ from typing import IO, Any
 
 from node.config.schema import DataSection
 from node.data.conversations import ANSWERS, HISTORY, INPUTS, MESSAGES, QUESTIONS, SYSTEMS, Dropped
+from node.data.parts import DATA_CARD, check_parts, settings_of
 from node.data.text import (
+    ARROW,
     COMPRESSED,
     JSON_SUFFIXES,
     LFS_POINTER,
+    PARQUET,
     SEPARATOR,
     STDLIB,
     STDLIB_LIMIT_BYTES,
+    TABLES,
     TEXT_SUFFIXES,
     NotTextError,
     check_kind,
@@ -42,7 +46,6 @@ from node.data.text import (
     is_folder,
     listed,
     open_content,
-    read_file,
     report_skipped,
     standard_library_files,
     suffix_of,
@@ -58,9 +61,6 @@ SHARD_BYTES = 4 << 20
 TOKEN_BYTES = 8 << 20
 """A shard has so many bytes of token ids."""
 TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
-PARQUET = ".parquet"
-ARROW = ".arrow"
-TABLES = (PARQUET, ARROW)
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
 CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, "tools", "functions", "documents"))
 """What is read of tables that hold conversations; no other column is converted."""
@@ -72,15 +72,8 @@ LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
 _ROW_BYTES = 100
 """What a row takes beside its text, about."""
-SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
-"""Names of the parts of a data set that are not to be mixed."""
-_SPLIT_WORD = re.compile(f"(?<![a-z])({'|'.join(sorted(SPLITS, reverse=True))})(?![a-z])")
 _VALUE_SUFFIXES = (".csv", ".tsv")
 """Lines of values, the first of which may name them."""
-_SPLIT_SUFFIXES = frozenset((*TABLES, *JSON_SUFFIXES, ".txt", ".csv"))
-"""Of files whose names may say which part of a data set they hold."""
-_DATA_CARD = "readme.md"
-"""Describes the rows beside it."""
 _JSON_BEGINS = re.compile(rb'(?:\[\s*)?\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
@@ -386,7 +379,7 @@ def _without_cards(found: list[Path]) -> list[Path]:
     """The files without the page that describes them, if there are rows among them."""
     if all(content_suffix(path) not in (*TABLES, *JSON_SUFFIXES) for path in found):
         return found
-    return [path for path in found if path.name.lower() != _DATA_CARD]
+    return [path for path in found if path.name.lower() != DATA_CARD]
 
 
 def _is_text(path: Path) -> bool:
@@ -399,8 +392,8 @@ def _text_files(folder: Path) -> list[Path]:
     left_out: Counter[str] = Counter()
     every = list(files_below(folder, left_out=left_out))
     found = _without_cards([path for path in every if _is_text(path)])
-    _check_splits(folder, every)
     if found:
+        check_parts(folder, every, found)
         report_skipped(folder, every, found, left_out)
     return found
 
@@ -413,7 +406,6 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
         return [path], None
     left_out: Counter[str] = Counter()
     every = list(files_below(path, left_out=left_out))
-    _check_splits(path, every)
     caches = _caches(every)
     found = _without_cards([file for file in every if file not in caches and is_data(file)])
     tokens = [file for file in every if suffix_of(file) in TOKEN_SUFFIXES]
@@ -422,6 +414,7 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
     if not found:
         seen = f" (skipped: {listed(left_out)})" if left_out else ""
         raise DataError(f"no data in folder {path}{seen}; expected text, JSONL, parquet, Arrow, .npy or .bin")
+    check_parts(path, every, found)
     report_skipped(path, every, found, left_out)
     return found, path
 
@@ -431,33 +424,9 @@ def _caches(every: list[Path]) -> set[Path]:
     left."""
     caches = {path for path in every if path.name.startswith("cache-") and suffix_of(path) == ARROW}
     for path in every:
-        if path.name == "state.json" and "_data_files" in (state := _settings(path)):
+        if path.name == "state.json" and "_data_files" in (state := settings_of(path)):
             caches |= _beside(path.parent, state, every)
     return caches
-
-
-def _check_splits(folder: Path, every: list[Path]) -> None:
-    """Raise DataError for several parts of a data set in one folder, as its `dataset_dict.json` says or as
-    names say that differ in nothing else."""
-    splits: dict[str, set[str]] = {}
-    for path in every:
-        if path.name == "dataset_dict.json":
-            splits.setdefault(f"{path.parent}/", set()).update(map(str, _settings(path).get("splits") or ()))
-        elif (suffix := content_suffix(path)) in _SPLIT_SUFFIXES:
-            # Folders of texts are often of a program.
-            base = folder if suffix in TABLES or suffix in JSON_SUFFIXES else path.parent
-            name = str(path.relative_to(base)).lower()
-            name = name[: name.rindex(suffix)]
-            for word in _SPLIT_WORD.finditer(name):
-                after = re.sub("/.*|-[0-9]{5}-of-.*", "", name[word.end() :])
-                place = f"{base}/{name[: word.start()]}*{re.sub('[0-9]+', '0', after)}"
-                splits.setdefault(place, set()).add(word[1])
-    for place, names in splits.items():
-        if len(names) > 1:
-            raise DataError(
-                f"folder {folder} holds several splits ({', '.join(sorted(names))} in {place}): set [data] "
-                "path, sources or valid to the folder or files of each that you mean"
-            )
 
 
 def _beside(folder: Path, state: Mapping[str, Any], every: list[Path]) -> set[Path]:
@@ -478,16 +447,6 @@ def _beside(folder: Path, state: Mapping[str, Any], every: list[Path]) -> set[Pa
             f"{folder} lacks {_names(sorted(missing))}, which its state.json lists: copy it again"
         )
     return {path for path in there if path.name not in names}
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_file(path))
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}): copy it again") from error
-    return found if isinstance(found, dict) else {}
 
 
 def needs_shards(path: Path) -> bool:

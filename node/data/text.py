@@ -34,6 +34,9 @@ STDLIB_LIMIT_BYTES = 32 << 20
 JSON_SUFFIXES = frozenset((".jsonl", ".ndjson", ".jsonlines", ".json"))
 """Rows: an object a line, or an array of objects. Of a folder's .json files those with rows are data."""
 TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".py", ".c", ".h"))
+PARQUET = ".parquet"
+ARROW = ".arrow"
+TABLES = (PARQUET, ARROW)
 COMPRESSED = frozenset((".xz", ".gz", ".zst", ".bz2"))
 MOST_EXPANSION = 100
 """A compressed file may grow to so many times its size, or to `SURE_BYTES`."""

@@ -28,6 +28,7 @@ from node.data.samples import packed_parts
 from node.data.shards import ShardedCorpus, in_shards, load_data
 from node.data.text import open_content, read_file
 from node.model.labels import BatchPart
+from tests.support.cases import each
 from tests.support.chat_data import write_tokenizer
 from wire.errors import DataError
 
@@ -234,6 +235,12 @@ def test_saved_data_sets_are_read_without_caches_and_one_split_at_a_time(tmp_pat
     (tmp_path / "d" / "train" / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(DataError, match=r"lacks 'data-00000-of-00001\.arrow'"):
         texts_of(tmp_path / "d" / "train")
+    for name, configuration in (("en", "english"), ("fr", "french")):
+        save_split(tmp_path / "cache" / name, [name])
+        info = {"dataset_name": "x", "config_name": configuration}
+        (tmp_path / "cache" / name / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(DataError, match=r"several configurations \(english, french"):
+        texts_of(tmp_path / "cache")
     (tmp_path / "hub").mkdir()
     for split in ("train", "test"):
         name = f"{split}-00000-of-00001.parquet"
@@ -242,10 +249,74 @@ def test_saved_data_sets_are_read_without_caches_and_one_split_at_a_time(tmp_pat
         texts_of(tmp_path / "hub")
 
 
+CARD = """---
+license: mit
+configs:
+- config_name: english
+  default: true
+  data_files: "{0}"
+- config_name: french
+  data_files:
+  - split: train
+    path:
+    - '{1}'
+dataset_info:
+- config_name: english
+---
+Text.
+"""
+SPLITS_CARD = """---
+configs:
+  - config_name: default
+    data_files:
+      - split: train
+        path: {0}
+      - split: heldout
+        path: ["{1}"]
+---
+"""
+
+
+@each(
+    ("card", "names", "several"),
+    [
+        (CARD, ("en.jsonl", "fr.jsonl"), "configurations"),
+        (CARD, ("en/**/*.jsonl", "./fr"), "configurations"),
+        (CARD, ("en/a.jsonl", "gone/*.jsonl"), ""),
+        (CARD, ("*/*.jsonl", "*.jsonl"), ""),
+        (SPLITS_CARD, ("en/a.jsonl", "fr/*"), "splits"),
+        (SPLITS_CARD, ("en/a.jsonl", "none/*"), ""),
+        ("configs:\n- config_name: a\n", ("", ""), ""),
+    ],
+)
+def test_parts_that_a_data_card_names_are_not_mixed(
+    tmp_path: Path, card: str, names: tuple[str, str], several: str
+) -> None:
+    places = ("en.jsonl", "fr.jsonl") if names[0] == "en.jsonl" else ("en/a.jsonl", "fr/b.jsonl")
+    for name in places:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(jsonl(ROWS))
+    (tmp_path / "README.md").write_text(card.format(*names))
+    for order in ("whole", "shards"):
+        try:
+            load_data(config_of(tmp_path, order=order))
+        except DataError as error:
+            assert several and f"holds several {several}" in str(error)
+        else:
+            assert not several
+
+
 @pytest.mark.parametrize(
     ("names", "several"),
     [
         (("train.jsonl", "test.jsonl"), True),
+        (("en/train.jsonl", "fr/train.jsonl"), True),
+        (("en/train/0000.jsonl", "fr/train/0000.jsonl"), True),
+        (("wiki-2/train-00000-of-00001.json", "wiki-103/train-00000-of-00001.json"), True),
+        (("en/train.jsonl", "fr/test.jsonl"), True),
+        (("shard-1/train.jsonl", "shard-2/train.jsonl"), False),
+        (("en/a.jsonl", "fr/a.jsonl"), False),
+        (("math/test_cases.jsonl", "code/test_cases.jsonl"), False),
         (("train/a.jsonl", "valid/b.jsonl.gz"), True),
         (("train-00000-of-00002.json", "test-00000-of-00001.json"), True),
         (("tales-train.txt", "tales-valid.txt"), True),
@@ -265,7 +336,7 @@ def test_parts_of_a_data_set_are_not_mixed(tmp_path: Path, names: tuple[str, str
         try:
             load_data(config_of(tmp_path, order=order))
         except DataError as error:
-            assert several and "holds several splits" in str(error)
+            assert several and "holds several" in str(error)
         else:
             assert not several
 

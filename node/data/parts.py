@@ -1,0 +1,120 @@
+"""Parts of a data set that are not to be mixed: splits (train, test) and configurations (subsets)."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from node.data.text import JSON_SUFFIXES, TABLES, content_suffix, read_file, unreadable
+from wire.errors import DataError
+
+SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
+"""Names of splits."""
+DATA_CARD = "readme.md"
+"""Describes the rows beside it, and may name their parts."""
+_SPLIT_WORD = re.compile(f"(?<![a-z])({'|'.join(sorted(SPLITS, reverse=True))})(?![a-z])")
+_ROWS = frozenset((*TABLES, *JSON_SUFFIXES))
+_SUFFIXES = frozenset((*_ROWS, ".txt", ".csv"))
+"""Of files whose names may say which part of a data set they hold."""
+_SHARDS = re.compile(r"/.*|-[0-9]{5}-of-.*")
+_FRONT = re.compile(r"---[ \t]*\n(.*?\n)---[ \t]*\n", re.DOTALL)
+_CONFIGURATIONS = re.compile(r"^configs:[ \t]*\n((?:[ \t-].*\n|\n)+)", re.MULTILINE)
+_ENTRY = re.compile(r"\s*(?:- +)*(?:(config_name|split|path|data_files|data_dir):)?\s*(.*?)\s*")
+
+
+def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> None:
+    """Raise DataError for several splits or configurations of a data set among the files `data` of a folder,
+    as its card, `dataset_dict.json` or `dataset_info.json` say, or as names say that differ in nothing else.
+    """
+    splits: dict[str, set[str]] = {}
+    configurations: dict[str, set[str]] = {}
+    for path in every:
+        if path.parent == folder and path.name.lower() == DATA_CARD:
+            _check_card(folder, path, data)
+        elif path.name == "dataset_dict.json":
+            splits.setdefault(f"{path.parent}/", set()).update(
+                map(str, settings_of(path).get("splits") or ())
+            )
+        elif path.name == "dataset_info.json" and (name := (info := settings_of(path)).get("config_name")):
+            configurations.setdefault(str(info.get("dataset_name")), set()).add(str(name))
+    subsets: dict[str, str] = {}
+    for path in data:
+        if (suffix := content_suffix(path)) not in _SUFFIXES:
+            continue
+        # Folders of texts are often of a program.
+        base = folder if suffix in _ROWS else path.parent
+        whole = str(path.relative_to(base))
+        name = whole.lower()[: whole.lower().rindex(suffix)]
+        for word in _SPLIT_WORD.finditer(name):
+            shards = _SHARDS.match(name, word.end())
+            after = "" if shards else _SHARDS.sub("", name[word.end() :])
+            place = f"{base}/{name[: word.start()]}*{re.sub('[0-9]+', '0', after)}"
+            splits.setdefault(place, set()).add(word[1])
+            if suffix in _ROWS and not after:
+                # As the hub has a configuration's files; folders that differ in a number may be shards.
+                subset = whole[: word.start()].rpartition("/")[0]
+                subsets.setdefault(subset if shards else re.sub("[0-9]+", "0", subset), subset or ".")
+    for place, words in splits.items():
+        _check_one(folder, "splits", words, f" in {place}")
+    for several in (*configurations.values(), subsets.values()):
+        _check_one(folder, "configurations", several)
+
+
+def _check_one(folder: Path, kind: str, names: Iterable[str], where: str = "") -> None:
+    if len(listed := sorted(set(names))) > 1:
+        raise DataError(
+            f"folder {folder} holds several {kind} ({', '.join(listed)[:200]}{where}): set [data] path, "
+            "sources or valid to the folder or files of each that you mean"
+        )
+
+
+def _check_card(folder: Path, card: Path, data: Sequence[Path]) -> None:
+    """Compare the files with the parts that a data card's `configs` list, as the hub reads them."""
+    names = [str(path.relative_to(folder)) for path in data]
+    found: dict[tuple[str, str], set[str]] = {}
+    for configuration, split, pattern in _listed_parts(card):
+        # Here a star stands for folders, too.
+        matching = pattern.replace("**/", "*")
+        files = {name for name in names if fnmatchcase(name, matching) or name.startswith(f"{pattern}/")}
+        found.setdefault((configuration, split), set()).update(files)
+    there = {part: frozenset(files) for part, files in found.items() if files}
+    for at, kind in enumerate(("configurations", "splits")):
+        parts: dict[str, set[str]] = {}
+        for part, listed in there.items():
+            parts.setdefault(part[at], set()).update(listed)
+        if len(set(map(frozenset, parts.values()))) > 1:
+            _check_one(folder, kind, parts, f" in {card.name}")
+
+
+def _listed_parts(card: Path) -> Iterator[tuple[str, str, str]]:
+    """Configuration, split and pattern of files, of each pattern in a data card's front matter, which is
+    YAML."""
+    try:
+        front = _FRONT.match(read_file(card).decode(errors="replace").replace("\r\n", "\n"))
+    except OSError as error:
+        raise unreadable(card, error) from error
+    listed = _CONFIGURATIONS.search(front[1]) if front else None
+    configuration = split = ""
+    for line in listed[1].splitlines() if listed else ():
+        if (entry := _ENTRY.fullmatch(line)) is None or entry[2].startswith("#"):
+            continue
+        values = [value.strip(" \"'") for value in entry[2].strip("[]").split(",") if value.strip(" \"'")]
+        if entry[1] == "config_name":
+            configuration, split = "".join(values), ""
+        elif entry[1] == "split":
+            split = "".join(values)
+        elif entry[1] or ":" not in entry[2]:
+            yield from ((configuration, split, value.removeprefix("./").rstrip("/")) for value in values)
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of settings; empty if it holds another value. Raises DataError."""
+    try:
+        found = json.loads(read_file(path))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}): copy it again") from error
+    return found if isinstance(found, dict) else {}
