@@ -32,7 +32,7 @@ from wire.errors import DataError
 if TYPE_CHECKING:
     import tokenizers
 
-CHAT_FORMAT = "5"
+CHAT_FORMAT = "6"
 """Raised when the same rows become other tokens or labels."""
 MARKED_TEXT = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"

@@ -49,6 +49,10 @@ HISTORY = "history"
 """Column that holds earlier questions with their answers, in pairs (LLaMA-Factory's)."""
 SYSTEMS = ("system", "system_prompt", "system_message")
 """Columns that hold a system prompt."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns that hold what the messages are about beside their text."""
+TAGS = ("label", "kto_tag")
+"""Columns that say by false that people did not want the answer (KTO's form)."""
 TRAINED = ("weight", "train", "training", "loss", "trainable")
 """Keys of a message that say by 0 or false that it has no labels."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -97,6 +101,10 @@ class Conversation:
 
 def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation:
     """The conversation of a row. Raises Dropped, and DataError if the row is no conversation."""
+    if any(row.get(name) for name in MEDIA):
+        raise Dropped("images, video or sound")
+    if any(row.get(name) is False for name in TAGS):
+        raise Dropped("an answer that its label rejects")
     try:
         messages = [dict(message) for message in _messages_of(row, place)]
         tools = _tools(row)

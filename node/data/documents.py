@@ -7,6 +7,7 @@ files together. So the order of a run follows from the seed and the
 listing, before anything is tokenized.
 """
 
+import csv
 import io
 import json
 import logging
@@ -14,7 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -22,7 +23,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from node.config.schema import DataSection
-from node.data.conversations import ANSWERS, HISTORY, INPUTS, MESSAGES, QUESTIONS, SYSTEMS, Dropped
+from node.data.conversations import (
+    ANSWERS,
+    HISTORY,
+    INPUTS,
+    MEDIA,
+    MESSAGES,
+    QUESTIONS,
+    SYSTEMS,
+    TAGS,
+    Dropped,
+)
 from node.data.parts import DATA_CARD, check_parts, settings_of
 from node.data.text import (
     ARROW,
@@ -62,7 +73,7 @@ TOKEN_BYTES = 8 << 20
 """A shard has so many bytes of token ids."""
 TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
-CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, "tools", "functions", "documents"))
+CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, "tools", "functions", "documents"))
 """What is read of tables that hold conversations; no other column is converted."""
 MOST_BYTES = 128 << 20
 """Of a line, a row or a document: a longer one is an error, so that a small compressed file cannot fill the
@@ -74,6 +85,8 @@ _ROW_BYTES = 100
 """What a row takes beside its text, about."""
 _VALUE_SUFFIXES = (".csv", ".tsv")
 """Lines of values, the first of which may name them."""
+_TABLE_LINES = 20
+"""So many lines with as many values make a table."""
 _JSON_BEGINS = re.compile(rb'(?:\[\s*)?\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
@@ -513,17 +526,16 @@ def _is_json(text: bytes) -> bool:
 
 
 def _check_no_rows(path: Path, head: bytes, field: str) -> None:
-    """Raise NotTextError for a file that stands for another, for a table of values with a column `field`, and
-    for JSON, or JSON values one after another, under another name."""
+    """Raise NotTextError for a file that stands for another, for a table of values, and for JSON, or JSON
+    values one after another, under another name."""
     head = without_marks(head).lstrip()
     if head.startswith(LFS_POINTER):
         check_kind(path, head)
-    names = re.split(rb"[,;\t|]", head.partition(b"\n")[0]) if content_suffix(path) in _VALUE_SUFFIXES else ()
-    if field.encode() in (name.strip(b" \"'\r") for name in names):
+    if content_suffix(path) in _VALUE_SUFFIXES and (names := _value_names(head, field)):
         raise NotTextError(
             path,
-            f"is a table with a column {field!r}",
-            "save it as JSONL or parquet to read that column, or leave it out",
+            f"is a table of {_names(names)}",
+            "save it as JSONL or parquet to read a column, name it .txt to read its lines, or leave it out",
         )
     if not head.startswith((b"[", b"{")):
         return
@@ -544,6 +556,21 @@ def _check_no_rows(path: Path, head: bytes, field: str) -> None:
         "holds JSON, not text",
         "name it .jsonl (an object a line) or .json (an array) to read its rows, or leave it out",
     )
+
+
+def _value_names(head: bytes, field: str) -> list[str]:
+    """The names in the first line of a table of values; empty if it is none."""
+    lines = head.decode("utf-8", "replace").splitlines(keepends=True)
+    for mark in ",;\t|":
+        rows: list[list[str]] = []
+        with suppress(csv.Error):  # of a value that is too long for it
+            rows.extend(filter(None, islice(csv.reader(lines, delimiter=mark), _TABLE_LINES)))
+        if len(rows) < _TABLE_LINES and len(head) > _HEAD_BYTES // 2:
+            rows = rows[:-1]  # the last one may be cut
+        names = [name.strip() for name in rows[0]] if rows else []
+        if field in names or (len(rows) > 1 and len(names) > 1 and {*map(len, rows)} == {len(names)}):
+            return names
+    return []
 
 
 def _lines(extent: Extent) -> Iterator[tuple[int, bytes]]:
@@ -728,8 +755,9 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     """The columns to read. Raises DataError if there is none that can hold what is wanted."""
     names = [str(name) for name in schema.names]
     if data.format == "chat" and not data.response_marker:
-        wanted = CHAT_COLUMNS if CHAT_COLUMNS & {*MESSAGES} & {*names} else CHAT_COLUMNS | PAIR_COLUMNS
-        if columns := [name for name in names if name in wanted and names.count(name) == 1]:
+        wanted = CHAT_COLUMNS if {*MESSAGES} & {*names} else CHAT_COLUMNS | PAIR_COLUMNS
+        columns = [name for name in names if name in wanted and names.count(name) == 1]
+        if not {*columns}.isdisjoint((*MESSAGES, *PAIR_COLUMNS)):
             return columns
         raise DataError(
             f'{path} holds no conversations: expected a column "messages" or "conversations", or '
@@ -762,6 +790,9 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
                 )
             try:
                 value = column[number].as_py()
+                if data.format == "chat" and name in MEDIA:
+                    row[name] = bool(value)
+                    continue
                 # Some writers do not mark text as such.
                 row[name] = _decoded(value) if isinstance(value, bytes) else value
             except Exception as error:  # of a value that Python cannot hold, or no UTF-8

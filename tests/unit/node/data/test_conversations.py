@@ -223,6 +223,27 @@ def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any],
     assert str(dropped.value) == reason
 
 
+@pytest.mark.parametrize(
+    ("beside", "reason"),
+    [
+        ({"label": False}, "an answer that its label rejects"),
+        ({"kto_tag": False}, "an answer that its label rejects"),
+        ({"image": "a.png"}, "images, video or sound"),
+        ({"videos": ["a.mp4"]}, "images, video or sound"),
+        ({"label": True}, ""),
+        ({"label": 0}, ""),
+        ({"images": [], "image": None, "audio": ""}, ""),
+    ],
+)
+def test_a_row_is_left_out_for_what_stands_beside_its_messages(beside: dict[str, Any], reason: str) -> None:
+    for row in ({"messages": TALK}, {"prompt": "How warm?", "completion": "Seven."}):
+        if not reason:
+            assert messages_of({**row, **beside}) == TALK
+            continue
+        with pytest.raises(Dropped, match=reason):
+            messages_of({**row, **beside})
+
+
 def test_calls_that_the_template_leaves_out_are_not_trained_on() -> None:
     row = {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
     with pytest.raises(Dropped, match="tool calls that the template leaves out"):

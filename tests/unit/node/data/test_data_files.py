@@ -352,8 +352,10 @@ def test_a_data_card_and_rows_of_tables_beside_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("a.csv", b'id,"text"\r\n1,one\r\n', "is a table with a column 'text'"),
-        ("a.tsv.gz", gzip.compress(b"text\tlabel\none\t1\n", mtime=0), "is a table with a column 'text'"),
+        ("a.csv", b'id,"text"\r\n1,one\r\n', "is a table of 'id', 'text'; .* name it .txt"),
+        ("a.tsv.gz", gzip.compress(b"text\tlabel\none\t1\n", mtime=0), "is a table of 'text', 'label'"),
+        ("a.csv", b"text\none\n", "is a table of 'text'"),
+        ("a.csv", b'id;body\n1;"one\n;two"\n2;"' + b"three\n" * 40_000, "is a table of 'id', 'body'"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("a.txt.zst", zstandard.ZstdCompressor().compress(WORDS.encode() * 99)[:-3], "its end is missing"),
@@ -368,6 +370,30 @@ def test_what_stands_for_something_else_is_refused(
     for order in ("auto", "shards"):
         with pytest.raises(DataError, match=what):
             load_data(config_of(tmp_path / name, order=order))
+
+
+def test_lines_that_are_no_table_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("One, two.\nThree.\n")
+    (tmp_path / "b.txt").write_text("id,body\n1,one\n")
+    assert texts_of(tmp_path) == [b"One, two.\nThree.\n", b"id,body\n1,one\n"]
+
+
+def test_pictures_are_looked_at_and_not_read(tmp_path: Path) -> None:
+    talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 3
+    images = [[{"bytes": b"\xff\0", "path": None}], [], None]
+    table = pyarrow.table({"messages": talk, "images": images, "image": [None, b"\xff", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    section = config_of(tmp_path / "a.parquet", format="chat").data
+    (shard,) = list_source(section.path).shards
+    rows = [row for _, row in read_rows(shard, section, skips=False)]
+    assert [(row["images"], row["image"]) for row in rows if isinstance(row, dict)] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    pyarrow.parquet.write_table(table.drop_columns(["messages"]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="holds no conversations"):
+        list(read_rows(list_source(str(tmp_path / "b.parquet")).shards[0], section, skips=False))
 
 
 def test_text_of_a_binary_column_is_utf_8(tmp_path: Path) -> None:
