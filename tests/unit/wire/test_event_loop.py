@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import platform
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -43,3 +46,36 @@ def test_ctrl_c_cancels_and_raises(monkeypatch: pytest.MonkeyPatch, fallback: bo
     finally:
         signal.signal(signal.SIGINT, before)
     assert cancelled == [True]
+
+
+MESSAGES = """
+import asyncio, resource, sys, threading
+from wire import event_loop
+
+async def main(): pass
+
+def messages(count):
+    for _ in range(count):
+        [bytearray(1_000_000) for _ in range(8)]
+
+def measured():
+    messages(3)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    messages(20)
+    print(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+
+if sys.argv[1:]:
+    event_loop.run(main())
+thread = threading.Thread(target=measured)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other systems' malloc decides for itself")
+def test_messages_use_memory_again() -> None:
+    plain, ours = (
+        int(subprocess.check_output([sys.executable, "-c", MESSAGES, *arguments], text=True, timeout=60))
+        for arguments in ([], ["run"])
+    )
+    assert plain > 10_000 and ours < 1000
