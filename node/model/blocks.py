@@ -1,11 +1,12 @@
 """Transformer blocks, embeddings and heads.
 
-Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C / H, F ffn, V vocab.
+Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C / H, F ffn, V vocab. With T
+tensor-parallel ranks, S is S / T outside attention and the feed-forward. Inside them, H, K and F count the
+rank's own heads and columns.
 
 A block is a list of separate steps (norm, QKV, attention, output projection, norm, feed-forward), because
-AGoQ stores or recomputes each step's input separately. The residual stream, and so the
-boundary tensor, stays float32 under autocast too. Between T tensor-parallel ranks, S below is S / T
-outside of attention and the feed-forward, and H, K and F inside are the rank's own.
+AGoQ stores or recomputes the input of each step separately. The residual stream stays float32 under autocast,
+and so do the boundary tensors.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +47,7 @@ from node.model.tensor_rank import TensorRank, compute_dtype, gather, row_parall
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; with `offset`, times 1 + weight."""
+    """x / rms(x) * weight over the last dimension. With `offset` the factor is 1 + weight."""
 
     def __init__(self, hidden: int, eps: float, *, offset: bool = False) -> None:
         super().__init__()
@@ -58,12 +59,12 @@ class RMSNorm(nn.Module):
         return reference.norm(x_bsc, self.scale(), None, self.eps)
 
     def scale(self) -> Tensor:
-        """What it multiplies by."""
+        """The factors of the normalized elements, [hidden]."""
         return 1.0 + self.weight if self.offset else self.weight
 
 
 def norm(model: ModelSection, width: int) -> nn.Module:
-    """The family's norm over so many elements: RMSNorm or LayerNorm."""
+    """The family's norm over `width` elements: RMSNorm or LayerNorm."""
     if family_of(model).norm_has_bias:
         return nn.LayerNorm(width, eps=model.norm_eps)
     return RMSNorm(width, model.norm_eps, offset=model.norm_offset)
@@ -76,9 +77,14 @@ def attention(
     reach: Reach = EVERYTHING,
     at: BlockSlice | None = None,
 ) -> Tensor:
-    """Causal attention; each key/value head serves H / K query heads. Returns [B, S, C].
+    """Causal attention with grouped heads: each key/value head serves H / K query heads.
 
-    `at`: S are the tokens of a slice, which see those of earlier slices too.
+    Args:
+        reach: which keys a query sees.
+        at: the slice that the S tokens are. Its queries also see the keys of earlier slices.
+
+    Returns:
+        [B, S, C].
     """
     if at is not None:
         return slice_attention(query_bhsd, key_bksd, value_bksd, at, reach).transpose(1, 2).flatten(2)
@@ -86,7 +92,7 @@ def attention(
         return differentiable(query_bhsd, key_bksd, value_bksd, reach).transpose(1, 2).flatten(2)
     grouped = query_bhsd.shape[1] != key_bksd.shape[1]
     if grouped and not has_flash(query_bhsd):
-        # Without FlashAttention torch makes and keeps S x S matrices for groups.
+        # Without FlashAttention torch allocates and keeps S x S matrices for grouped heads.
         key_bksd, value_bksd = repeat_shared(query_bhsd, key_bksd, value_bksd)
         grouped = False
     out_bhsd = F.scaled_dot_product_attention(
@@ -96,20 +102,21 @@ def attention(
 
 
 class Block(nn.Module, ABC):
-    """Norm, attention, norm, feed-forward, each half added to the residual stream. [B, S, C] in and out.
+    """Norm, attention, norm, feed-forward; each half is added to the residual stream [B, S, C].
 
-    Its family declares the projections and norms; a subclass defines what lies between them.
+    The family declares the projections and norms. A subclass defines the operations between them.
     """
 
     family: ClassVar[Family]
 
     fuses = True
-    """False measures what autograd makes of a block with nothing packed."""
+    """On a GPU in half precision, run the halves as autograd functions although nothing is packed. False runs
+    plain autograd."""
     always_packs = False
-    """The halves are functions of their own that keep what they say, also where nothing is packed."""
+    """Run the halves as autograd functions everywhere, also where nothing is packed."""
     attention_norm: nn.Module
     attention_output_norm: nn.Module
-    """With norms at both ends alone, as `ffn_output_norm`."""
+    """Present only if `norm_place` is "both", like `ffn_output_norm`."""
     ffn_norm: nn.Module
     ffn_output_norm: nn.Module
 
@@ -118,8 +125,8 @@ class Block(nn.Module, ABC):
     ) -> None:
         """
         Args:
-            index: of the block, counted from 0.
-            tables: what `tables` gives.
+            index: the block's number, counted from 0.
+            tables: the result of `tables`.
         """
         super().__init__()
         self.storage = storage
@@ -130,43 +137,47 @@ class Block(nn.Module, ABC):
         self.is_plain = model.is_plain
         self.norm_eps = model.norm_eps
         self.has_gelu = model.activation == "gelu"
-        """Of two inputs of the feed-forward, GELU gates in place of SiLU."""
+        """Whether a feed-forward with two inputs is gated by GELU instead of SiLU."""
         self.fixed_order = True
-        """Sum attention's gradients in a fixed order."""
+        """Sum attention's gradients in a fixed order, so that their bits repeat."""
         specs = self.family.block(model)
         biased = {spec.layer for spec in specs if spec.name.endswith(".bias")}
         for spec in specs:
             if spec.name.endswith(".weight"):
                 self.add_module(spec.layer, self._layer(model, spec, bias=spec.layer in biased))
         self._ways: Sequence[Way] = (AS_IT_IS,) * len(self.family.product_layers)
-        """How each of `products` computes."""
+        """How to compute each of `products`."""
 
     def _layer(self, model: ModelSection, spec: ParameterSpec, *, bias: bool) -> nn.Module:
-        """What holds a weight, and the bias beside it."""
+        """The module that holds a weight and its bias."""
         shape = spec.shard_shape(self.rank.count)
         return norm(model, *shape) if len(shape) == 1 else nn.Linear(shape[1], shape[0], bias=bias)
 
     @classmethod
     def tables(cls, model: ModelSection, device: torch.device) -> object:
-        """What blocks of a chunk share and is no weight, such as tables of positions."""
+        """What the blocks of a chunk share besides weights, such as tables of positions."""
         return None
 
     def products(self) -> tuple[tuple[nn.Linear, ...], ...]:
-        """The block's projections; those with the same input together."""
+        """The block's projections. Those with the same input are in one tuple."""
         return tuple(map(self._projections, self.family.product_layers))
 
     def _projections(self, layers: Sequence[str]) -> tuple[nn.Linear, ...]:
         return tuple(cast(nn.Linear, getattr(self, layer)) for layer in layers)
 
     def add_weight_gradients(self, adding_to: Callable[[Sequence[nn.Parameter]], AddProduct]) -> None:
-        """Let products add weights' gradients to main gradients; `adding_to` gives what adds to these."""
+        """Let the products add weights' gradients to the main gradients.
+
+        Args:
+            adding_to: returns the function that adds to the main gradients of the given weights.
+        """
         self._ways = [
             replace(way, add=adding_to([cast(nn.Parameter, linear.weight) for linear in together]))
             for way, together in zip(self._ways, self.products(), strict=True)
         ]
 
     def code_weight_gradients(self) -> None:
-        """Multiply in FP8 for weights' gradients too."""
+        """Compute the products for weights' gradients in FP8 too."""
         self._ways = [replace(way, codes_gradients=True) for way in self._ways]
 
     @property
@@ -176,7 +187,8 @@ class Block(nn.Module, ABC):
 
     @torch.no_grad()
     def code_weights(self) -> None:
-        """Multiply in FP8 from now on, by codes of the weights as they are now; again after they change."""
+        """Compute in FP8 from now on, with codes of the current weights. Call it again after the weights
+        change."""
         if not self.is_coded:
             self._ways = [
                 replace(way, coded=CodedWeight.empty(*_size(together), together[0].weight.device))
@@ -184,69 +196,78 @@ class Block(nn.Module, ABC):
             ]
         for way, together in zip(self._ways, self.products(), strict=True):
             assert way.coded is not None
-            # In place: captured passes read these addresses.
+            # Written in place, because captured passes read these addresses.
             way.coded.write(stacked([linear.weight for linear in together], together[0].weight.dtype))
 
     def codes(self) -> list[Tensor]:
-        """The tensors that `code_weights` writes."""
+        """The tensors that `code_weights` writes: the codes and scales of each matrix."""
         coded = [matrix for way in self._ways if way.coded for matrix in (way.coded.forward, way.coded.back)]
         return [part for matrix in coded for part in (matrix.codes, matrix.scales)]
 
     @torch.no_grad()
     def lay_weights_together(self) -> None:
-        """Move weights that are multiplied as one under one another in memory."""
+        """Make the weights that are multiplied as one matrix contiguous in memory."""
         for together in self.products():
             weights = [module.weight for module in together]
             for weight, part in zip(weights, empty_together(weights, weights[0].dtype), strict=True):
                 weight.data = part.copy_(weight)
 
     def head_norms(self) -> tuple[Tensor, ...]:
-        """What normalised queries and keys are multiplied by; empty without such norms."""
+        """The factors of the norms of queries and keys; empty if the block has no such norms."""
         return ()
 
     def sinks_h(self) -> Tensor | None:
-        """Logits of attending to nothing, if heads have them."""
+        """Attention's sink logits [H], or None."""
         return None
 
     def split(self, projected: Sequence[Tensor], first: int = 0) -> Heads:
-        """As `split_by`, with the block's own `head_norms`."""
+        """Call `split_by` with the block's own `head_norms`."""
         return self.split_by(projected, self.head_norms(), first)
 
     @abstractmethod
     def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0) -> Heads:
-        """Heads from the outputs of the projections into attention, with these values of `head_norms`.
+        """Split the outputs of attention's input projections into heads.
 
-        `first`: the position in the sample of the first token.
+        Args:
+            projected: the outputs, each [B, S, columns].
+            norms: the values of `head_norms`.
+            first: the position of the first token in its sample.
         """
 
     @abstractmethod
     def join(
         self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Gradients of the outputs of the projections into attention and of `head_norms`, from the heads'.
+        """The reverse of `split_by` for gradients.
 
         Args:
-            projected: the outputs; counts with norms alone.
-            first: as for `split_by`.
+            heads: the gradients of queries, keys and values.
+            projected: the outputs of the projections; read only if there are `norms`.
+            norms, first: as for `split_by`.
+
+        Returns:
+            The gradients of `projected`, and those of `norms`.
         """
 
     @abstractmethod
     def activation(self, *wide_bsf: Tensor) -> Tensor:
-        """The input of the projection out of the feed-forward from the outputs of those into it: all
-        [B, S, F]."""
+        """The input [B, S, F] of the feed-forward's output projection, from the outputs [B, S, F] of its
+        input projections."""
 
     def qkv(self, normed_bsc: Tensor, first: int = 0) -> Heads:
-        """Queries [B, H, S, D], keys and values [B, K, S, D]; `first` as for `split_by`."""
+        """Queries [B, H, S, D], keys and values [B, K, S, D]. `first` is as for `split_by`."""
         projected = [into(normed_bsc) for into in self._projections(self.family.attention_inputs)]
         return self.split(projected, first)
 
     def forward(
         self, x_bsc: Tensor, documents: Documents | None = None, place: Slice | None = None
     ) -> Tensor:
-        """
+        """Run the block on x [B, S, C].
+
         Args:
-            documents: attention does not cross them; of the sample's tokens up to the last of x.
-            place: x is this slice of the microbatch.
+            documents: attention does not cross their borders. They cover the sample's tokens up to the last
+                of x.
+            place: the slice of the microbatch that x is, if the microbatch is cut.
         """
         reach = Reach(window=self.window, documents=documents)
         at = None if place is None else place.of_block(self)
@@ -296,18 +317,18 @@ class Block(nn.Module, ABC):
         )
 
     def _last_norm(self, only: nn.Module, name: str) -> Norm | None:
-        """Of what a half adds: its only norm, or with norms at both ends the one with this name."""
+        """The norm of what a half adds: its only norm, or with norms at both ends the norm called `name`."""
         if self.norm_place == "input":
             return None
         return Norm.of(only if self.norm_place == "output" else getattr(self, name))
 
     def _is_fused(self, x_bsc: Tensor) -> bool:
-        """Whether the fused halves run although nothing is packed: on GPUs in half precision."""
+        """Whether the fused halves run although nothing is packed, as on GPUs in half precision."""
         half = compute_dtype(x_bsc) != torch.float32
         return self.fuses and half and dispatch.has_kernels(x_bsc.device)
 
     def _plain(self, x_bsc: Tensor, reach: Reach, at: BlockSlice | None) -> Tensor:
-        """Through plain autograd."""
+        """The block as plain autograd computes it."""
         attend = partial(self._attend, reach=reach, at=at)
         if self.norm_place == "output":
             x_bsc = x_bsc + self.attention_norm(attend(x_bsc))
@@ -332,7 +353,8 @@ class Block(nn.Module, ABC):
         return self._out_of(getattr(self, self.family.ffn_output), inner_bsf)
 
     def _out_of(self, linear: nn.Linear | FrozenLinear, x: Tensor) -> Tensor:
-        """A half's last projection of all ranks' inputs [B, S, inputs / T] to this rank's [B, S / T, C]."""
+        """A half's output projection, from all ranks' inputs [B, S, inputs / T] to this rank's [B, S / T,
+        C]."""
         if self.rank.count == 1:
             whole: Tensor = linear(x)
             return whole
@@ -341,18 +363,18 @@ class Block(nn.Module, ABC):
 
 
 def _size(together: Sequence[nn.Linear]) -> tuple[int, int]:
-    """Outputs and inputs of projections with one input."""
+    """The outputs and inputs of projections that share their input."""
     return sum(linear.out_features for linear in together), together[0].in_features
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
-    """Without initial weights: to draw them on the meta device torch imports its compiler, for seconds."""
+    """An embedding without initial weights. To draw them on the meta device, torch imports its compiler,
+    which takes seconds."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Embedding(nn.Module):
-    """Token ids [B, S] int64 to hidden [B, S, C]. Learned positions are added, which begin again with each of
-    `documents`."""
+    """Token ids [B, S] int64 to hidden [B, S, C]. Learned positions, if any, restart at each document."""
 
     def __init__(self, model: ModelSection, rank: TensorRank) -> None:
         super().__init__()
@@ -364,7 +386,7 @@ class Embedding(nn.Module):
     def forward(
         self, tokens_bs: Tensor, documents: Documents | None = None, place: Slice | None = None
     ) -> Tensor:
-        """`documents` and `place` as of `Block.forward`."""
+        """`documents` and `place` are as for `Block.forward`."""
         x_bsc: Tensor = self.tokens(tokens_bs).float()
         if self.scale != 1.0:
             x_bsc = x_bsc * self.scale

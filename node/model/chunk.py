@@ -1,4 +1,4 @@
-"""A chunk: the contiguous layer units that one pipeline stage runs in one go, as one module."""
+"""A chunk: contiguous layer units that a pipeline stage runs in one go, as one module."""
 
 import os
 from collections import deque
@@ -49,16 +49,17 @@ FAMILY_BLOCKS: dict[str, type[Block]] = {
     block.family.name: block for block in (LlamaBlock, MixtureBlock, Gpt2Block)
 }
 MOST_THREADS = 16
-"""Threads that draw initial weights; a stage of a large model has hundreds of millions."""
+"""The most threads that draw initial weights. A stage of a large model has hundreds of millions of
+weights."""
 
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16, PLANNED: torch.bfloat16}
-"""What `[training] precision` computes in where that is not float32. Before `auto` is decided estimates take
-it for bfloat16, as on most machines."""
+"""The compute dtype of each `[training] precision` other than float32. Until `auto` is decided, estimates
+assume bfloat16, which most machines get."""
 
 
 class Chunk(nn.Module):
-    """Layer units in model order; built by `build_chunk`."""
+    """Layer units in model order. `build_chunk` builds it."""
 
     def __init__(
         self,
@@ -69,29 +70,30 @@ class Chunk(nn.Module):
         dropout: DropoutSource | None = None,
         ranks: int = 1,
     ) -> None:
-        """`ranks`: how many share its blocks' weights."""
+        """`ranks` is the number of tensor-parallel ranks that share the blocks' weights."""
         super().__init__()
         self.model = model
         self.lora = lora or LoraSection()
         self.dropout = dropout
-        """The salt of the adapters' dropout; None without dropout."""
+        """Provides the salt of the adapters' dropout; None without dropout."""
         self.ranks = ranks
         self.units = tuple(units)
         self.layers = nn.ModuleList(modules)
         self.masks_labels = False
-        """Labels may be `IGNORED`, which counts as a loss of 0."""
+        """Labels may be `IGNORED`; such a label has a loss of 0."""
         self.offload: Offload | None = None
-        """Moves what blocks keep, if their storage says so."""
+        """Moves kept activations to host memory if the blocks' storage says so."""
         self.streaming = Streaming()
-        """Brings blocks' weights and main gradients, where they are in host memory."""
+        """Fetches blocks' weights and main gradients that are in host memory."""
 
     def forward(self, x: Tensor, documents: Documents | None = None, place: Slice | None = None) -> Tensor:
         """Run the units in order.
 
         Args:
             x: token ids [B, S] int64 if the chunk holds "embed", else hidden [B, S, C] float32.
-            documents: attention does not cross them; of the sample's tokens up to the last of x.
-            place: x is this slice of the microbatch, and slices pass in their order.
+            documents: attention does not cross their borders. They cover the sample's tokens up to the last
+                of x.
+            place: the slice of the microbatch that x is. Slices must pass in order.
 
         Returns:
             Logits [B, S, V] if the chunk holds "head", else hidden [B, S, C] float32.
@@ -102,13 +104,13 @@ class Chunk(nn.Module):
     def loss(
         self, x: Tensor, labels: Tensor, documents: Documents | None = None, place: Slice | None = None
     ) -> Tensor:
-        """Mean cross entropy over all labels of the microbatch, in nats, a float32 scalar; of a slice, over
-        its own labels and times `place.loss_factor`.
+        """The mean cross entropy over all labels of the microbatch, in nats, as a float32 scalar.
 
-        With `masks_labels`, ignored labels count as 0 in the mean; the step's `label_weight` corrects it.
+        The loss of a slice is the mean over its own labels, times `place.loss_factor`. With `masks_labels`,
+        ignored labels count as 0 in the mean, and the step's `label_weight` corrects for them.
 
         Args:
-            x: as for `forward`; the chunk must hold "head".
+            x: as for `forward`. The chunk must hold "head".
             labels: [B, S] int64.
             documents, place: as for `forward`.
         """
@@ -122,7 +124,6 @@ class Chunk(nn.Module):
         return loss
 
     def _head_loss(self, head: nn.Module, labels: Tensor, x: Tensor) -> Tensor:
-        """The mean loss from the head's input."""
         tokens = labels.numel()
         if isinstance(head, Head) and (is_fused(x.device) or head_piece(tokens, self.model.vocab) < tokens):
             return head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
@@ -156,54 +157,57 @@ class Chunk(nn.Module):
         return x, passing
 
     def share_loss(self, share: float) -> None:
-        """Say what part of the step's loss a microbatch is, for blocks that add terms of their own."""
+        """Tell blocks that add loss terms of their own what part of the step's loss a microbatch is."""
         for layer in self.layers:
             if isinstance(layer, MixtureBlock):
                 layer.share = share
 
     def loads(self) -> list[Tensor]:
-        """How many tokens each expert got, int64 [E], of every mixture that has computed some."""
+        """The number of tokens that each expert got, int64 [E], for every mixture that has computed any."""
         blocks = (layer for layer in self.layers if isinstance(layer, MixtureBlock))
         return [block.load for block in blocks if block.load is not None]
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
-        """Trained parameters of one unit by name, in the order of `node.model.lora_shapes.trained_specs`."""
+        """The unit's trained parameters by name, in the order of `node.model.lora_shapes.trained_specs`."""
         named = dict(self.layers[self.units.index(unit)].named_parameters())
         return {spec.name: named[spec.name] for spec in self.trained_specs(unit)}
 
     def trained_specs(self, unit: str) -> tuple[ParameterSpec, ...]:
-        """What training changes of a unit."""
+        """The parameters of a unit that training changes."""
         return trained_specs(self.model, self.lora, unit)
 
     @torch.no_grad()
     def load_frozen(self, unit: str, weights: Mapping[str, Tensor]) -> None:
-        """Replace a unit's frozen weights, or this rank's shards, by those of a checkpoint: float32, by name.
+        """Replace a unit's frozen weights, or this rank's shards of them, by those of a checkpoint.
 
-        Raises RunError if one is missing, unknown or of another shape.
+        Args:
+            weights: float32 tensors by name.
+
+        Raises:
+            RunError: a weight is missing, unknown or of another shape.
         """
         specs = parameter_specs(self.model, unit)
         expected = {spec.name: spec.shard_shape(self.ranks) for spec in specs}
-        found = {name: tuple(value.shape) for name, value in weights.items()}
-        if self.lora.rank == 0 or found != expected:
+        shapes = {name: tuple(value.shape) for name, value in weights.items()}
+        if self.lora.rank == 0 or shapes != expected:
             raise RunError(f"weights of unit {unit} do not fit this run's model; start from its checkpoint")
         self.streaming.replace_frozen(unit)
         load_frozen(self.layers[self.units.index(unit)], weights)
 
     def tied_parameter(self, unit: str) -> nn.Parameter | None:
-        """The unit's copy of the tied weight, if it holds one."""
+        """The unit's copy of the tied weight, or None."""
         name = tied_parameter(self.model, unit)
         return None if name is None else self.unit_parameters(unit).get(name)
 
     def named_units(self) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-        """(unit, its parameters by name), in model order."""
+        """Each unit with its trained parameters by name, in model order."""
         for unit in self.units:
             yield unit, self.unit_parameters(unit)
 
 
 def _keeping_input(layer: nn.Module, x: Tensor, documents: Documents | None, place: Slice | None) -> Tensor:
-    """`layer(x, documents, place)`, run again in backward: nothing but x is kept, and the slice's keys and
-    values."""
-    # Those of now: a captured pass replaces the parameters while it goes forward.
+    """`layer(x, documents, place)`, run again in backward. Only x is kept, and a slice's keys and values."""
+    # The parameters as they are now: a captured pass replaces them while it goes forward.
     parameters: dict[str, Tensor] = dict(layer.named_parameters())
 
     def run(x: Tensor) -> Tensor:
@@ -228,14 +232,17 @@ def build_chunk(
 ) -> Chunk:
     """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
-    Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
-    says what blocks keep for backward, or by unit what each keeps; off by default. With a `rank`, the chunk
-    holds that rank's shards. With `lora` its weights are frozen and its parameters are adapters, in
-    `weights_in`. `built` is called with each unit once it is on the device. What is not `is_drawn`, but for
-    adapters, is zeros until it is loaded.
+    Each weight is a function of (seed, unit, parameter name), so every split builds the same bits.
+
+    Args:
+        storage: what blocks keep for backward, for all of them or by unit. By default nothing is packed.
+        rank: build this tensor-parallel rank's shards.
+        lora: freeze the weights and add adapters, whose parameters are in `weights_in`.
+        built: called with each unit once it is on the device.
+        is_drawn: if False, weights other than adapters are zeros until they are loaded.
 
     Raises:
-        ConfigError: units that the model does not have, or that are not contiguous and in order.
+        ConfigError: the model does not have these units, or they are not contiguous and in order.
     """
     check_model(model)
     names = unit_names(model)
@@ -256,7 +263,8 @@ def build_chunk(
         with torch.device("meta"):
             own = storage.get(unit) if isinstance(storage, Mapping) else storage
             module = _module(model, unit, tables, own or Storage(), rank)
-        # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.
+        # Cloned into torch's own 64-byte aligned memory, because the bits of a product may depend on
+        # alignment.
         weights = {
             spec.name: shard(unit, spec, torch.from_numpy(next(drawn)), rank.index, rank.count)
             .clone()
@@ -279,7 +287,7 @@ def build_chunk(
             }
             freeze(module, unit, model, lora, adapters, source, rank)
             if isinstance(module, Block):
-                module.fuses = False  # a fused half calls no projection, so it would miss the adapters
+                module.fuses = False  # a fused half calls no projection, so it would skip the adapters
         elif isinstance(module, Block) and dispatch.has_kernels(device) and weights_in != torch.float32:
             module.lay_weights_together()
         if built is not None:
@@ -295,8 +303,10 @@ def _zeros(model: ModelSection, units: Sequence[str]) -> Iterator[np.ndarray]:
 
 
 def _draw_weights(model: ModelSection, units: Sequence[str], seed: int) -> Iterator[np.ndarray]:
-    """Every initial weight of these units, in order; on all cores, as each has a generator of its own, and no
-    more ahead than there are threads."""
+    """Yield every initial weight of these units, in order.
+
+    Threads draw ahead, at most as many weights as there are threads. Each weight has its own generator.
+    """
     places = [(unit, spec) for unit in units for spec in parameter_specs(model, unit)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = min(cores, MOST_THREADS)
@@ -311,12 +321,12 @@ def _draw_weights(model: ModelSection, units: Sequence[str], seed: int) -> Itera
 
 
 def initial_weight(model: ModelSection, unit: str, spec: ParameterSpec, seed: int) -> np.ndarray:
-    """A parameter's initial value: float32 array of `spec.shape`."""
+    """A parameter's initial value, a float32 array of `spec.shape`."""
     if spec.initial is Initial.ONES:
         return np.ones(spec.shape, dtype=np.float32)
     if spec.initial is Initial.ZEROS:
         return np.zeros(spec.shape, dtype=np.float32)
-    # Both copies of a tied weight are drawn from the embedding's place.
+    # Both copies of a tied weight use the embedding's generator.
     source, name = (EMBED, "tokens.weight") if tied_parameter(model, unit) == spec.name else (unit, spec.name)
     std = model.init_std
     place = generator(seed, layer=source, purpose=f"weight {name}")
@@ -330,7 +340,11 @@ def initial_weight(model: ModelSection, unit: str, spec: ParameterSpec, seed: in
 
 
 def compute_precision(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Context for forward passes: autocast for `bfloat16` and `float16`, nothing for `float32`."""
+    """The context of forward passes: autocast for `bfloat16` and `float16`, nothing for `float32`.
+
+    Raises:
+        ConfigError: the precision is unknown.
+    """
     if precision == "float32":
         return nullcontext()
     if precision in HALVES:
@@ -340,7 +354,7 @@ def compute_precision(precision: str, device: torch.device) -> AbstractContextMa
 
 
 def weight_dtype(name: str) -> torch.dtype:
-    """The dtype that `[training] weights` names."""
+    """The dtype named by `[training] weights`."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 

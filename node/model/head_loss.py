@@ -1,11 +1,11 @@
-"""The loss of a head without all logits in memory at once.
+"""The head's loss, without all logits in memory at once.
 
-Logits of a microbatch are tokens x vocabulary in float32, with as much again for their logarithms and for
-their gradient: 12 GB at 8,192 tokens of Llama 3's vocabulary. Here tokens go through the output projection a
-piece at a time, and each piece's gradients are made at once, so no logits outlive their piece (as in Liger
-Kernel's fused linear cross entropy, arXiv 2410.10989). Pieces follow from shapes alone and are summed in
+The logits of a microbatch are tokens x vocabulary in float32, and their logarithms and gradients take as much
+again each: 12 GB at 8,192 tokens with Llama 3's vocabulary. Here tokens pass through the output projection
+piece by piece, and the gradients of a piece are computed at once, so its logits can be freed (as in Liger
+Kernel's fused linear cross entropy, arXiv 2410.10989). The pieces depend on shapes only and are summed in
 order, by the same operations everywhere, so splits, replays and captured passes have the same bits. On a GPU
-one kernel reads a piece's logits, as the product rounded them, and leaves their gradients in their place.
+one kernel reads a piece's rounded logits and overwrites them with their gradients.
 
 Shape legend: T tokens, C hidden, V vocabulary.
 """
@@ -25,12 +25,12 @@ from node.model.tensor_rank import compute_dtype
 
 
 def head_loss(x_tc: Tensor, output: nn.Module, labels_t: Tensor) -> Tensor:
-    """Cross entropy of the output projection's logits: the sum over labels that count, over all T labels.
+    """Cross entropy of the output projection's logits: the sum over the labels that count, divided by T.
 
     Args:
-        x_tc: the final norm's result.
-        output: without a bias; trained, or frozen without an adapter.
-        labels_t: int64, `IGNORED` where a label does not count.
+        x_tc: the result of the final norm.
+        output: a projection without a bias; trained, or frozen without an adapter.
+        labels_t: int64; `IGNORED` marks a label that does not count.
 
     Returns:
         A float32 scalar, in nats.
@@ -43,16 +43,16 @@ def head_loss(x_tc: Tensor, output: nn.Module, labels_t: Tensor) -> Tensor:
 
 
 def is_fused(device: torch.device) -> bool:
-    """Whether a kernel makes the loss there, of a piece of any size."""
+    """Whether a kernel computes the loss on this device, for a piece of any size."""
     return dispatch.has_kernels(device)
 
 
 def _gradient_factor(tokens: int, dtype: torch.dtype) -> float:
-    """What logits' gradients are multiplied by while they are in `dtype`, a power of two.
+    """A power of two that scales the gradients of logits while they are in `dtype`.
 
-    They are made before the scale of the loss is there, and in float16 those of a mean over thousands of
-    tokens would be 0. With the factor one is at most 1 / 16, so that a sum over a piece's tokens stays in
-    range too.
+    They are computed before the loss scale is known. In float16, the gradients of a mean over thousands of
+    tokens would underflow to 0. With the factor each is at most 1 / 16, so the sum over a piece's tokens does
+    not overflow.
     """
     return 2.0 ** (tokens.bit_length() - 5) if dtype == torch.float16 else 1.0
 
@@ -60,8 +60,8 @@ def _gradient_factor(tokens: int, dtype: torch.dtype) -> float:
 def _piece(
     rows: Tensor, dense: Tensor, labels: Tensor, tokens: int, factor: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A piece's share of the mean over all tokens; the gradients of its logits in the dtype of `rows`, times
-    `factor`, unless that is None. By the operations of the plain loss."""
+    """A piece's share of the mean over all tokens, computed by the operations of the plain loss. With it the
+    gradients of the piece's logits in the dtype of `rows`, times `factor`; None if `factor` is None."""
     logits = F.linear(rows, dense).float()
     with torch.set_grad_enabled(factor is not None):
         logits.requires_grad_(factor is not None)
@@ -75,7 +75,7 @@ def _piece(
 def _fused_piece(
     rows: Tensor, dense: Tensor, labels: Tensor, tokens: int, factor: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_piece`, with gradients in the logits' place."""
+    """As `_piece`, but the gradients overwrite the logits."""
     logits = F.linear(rows, dense)
     losses = cross_entropy_(logits, labels, IGNORED, None if factor is None else factor / tokens)
     return losses.sum() / tokens, None if factor is None else logits
@@ -86,14 +86,14 @@ def _add_product(total: Tensor, grads: Tensor, rows: Tensor) -> None:
     if grads.dtype == torch.float32:
         total.addmm_(grads.t(), rows)
     elif grads.is_cuda:
-        # The product adds: nothing is made, rounded and read again.
+        # The product accumulates into the sum, so no result is stored, rounded and read again.
         torch.addmm(total, grads.t(), rows, out_dtype=torch.float32, out=total)
     else:
         total.add_(grads.t() @ rows)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Forward makes the gradients too; backward only multiplies them by that of the loss."""
+    """Computes the gradients in forward. Backward only multiplies them by the gradient of the loss."""
 
     @staticmethod
     def forward(
@@ -114,7 +114,7 @@ class _HeadLoss(torch.autograd.Function):
                 dense = weight.to(dtype)
             rows = x.to(dtype)
             of_x = torch.empty_like(rows) if wants_x else None
-            # In float32, whatever a piece's product is in.
+            # Sums are float32, whatever the dtype of a piece's product.
             of_weight = torch.zeros(dense.shape, device=x.device) if wants_weight else None
             total = torch.zeros((), device=x.device)
             fused, tokens = is_fused(x.device), len(labels)
@@ -133,7 +133,7 @@ class _HeadLoss(torch.autograd.Function):
                 if of_weight is not None:
                     _add_product(of_weight, of_logits, rows[piece])
                 del of_logits
-        # As attributes: nothing else holds them, so backward may write into them.
+        # Kept as attributes, because then nothing else holds them and backward may overwrite them.
         ctx.made = (of_x, of_weight)
         ctx.dtypes = (x.dtype, dtype, None if weight is None else weight.dtype)
         ctx.factor = factor
@@ -143,11 +143,11 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (of_x, of_weight), ctx.made = ctx.made, (None, None)
         x_dtype, dtype, weight_dtype = ctx.dtypes
-        # Rounded to the product's dtype, as by a projection's own backward: captured passes hold weights so.
+        # Rounded to the product's dtype, as a projection's backward does: captured passes hold weights in it.
         if dtype == torch.float16:
             scale = grads[0] / ctx.factor
             of_x = None if of_x is None else (of_x.float() * scale).to(dtype).to(x_dtype)
-            # What is beyond its range becomes infinite.
+            # Values beyond the range of float16 become infinite.
             of_weight = None if of_weight is None else of_weight.mul_(scale).to(dtype).to(weight_dtype)
             return of_x, of_weight, None, None, None
         if of_x is not None:

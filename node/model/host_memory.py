@@ -1,10 +1,10 @@
-"""Copies between a device and host memory, beside the device's work.
+"""Copies between a device and host memory while the device computes.
 
-Copies run on two streams, one each way, so that the copy engines work while the stage computes. A copy starts
-after all work that was submitted before it; what comes later sees it once it has waited for the copy's mark.
-What a copy reads or writes must stay in memory until then.
+Copies run on two streams, one per direction, so that the copy engines work while the stage computes. A copy
+starts after all work that was submitted before it. Later work sees the copy once it has waited for the copy's
+mark. The source and the target of a copy must stay in memory until then.
 
-On a CPU there is nothing to move to: copies are made at once, to another buffer. Tests of bits run there.
+A CPU has no other memory: copies are made at once, to another buffer. Tests of bits run there.
 """
 
 import time
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Copy = tuple[Tensor, Tensor]
-"""Source and target, of the same shape and dtype; one is on the device and one on the host."""
+"""Source and target, of the same shape and dtype. One is on the device, the other on the host."""
 
 
 class HostMemory(ABC):
@@ -27,21 +27,22 @@ class HostMemory(ABC):
         self.device = device
         self._idle: dict[int, list[Tensor]] = {}
         self.lent_bytes = 0
-        """In use now."""
+        """Bytes that are lent now."""
         self.most_lent_bytes = 0
+        """The maximum of `lent_bytes` so far."""
 
     @abstractmethod
     def copy_out(self, copies: Iterable[Copy]) -> Any:
-        """Start copies from the device; returns their mark."""
+        """Start copies from the device and return their mark."""
 
     @abstractmethod
     def copy_in(self, copies: Iterable[Copy]) -> Any:
-        """Start copies to the device; returns their mark. The mark of what wrote the sources must have been
-        waited for."""
+        """Start copies to the device and return their mark. Wait first for the mark of the copies that wrote
+        the sources."""
 
     @abstractmethod
     def wait(self, mark: Any) -> None:
-        """Make the device's later work wait for a mark; the caller does not block."""
+        """Make the device's later work wait for a mark. The caller does not block."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -49,7 +50,7 @@ class HostMemory(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Block until all copies so far are done: the host may read what was copied out."""
+        """Block until all copies so far are done. The host may then read what was copied out."""
 
     def wait_device(self, *, copies: bool = True) -> None:
         """Block until the device's work so far is done, and all copies unless `copies` is False."""
@@ -57,20 +58,20 @@ class HostMemory(ABC):
             self.finish()
 
     def clock(self) -> float:
-        """Seconds, as the host has them."""
+        """The host's clock, in seconds."""
         return time.perf_counter()
 
     @abstractmethod
     def _allocate(self, count: int) -> Tensor: ...
 
     def empty(self, count: int) -> Tensor:
-        """uint8 `[count]`, uninitialized, for as long as the tensor is used."""
+        """uint8 `[count]`, uninitialized, owned by the caller."""
         return self._allocate(count)
 
     def lend(self, owner: object, count: int) -> Tensor:
-        """As `empty`, from blocks that are used again once `owner` is gone.
+        """uint8 `[count]`, uninitialized, which is reused once `owner` has been freed.
 
-        The device must have waited for all copies of the block by then, or `settle` must follow.
+        By then the device must have waited for all copies of the block, or `settle` must follow.
         """
         idle = self._idle.setdefault(count, [])
         block = idle.pop() if idle else self._allocate(count)
@@ -85,7 +86,7 @@ class HostMemory(ABC):
 
 
 class Streams(Protocol):
-    """The part of `torch.cuda` used here; tests replace it."""
+    """The part of `torch.cuda` that is used here. Tests replace it."""
 
     def Stream(self, device: torch.device) -> Any: ...
 
@@ -148,7 +149,7 @@ class CudaHostMemory(HostMemory):
 
 
 class PlainHostMemory(HostMemory):
-    """Of a CPU."""
+    """Host memory of a CPU: copies are synchronous."""
 
     def copy_out(self, copies: Iterable[Copy]) -> None:
         with torch.no_grad():
@@ -172,5 +173,5 @@ class PlainHostMemory(HostMemory):
 
 
 def host_memory(device: torch.device) -> HostMemory:
-    """That of `device`."""
+    """The host memory for `device`."""
     return CudaHostMemory(device) if device.type == "cuda" else PlainHostMemory(device)

@@ -1,4 +1,4 @@
-"""The block of Llama and of what is built like it, and rotary positions; shapes as in `node.model.blocks`."""
+"""The block of Llama and of families like it, and rotary positions. Shapes are as in `node.model.blocks`."""
 
 from collections.abc import Sequence
 from math import ceil, floor, log, pi, sqrt
@@ -19,14 +19,14 @@ from node.model.tensor_rank import TensorRank
 
 
 def rotary_frequencies(model: ModelSection, *, windowed: bool = False) -> Tensor:
-    """Radians a position of each pair of a head's elements, float32 [D / 2], with the model's scaling.
+    """The rotary frequencies, in radians per position, for each pair of a head's elements: float32 [D / 2].
 
-    `llama3` divides low frequencies by the factor, leaves high ones and interpolates between (Llama 3.1), as
-    `yarn` does (arXiv 2309.00071, section 3.2).
-    They are computed on the CPU whatever the device, so that every stage has the same bits.
+    They include the model's scaling. `llama3` divides low frequencies by the factor, leaves high frequencies
+    unchanged and interpolates between them (Llama 3.1). `yarn` interpolates too (arXiv 2309.00071, section
+    3.2). The frequencies are computed on the CPU for every device, so that every stage has the same bits.
 
     Args:
-        windowed: of blocks with a window, which may have a base of their own and then no scaling.
+        windowed: for blocks with an attention window. They may have a base of their own, and then no scaling.
     """
     exponents = torch.arange(0, model.width, 2, dtype=torch.float32, device="cpu") / model.width
     if windowed and model.window_theta:
@@ -42,15 +42,15 @@ def rotary_frequencies(model: ModelSection, *, windowed: bool = False) -> Tensor
     wavelengths = 2 * pi / frequencies
     share = (model.rope_original / wavelengths - model.rope_low) / (model.rope_high - model.rope_low)
     between = (1 - share) * scaled + share * frequencies
-    found = torch.where(wavelengths > model.rope_original / model.rope_low, scaled, between)
-    return torch.where(wavelengths < model.rope_original / model.rope_high, frequencies, found)
+    blended = torch.where(wavelengths > model.rope_original / model.rope_low, scaled, between)
+    return torch.where(wavelengths < model.rope_original / model.rope_high, frequencies, blended)
 
 
 def _yarn_frequencies(model: ModelSection, lengths: Tensor) -> Tensor:
-    """From the frequencies' inverses without scaling."""
+    """YaRN's frequencies. `lengths` are the inverses of the unscaled frequencies."""
 
     def pair(turns: float) -> float:
-        """The pair of elements that turns so often within the original context."""
+        """The (fractional) pair of elements that rotates this often within the original context."""
         angle = model.rope_original / (turns * 2 * pi)
         return model.width * log(angle) / (2 * log(model.rope_theta))
 
@@ -59,21 +59,22 @@ def _yarn_frequencies(model: ModelSection, lengths: Tensor) -> Tensor:
         first, last = floor(first), ceil(last)
     first, last = max(first, 0), min(last, model.width - 1)
     pairs = torch.arange(model.width // 2, dtype=torch.float32, device="cpu")
-    # As transformers: equal bounds are kept apart.
+    # As in transformers, equal bounds are moved apart.
     scaled = ((pairs - first) / ((last if last != first else last + 0.001) - first)).clamp(0, 1)
     kept = 1 - scaled
     return 1.0 / (model.rope_factor * lengths) * (1 - kept) + 1.0 / lengths * kept
 
 
 def rotary_scale(model: ModelSection) -> float:
-    """What YaRN multiplies queries and keys by; 1 without it."""
+    """YaRN's factor for queries and keys; 1 without YaRN."""
     if model.rope_scaling != "yarn":
         return 1.0
     return model.rope_attention or yarn_attention(model.rope_factor)
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding over whole heads, first half against second (the Llama convention).
+    """Rotary position embedding over whole heads; the first half of a head rotates against the second
+    (Llama's convention).
 
     The tables depend on the config only and are not weights.
     """
@@ -82,7 +83,12 @@ class Rotary(nn.Module):
     sin_sd: Tensor
 
     def __init__(self, sequence: int, frequencies: Tensor, device: torch.device, scale: float = 1.0) -> None:
-        """`frequencies`: radians a position, as from `rotary_frequencies`; `scale`: `rotary_scale`."""
+        """
+        Args:
+            sequence: the number of positions in the tables.
+            frequencies: radians per position, from `rotary_frequencies`.
+            scale: from `rotary_scale`.
+        """
         super().__init__()
         angles = torch.outer(torch.arange(sequence, dtype=torch.float32, device="cpu"), frequencies)
         angles = torch.cat((angles, angles), dim=-1)
@@ -93,14 +99,14 @@ class Rotary(nn.Module):
         self.register_buffer("sin_sd", sin.to(device), persistent=False)
 
     def forward(self, query_bhsd: Tensor, key_bksd: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """`first`: the position of the first of them."""
+        """Rotate queries and keys. `first` is the position of their first token."""
         tables = self._from(first, query_bhsd.shape[-2])
         if torch.is_grad_enabled():
             return reference.rotate(query_bhsd, *tables), reference.rotate(key_bksd, *tables)
         return layers.rotate_both(query_bhsd, key_bksd, *tables)
 
     def back(self, query_bhsd: Tensor, key_bksd: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """The gradients of the inputs: the inverse rotation, scaled as the rotation is."""
+        """The gradients of the inputs: the inverse rotation, with the same scale."""
         tables = self._from(first, query_bhsd.shape[-2])
         return layers.rotate_both(query_bhsd, key_bksd, *tables, back=True)
 
@@ -117,7 +123,7 @@ class LlamaBlock(Block):
         self, model: ModelSection, index: int, tables: object, storage: Storage, rank: TensorRank
     ) -> None:
         super().__init__(model, index, tables, storage, rank)
-        # Which base a block has does not depend on how long samples are.
+        # The choice of the base does not depend on the length of samples.
         everything, windowed = cast(tuple[Rotary, Rotary], tables)
         rotary = windowed if model.window > 0 and index not in model.no_window else everything
         self.rotary = None if index in model.no_rope else rotary
@@ -126,7 +132,7 @@ class LlamaBlock(Block):
 
     @classmethod
     def tables(cls, model: ModelSection, device: torch.device) -> tuple["Rotary", "Rotary"]:
-        """Of blocks that see all keys, and of those with a window."""
+        """The tables of blocks that see all keys, and those of blocks with a window."""
         everything = Rotary(model.sequence, rotary_frequencies(model), device, rotary_scale(model))
         if not model.window_theta:
             return everything, everything
@@ -153,7 +159,7 @@ class LlamaBlock(Block):
         return query_bhsd, key_bksd, value_bksd
 
     def _to_be_normed(self, projected_bsn: Tensor) -> Tensor:
-        """What norms of queries and keys are taken over last: whole, or head by head [B, S, H, D]."""
+        """The tensor whose last dimension is normalized: the whole projection, or its heads [B, S, H, D]."""
         return torch.unflatten(projected_bsn, -1, (-1, self.width)) if self.norms_heads else projected_bsn
 
     def join(

@@ -1,22 +1,23 @@
 """LoRA: frozen projections with trained low-rank adapters (Hu et al. 2021, arXiv 2106.09685).
 
 A projection becomes `x W^T + b + alpha / rank * (dropout(x) A^T) B^T`, with A [rank, inputs] and B [outputs,
-rank]. Everything else of the model is frozen. Only A and B are parameters, so only they have gradients,
+rank]. Everything else in the model is frozen. Only A and B are parameters, so only they have gradients,
 moments, snapshots and sync. The base weights come from the run's start: every node that takes over a stage
-builds them again and loads the adapters alone.
+builds them again and loads only the adapters.
 
-Frozen matrices of blocks are kept in `[lora] base`: in the block formats of `kernels.blockfloat`, and
-unpacked where they are used, one at a time (QLoRA, arXiv 2305.14314, keeps them in its own 4-bit format).
-Embedding and head are kept in bfloat16, vectors in float32. With `base = "float32"` all of them are.
+The frozen matrices of blocks are kept in the form `[lora] base`: in the block formats of
+`kernels.blockfloat`. They are unpacked one at a time where they are used (QLoRA, arXiv 2305.14314, does so
+with its own 4-bit format). Embedding and head are kept in bfloat16, vectors in float32. With `base =
+"float32"` all of them are float32.
 
-Dropout draws no random state: its bits are a hash of (seed, step, microbatch, unit, projection, element), so
-a step that runs again, or runs on another split or on several devices, drops the same elements. The
-microbatch's salt is on the device, where a captured pass reads it at every replay, and is kept for backward
+Dropout reads no generator's state. Its bits are a hash of (seed, step, microbatch, unit, projection,
+element), so a step that runs again, on another split or on several devices, drops the same elements. The
+microbatch's salt is on the device, where a captured pass reads it at every replay. Backward keeps the salt
 instead of a mask.
 
-Between T tensor-parallel ranks a projection that is cut by outputs has all of A and its rows of B; one that
-is cut by inputs has its columns of A and all of B. What adapters add is summed where the frozen weights'
-products are, so they need no collective of their own.
+With T tensor-parallel ranks, a projection that is cut by outputs has all of A and its rows of B; one that is
+cut by inputs has its columns of A and all of B. The adapters' results are part of the partial sums of the
+frozen products, so they need no collective of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,20 +42,20 @@ from node.model.units import is_block, parameter_specs
 
 
 class DropoutSource:
-    """The salt of the microbatch that goes forward next, for all adapters of a chunk."""
+    """The dropout salt of the microbatch that goes forward next. All adapters of a chunk share it."""
 
     def __init__(self, device: torch.device) -> None:
         self.salt = torch.zeros(1, dtype=torch.int32, device=device)
         self.row = 0
-        """Number of this device among those of its node that have other samples of a microbatch."""
+        """This device's number among the devices of its node that hold other samples of the microbatch."""
 
     def begin(self, value: int) -> None:
-        """Set it to 32 bits. The device does so in the order of its work."""
+        """Set the salt to 32 bits, in the order of the device's work."""
         self.salt.fill_(signed(value))
 
 
 class FrozenWeight(nn.Module):
-    """A matrix that is not trained, as float32, bfloat16 or packed in blocks."""
+    """A matrix that is not trained, kept as float32, as bfloat16 or packed in blocks."""
 
     kept: Tensor
 
@@ -63,14 +64,15 @@ class FrozenWeight(nn.Module):
         Args:
             weight: [outputs, inputs], float32.
             form: one of `FORMS`.
-            experts: so many matrices are under one another, each of which is packed by itself.
+            experts: how many matrices are stacked in `weight`; each of them is packed by itself. 0 for a
+                single matrix.
         """
         super().__init__()
         self.shape, self.form, self.experts = weight.shape, form, experts
         self.register_buffer("kept", self._packed(weight), persistent=False)
 
     def fill(self, weight: Tensor) -> None:
-        """Replace it, in place."""
+        """Replace the weight in place."""
         self.kept.copy_(self._packed(weight.to(self.kept.device)))
 
     def _packed(self, weight: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ class FrozenWeight(nn.Module):
         return weight.view(self.experts, -1, self.shape[1])
 
     def of_experts(self, dtype: torch.dtype) -> Weights:
-        """The matrices of experts [E, outputs, inputs]: packed as they are kept, else in `dtype`."""
+        """The experts' matrices [E, outputs, inputs]: packed if they are kept packed, else in `dtype`."""
         if self.form in (WHOLE, "bf16"):
             return self._each(self.kept.to(dtype))
         outputs, inputs = self.shape[0] // self.experts, self.shape[1]
@@ -104,25 +106,25 @@ class FrozenWeight(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """How an adapter's input is dropped."""
+    """The dropout of an adapter's input."""
 
     share: float
     source: DropoutSource
     place: int
     """32 bits that identify this adapter."""
     first: int = 0
-    """The first column of the whole input that this device has."""
+    """This device's first column of the whole input."""
     columns: int = 0
-    """Of the whole input; 0 where this device has all."""
+    """The columns of the whole input; 0 if this device has all of them."""
 
     def salt(self, microbatch: Tensor) -> Tensor:
-        """Of this adapter and the microbatch with the source's salt, int32 [1]."""
+        """The salt of this adapter and microbatch, int32 [1], from the microbatch's salt."""
         return mixed_on_device(microbatch ^ signed(self.place))
 
     def __call__(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """x with elements set to zero and the others scaled up, or the same of a gradient of x.
+        """x, or a gradient of x, with some elements set to zero and the others scaled up.
 
-        An element's number is its place in the microbatch's whole input, whichever device has it.
+        An element is numbered by its position in the microbatch's whole input, whichever device holds it.
         """
         width = self.columns or x.shape[-1]
         rows = x.numel() // x.shape[-1]
@@ -131,14 +133,14 @@ class Dropout:
 
 
 class FrozenLinear(nn.Module):
-    """A projection whose weight and bias are frozen, with an adapter or without one."""
+    """A projection whose weight and bias are frozen, optionally with an adapter."""
 
     bias: Tensor | None
     lora_A: nn.Parameter | None
     lora_B: nn.Parameter | None
 
     def __init__(self, linear: nn.Linear, form: str, experts: int = 0) -> None:
-        """`form`, `experts`: as for `FrozenWeight`."""
+        """`form` and `experts` are as for `FrozenWeight`."""
         super().__init__()
         self.weight = FrozenWeight(linear.weight.detach(), form, experts)
         own = cast(Tensor | None, linear.bias)
@@ -157,7 +159,7 @@ class FrozenLinear(nn.Module):
         return self._apply_to(x, True)
 
     def partial(self, x: Tensor) -> Tensor:
-        """The product without the bias: of a tensor-parallel rank's inputs, a share of the sum."""
+        """The product without the bias: a tensor-parallel rank's part of the sum."""
         return self._apply_to(x, False)
 
     def _apply_to(self, x: Tensor, biased: bool) -> Tensor:
@@ -166,14 +168,14 @@ class FrozenLinear(nn.Module):
         return cast(Tensor, _Projection.apply(*args))  # type: ignore[no-untyped-call]
 
     def drawn(self) -> Tensor | None:
-        """The salt of the microbatch that goes forward: a copy, as the source moves on before backward. None
-        without dropout."""
+        """The salt of the microbatch that goes forward; None without dropout. It is a copy, since the source
+        moves on before backward."""
         return None if self.dropout is None else self.dropout.source.salt.clone()
 
-    # ---- the arithmetic, without autograd; `drawn` is None where nothing is dropped
+    # ---- the arithmetic, without autograd; `drawn` is None if nothing is dropped
 
     def fed(self, x: Tensor, drawn: Tensor | None) -> Tensor:
-        """What the adapter multiplies of x."""
+        """The input of the adapter: x after dropout."""
         if drawn is None or self.dropout is None:
             return x
         return self.dropout(x, self.dropout.salt(drawn))
@@ -181,7 +183,8 @@ class FrozenLinear(nn.Module):
     def multiplied(
         self, x: Tensor, down: Tensor | None, up: Tensor | None, drawn: Tensor | None, *, biased: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """The outputs [..., outputs] in x's dtype, and what A gives, [..., rank]; None without an adapter."""
+        """The outputs [..., outputs] in x's dtype, and the result of A, [..., rank]; None without an
+        adapter."""
         bias = None if self.bias is None or not biased else self.bias.to(x.dtype)
         result = F.linear(x, self.weight.dense(x.dtype), bias)
         if down is None or up is None:
@@ -190,7 +193,7 @@ class FrozenLinear(nn.Module):
         return result.add_(F.linear(inner, up.to(x.dtype)), alpha=self.scale), inner
 
     def of_inner(self, grad: Tensor, up: Tensor) -> Tensor:
-        """The gradient of what A gives."""
+        """The gradient of the result of A."""
         return (grad @ up.to(grad.dtype)).mul_(self.scale)
 
     def of_input(
@@ -215,7 +218,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Projection(torch.autograd.Function):
-    """Keeps the input (of adapted projections alone), `dropout(x) A^T` and the salt for backward."""
+    """The projection for autograd. It saves the salt, `dropout(x) A^T` and, if there is an adapter, the
+    input."""
 
     @staticmethod
     def forward(
@@ -256,9 +260,9 @@ class _Projection(torch.autograd.Function):
 
 
 class AdaptedProjections:
-    """`node.model.products.Projections` of frozen weights: what is trained are the adapters.
+    """The counterpart of `node.model.products.Projections` for frozen weights. It trains the adapters.
 
-    It keeps nothing of its input for backward: `gradients` takes it again, and multiplies it by A again.
+    It keeps nothing of its input for backward. `gradients` gets the input again and multiplies it by A again.
     """
 
     way: Way = AS_IT_IS
@@ -268,8 +272,8 @@ class AdaptedProjections:
     ) -> None:
         """
         Args:
-            layers: with the same input.
-            adapters: each one's A and B in turn, None and None without an adapter.
+            layers: projections with the same input.
+            adapters: A and B of each layer in turn; None and None for a layer without an adapter.
             drawn: the salt of the microbatch; None without dropout.
         """
         self._all = list(zip(layers, adapters[::2], adapters[1::2], strict=True))
@@ -281,15 +285,15 @@ class AdaptedProjections:
 
     @property
     def needs_input(self) -> bool:
-        """Whether gradients of weights need the input."""
+        """Whether the weights' gradients need the input."""
         return any(down is not None for _, down, _ in self._all)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """The outputs [..., N] of each."""
+        """The outputs [..., N] of each projection."""
         return [layer.multiplied(x, down, up, self._drawn)[0] for layer, down, up in self._all]
 
     def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
-        """Of a single projection, as `node.model.tensor_rank.row_parallel`."""
+        """The output of a single projection, summed as by `node.model.tensor_rank.row_parallel`."""
         ((layer, down, up),) = self._all
         if rank.count == 1:
             return self(x)[0]
@@ -297,7 +301,7 @@ class AdaptedProjections:
         return output if layer.bias is None else output.add_(layer.bias)
 
     def backward(self, grads: Sequence[Tensor], codes: object = None) -> Tensor:
-        """The gradient of the input, from those of the outputs."""
+        """The gradient of the input from the gradients of the outputs."""
         gradient: Tensor | None = None
         for number, (grad, (layer, down, _)) in enumerate(zip(grads, self._all, strict=True)):
             part = layer.of_input(grad, self._inner_gradient(number, grad), down, self._drawn)
@@ -306,18 +310,19 @@ class AdaptedProjections:
         return gradient
 
     def gradients(self, grads: Sequence[Tensor], x: Tensor | None, own: object = None) -> list[Tensor | None]:
-        """Those of A and B in turn; None and None without an adapter. x may be None if none has one."""
-        found: list[Tensor | None] = []
+        """The gradients of A and B in turn; None and None without an adapter. x may be None if there are no
+        adapters."""
+        gradients: list[Tensor | None] = []
         for number, (grad, (layer, down, up)) in enumerate(zip(grads, self._all, strict=True)):
             of_inner = self._inner_gradient(number, grad)
             if of_inner is None or down is None or up is None:
-                found += [None, None]
+                gradients += [None, None]
                 continue
             assert x is not None
             fed = layer.fed(x, self._drawn)
             inner = F.linear(fed, down.to(x.dtype))
-            found += layer.of_adapter(grad, of_inner, fed, inner, down, up)
-        return found
+            gradients += layer.of_adapter(grad, of_inner, fed, inner, down, up)
+        return gradients
 
     def _inner_gradient(self, number: int, grad: Tensor) -> Tensor | None:
         layer, _, up = self._all[number]
@@ -335,21 +340,23 @@ def freeze(
     source: DropoutSource,
     rank: TensorRank,
 ) -> None:
-    """Freeze all weights of a unit's module, in place, and put adapters on its projections.
+    """Freeze all weights of a unit's module in place, and add adapters to its projections.
 
     Args:
-        module: with float32 weights.
-        adapters: the values of `trained_specs`, by name; of a `rank`, its shards.
-        source: of the chunk, for dropout.
+        module: a module with float32 weights.
+        adapters: the values of `trained_specs` by name, or the `rank`'s shards of them.
+        source: the chunk's source of dropout salts.
     """
     widths = {spec.name: spec.shape[-1] for spec in trained_specs(model, lora, unit)}
     specs = {spec.name: spec for spec in parameter_specs(model, unit)}
     forms = {name: frozen_form(lora, spec, in_block=is_block(unit)) for name, spec in specs.items()}
-    for path, linear in [(path, one) for path, one in module.named_modules() if isinstance(one, nn.Linear)]:
+    for path, linear in [
+        (path, part) for path, part in module.named_modules() if isinstance(part, nn.Linear)
+    ]:
         name = f"{path}.weight"
         frozen = FrozenLinear(linear, forms[name], specs[name].experts)
         if f"{path}.{DOWN}" in adapters:
-            # Without the seed: the microbatch's salt has it.
+            # The seed is not needed here: it is part of the microbatch's salt.
             place = salt(0, step=0, layer=unit, purpose=f"dropout before {path}")
             down, whole = adapters[f"{path}.{DOWN}"], widths[f"{path}.{DOWN}"]
             first = rank.index * down.shape[1] if down.shape[1] < whole else 0
@@ -369,7 +376,8 @@ def freeze(
 
 
 def load_frozen(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Replace the frozen weights of a unit's module by float32 tensors, by their names in the whole model."""
+    """Replace the frozen weights of a unit's module by float32 tensors, keyed by their names in the whole
+    model."""
     for name, value in weights.items():
         path, _, kind = name.rpartition(".")
         part = module.get_submodule(path)
@@ -381,8 +389,8 @@ def load_frozen(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, lora: LoraSection, experts: int = 0) -> Tensor:
-    """A projection's weight with its adapter added, float32 [outputs, inputs]; of `experts`, each with its
-    own."""
+    """A projection's weight plus its adapter's product, float32 [outputs, inputs]. With `experts`, each
+    expert has its own adapter."""
     each = max(experts, 1)
     added = up.float().view(each, -1, lora.rank) @ down.float().view(each, lora.rank, -1)
     return weight.float() + added.flatten(0, 1) * (lora.alpha / lora.rank)

@@ -1,4 +1,4 @@
-"""The block of mixtures of experts; shapes as in `node.model.blocks`."""
+"""The block of mixtures of experts. Shapes are as in `node.model.blocks`."""
 
 from typing import cast
 
@@ -18,7 +18,7 @@ from node.model.tensor_rank import TensorRank
 
 
 class Sinks(nn.Module):
-    """A logit a head that attention's softmax takes beside those of the keys."""
+    """One logit per head, which attention's softmax includes besides those of the keys."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ class MixtureBlock(LlamaBlock):
         super().__init__(model, index, tables, storage, rank)
         self._model = model
         self.share = 1.0
-        """Of the step's loss that a microbatch is: what the block's own terms are multiplied by."""
+        """The microbatch's share of the step's loss, a factor of the block's own loss terms."""
         self.load: Tensor | None = None
-        """int64 [E]: how many tokens each expert got; None before the first."""
+        """The number of tokens that each expert got, int64 [E]; None before the first forward."""
 
     def _layer(self, model: ModelSection, spec: ParameterSpec, *, bias: bool) -> nn.Module:
         if spec.layer == SINKS:
@@ -53,7 +53,7 @@ class MixtureBlock(LlamaBlock):
         model = self._model
         if self.load is None:
             self.load = torch.zeros(model.experts, dtype=torch.int64, device=x_bsc.device)
-        # The loss of one of several ranks is the mean over its own positions.
+        # Each of several ranks computes the mean loss of its own positions.
         share = self.share * self.rank.count
         parts = RoutedParts(
             storage=self.storage,

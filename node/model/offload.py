@@ -1,13 +1,14 @@
-"""What blocks keep for backward, in host memory until backward needs it.
+"""Activations that blocks keep for backward, in host memory until backward needs them.
 
-Forward copies a block's saved tensors out while the next blocks compute, and frees them when the next one
-that moves is done. Backward asks for a block's tensors when the next one above it that moves begins, so that
-they come back while that one and those between compute. So the device holds at most two moved blocks of all
-microbatches in flight (double buffering: LLMQ, papers/llmq.txt, section 3.1).
-`node.tuning.memory_program` says how long compute waits for that.
+Forward copies a block's saved tensors out while the next blocks compute. It frees them on the device when the
+next block that moves is done. Backward requests a block's tensors when the next moved block above it begins,
+so that they arrive while the blocks between compute. So the device holds at most two moved blocks of all
+microbatches in flight (double buffering, as in LLMQ, arXiv 2512.15306, section 3.1).
+`node.tuning.memory_program` says how long compute waits for the copies.
 
-Whole storages are copied, and come back with the same strides and offsets: every kernel reads what it would
-have read, so no bit changes. Weights, tables and the chunk's input stay, because they are in memory anyway.
+Whole storages are copied, and return with the same strides and offsets. Kernels read the same values as
+without copies, so no bit changes. Weights, tables and the chunk's input stay on the device, because they are
+in memory anyway.
 """
 
 import weakref
@@ -24,16 +25,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from node.model.host_memory import HostMemory
 
 LEAST_BYTES = 1 << 16
-"""Smaller tensors stay on the device."""
+"""Tensors with fewer bytes stay on the device."""
 ALL = "all"
-"""In place of kinds: everything that a block keeps."""
+"""Stands for all kinds: everything that a block keeps is moved."""
 
 _marked: ContextVar[dict[int, str] | None] = ContextVar("marked", default=None)
-"""Kinds by storage, of the block that is going forward."""
+"""The kinds of marked tensors of the block that is going forward, by the address of their storage."""
 
 
 def mark(kind: str, tensors: Iterable[Tensor]) -> None:
-    """Say of which kind (`node.model.storage.KINDS`) these tensors are, before autograd saves them."""
+    """Declare these tensors to be of this kind (`node.model.storage.KINDS`), before autograd saves them."""
     kinds = _marked.get()
     if kinds is not None:
         kinds.update((tensor.untyped_storage().data_ptr(), kind) for tensor in tensors)
@@ -52,20 +53,20 @@ class _Saved:
 
 
 class _Block:
-    """The tensors that one block keeps of one microbatch. Alive while autograd may ask for any of them."""
+    """The tensors that one block keeps of one microbatch. It lives while autograd may ask for any of them."""
 
     def __init__(self, memory: HostMemory, moves: frozenset[str], stays: frozenset[int]) -> None:
         """
         Args:
-            moves: kinds that are moved.
-            stays: addresses of storages that are not.
+            moves: the kinds that are moved.
+            stays: the addresses of storages that are not moved.
         """
         self._memory = memory
         self._moves = moves
         self._stays = stays
         self._numbers: dict[int, int] = {}
         self._on_device: list[Tensor] = []
-        """Whole storages as bytes; empty while they are on the host alone."""
+        """Whole storages as bytes. It is empty while they are only on the host."""
         self._on_host: list[Tensor] = []
         self._sent: Any = None
         self._coming: Any = None
@@ -101,45 +102,45 @@ class _Block:
         return self._on_device
 
     def send(self) -> None:
-        """Forward is done: copy out."""
+        """Start copying the tensors out. Forward is done."""
         self._numbers.clear()
         self._on_host = [self._memory.lend(self, whole.nbytes) for whole in self._on_device]
         self._sent = self._memory.copy_out(zip(self._on_device, self._on_host, strict=True))
 
     def release(self) -> None:
-        """Leave the host's copy alone."""
+        """Free the device's copy; only the host's is left."""
         self._memory.wait(self._sent)
         self._on_device = []
 
     def keep(self) -> None:
-        """Backward begins before the device's copy is gone: it stays."""
-        # Autograd may free it from now on.
+        """Keep the device's copy, because backward begins before it was freed."""
+        # From now on autograd may free it.
         self._memory.wait(self._sent)
 
     def fetch(self) -> None:
-        """Copy back what is not on the device, for `tensors` to wait for."""
+        """Start copying back if the tensors are not on the device. `tensors` waits for the copy."""
         if len(self._on_device) == len(self._on_host):
             return
         self._on_device = [torch.empty_like(host, device=self._memory.device) for host in self._on_host]
-        # In a tuple: a CPU's mark is None.
+        # In a tuple, because a CPU's mark is None.
         self._coming = (self._memory.copy_in(zip(self._on_host, self._on_device, strict=True)),)
 
 
 class Offload:
-    """Moves activations of a stage's blocks. Backwards of its microbatches must not run at the same time."""
+    """Moves the activations of a stage's blocks. The backward passes of its microbatches must not overlap."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._leaving: _Block | None = None
-        """Copied out, still on the device."""
+        """The block that is being copied out. It is still on the device."""
 
     def begin_step(self) -> None:
-        """The microbatches of an unfinished step are dropped."""
+        """Drop the microbatches of an unfinished step."""
         self._memory.settle()
         self._leaving = None
 
     def passing(self, x: Tensor) -> "Passing":
-        """For a chunk's forward of `x`."""
+        """Start a forward pass of a chunk for the input x."""
         return Passing(self, x)
 
     def _begin_block(self, moves: frozenset[str], stays: frozenset[int]) -> _Block:
@@ -152,7 +153,7 @@ class Offload:
         self._leaving = block
 
     def fetch(self, block: _Block) -> None:
-        """Backward will soon need this one."""
+        """Bring back a block that backward needs soon."""
         if self._leaving is block:
             block.keep()
             self._leaving = None
@@ -164,7 +165,7 @@ class Offload:
 
 
 class Passing:
-    """One forward through a chunk's layers."""
+    """One forward pass through a chunk's layers."""
 
     def __init__(self, offload: Offload, x: Tensor) -> None:
         self._offload = offload
@@ -174,7 +175,7 @@ class Passing:
     def through(
         self, layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, moves: frozenset[str]
     ) -> Tensor:
-        """`run(x)`, the forward of `layer`; what it keeps is moved if it is of the kinds `moves`."""
+        """`run(x)`, the forward of `layer`. Kept tensors whose kind is in `moves` are moved."""
         if not moves:
             return run(x)
         output, block = self._moving(layer, run, x, moves)
@@ -184,8 +185,9 @@ class Passing:
         return output
 
     def ask_above(self, output: Tensor, *wanted: "weakref.ref[_Block] | None") -> None:
-        """Ask for these blocks' tensors once backward has come to `output`."""
-        # Weakly: hooks live until the whole backward is over, and a block's tensors must not.
+        """Request these blocks' tensors when backward arrives at `output`."""
+        # Weak references, because hooks live until the whole backward is over, and a block's tensors must
+        # not.
         blocks = [block for block in wanted if block is not None]
         offload = self._offload
         if not blocks or not output.requires_grad:
@@ -199,8 +201,8 @@ class Passing:
         output.register_hook(ask)  # type: ignore[no-untyped-call]  # torch's
 
     def ask_last(self, output: Tensor) -> None:
-        """Ask for the tensors of the last layer that moves once backward has come to `output`, which follows
-        from it."""
+        """Request the tensors of the last moved block when backward arrives at `output`, a tensor that
+        depends on it."""
         self.ask_above(output, self._below)
 
     def _moving(

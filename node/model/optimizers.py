@@ -1,8 +1,9 @@
-"""What each optimizer keeps of a parameter, and what its step needs. Torch-free.
+"""What each optimizer keeps for a parameter, and the memory that its step needs. This module imports no
+torch.
 
-The layout of snapshots, checks of received state, memory plans, state in host memory and rounds read it
-here; `node.training.update_rules` has the arithmetic. An optimizer, as `training.optimizer` names it, is a
-choice of an update rule for each parameter.
+The layout of snapshots, checks of received state, memory plans, state in host memory and rounds read it here.
+`node.training.update_rules` has the arithmetic. An optimizer, as named by `training.optimizer`, chooses an
+update rule for each parameter.
 """
 
 from abc import ABC, abstractmethod
@@ -19,49 +20,49 @@ from node.model.lora_shapes import DOWN, UP, trained_specs
 from node.model.units import block_name, is_block
 
 PARAMETER_PREFIX = "parameter."
-"""Begins the names of weights in a unit's state; everything else is the optimizer's."""
+"""Prefix of the names of weights in a unit's state. All other tensors belong to the optimizer."""
 OUTER_PREFIX = "outer."
-"""Begins the names of the outer optimizer's momentum, in the state after a round."""
+"""Prefix of the names of the outer optimizer's momentum in the state after a round."""
 STEP = "step"
-"""Names a unit's count of steps in its state."""
+"""Name of a unit's step count in its state."""
 SQUARE, SQUARE_ROWS, SQUARE_COLUMNS = "square", "square_rows", "square_columns"
-"""Begin the names of what rounds average of AdamW's second moments: of a vector all, of a matrix the means of
-its rows and those of its columns."""
+"""Prefixes of the averages of AdamW's second moments that rounds exchange: all elements of a vector, or the
+row means and column means of a matrix."""
 MEAN = "mean"
-"""Begins the name of Muon's momentum, which rounds average whole."""
+"""Prefix of Muon's momentum, which rounds average as a whole."""
 _SIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 _HEADER = 1024 * 1024
 ITERATED = 1 << 24
-"""Elements of matrices that a GPU makes orthogonal at a time, unless one has more."""
+"""The number of matrix elements that a GPU orthogonalizes at a time. A larger matrix is processed alone."""
 _JOINED = "qkv_projection"
-"""A projection with queries, keys and values under one another."""
+"""Prefix of projections in which the matrices of queries, keys and values are stacked."""
 
 
 class Part(NamedTuple):
-    """One of the tensors in which a moment is stored, flat."""
+    """One of the flat tensors in which a moment is stored."""
 
     suffix: str
-    """Follows the moment's name in a state."""
+    """Suffix of the moment's name in a state."""
     dtype: str
     saved: str
     """The dtype in a snapshot."""
     block: int = 1
-    """How many elements share a number."""
+    """How many elements share one number."""
     first: int = 0
-    """Every number before the first step."""
+    """The value of all numbers before the first step."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has a number for each element, and so the parameter's shape."""
+        """Whether there is a number for each element, so that the tensor has the parameter's shape."""
         return self.block == 1 and self.dtype != "uint8"
 
     @property
     def bytes_each(self) -> float:
-        """Bytes an element of the parameter."""
+        """Bytes per element of the parameter."""
         return _SIZES[self.dtype] / self.block
 
     def count(self, elements: int) -> int:
-        """How many numbers so many elements have."""
+        """The count of numbers for this many elements."""
         return -(-elements // self.block)
 
 
@@ -74,23 +75,27 @@ FORMS = {
         Part("_power", "uint8", "uint8", BLOCK, POWER_UNIT),
     ),
 }
-"""How moments may be stored: values of `training.moments`. Those of vectors are always in float32. Beside
-means in bfloat16 squares are, too: they change by less in a step than bfloat16 tells apart."""
+"""How moments may be stored: the values of `training.moments`. The moments of vectors are always float32.
+With "bfloat16" the second moments are float32 too, because one step changes them by less than bfloat16 can
+represent."""
 
 
 class Moment(NamedTuple):
-    """A number that an optimizer keeps for each element, 0 before the first step."""
+    """A value that an optimizer keeps for each element. It is 0 before the first step."""
 
     name: str
     is_never_negative: bool = False
 
 
 class RoundMean(NamedTuple):
-    """What rounds average over groups of a parameter's moments, flat."""
+    """A flat tensor that rounds average over groups for a parameter's moments."""
 
     elements: int
     is_coded: bool = False
-    """It is packed as changes of matrices are, not in float32."""
+    """It is packed like the changes of matrices, instead of sent in float32."""
+
+
+"""How an optimizer updates a parameter."""
 
 
 @dataclass(frozen=True)
@@ -100,24 +105,25 @@ class UpdateRule(ABC):
     @property
     @abstractmethod
     def moments(self) -> tuple[Moment, ...]:
-        """What it keeps, in the order of its step's arguments."""
+        """The moments that it keeps, in the order of its step's arguments."""
 
     @property
     @abstractmethod
     def needs_whole(self) -> bool:
-        """Whether a step needs the whole parameter. Otherwise any pieces of whole blocks can be stepped, in
-        the order of the flat parameter, also those of a shard."""
+        """Whether a step needs the whole parameter. Otherwise it can update any pieces that consist of whole
+        blocks, in the order of the flat parameter, also those of a shard."""
 
     @abstractmethod
     def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
-        """The most that the steps of matrices, or of pieces, with so many elements each allocate."""
+        """The most memory in bytes that a step allocates for matrices or pieces of these sizes, in
+        elements."""
 
     @abstractmethod
     def round_means(self, shape: tuple[int, ...]) -> Mapping[str, RoundMean]:
-        """Beside a parameter's change, what rounds average over groups, by kind."""
+        """What rounds average over groups besides a parameter's change, by kind."""
 
     def stored_bytes(self, training: TrainingSection, *, is_matrix: bool) -> float:
-        """Memory of the moments of one element."""
+        """Bytes of the moments of one element in memory."""
         forms = (form_of(training, moment, is_matrix=is_matrix) for moment in self.moments)
         return sum(part.bytes_each for form in forms for part in form)
 
@@ -125,6 +131,9 @@ class UpdateRule(ABC):
         """The parts of a parameter's moments by their names in its unit's state."""
         forms = {moment: form_of(training, moment, is_matrix=is_matrix) for moment in self.moments}
         return {f"{moment.name}{part.suffix}.{name}": part for moment, form in forms.items() for part in form}
+
+
+"""AdamW: means of the gradient and of its square. It works element by element."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +148,10 @@ class AdamWRule(UpdateRule):
         is_packed, unpacks = training.moments == "fp8", training.gradients == "fp8"
         wide = 4 * largest if training.moments == "bfloat16" else 0
         if not on_cpu:
-            # Kernels make nothing. With moments in float32 a gradient in e4m3 is unpacked for them.
+            # Kernels allocate nothing. A gradient in e4m3 is unpacked for moments in float32.
             return (4 * largest if unpacks and not is_packed else 0) + wide
-        # Measured a matrix at a time: a root, twice, and the gradient unpacked or the last matrix's root; all
-        # of it in float32; random bits in int64.
+        # Measured matrix by matrix, all in float32: two square roots, and the unpacked gradient or the last
+        # matrix's root. Random bits are int64.
         if is_packed:
             return (58 if training.weights == "bfloat16" else 34) * largest
         return 8 * largest + 4 * (largest if unpacks else second) + wide
@@ -153,23 +162,27 @@ class AdamWRule(UpdateRule):
         return {SQUARE_ROWS: RoundMean(shape[0]), SQUARE_COLUMNS: RoundMean(prod(shape[1:]))}
 
 
+"""Muon: the orthogonalized mean of the gradient (arXiv 2502.16982)."""
+
+
 @dataclass(frozen=True)
 class MuonRule(UpdateRule):
     """The mean of the gradient, made orthogonal (arXiv 2502.16982)."""
 
     joined: int = 1
-    """Equal matrices under one another that are made orthogonal each by itself, as queries, keys and values
-    of one product."""
+    """The number of equal matrices stacked in the parameter, each orthogonalized by itself: queries, keys and
+    values of one product, or experts."""
     moments = (Moment("momentum"),)
     needs_whole = True
 
     def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
         largest = max(sizes, default=0)
         at_once = largest if on_cpu else max(largest, min(sum(sizes), ITERATED))
-        # On a CPU twice the iterate, with three squares of the shorter side, at most as large, and what
-        # several of one product are joined from. On a GPU twice the iterates, with two squares of theirs.
+        # On a CPU: the iterate twice, three squares of its shorter side, which are at most as large, and the
+        # tensor that stacked matrices are joined from. On a GPU: the iterates twice, and two squares of
+        # theirs.
         iterating = (4 * (5 + (self.joined > 1)) if on_cpu else 2 * 4) * at_once
-        # What packing a moment makes on the way is gone when the iteration begins.
+        # The buffers for packing a moment are freed before the iteration begins.
         packing = (34 if training.moments == "fp8" and on_cpu else 0) * largest
         is_packed, is_rounded = training.moments == "fp8", training.weights == "bfloat16"
         in_float32 = (is_packed or training.gradients == "fp8") + is_rounded
@@ -182,20 +195,20 @@ class MuonRule(UpdateRule):
 
 ADAMW = AdamWRule()
 OPTIMIZERS: dict[str, UpdateRule] = {"adamw": ADAMW, "muon": MuonRule()}
-"""Values of `training.optimizer` and `training.adapter_optimizer`, each with its rule of blocks' matrices.
-All else is stepped by `ADAMW`."""
+"""The values of `training.optimizer` and `training.adapter_optimizer`, each with its rule for blocks'
+matrices. `ADAMW` updates all other parameters."""
 MOMENTS = {moment.name: moment for rule in OPTIMIZERS.values() for moment in rule.moments}
-"""Those of all rules by name."""
+"""The moments of all rules, by name."""
 MOST_MOMENTS = max(len(rule.moments) for rule in OPTIMIZERS.values())
 
 
 def update_rule(
     training: TrainingSection, unit: str, name: str, shape: tuple[int, ...], experts: int = 0
 ) -> UpdateRule:
-    """The rule by which a run steps a parameter of a unit.
+    """The rule that updates a parameter of a unit.
 
     Args:
-        experts: so many experts' matrices are under one another in it.
+        experts: how many experts' matrices are stacked in the parameter; 0 for none.
     """
     if not is_block(unit) or len(shape) < 2:
         return ADAMW
@@ -207,7 +220,7 @@ def update_rule(
 
 
 def optimizer_words(training: TrainingSection, lora: LoraSection) -> str:
-    """The optimizer and its settings, for people."""
+    """A description of the optimizer and its settings for users."""
     adamw = f"AdamW, betas {training.beta1:g} and {training.beta2:g}, eps {training.eps:g}"
     name, matrices = training.optimizer, "matrices of blocks"
     if lora.rank:
@@ -224,8 +237,8 @@ def form_of(training: TrainingSection, moment: Moment, *, is_matrix: bool) -> tu
 
 
 def update_rules(config: RunConfig, unit: str) -> tuple[UpdateRule, ...]:
-    """Those of a unit's `trained_specs`, in order."""
-    # Blocks have the same shapes, and there may be thousands.
+    """The rules of a unit's `trained_specs`, in order."""
+    # All blocks have the same shapes, and there may be thousands of them.
     like = block_name(0) if is_block(unit) else unit
     return _update_rules(config.model, config.lora, config.training, like)
 
@@ -241,16 +254,16 @@ def _update_rules(
 # ---- states
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""dtype and shape by name."""
+"""The dtype and shape of each tensor by name."""
 
 
 def state_layout(
     training: TrainingSection, unit: str, shapes: Mapping[str, tuple[int, ...]], *, outer: bool = False
 ) -> Layout:
-    """What `StageOptimizer.unit_state` gives for a unit's parameters of these shapes.
+    """The layout of `StageOptimizer.unit_state` for a unit's parameters of these shapes.
 
     Args:
-        outer: with the outer optimizer's momentum.
+        outer: include the outer optimizer's momentum.
     """
     layout: Layout = {STEP: ("int64", ())}
     for name, shape in shapes.items():
@@ -264,19 +277,18 @@ def state_layout(
 
 
 def unit_layout(config: RunConfig, unit: str, *, outer: bool = False) -> Layout:
-    """`state_layout` of what a run trains of this unit."""
+    """`state_layout` of the parameters that a run trains in this unit."""
     specs = trained_specs(config.model, config.lora, unit)
     return state_layout(config.training, unit, {spec.name: spec.shape for spec in specs}, outer=outer)
 
 
-def layout_problem(expected: Layout, found: Layout) -> str:
-    """The first difference between what a state must hold and what it holds, in words; empty if there is
-    none."""
-    for name in sorted(expected.keys() ^ found.keys()):
+def layout_problem(expected: Layout, actual: Layout) -> str:
+    """The first difference between what a state must hold and what it holds, as text; empty if they agree."""
+    for name in sorted(expected.keys() ^ actual.keys()):
         return f"{name[:80]} is {'missing' if name in expected else 'unknown'}"
     for name, (dtype, shape) in expected.items():
-        if found[name] != (dtype, shape):
-            other, others = found[name]
+        if actual[name] != (dtype, shape):
+            other, others = actual[name]
             return f"{name} is {other} {list(others)}, not {dtype} {list(shape)}"
     return ""
 
@@ -304,6 +316,6 @@ def _state_bytes(
 
 
 def most_state_bytes(specs: Iterable[ParameterSpec]) -> int:
-    """The most that a unit's snapshot file may have: weights, moments and the outer optimizer's momentum in
-    float32, and its header."""
+    """The largest possible size in bytes of a unit's snapshot file: weights, moments and the outer
+    optimizer's momentum in float32, and the header."""
     return 4 * (2 + MOST_MOMENTS) * sum(spec.elements for spec in specs) + _HEADER

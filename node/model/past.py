@@ -1,15 +1,16 @@
-"""What slices of a microbatch share on their way through a chunk: keys and values, the head's gradients.
+"""State that the slices of a microbatch share on their way through a chunk: keys and values, and the head's
+gradients.
 
 A slice's queries see the keys of all slices up to its own. So a block keeps each slice's keys and values, in
-the form of its stored activations, until the slices after it have gone backward. Their gradients are summed
-in float32, last slice first. `Past` is one microbatch's in one chunk; it is dropped when its last backward is
-done, or after a forward pass without one.
+the form of its stored activations, until the later slices have gone backward. Their gradients are summed in
+float32, last slice first. A `Past` belongs to one microbatch in one chunk. It is dropped when the
+microbatch's last backward is done, or after a forward pass without backward.
 
-The head needs no other slice. Its gradients are made with the loss, as `node.model.head_loss` makes them, and
-a microbatch's are summed in float32, first slice first. So they have the same bits on whichever stage the
-head is, and one copy of the head's gradient is in memory, not one for every slice.
+The head needs no other slice. Its gradients are computed with the loss, as in `node.model.head_loss`, and the
+gradients of a microbatch are summed in float32, first slice first. So they have the same bits on whichever
+stage the head is, and only one copy of the head's gradient is in memory.
 
-Shape legend: as in `node.model.stored_layers`.
+The shape legend is that of `node.model.stored_layers`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,19 +24,19 @@ from kernels.attention.ops import attention, attention_backward, chunk_backward
 from kernels.attention.reach import Reach
 
 Restore = Callable[[], tuple[Tensor, Tensor]]
-"""Keys and values [B, K, S, D] of a slice."""
+"""Returns the keys and values [B, K, S, D] of a slice."""
 
 
 class Past:
-    """Of one microbatch in one chunk."""
+    """The shared state of one microbatch in one chunk."""
 
     def __init__(self, slices: Sequence[range]) -> None:
-        """`slices`: the positions of each, as by `node.model.slices.sample_slices`."""
+        """`slices` are the positions of each slice, from `node.model.slices.sample_slices`."""
         self.slices = slices
         self._blocks: dict[nn.Module, _BlockPast] = {}
         self._of_head: list[Tensor] = []
         self.backwards_left = len(slices)
-        """Slices whose backward has not begun."""
+        """The number of slices whose backward has not begun."""
 
     def of_block(self, block: nn.Module) -> "_BlockPast":
         return self._blocks.setdefault(block, _BlockPast())
@@ -48,7 +49,7 @@ class Past:
             torch._foreach_add_(self._of_head, [grad.float() for grad in grads])
 
     def take_of_head(self) -> list[Tensor]:
-        """In a slice's backward: the sums if it is the microbatch's last, before that nothing."""
+        """The summed gradients in the backward of the microbatch's last slice; an empty list before that."""
         if self.backwards_left:
             return []
         taken, self._of_head = self._of_head, []
@@ -62,11 +63,11 @@ class Slice:
     past: Past
     number: int
     loss_factor: Tensor | float = 1.0
-    """What the mean loss of the slice's tokens is multiplied by."""
+    """The factor of the mean loss of the slice's tokens."""
 
     @property
     def first(self) -> int:
-        """The position of its first token in the sample."""
+        """The position of the slice's first token in its sample."""
         return self.past.slices[self.number].start
 
     def of_block(self, block: nn.Module) -> "BlockSlice":
@@ -74,15 +75,15 @@ class Slice:
 
 
 class _BlockPast:
-    """Of one block."""
+    """The shared state of one microbatch in one block."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Restore] = {}
-        """By slice."""
+        """Returns the kept keys and values, by slice."""
         self.gradients: tuple[Tensor, Tensor] | None = None
-        """Of keys and values, float32 [B, K, S, D], from the sample's first position on."""
+        """The gradients of keys and values from the sample's first position on, float32 [B, K, S, D]."""
         self.loads: dict[int, Tensor] = {}
-        """How many tokens each expert got, by slice."""
+        """The number of tokens that each expert got, int64 [E], by slice."""
 
 
 @dataclass(frozen=True)
@@ -92,22 +93,23 @@ class BlockSlice:
     past: _BlockPast
     number: int
     first: int
-    """The position of its first token in the sample."""
+    """The position of the slice's first token in its sample."""
 
     def keep(self, restore: Restore) -> None:
-        """Keep the slice's keys and values; again, where a block runs again in backward."""
+        """Keep the slice's keys and values. A block that runs again in backward calls it again."""
         self.past.kept[self.number] = restore
 
     def keep_load(self, load_e: Tensor) -> None:
-        """Keep how many tokens of the slice each expert got."""
+        """Keep the number of the slice's tokens that each expert got, int64 [E]."""
         self.past.loads[self.number] = load_e
 
     def load(self) -> Tensor:
-        """How many tokens of the microbatch each expert got, once all slices have gone forward."""
+        """The number of the microbatch's tokens that each expert got, int64 [E]. Call it when all slices have
+        gone forward."""
         return torch.stack(list(self.past.loads.values())).sum(0)
 
     def joined(self, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values from the sample's first position on, of which these are the last."""
+        """Keys and values from the sample's first position on. The arguments are the last of them."""
         if self.number == 0:
             return key_bksd, value_bksd
         earlier = [self.past.kept[number]() for number in range(self.number)]
@@ -125,14 +127,14 @@ class BlockSlice:
         fixed_order: bool = True,
         sinks_h: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the slice's queries, keys and values, those by later slices included.
+        """The gradients of the slice's queries, keys and values, with the parts that come from later slices.
 
         Args:
-            grad_bhsd: of the result.
-            heads: the slice's.
-            out_bhsd, sums: as `kernels.attention.ops.attention` gave them,
-            sinks_h: with these.
-            fixed_order: of a sample's first slice. What later slices run has no other order.
+            grad_bhsd: the gradient of attention's result.
+            heads: the slice's own queries, keys and values.
+            out_bhsd, sums: the results of `kernels.attention.ops.attention`.
+            fixed_order: sum in a fixed order in a sample's first slice. Later slices always do.
+            sinks_h: the sinks that attention was called with.
         """
         query, key, value = heads
         if self.number == 0:
@@ -179,7 +181,8 @@ class _SliceAttention(torch.autograd.Function):
 def slice_attention(
     query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, at: BlockSlice, reach: Reach
 ) -> Tensor:
-    """The attention [B, H, S, D] of a slice to all slices up to its own, for autograd; it is kept in `at`."""
+    """The attention [B, H, S, D] of a slice to all slices up to its own, for autograd. It keeps the slice's
+    keys and values in `at`."""
     args = query_bhsd, key_bksd, value_bksd, at, reach
     return cast(Tensor, _SliceAttention.apply(*args))  # type: ignore[no-untyped-call]
 
@@ -213,10 +216,10 @@ class _SliceLoss(torch.autograd.Function):
 def slice_loss(
     x_bsc: Tensor, loss: Callable[[Tensor], Tensor], at: Slice, parameters: Sequence[Tensor]
 ) -> Tensor:
-    """A slice's share of the loss, `loss(x_bsc)` times `at.loss_factor`; backward starts from it with 1.
+    """A slice's share of the loss: `loss(x_bsc)` times `at.loss_factor`. Backward must start from it with 1.
 
     Args:
-        parameters: of the head, which `loss` uses.
+        parameters: the head's parameters, which `loss` uses.
     """
     args = x_bsc, loss, at, torch.is_grad_enabled(), *parameters
     return cast(Tensor, _SliceLoss.apply(*args))  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
-"""A block's matrix products: projections with the same input are one product.
+"""A block's matrix products. Projections with the same input are one product.
 
 Shape legend: T tokens, N outputs, K inputs.
 
-On a GPU in half precision the weights of projections with one input are multiplied as one matrix where the
-results of one alone are too few to fill the card; the input's gradient then is one product too. Nothing is
-copied for it where the weights lie under one another in memory, as captured passes lay them. A weight's
-gradient goes to its main gradient (`AddProduct`), where the product itself adds in float32: what backward
-would make, round, read and add takes no pass of its own.
+On a GPU in half precision, the weights of projections with one input are multiplied as one matrix if a single
+product has too few results to fill the card. The input's gradient is then one product too. No weight is
+copied for it if the weights are contiguous in memory, as captured passes lay them. `AddProduct` adds a
+weight's gradient to its main gradient: the product itself accumulates in float32, so no separate pass
+computes, rounds, reads and adds it.
 
 On a CPU, and in float32, each projection is a product of its own and autograd adds its gradients.
 """
@@ -25,12 +25,12 @@ from kernels.fp8.rows import Coded
 from node.model.tensor_rank import TensorRank
 
 AddProduct = Callable[[Sequence[int], Tensor | Coded, Tensor | Coded], None]
-"""Adds `grads.t() @ rows`, of grads [T, N] and rows [T, K] or their columns' codes, to the main gradients of
-the weights with these numbers, under one another."""
+"""Adds `grads.t() @ rows` to the stacked main gradients of the weights with these numbers. The arguments are
+grads [T, N] and rows [T, K], or the codes of their columns."""
 FILLED = 1 << 25
-"""Results of a product from which on joining it with others gains nothing. Measured on an H200
+"""From this number of results on, joining a product with others gains nothing. Measured on an H200
 (scripts/results/compute_parts.json): joined, queries, keys and values take 0.88 to 0.97 of the time of three
-products, gate and up 0.88 at 2,048 outputs for 8,192 tokens, and 1.01 to 1.04 at 8,192 and 14,336."""
+products. Gate and up take 0.88 at 2,048 outputs for 8,192 tokens, and 1.01 to 1.04 at 8,192 and 14,336."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +43,18 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How projections with one input compute."""
+    """How to compute projections with one input."""
 
     add: AddProduct | None = None
-    """Where the weights' gradients go; None returns them."""
+    """Receives the weights' gradients. None returns them to autograd."""
     coded: CodedWeight | None = None
-    """Their weights under one another in e4m3, for products forward and for the input's gradient."""
+    """The stacked weights in e4m3, for forward products and those for the input's gradient."""
     codes_gradients: bool = False
-    """Multiply in e4m3 for weights' gradients too, whose errors add up in the weights."""
+    """Compute the products for weights' gradients in e4m3 too. Their errors add up in the weights."""
 
 
 AS_IT_IS = Way()
-"""Products are in the input's dtype, and gradients come from autograd."""
+"""Computes products in the input's dtype and returns gradients to autograd."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,13 @@ class Projections:
     linears: Sequence[Linear]
     way: Way = AS_IT_IS
     needs_input = True
-    """Gradients of weights need the input."""
+    """The weights' gradients need the input."""
 
     def __len__(self) -> int:
         return len(self.linears)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """The outputs [..., N] of each; columns of one tensor where they are one product."""
+        """The outputs [..., N] of each projection; columns of one tensor if they are one product."""
         if self.way.coded is not None:
             return self.of_codes(code_rows(x.reshape(-1, x.shape[-1])), x.shape[:-1], x.dtype)
         if not self._are_one(x):
@@ -82,33 +82,33 @@ class Projections:
         return list(torch.split(whole, [len(linear.weight) for linear in self.linears], dim=-1))
 
     def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
-        """Of a single projection, as `node.model.tensor_rank.row_parallel`."""
+        """The output of a single projection, summed as by `node.model.tensor_rank.row_parallel`."""
         if rank.count == 1:
             return self(x)[0]
-        (one,) = self.linears
+        (linear,) = self.linears
         if self.way.coded is None:
-            partial = F.linear(x, one.weight.to(x.dtype))
+            partial = F.linear(x, linear.weight.to(x.dtype))
         else:
             partial = self._coded(code_rows(x.reshape(-1, x.shape[-1])), x.shape[:-1], x.dtype)
         output = rank.reduce_scatter(partial)
-        return output if one.bias is None else output.add_(one.bias)
+        return output if linear.bias is None else output.add_(linear.bias)
 
     def of_codes(self, rows: Coded, leading: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """The outputs [*leading, N] of each, in `dtype`, from the codes of their input's rows."""
+        """The outputs [*leading, N] of each projection in `dtype`, from the codes of their input's rows."""
         outputs, bias = self._coded(rows, leading, dtype), self._bias(dtype)
         widths = [len(linear.weight) for linear in self.linears]
         return list(torch.split(outputs if bias is None else outputs.add_(bias), widths, dim=-1))
 
     def _coded(self, rows: Coded, leading: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """All outputs side by side, without biases."""
+        """The outputs of all projections side by side, without biases."""
         assert self.way.coded is not None
         return product(rows, self.way.coded.forward, dtype, fast=True).view(*leading, -1)
 
     def backward(self, grads: Sequence[Tensor], codes: Coded | None = None) -> Tensor:
-        """The gradient of the input, from those of the outputs.
+        """The gradient of the input from the gradients of the outputs.
 
         Args:
-            codes: of the gradients side by side, if they are there.
+            codes: the codes of the gradients side by side, if they have been computed.
         """
         first = grads[0]
         if self.way.coded is not None:
@@ -120,14 +120,15 @@ class Projections:
             return gradient.view(*first.shape[:-1], -1)
         of_input = first @ self.linears[0].weight.to(first.dtype)
         flat = of_input.view(-1, of_input.shape[-1])
-        for one, grad in zip(self.linears[1:], grads[1:], strict=True):
-            flat.addmm_(grad.reshape(-1, grad.shape[-1]), one.weight.to(grad.dtype))
+        for linear, grad in zip(self.linears[1:], grads[1:], strict=True):
+            flat.addmm_(grad.reshape(-1, grad.shape[-1]), linear.weight.to(grad.dtype))
         return of_input
 
     def gradients(
         self, grads: Sequence[Tensor], x: Tensor | None, own: Tensor | None = None
     ) -> list[Tensor | None]:
-        """Those of weights and biases in turn, in their own dtypes; of a weight None if it was added.
+        """The gradients of weights and biases in turn, in their own dtypes. A weight's gradient is None if it
+        was added.
 
         Args:
             own: the rank's own positions of `grads`, for the bias of a row-parallel projection.
@@ -146,18 +147,18 @@ class Projections:
             else:
                 widths = [len(self.linears[number].weight) for number in together]
                 of_weights += torch.split(weight_gradient(joined, rows, x.dtype), widths)
-        found: list[Tensor | None] = []
-        for one, grad, of_weight in zip(self.linears, grads, of_weights, strict=True):
-            found.append(None if of_weight is None else of_weight.to(one.weight.dtype))
-            if one.bias is None:
-                found.append(None)
+        gradients: list[Tensor | None] = []
+        for linear, grad, of_weight in zip(self.linears, grads, of_weights, strict=True):
+            gradients.append(None if of_weight is None else of_weight.to(linear.weight.dtype))
+            if linear.bias is None:
+                gradients.append(None)
                 continue
             summed = grad if own is None else own
-            found.append(summed.reshape(-1, summed.shape[-1]).sum(0).to(one.bias.dtype))
-        return found
+            gradients.append(summed.reshape(-1, summed.shape[-1]).sum(0).to(linear.bias.dtype))
+        return gradients
 
     def _are_one(self, x: Tensor) -> bool:
-        """Whether they are one product, of x or of gradients of as many tokens."""
+        """Whether the projections are one product, for this x or for gradients of as many tokens."""
         if len(self.linears) == 1 or x.dtype == torch.float32 or not dispatch.has_kernels(x.device):
             return False
         return x[..., 0].numel() * max(len(linear.weight) for linear in self.linears) <= FILLED

@@ -1,9 +1,9 @@
 """Runs a function again in backward, so that only its input is kept until then.
 
-As `torch.utils.checkpoint` without reentrance, but that imports torch's compiler at its first call: three
-seconds of a node's start, and memory for as long as the process lives. The bits and bytes are the same. When
-autograd asks for a tensor that the function saved, the function runs once more, up to the last tensor that it
-saves; each of them is freed as soon as backward has used it.
+It works like `torch.utils.checkpoint` without reentrance. But that imports torch's compiler at its first
+call, which takes three seconds of a node's start, and memory for as long as the process lives. The bits and
+the kept bytes are the same. When autograd asks for a tensor that the function saved, the function runs once
+more, up to the last tensor that it saves. Each tensor is freed as soon as backward has used it.
 """
 
 import weakref
@@ -20,11 +20,12 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`run(x)`, which runs again in backward.
 
     Args:
-        run: must save the same tensors each time. It must not draw from torch's generators, whose state is
-            not kept. It runs again under the autocast that holds now.
-        x: any shape; hooks for saved tensors that are in force now see it.
+        run: must save the same tensors each time. It must not draw from torch's generators, because their
+            state is not kept. Backward runs it under the autocast that is active now.
+        x: any shape. The hooks for saved tensors that are active now see it.
 
-    Backward raises RuntimeError if `run` saves other tensors than at first.
+    Raises:
+        RuntimeError: in backward, if `run` saves other tensors than the first time.
     """
     if not torch.is_grad_enabled():
         return run(x)
@@ -34,7 +35,7 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class _Saved:
-    """A tensor that the function saved: what autograd holds in its place."""
+    """A tensor that the function saved. Autograd holds this object in its place."""
 
     __slots__ = ("__weakref__", "again", "kind", "tensor")
 
@@ -42,18 +43,18 @@ class _Saved:
         self.again = again
         self.kind = _kind(tensor)
         self.tensor: Tensor | None = None
-        """From the second run until backward takes it."""
+        """The tensor, from the second run until backward takes it."""
 
 
 class _Again:
-    """The function's second run. Alive while autograd may ask for any of its tensors."""
+    """The function's second run. It lives while autograd may ask for any of its tensors."""
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self._run = run
         self._autocast = _autocast(x.device.type)
-        # Weakly: autograd drops what backward is done with, and its tensor must go too.
+        # Weak references, because autograd drops what backward is done with, and its tensor must go too.
         self._saved: list[weakref.ref[_Saved]] = []
-        # Requires a gradient even if x does not, so that autograd keeps x.
+        # It requires a gradient even if x does not, so that autograd keeps x.
         self._input = _Input.apply(torch.empty(0, requires_grad=True), x)  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: Tensor) -> _Saved:
@@ -62,14 +63,14 @@ class _Again:
         return saved
 
     def run(self) -> None:
-        """Bring the tensors back."""
+        """Run the function again and restore the saved tensors."""
         (x,) = self._input.grad_fn.saved_tensors
-        found = 0
+        count = 0
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal found
-            saved = self._saved[found]()
-            found += 1
+            nonlocal count
+            saved = self._saved[count]()
+            count += 1
             tensor = tensor.detach()
             if saved is not None:
                 if saved.kind != _kind(tensor):
@@ -77,7 +78,7 @@ class _Again:
                         f"what runs again in backward saved {_kind(tensor)} where it first saved {saved.kind}"
                     )
                 saved.tensor = tensor
-            if found == len(self._saved):
+            if count == len(self._saved):
                 raise _Enough
             return tensor
 
@@ -86,15 +87,15 @@ class _Again:
                 self._run(x)
         except _Enough:
             return
-        raise RuntimeError(f"what runs again in backward saved {found} tensors, at first {len(self._saved)}")
+        raise RuntimeError(f"what runs again in backward saved {count} tensors, at first {len(self._saved)}")
 
 
 class _Enough(Exception):
-    """The last tensor is there: what the function computes after it is not needed."""
+    """Raised when the last tensor is restored. The rest of the function's results are not needed."""
 
 
 class _Input(torch.autograd.Function):
-    """Keeps the input as autograd keeps any tensor, under the hooks that are in force."""
+    """Lets autograd keep the input like any other tensor, under the active hooks."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[object]]:
-    """What enters the autocast that holds now."""
+    """Returns a context that enters the autocast that is active now."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

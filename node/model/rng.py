@@ -1,6 +1,6 @@
-"""Counter-based randomness: a function of where it is used, never of a generator's state.
+"""Counter-based randomness: numbers depend on where they are used, never on a generator's state.
 
-Every draw depends on (seed, step, microbatch, layer, direction, purpose) only, so a repeated step, a resumed
+Every draw depends only on (seed, step, microbatch, layer, direction, purpose). So a repeated step, a resumed
 run and another split draw the same numbers.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 def generator(
     seed: int, *, step: int = 0, microbatch: int = 0, layer: str = "", direction: str = "", purpose: str
 ) -> np.random.Generator:
-    """A fresh Philox generator keyed by the 128-bit BLAKE2b hash of its place."""
+    """A new Philox generator, keyed by the 128-bit BLAKE2b hash of the arguments."""
     key = _hash((seed, step, microbatch, layer, direction, purpose), 16)
     return np.random.Generator(np.random.Philox(key=key))
 

@@ -1,24 +1,24 @@
 """A mixture of experts as a block's second half: an autograd function, as in `node.model.stored_layers`.
 
-Shape legend: B batch, S sequence, T tokens (B S), C hidden, E experts, k experts a token, R rows (T k), F
-ffn. Rows lie expert by expert (`kernels.experts`).
+Shape legend: B batch, S sequence, T tokens (B S), C hidden, E experts, k experts per token, R rows (T k), F
+ffn. Rows are sorted by expert (`kernels.experts`).
 
-The router computes in float32. Forward keeps its logits as they are, whatever `Storage` says: backward routes
-by them again, so it finds the same experts. What gate and up give is kept as a feed-forward's inputs are.
-The gradient of an expert's weight is the product of its result and the gradient of what it adds to. Backward
-takes it from the activations instead, so results of experts, C wide in every row, are not kept and not
-computed again.
+The router computes in float32. Forward keeps its logits unchanged, whatever `Storage` says. Backward routes
+by them again, so it chooses the same experts. The outputs of gate and up are kept like a feed-forward's
+inputs. The gradient of an expert's weight in the sum is the product of the expert's result and the gradient
+of the sum. Backward derives it from the activations, so the experts' results, C wide in every row, are
+neither kept nor computed again.
 
 Each block adds its own terms to the loss, for balance between experts (Fedus et al. 2021, arXiv 2101.03961,
-equation 4) and against large logits (Zoph et al. 2022, arXiv 2202.08906, equation 5). They are no part of
-what the block returns: backward adds their gradients. They are of a microbatch, also where it is cut
-along the sequence: all of its slices have gone forward before the first goes backward, so the load of all is
+equation 4) and against large logits (Zoph et al. 2022, arXiv 2202.08906, equation 5). They are not part of
+the block's result: backward adds their gradients. They are defined for a whole microbatch, also if it is cut
+along the sequence: all of its slices go forward before the first goes backward, so the load of all slices is
 known.
 
-Between tensor-parallel ranks every expert is cut by columns of its inner width, as a dense feed-forward is.
-Each rank routes its own positions, and has all logits by a gather. What ranks add up is each token's result,
-and in backward the gradients of its experts' weights and of its norm. Biases of what experts return count on
-the first rank alone.
+With several tensor-parallel ranks, every expert is cut by columns of its inner width, like a dense
+feed-forward. Each rank routes its own positions and gathers all logits. The ranks sum each token's result,
+and in backward the gradients of its experts' weights and of its norm. Only the first rank adds the biases of
+the experts' results.
 """
 
 from collections.abc import Sequence
@@ -50,27 +50,27 @@ class RoutedParts:
     rank: TensorRank
     experts: int
     choices: int
-    """How many experts compute a token."""
+    """The number of experts that compute a token."""
     normalize: bool
-    """The weights of a token's experts add up to 1."""
+    """Normalize the weights of a token's experts, so that they sum to 1."""
     limit: float = 0.0
-    """Gate and input are clamped to this; 0 does not clamp."""
+    """Gate and input are clamped to this value; 0 does not clamp."""
     tokens: int
-    """Of the microbatch."""
+    """The number of tokens of the microbatch."""
     balance: float = 0.0
-    """What the block's term for balance is multiplied by in the gradient of a microbatch,"""
+    """The factor of the balance term in the gradient of a microbatch."""
     z: float = 0.0
-    """and its term against large logits."""
+    """The factor of the term against large logits in the gradient of a microbatch."""
     at: BlockSlice | None = None
-    """Of a microbatch that is cut into slices: the one that x is."""
+    """The slice that x is, if the microbatch is cut into slices."""
 
     def route(self, logits_te: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Weights and experts [T, k] of all ranks' positions, from the logits of the rank's own."""
+        """The weights and experts [T, k] of all ranks' positions, from this rank's logits."""
         everybodys = self.rank.gather(logits_te.view(batch, -1, self.experts)).flatten(0, -2)
         return ops.route(everybodys, self.choices, self.normalize)
 
     def own(self, x_tk: Tensor, batch: int) -> Tensor:
-        """What belongs to the rank's own positions, of all of them."""
+        """The part of x that belongs to this rank's own positions."""
         positions = x_tk.view(batch, -1, x_tk.shape[-1]).chunk(self.rank.count, dim=1)
         return positions[self.rank.index].flatten(0, -2)
 
@@ -86,8 +86,8 @@ def routed_half(
     """x + the sum over a token's experts of weight * down(silu(gate(norm(x))) * up(norm(x))).
 
     Args:
-        projections: gate, up and down, with the matrices of all experts under one another.
-        load_e: int64; how many tokens each expert gets is added to it.
+        projections: gate, up and down, each with the stacked matrices of all experts.
+        load_e: int64; the number of tokens that each expert gets is added to it.
     """
     through = (router, *projections)
     args = x_bsc, parts, norms.eps, through, load_e, *norms.tensors, *trained(through)
@@ -96,16 +96,16 @@ def routed_half(
 
 @dataclass(frozen=True, kw_only=True)
 class _Experts:
-    """One projection of all experts: weights, or adapters on frozen ones."""
+    """One projection of all experts: trained weights, or adapters on frozen weights."""
 
     layer: Layer
     first: Tensor | None
-    """[E N, K], or with frozen weights A, [E r, K]; None without an adapter."""
+    """The weights [E N, K], or A of the adapters [E r, K]; None without adapters."""
     second: Tensor | None
-    """The biases [E N], or B, [E N, r]."""
+    """The biases [E N], or B of the adapters [E N, r]."""
     count: int
     counts_bias: bool = True
-    """False where another tensor-parallel rank adds it."""
+    """Whether this rank adds the bias. Only one tensor-parallel rank does."""
 
     @property
     def is_trained(self) -> bool:
@@ -117,23 +117,23 @@ class _Experts:
         return self._each(self.first, dtype)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """[E, N]."""
+        """The bias [E, N], or None."""
         bias = self.layer.bias if isinstance(self.layer, FrozenLinear) else self.second
         return None if bias is None or not self.counts_bias else bias.to(dtype).view(self.count, -1)
 
     def _each(self, stack: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """[E, ...] of matrices under one another."""
+        """Stacked matrices as [E, ...]."""
         assert stack is not None
         return stack.to(dtype).view(self.count, -1, stack.shape[-1])
 
     def _adapter(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
-        """A, B and what their product is multiplied by; None without an adapter."""
+        """A, B and the scale of their product; None without an adapter."""
         if not isinstance(self.layer, FrozenLinear) or self.first is None:
             return None
         return self._each(self.first, dtype), self._each(self.second, dtype), self.layer.scale
 
     def __call__(self, x: Tensor, order: Order, *, gathers: bool = False) -> Tensor:
-        """[R, N] of rows [R, K], or with `gathers` of tokens [T, K]."""
+        """The results [R, N] of rows [R, K], or with `gathers` of tokens [T, K]."""
         output = ops.matmul(x, self._weights(x.dtype), order, self.bias(x.dtype), gathers=gathers)
         if (adapter := self._adapter(x.dtype)) is not None:
             down, up, scale = adapter
@@ -142,7 +142,7 @@ class _Experts:
         return output
 
     def backward(self, grad: Tensor, order: Order) -> Tensor:
-        """The gradient of the rows [R, K], from that of the results."""
+        """The gradient of the rows [R, K] from the gradient of the results."""
         gradient = ops.input_gradient(grad, self._weights(grad.dtype), order)
         if (adapter := self._adapter(grad.dtype)) is not None:
             down, up, scale = adapter
@@ -153,7 +153,7 @@ class _Experts:
     def gradients(
         self, grad: Tensor, x: Tensor, order: Order, *, gathers: bool = False
     ) -> list[Tensor | None]:
-        """Those of weights and biases, or of A and B; the bias's is of `grad` as it is."""
+        """The gradients of weights and biases, or of A and B. The bias's gradient sums `grad` as it is."""
         if self.first is None:
             return [None, None]
         if (adapter := self._adapter(grad.dtype)) is not None:
@@ -278,7 +278,7 @@ class _RoutedHalf(torch.autograd.Function):
 def _projections(
     projecting: Sequence[Layer], tensors: Sequence[Tensor | None], parts: RoutedParts
 ) -> tuple[Projections | AdaptedProjections, _Experts, _Experts, _Experts]:
-    """The router; gate, up and down; from what `trained` gives."""
+    """The router, and the projections gate, up and down, from the result of `trained`."""
     router, first, second = projecting[0], tensors[0], tensors[1]
     routing: Projections | AdaptedProjections
     if isinstance(router, FrozenLinear):
@@ -286,15 +286,15 @@ def _projections(
     else:
         routing = Projections(linears=[Linear(weight=cast(Tensor, first), bias=second)])
     gate, up, down = (
-        _Experts(layer=layer, first=one, second=other, count=parts.experts)
-        for layer, one, other in zip(projecting[1:], tensors[2::2], tensors[3::2], strict=True)
+        _Experts(layer=layer, first=weights, second=other, count=parts.experts)
+        for layer, weights, other in zip(projecting[1:], tensors[2::2], tensors[3::2], strict=True)
     )
     down = replace(down, counts_bias=parts.rank.index == 0)
     return routing, gate, up, down
 
 
 def _activate(gate: Tensor, up: Tensor, bits: int, limit: float) -> list[Tensor]:
-    """The activations, and gate and up packed if `bits` are not 0."""
+    """The activations, and gate and up packed unless `bits` is 0."""
     if not limit:
         return list(blockfloat.ffn_store(gate, up, bits)) if bits else [layers.activation(gate, up)]
     packed = [blockfloat.store(part, bits) for part in (gate, up)] if bits else []
@@ -305,7 +305,7 @@ def _activate(gate: Tensor, up: Tensor, bits: int, limit: float) -> list[Tensor]
 def _activate_backward(
     grad: Tensor, gate: Tensor, up: Tensor, bits: int, limit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The activations again, and the gradients of gate and up. `grad` may be overwritten."""
+    """The activations, computed again, and the gradients of gate and up. `grad` may be overwritten."""
     if not limit and bits:
         of_gate, of_up = blockfloat.ffn_backward(grad, gate, up, bits).chunk(2, dim=-1)
         return grad, of_gate.contiguous(), of_up.contiguous()
@@ -320,7 +320,8 @@ def _activate_backward(
 
 
 def _clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(up + 1) * gate * sigmoid(1.702 gate) of clamped inputs, and its derivatives by both; float32."""
+    """(up + 1) * gate * sigmoid(1.702 gate) of clamped inputs, and its derivatives by gate and up; all
+    float32."""
     clamped, value = gate.float().clamp(max=limit), up.float().clamp(-limit, limit) + 1
     share = torch.sigmoid(SWIGLU_ALPHA * clamped)
     gated = clamped * share
@@ -330,13 +331,14 @@ def _clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor, Te
 
 
 def _add_auxiliary(of_logits: Tensor, logits: Tensor, order: Order, parts: RoutedParts) -> None:
-    """Add the gradients of the block's own terms of the loss, in place."""
+    """Add the gradients of the block's own loss terms, in place."""
     if not (parts.balance or parts.z):
         return
     count = parts.tokens
     probabilities = logits.softmax(1)
     if parts.balance:
-        # Of the mean probabilities alone: how many tokens an expert has does not change with the logits.
+        # Only the mean probabilities have a gradient: the experts' token counts do not change with the
+        # logits.
         load = order.offsets.diff() if parts.at is None else parts.at.load()
         slopes = load.float() * (parts.balance * parts.experts / count**2)
         inner = (probabilities * slopes).sum(1, keepdim=True)
@@ -346,7 +348,7 @@ def _add_auxiliary(of_logits: Tensor, logits: Tensor, order: Order, parts: Route
 
 
 def auxiliary_loss(logits_te: Tensor, load_e: Tensor, balance: float, z: float) -> Tensor:
-    """The block's terms of the loss of a microbatch: what `routed_half` adds the gradients of."""
+    """The block's own loss terms of a microbatch. `routed_half` adds their gradients."""
     tokens, experts = logits_te.shape
     shares = load_e.float() / tokens
     return (

@@ -1,11 +1,11 @@
-"""What each of T tensor-parallel ranks holds of a model, and whether a node's devices can share a run's sizes
-at all: pure functions of shapes. Torch-free.
+"""The shapes that each of T tensor-parallel ranks holds, and whether a node's devices can share a run's
+sizes. All functions are pure, and the module imports no torch.
 
-The family declares how each parameter is cut. A sharded one, laid flat, is [pieces, T, run]: rank t holds
-[:, t]. One piece where a matrix is cut by outputs, its number of rows where it is cut by inputs, and three
-for joined queries, keys and values, each of which is cut by heads. Moments in e4m3 are cut the same way, so a
-run must be whole blocks. Everything else (embedding, head, norms, biases of row-parallel projections) is
-replicated.
+The family declares how each parameter is cut. A cut parameter, seen as a flat tensor, has the shape [pieces,
+T, run], and rank t holds [:, t]. A matrix that is cut by outputs is one piece. One that is cut by inputs has
+as many pieces as rows. Joined queries, keys and values are three pieces, each cut by heads. Moments in e4m3
+are cut the same way, so a run must consist of whole blocks. Everything else (embedding, head, norms, biases
+of row-parallel projections) is replicated.
 """
 
 from functools import lru_cache
@@ -26,7 +26,7 @@ from wire.errors import RunError
 
 def frozen_bytes(model: ModelSection, lora: LoraSection, unit: str, ranks: int = 1) -> int:
     """Bytes of a unit's frozen weights in the memory of each rank; 0 without LoRA."""
-    # Blocks have the same shapes, and there may be thousands.
+    # All blocks have the same shapes, and there may be thousands of them.
     return _frozen_bytes(model, lora, block_name(0) if is_block(unit) else unit, ranks) if lora.rank else 0
 
 
@@ -45,7 +45,11 @@ def _frozen_bytes(model: ModelSection, lora: LoraSection, unit: str, ranks: int)
 
 
 def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None:
-    """Raise RunError if the run's microbatches or blocks cannot be shared so: one line, and what to do."""
+    """Check that a node's devices can share the run's microbatches and blocks.
+
+    Raises:
+        RunError: they cannot. The message is one line and says what to do.
+    """
     several_chunks = config.pipeline.chunks > 1 or config.sums_tied_gradients
     if ranks > 1 and config.pipeline.groups > 1 and (tensor_parallel > 1 or several_chunks):
         # A group's gradients are summed over all devices at once, when the stage's only chunk is done.
@@ -70,7 +74,11 @@ def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None
 
 
 def check_shards(config: RunConfig, ranks: int) -> None:
-    """Raise RunError if `ranks` cannot share this run's blocks: one line, which names the size in the way."""
+    """Check that `ranks` tensor-parallel ranks can share the run's blocks.
+
+    Raises:
+        RunError: they cannot. The message is one line and names the size that cannot be divided.
+    """
     model = config.model
     if ranks > 1 and model.qk_norm == "full":
         raise RunError(
@@ -84,7 +92,7 @@ def check_shards(config: RunConfig, ranks: int) -> None:
                 f"--tensor-parallel {ranks} does not divide this run's model.{name} {size}: join with a "
                 "--tensor-parallel that does"
             )
-    # `auto` is decided when a run starts.
+    # `auto` is decided only when a run starts.
     slices = config.pipeline.sequence_chunks
     if slices != "auto" and any(len(own) % ranks for own in sample_slices(model, slices)):
         raise RunError(
@@ -109,7 +117,8 @@ def check_shards(config: RunConfig, ranks: int) -> None:
 
 
 def _check_frozen(config: RunConfig, ranks: int) -> None:
-    """A rank packs its columns of a frozen matrix: only whole blocks are packed as in the whole matrix."""
+    """Check the columns of frozen matrices. A rank packs its own columns, which gives the same blocks as the
+    whole matrix only if the rank has whole blocks."""
     if config.lora.base in (WHOLE, "bf16"):
         return
     for spec in parameter_specs(config.model, block_name(0)):
@@ -124,8 +133,9 @@ def _check_frozen(config: RunConfig, ranks: int) -> None:
 def trained_parameters(
     model: ModelSection, lora: LoraSection, unit: str, ranks: int
 ) -> tuple[tuple[int, bool, bool], ...]:
-    """One device's elements of each trained parameter, whether it is a matrix, and whether it is a shard."""
-    # Blocks have the same shapes, and there may be thousands.
+    """For each trained parameter: one device's number of elements, whether it is a matrix, and whether it is
+    a shard."""
+    # All blocks have the same shapes, and there may be thousands of them.
     return _trained_parameters(model, lora, block_name(0) if is_block(unit) else unit, ranks)
 
 

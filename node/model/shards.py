@@ -19,13 +19,14 @@ from wire.errors import RunError
 
 
 def shard(unit: str, spec: ParameterSpec, whole: Tensor, index: int, ranks: int) -> Tensor:
-    """What rank `index` holds of a parameter, or of a tensor that describes it element- or blockwise.
+    """The part of a parameter that rank `index` holds, or of a tensor with one value per element or per
+    block.
 
     Args:
-        whole: of `spec.shape`, [elements] or [blocks of 128].
+        whole: a tensor of shape `spec.shape`, [elements] or [blocks of 128].
 
     Raises:
-        RunError: of none of these shapes, or ranks would share a block.
+        RunError: `whole` has none of these shapes, or ranks would share a block.
     """
     number = spec.pieces
     if number is None or ranks == 1:
@@ -53,7 +54,7 @@ class Shard:
     rank: TensorRank
 
     def whole(self, mine: Tensor) -> Tensor:
-        """The tensor of which each rank holds such a part. All ranks call it in the same order."""
+        """The whole tensor from this rank's part. All ranks must call it in the same order."""
         return self.rank.gather(mine.reshape(self.spec.pieces or 1, 1, -1)).reshape(self.spec.shape)
 
     def own(self, whole: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class Shard:
 
 
 def merge(spec: ParameterSpec, shards: Sequence[Tensor]) -> Tensor:
-    """The tensor of which every rank holds one of `shards`: the inverse of `shard`."""
+    """The whole tensor from the shards of all ranks: the inverse of `shard`."""
     number = spec.pieces
     if number is None:
         return shards[0]
@@ -75,7 +76,11 @@ def merge(spec: ParameterSpec, shards: Sequence[Tensor]) -> Tensor:
 def shard_state(
     config: RunConfig, unit: str, state: Mapping[str, Tensor], index: int, ranks: int
 ) -> dict[str, Tensor]:
-    """What rank `index` loads of a unit's whole state. Raises RunError as `shard`."""
+    """The part of a unit's whole state that rank `index` loads.
+
+    Raises:
+        RunError: as for `shard`.
+    """
     specs = _specs(config, unit)
     return {
         key: shard(unit, specs[name], tensor, index, ranks) if (name := _parameter(key)) in specs else tensor
@@ -84,7 +89,7 @@ def shard_state(
 
 
 def merge_states(config: RunConfig, unit: str, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """A unit's whole state from those of all ranks; a replicated tensor is taken from rank 0."""
+    """A unit's whole state from the states of all ranks. A replicated tensor is taken from rank 0."""
     specs = _specs(config, unit)
     return {
         key: merge(specs[name], [state[key] for state in states])
@@ -95,7 +100,7 @@ def merge_states(config: RunConfig, unit: str, states: Sequence[Mapping[str, Ten
 
 
 def sharded_keys(config: RunConfig, unit: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Names of the tensors in a unit's state that differ from rank to rank, sorted."""
+    """The names of the tensors in a unit's state that differ between ranks, sorted."""
     specs = _specs(config, unit)
     return tuple(
         sorted(key for key in state if (name := _parameter(key)) in specs and specs[name].pieces is not None)
@@ -103,11 +108,11 @@ def sharded_keys(config: RunConfig, unit: str, state: Mapping[str, Tensor]) -> t
 
 
 def _specs(config: RunConfig, unit: str) -> dict[str, ParameterSpec]:
-    """Of what is trained and what is frozen, by name."""
+    """The specs of trained and frozen parameters, by name."""
     model, lora = config.model, config.lora
     return {spec.name: spec for spec in (*parameter_specs(model, unit), *trained_specs(model, lora, unit))}
 
 
 def _parameter(key: str) -> str:
-    """The parameter that a tensor of a state belongs to; not one for the step."""
+    """The parameter that a tensor of a state belongs to; empty for the step count."""
     return key.partition(".")[2]

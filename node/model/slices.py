@@ -1,7 +1,8 @@
-"""Slices: where a sample is cut along the sequence, so that each slice takes equally long. Pure, torch-free.
+"""Cuts samples along the sequence into slices that take the same time. All functions are pure and need no
+torch.
 
-Later tokens attend to more keys, so later slices are shorter. Where a sample is cut decides bits, so it
-follows from the model's shape and the number of slices alone.
+Later tokens attend to more keys, so later slices are shorter. The cuts determine bits, so they depend only on
+the model's shape and the number of slices.
 """
 
 from functools import lru_cache
@@ -11,16 +12,18 @@ from node.config.schema import ModelSection
 from node.model.units import unit_cost, unit_names
 
 GRANULE = 128
-"""Cuts are at multiples of so many tokens, the tiles of kernels, where a sample has `GRANULES` a slice."""
+"""Cuts are at multiples of this many tokens, the tile size of kernels, if a sample has `GRANULES` times as
+many for each slice. In shorter samples the multiple is smaller."""
 GRANULES = 4
 
 
 @lru_cache(maxsize=64)
 def sample_slices(model: ModelSection, count: int) -> tuple[range, ...]:
-    """The positions of each slice of a sample, first to last; together all of them, each slice with at least
-    one.
+    """The positions of each slice of a sample, first to last. Together they cover the sample, and none is
+    empty.
 
-    Raises ValueError for less than one slice, or more than a sample has tokens.
+    Raises:
+        ValueError: `count` is below 1 or above the number of tokens in a sample.
     """
     length = model.sequence
     if not 1 <= count <= length:
@@ -31,7 +34,7 @@ def sample_slices(model: ModelSection, count: int) -> tuple[range, ...]:
     whole = _work(model, length)
     cuts = [0]
     for number in range(1, count):
-        # Of the places that leave a granule, or what the sample has, to every other slice.
+        # Only cuts that leave at least one granule for every other slice.
         first, last = cuts[-1] + granule, length - (count - number) * granule
         low, high = -(-first // granule), last // granule
         while low < high:
@@ -47,10 +50,13 @@ def sample_slices(model: ModelSection, count: int) -> tuple[range, ...]:
 
 
 def _work(model: ModelSection, tokens: int) -> float:
-    """Forward flops of the first tokens of a sample: products, and scores of the keys that each sees."""
+    """Forward flops of a sample's first tokens: products, and the scores of the keys that each token sees."""
     products, windows = _shape(model)
     pairs = sum(count * _pairs(tokens, window) for window, count in windows)
     return products * tokens + 4.0 * model.q_width * pairs
+
+
+"""The flops of a token's products, and pairs of an attention window and the number of blocks that have it."""
 
 
 @lru_cache(maxsize=64)
@@ -63,6 +69,6 @@ def _shape(model: ModelSection) -> tuple[float, tuple[tuple[int, int], ...]]:
 
 
 def _pairs(tokens: int, window: int) -> int:
-    """Keys that the first tokens see, summed over them."""
+    """The number of keys that each of the first tokens sees, summed over the tokens."""
     full = min(tokens, window) if window else tokens
     return full * (full + 1) // 2 + (tokens - full) * window

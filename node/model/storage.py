@@ -1,6 +1,7 @@
-"""The forms in which a block keeps activations for backward, and their bytes; a head's pieces. Torch-free.
+"""The forms in which a block keeps activations for backward, and their bytes; also the pieces of a head. This
+module imports no torch.
 
-Four kinds of tensor, each in its own form; everything else is recomputed in backward (AGoQ,
+There are four kinds of tensors, each with its own form. Everything else is recomputed in backward (AGoQ,
 arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
 """
 
@@ -17,31 +18,31 @@ RECOMPUTE = "recompute"
 FROM_PRESET = "preset"
 OUTLIERS_APART = "4+outliers"
 PACKED = {"bf16": 16, "8": 8, "6": 6, "5": 5, OUTLIERS_APART: 4 + APART, "4": 4, "3": 3}
-"""Bits an element of the forms that are packed, as `kernels.blockfloat.layout` has them."""
+"""Bits per element of the packed forms, as in `kernels.blockfloat.layout`."""
 KINDS = {
     "norm_input": (AS_COMPUTED, "bf16", "8", "6", "5", OUTLIERS_APART, "4"),
     "ffn_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4", "3", RECOMPUTE),
     "attention": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
     "attention_output": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
 }
-"""The forms that each kind may be kept in. Norm inputs cannot be recomputed, and have a model's outlier
+"""The forms that each kind may have. Norm inputs cannot be recomputed, and contain a model's outlier
 channels."""
 STAGE_BITS = (4, 5, 6, 8, 16)
-"""A stage has one of these numbers of bits."""
+"""The numbers of bits that a stage may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How a block keeps each kind of tensor: `none` (as computed), `bf16`, bits, or `recompute`."""
+    """How a block keeps each kind of tensor: `none` (as computed), `bf16`, a bit width, or `recompute`."""
 
     norm_input: str = AS_COMPUTED
     ffn_input: str = AS_COMPUTED
     attention: str = AS_COMPUTED
     attention_output: str = AS_COMPUTED
     again: bool = False
-    """Keep the block's input alone and run the block again in backward, which then has the same bits."""
+    """Keep only the block's input and run the block again in backward. The bits are the same."""
     offload: tuple[str, ...] = ()
-    """Kinds that wait for backward in host memory, or `all` that the block keeps; the same bits too."""
+    """The kinds that are in host memory until backward, or `all` of them. The bits are the same."""
 
     @property
     def is_off(self) -> bool:
@@ -58,13 +59,13 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBytes:
-    """Bytes that one block keeps of one microbatch, by kind."""
+    """Bytes that a block keeps of a microbatch, by kind."""
 
     norm_input: int
     ffn_input: int
     attention: int
     attention_output: int
-    """With the log-sum-exp."""
+    """It includes the log-sum-exp."""
 
     @property
     def total(self) -> int:
@@ -72,12 +73,12 @@ class StoredBytes:
 
 
 def unit_bytes(model: ModelSection, samples: int) -> int:
-    """1 U: the hidden states of a microbatch in half precision."""
+    """1 U in bytes: the hidden states of a microbatch in half precision."""
     return 2 * samples * model.sequence * model.hidden
 
 
 def configured(section: StorageSection) -> Storage:
-    """The preset with the kinds that the run file sets."""
+    """The preset, with the kinds that the run file overrides."""
     own = {kind: getattr(section, kind) for kind in KINDS if getattr(section, kind) != FROM_PRESET}
     return replace(PRESETS[section.preset], **own)
 
@@ -85,13 +86,13 @@ def configured(section: StorageSection) -> Storage:
 def storages_by_load(
     section: StorageSection, loads: Sequence[int], widest: int = STAGE_BITS[-1]
 ) -> tuple[Storage, ...]:
-    """How each stage's blocks could keep their activations, from the stages' loads only.
+    """A proposal of how each stage's blocks keep their activations, from the stages' loads only.
 
-    `node.tuning.memory.stage_storages` decides, with the rest of a stage's memory in view.
+    `node.tuning.memory.stage_storages` decides, and considers the rest of a stage's memory.
 
     Args:
         loads: the most block activations (microbatches x blocks) that each stage holds at once.
-        widest: no more bits than these, but for a kind that the run file has in more.
+        widest: the most bits that are proposed, unless the run file sets more for a kind.
     """
     base = configured(section)
 
@@ -106,11 +107,11 @@ def storages_by_load(
 
 
 def stage_bits(loads: Sequence[int], base: int, widest: int = STAGE_BITS[-1]) -> tuple[int, ...]:
-    """Bits of each stage: base x the heaviest load / its own, rounded down to one of `STAGE_BITS`.
+    """The bits of each stage: base x the heaviest load / its own, rounded down to one of `STAGE_BITS`.
 
-    So no stage comes to hold more block activations than the heaviest does at `base` bits (AGoQ, section 4.2,
-    whose equation 21 counts stages from the wrong end; loads are the schedule's own). Never below `base`, and
-    above it never above `widest`.
+    So the activations of no stage take more memory than those of the heaviest stage at `base` bits (AGoQ,
+    section 4.2; its equation 21 counts stages from the wrong end, and loads here are the schedule's own). The
+    result is never below `base`, and never above the larger of `base` and `widest`.
     """
     heaviest = max(loads)
     allowed = [Fraction(base * heaviest, load) if load else Fraction(STAGE_BITS[-1]) for load in loads]
@@ -121,7 +122,8 @@ def stage_bits(loads: Sequence[int], base: int, widest: int = STAGE_BITS[-1]) ->
 def stored_bytes(
     model: ModelSection, training: TrainingSection, storage: Storage, samples: int | None = None
 ) -> StoredBytes:
-    """What a block keeps of a microbatch in this storage, which must not be off; counted from shapes."""
+    """The bytes that a block keeps of a microbatch in this storage, counted from shapes. `storage` must not
+    be off."""
     samples = training.microbatch if samples is None else samples
     tokens = (samples, model.sequence)
     element = 4 if training.precision == "float32" else 2
@@ -136,13 +138,13 @@ def stored_bytes(
 
     widths = family_of(model).kept_widths(model)
     inputs = widths["norm_input"]
-    # What Gemma's norms multiply by is made for each microbatch.
+    # The factors of Gemma's norms are computed for each microbatch.
     vectors = 4 * (sum(inputs) + 2 * model.width) if model.norm_offset else 0
     sums = 0 if storage.attention_output == RECOMPUTE else 4 * samples * model.heads * model.sequence
     return StoredBytes(
-        # The residual stream, and so the norms' input, is always float32.
+        # The residual stream is always float32, and so are the norms' inputs.
         norm_input=kept(storage.norm_input, *inputs, computed=4) + vectors,
-        # Packed where they are made, bfloat16 too: in whole blocks. A router's logits are kept as they are.
+        # bfloat16 is packed too, in whole blocks. A router's logits are kept as they are.
         ffn_input=kept(storage.ffn_input, *widths["ffn_input"], packs=True)
         + 4 * samples * model.sequence * model.experts,
         attention=kept(storage.attention, *widths["attention"]),
@@ -153,12 +155,13 @@ def stored_bytes(
 HEAD_LOGITS = 1 << 26
 """The most logits that a head computes at a time: 256 MiB in float32."""
 FUSED_LOGITS = 1 << 28
-"""The same where a kernel makes gradients in the logits' place: 512 MiB in half precision. Each piece adds to
-the weight's gradient, so few pieces take less time."""
+"""The same if a kernel overwrites the logits with their gradients: 512 MiB in half precision. Each piece adds
+to the weight's gradient, so fewer pieces take less time."""
 
 
 def head_piece(tokens: int, vocab: int, *, fused: bool = False) -> int:
-    """How many of a microbatch's tokens go through the head at a time: equal pieces but for the last."""
+    """How many of a microbatch's tokens pass through the head at a time. All pieces except the last are
+    equal."""
     pieces = -(-tokens * vocab // (FUSED_LOGITS if fused else HEAD_LOGITS))
     return -(-tokens // max(1, pieces))
 

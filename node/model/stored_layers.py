@@ -2,16 +2,16 @@
 
 Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C / H, F ffn.
 
-Each half is one `autograd.Function` around norm, projections and residual: forward packs what `Storage` says
-and drops the rest, and backward recomputes it. Weights are cast in both directions, so that no cast copy is
-kept.
+Each half is one `autograd.Function` around norm, projections and residual. Forward packs what `Storage` says
+and drops the rest; backward recomputes it. Weights are cast in both directions, so that no cast copy is kept.
 
 Forward computes the same as the plain block, with one exception: if queries, keys and values are kept packed
-and attention's output is kept too, attention runs on the packed values. Backward's weights, exp(q k - sums),
-add up to 1 only if the log-sum-exp is that of these queries and keys: else 4 bits put the gradients' error at
-0.4 to 0.8, and 8 bits at twice or more of that with consistent sums (scripts/results/memory.md).
+and attention's output is kept too, attention runs on the packed values. The reason is that the weights in
+backward, exp(q k - sums), add up to 1 only if the log-sum-exp belongs to these queries and keys. Otherwise
+the gradients' relative error is 0.4 to 0.8 with 4 bits, and with 8 bits at least twice that of consistent
+sums (scripts/results/memory.md).
 
-Between T tensor-parallel ranks, x and what is kept of it are a rank's S / T positions; backward gathers the
+With T tensor-parallel ranks, x and what is kept of it are a rank's S / T positions, and backward gathers the
 norm's output again. Attention and the feed-forward see all positions, with H / T heads and width F / T.
 """
 
@@ -40,12 +40,12 @@ Heads = tuple[Tensor, Tensor, Tensor]
 Layer = nn.Linear | FrozenLinear
 Multiplied = Projections | AdaptedProjections
 NORMS = 5
-"""How many tensors `Norms.tensors` gives."""
+"""The length of `Norms.tensors`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """RMSNorm's weight, or LayerNorm's weight and bias."""
+    """The weight of an RMSNorm, or weight and bias of a LayerNorm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -55,7 +55,7 @@ class Norm:
     def of(cls, module: nn.Module) -> "Norm":
         weight, bias, eps = module.weight, getattr(module, "bias", None), module.eps
         assert isinstance(weight, Tensor) and isinstance(eps, float)
-        # Of Gemma's norms the gradient of the sum is that of the weight.
+        # Gemma's norms multiply by 1 + weight. The gradient of that sum is the weight's gradient.
         scale = 1.0 + weight if getattr(module, "offset", False) else weight
         return cls(weight=scale, bias=bias, eps=eps)
 
@@ -82,7 +82,7 @@ class Norm:
         return projections(rank.gather(normed)), kept
 
     def again(self, kept: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The norm of what was kept."""
+        """The norm of x, computed again from what was kept."""
         if form == AS_COMPUTED:
             return layers.norm(kept, self.weight, self.bias, self.eps, dtype)
         return ops.norm_from_stored(kept, shape, self.weight, self.bias, self.eps, PACKED[form], dtype)
@@ -90,7 +90,7 @@ class Norm:
     def backward(
         self, grad: Tensor, kept: Tensor, form: str, residual: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradient of x, with that of the residual stream; those of weight and bias."""
+        """The gradient of x plus the residual stream's gradient, and the gradients of weight and bias."""
         if form == AS_COMPUTED:
             of_x, of_weight, of_bias = layers.norm_backward(
                 grad, kept, residual, self.weight, self.bias, self.eps
@@ -107,7 +107,8 @@ class Norm:
 
 
 class NoNorm:
-    """The begin of a half whose norm is at its end: x itself is projected, and kept as a norm's input is."""
+    """The start of a half that has its norm at the end: x itself is projected, and kept like a norm's
+    input."""
 
     tensors = None, None
 
@@ -130,30 +131,31 @@ class NoNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
-    """Those of a half."""
+    """The norms of a half."""
 
     first: Norm | None
-    """Of the residual stream; None projects it as it is."""
+    """The norm of the residual stream; None projects the stream itself."""
     last: Norm | None = None
-    """Of what is added to the residual stream."""
+    """The norm of the result that is added to the residual stream."""
     heads: tuple[Tensor, ...] = ()
-    """Weights of the norms of queries and keys."""
+    """The weights of the norms of queries and keys."""
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        """Five: weight and bias of the first, weight of the last, weights of queries' and keys'."""
+        """Five tensors or None: weight and bias of the first norm, the last norm's weight, the weights for
+        queries and keys."""
         first = self.first or NoNorm()
         last = None if self.last is None else self.last.weight
         return [*first.tensors, last, *(self.heads or (None, None))]
 
     @property
     def eps(self) -> float:
-        """All have the same."""
+        """The epsilon, which all norms share."""
         return next(norm.eps for norm in (self.first, self.last) if norm is not None)
 
     @classmethod
     def again(cls, tensors: Sequence[Tensor | None], eps: float) -> "Norms":
-        """From what `tensors` gave."""
+        """Rebuild the norms from `tensors`."""
         weight, bias, last, *heads = tensors
         return cls(
             first=None if weight is None else Norm(weight=weight, bias=bias, eps=eps),
@@ -161,15 +163,16 @@ class Norms:
             heads=tuple(head for head in heads if head is not None),
         )
 
-    def add(self, x: Tensor, made: Tensor, form: str) -> tuple[Tensor, Tensor]:
-        """x + made, by the last norm if there is one; and what that keeps, empty if there is none."""
+    def add(self, x: Tensor, added: Tensor, form: str) -> tuple[Tensor, Tensor]:
+        """x plus the half's result, normalized if there is a last norm. Also what that norm keeps; empty
+        without one."""
         if self.last is None:
-            return layers.residual(x, made), made.new_empty(0)
-        normed, kept = self.last.store(made, form, made.dtype)
+            return layers.residual(x, added), added.new_empty(0)
+        normed, kept = self.last.store(added, form, added.dtype)
         return layers.residual(x, normed), kept
 
     def of_added(self, grad: Tensor, kept: Tensor, form: str) -> tuple[Tensor, Tensor | None]:
-        """The gradients of what `add` added, and of the last norm's weight."""
+        """The gradients of the result that `add` added, and of the last norm's weight."""
         if self.last is None:
             return grad, None
         of_made, of_weight, _ = self.last.backward(grad, kept, form, torch.zeros_like(grad))
@@ -180,8 +183,9 @@ class Norms:
 class HeadLayout:
     """Maps projected tensors to heads, and gradients of heads back.
 
-    The weights of queries' and keys' norms are arguments: where there are some, what is projected is kept in
-    place of the heads, as their gradients need it, and `join` gives the weights' gradients too.
+    The weights of the norms of queries and keys are arguments. If there are such norms, the projected tensors
+    are kept instead of the heads, because the norms' gradients need them, and `join` also returns the
+    gradients of the weights.
     """
 
     split: Callable[[Sequence[Tensor], Sequence[Tensor]], Heads]
@@ -196,9 +200,9 @@ class AttentionParts:
     layout: HeadLayout
     rank: TensorRank
     at: BlockSlice | None = None
-    """Of a microbatch that is cut into slices: the one that x is."""
+    """The slice that x is, if the microbatch is cut into slices."""
     inputs: Way = AS_IT_IS
-    """How the projections into attention compute, and the one out of it."""
+    """How to compute attention's input projections. `output` is for the output projection."""
     output: Way = AS_IT_IS
     reach: Reach = EVERYTHING
     fixed_order: bool = True
@@ -212,9 +216,9 @@ class FfnParts:
     storage: Storage
     rank: TensorRank
     gelu: bool = False
-    """Two inputs are gated by GELU in place of SiLU."""
+    """Whether a feed-forward with two inputs is gated by GELU instead of SiLU."""
     inputs: Way = AS_IT_IS
-    """How the projections into the feed-forward compute, and the one out of it."""
+    """How to compute the feed-forward's input projections. `down` is for the output projection."""
     down: Way = AS_IT_IS
 
 
@@ -226,7 +230,7 @@ def attention_half(
     output: Layer,
     sinks_h: Tensor | None = None,
 ) -> Tensor:
-    """x + output(attention(heads(projections(norm(x))))), with a norm before, after or both."""
+    """x + output(attention(heads(projections(norm(x))))), with the norm before, after or both."""
     layers = (output, *projections)
     tensors = [*norms.tensors, *trained(layers)]
     args = x_bsc, parts, norms.eps, layers, _drawn(layers), sinks_h, *tensors
@@ -234,8 +238,11 @@ def attention_half(
 
 
 def ffn_half(x_bsc: Tensor, parts: FfnParts, norms: Norms, inputs: Sequence[Layer], down: Layer) -> Tensor:
-    """x + down(silu(gate(norm(x))) * up(norm(x))) for two inputs, x + down(gelu(up(norm(x)))) for one; with
-    `parts.gelu` GELU for two. A norm is before, after or both."""
+    """The feed-forward half: x + down(silu(gate(norm(x))) * up(norm(x))) with two inputs, x +
+    down(gelu(up(norm(x)))) with one.
+
+    With `parts.gelu`, GELU gates two inputs. The norm is before, after or both.
+    """
     layers = (down, *inputs)
     tensors = [*norms.tensors, *trained(layers)]
     args = x_bsc, parts, norms.eps, layers, _drawn(layers), *tensors
@@ -243,18 +250,18 @@ def ffn_half(x_bsc: Tensor, parts: FfnParts, norms: Norms, inputs: Sequence[Laye
 
 
 def trained(layers: Sequence[Layer]) -> list[Tensor | None]:
-    """Weights and biases in turn; of frozen projections their adapters' A and B."""
-    found: list[Tensor | None] = []
+    """Weights and biases in turn; for frozen projections the A and B of their adapters."""
+    tensors: list[Tensor | None] = []
     for layer in layers:
         if isinstance(layer, FrozenLinear):
-            found += [layer.lora_A, layer.lora_B]
+            tensors += [layer.lora_A, layer.lora_B]
         else:
-            found += [layer.weight, cast(Tensor | None, layer.bias)]
-    return found
+            tensors += [layer.weight, cast(Tensor | None, layer.bias)]
+    return tensors
 
 
 def _drawn(layers: Sequence[Layer]) -> Tensor | None:
-    """The salt of the microbatch's dropout; all layers of a chunk have the same."""
+    """The salt of the microbatch's dropout, which all layers of a chunk share; None without dropout."""
     salts = (layer.drawn() for layer in layers if isinstance(layer, FrozenLinear))
     return next((salt for salt in salts if salt is not None), None)
 
@@ -266,7 +273,7 @@ def _projections(
     out_way: Way,
     into_way: Way,
 ) -> tuple[Multiplied, Multiplied]:
-    """The projection out of the half, and those into it, from what `trained` gives."""
+    """The output projection of a half and its input projections, from the result of `trained`."""
     frozen = [layer for layer in layers if isinstance(layer, FrozenLinear)]
     if frozen:
         out = AdaptedProjections(frozen[:1], tensors[:2], drawn)
@@ -293,7 +300,7 @@ def _keep(x: Tensor, form: str) -> Tensor:
 
 
 def _kept(kept: Tensor, form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What `_keep` kept, in `dtype`."""
+    """The tensor that `_keep` kept, in `dtype`."""
     if form == AS_COMPUTED or (form == "bf16" and kept.dtype == torch.bfloat16):
         return kept
     return ops.restore(kept, list(shape), PACKED[form], dtype)
@@ -325,14 +332,14 @@ class _AttentionHalf(torch.autograd.Function):
             if RECOMPUTE not in (storage.attention, storage.attention_output):
                 heads, _ = _kept_heads(kept_heads, head_shapes, parts, norms, dtype)
             if parts.at is not None:
-                # Keys and values that are kept in the same form anyway are not kept twice.
+                # Keys and values that are kept in the same form anyway are not kept a second time.
                 own = _keep_heads(heads, storage.attention) if norms.heads else kept_heads
                 parts.at.keep(_restoring(own, heads, storage.attention, dtype))
             attended, sums = attention(*_seen(heads, parts.at), parts.reach, sinks)
             flat = _flat(attended)
-            made = output.row_parallel(flat, parts.rank)
-            result, kept_made = norms.add(x, made, storage.norm_input)
-            del made
+            added = output.row_parallel(flat, parts.rank)
+            result, kept_made = norms.add(x, added, storage.norm_input)
+            del added
             kept_output = _keep(flat, storage.attention_output)
         if storage.attention_output == RECOMPUTE:
             sums = sums.new_empty(0)
@@ -422,19 +429,19 @@ class _FfnHalf(torch.autograd.Function):
             bits = PACKED.get(storage.ffn_input, 0)
             if isinstance(down, Projections) and down.way.coded is not None and parts.rank.count == 1:
                 codes, kept = layers.coded_activation(gate, up, bits)
-                (made,) = down.of_codes(codes, x.shape[:-1], dtype)
+                (added,) = down.of_codes(codes, x.shape[:-1], dtype)
             else:
                 inner, *kept = (
                     ops.ffn_store(gate, up, bits, parts.gelu)
                     if bits
                     else [layers.activation(gate, up, parts.gelu)]
                 )
-                made = down.row_parallel(inner, parts.rank)
+                added = down.row_parallel(inner, parts.rank)
                 del inner
             kept = wide if storage.ffn_input == AS_COMPUTED else kept
             del wide, gate, up
-            result, kept_made = norms.add(x, made, storage.norm_input)
-            del made
+            result, kept_made = norms.add(x, added, storage.norm_input)
+            del added
         ctx.parts, ctx.eps, ctx.dtype, ctx.projecting = parts, eps, dtype, projecting
         mark("norm_input", [kept_x, kept_made])
         mark("ffn_input", kept[: len(inputs)])
@@ -464,7 +471,7 @@ class _FfnHalf(torch.autograd.Function):
         wide = inputs(cast(Tensor, normed)) if storage.ffn_input == RECOMPUTE else kept
         gate, up = wide[0], wide[1] if len(wide) > 1 else None
         codes = None
-        # Each may overwrite `inner`, until here its own gradient.
+        # These may overwrite `inner`, which until now is its own gradient.
         if inputs.way.coded is not None:
             inner, of_wide, codes = layers.coded_activation_backward(inner, gate, up, bits)
         elif bits:
@@ -487,29 +494,30 @@ class _FfnHalf(torch.autograd.Function):
 def _halved(
     grad: Tensor, dtype: torch.dtype, out: Multiplied, rank: TensorRank
 ) -> tuple[Tensor, Coded | None]:
-    """The gradient of the residual stream in `dtype`, and its codes if the projection out of the half
-    multiplies by them."""
+    """The gradient of the residual stream in `dtype`, and its codes if the output projection multiplies by
+    them."""
     if out.way.coded is None or rank.count > 1 or dtype != torch.bfloat16:
         return grad.to(dtype), None
     return code_halved_rows(grad)
 
 
 def _keep_heads(heads: Sequence[Tensor], form: str) -> list[Tensor]:
-    """Heads [B, H, S, D], or what is projected [B, S, H D], in `form`."""
+    """Heads [B, H, S, D], or projected tensors [B, S, H D], kept in `form`."""
     if form == AS_COMPUTED:
         return list(heads)
     return [_keep(_flat(part) if part.dim() == 4 else part, form) for part in heads]
 
 
 def _seen(heads: Heads, at: BlockSlice | None) -> Heads:
-    """With the keys and values of earlier slices."""
+    """The heads, with the keys and values of earlier slices prepended."""
     return heads if at is None else (heads[0], *at.joined(*heads[1:]))
 
 
 def _restoring(
     kept: Sequence[Tensor], heads: Heads, form: str, dtype: torch.dtype
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Gives keys and values again, from what `_keep_heads` kept of heads; of what is recomputed, these."""
+    """Returns a function that restores keys and values from the result of `_keep_heads`, or returns the given
+    ones if they are recomputed."""
     _, key, value = heads
     if form == RECOMPUTE:
         return lambda: (key, value)
@@ -529,7 +537,8 @@ def _kept_heads(
     norms: Norms,
     dtype: torch.dtype,
 ) -> tuple[Heads, Sequence[Tensor]]:
-    """Heads of these shapes from what `_keep_heads` kept, and what is projected if that was kept."""
+    """Heads of these shapes from the result of `_keep_heads`, and the projected tensors if those were
+    kept."""
     form = parts.storage.attention
     if not norms.heads:
         each = zip(kept, shapes, strict=True)
@@ -541,7 +550,7 @@ def _kept_heads(
 
 
 def _heads(kept: Tensor, shape: torch.Size, form: str, dtype: torch.dtype) -> Tensor:
-    """[B, H, S, D] of what was kept."""
+    """A kept tensor as heads [B, H, S, D]."""
     if form == AS_COMPUTED:
         return kept
     batch, heads, length, width = shape

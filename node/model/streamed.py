@@ -1,9 +1,10 @@
-"""Weights, frozen ones too, and main gradients of blocks in host memory, on the device while their block is
-at work.
+"""Blocks' weights (also frozen ones) and main gradients in host memory. They are on the device only while
+their block computes.
 
-The device holds those of two blocks: the block at work, and the next one's, which are copied in meanwhile.
-Changed ones of a third block stay until they are copied out (double buffering: LLMQ, section 3.1). Forward
-goes through the blocks in order, backward in reverse; norms and the optimizer's step go through them too.
+The device holds the tensors of two blocks: of the block at work, and of the next one, which are copied in
+meanwhile. Changed tensors of a third block stay until they are copied out (double buffering, as in LLMQ, arXiv
+2512.15306, section 3.1). Forward goes through the blocks in order, backward in reverse. Norms and the
+optimizer's step go through them too.
 
 Whole storages are moved, and the same tensors get them back, so no bit changes. A tensor whose storage is on
 the host still has its shape, but no memory: call `use` before reading it.
@@ -22,44 +23,44 @@ from node.model.lora import FrozenWeight
 from node.model.page_locked import pieces_of
 
 AT_ONCE = 2
-"""Blocks whose tensors are on the device."""
+"""The number of blocks whose tensors are on the device."""
 
 
 class _Unit:
-    """What one block has of it."""
+    """The tensors of one block."""
 
     def __init__(self, tensors: Callable[[], Sequence[Tensor]], zero: Callable[[], None] | None) -> None:
         """
         Args:
-            tensors: those that there are now.
-            zero: makes them 0.
+            tensors: returns the block's current tensors.
+            zero: sets them to 0.
         """
         self.tensors = tensors
         self.zero = zero
         self.storages: list[UntypedStorage] = []
-        """What is on the host, in order; empty while the device's is newer."""
+        """The storages that are on the host, in order. It is empty while the device's copy is newer."""
         self.sizes: list[int] = []
-        """Bytes of each."""
+        """The bytes of each storage."""
         self.on_device: list[Tensor] = []
-        """Bytes of the storages in pieces; empty while they are on the host alone."""
+        """The storages' bytes in pieces. It is empty while they are only on the host."""
         self.on_host: list[Tensor] = []
-        """As many pieces."""
+        """The same pieces on the host."""
         self.coming: Any = None
         self.sent: Any = None
-        """Marks of copies, in a tuple: a CPU's mark is None."""
+        """The marks of copies, each in a tuple, because a CPU's mark is None."""
         self.changed = True
-        """The device's is newer than the host's."""
+        """Whether the device's copy is newer than the host's."""
         self.blank = False
-        """Neither counts: all of it is 0."""
+        """Whether the tensors are all 0, so that neither copy is needed."""
 
     def lay(self) -> None:
-        """Take down where it is on the device."""
+        """Record the storages that are on the device and their sizes."""
         storages = {part._cdata: part for part in (tensor.untyped_storage() for tensor in self.tensors())}
         self.storages = list(storages.values())
         self.sizes = [storage.nbytes() for storage in self.storages]
 
     def lay_blank(self) -> None:
-        """Take down what it would have, where there is nothing."""
+        """Record the storages and the sizes that they would have on the device."""
         sizes: dict[int, int] = {}
         storages: dict[int, UntypedStorage] = {}
         for tensor in self.tensors():
@@ -70,37 +71,37 @@ class _Unit:
         self.storages, self.sizes = list(storages.values()), list(sizes.values())
 
     def forget(self) -> None:
-        """The device's alone counts from now on."""
+        """Forget the host's copy. Only the device's is valid from now on."""
         self.storages, self.sizes, self.on_device = [], [], []
 
     def pieces(self, device: torch.device) -> list[Tensor]:
-        """The storages' bytes, on the device."""
-        found: list[Tensor] = []
+        """The storages' bytes on the device, in pieces."""
+        parts: list[Tensor] = []
         for storage, size in zip(self.storages, self.sizes, strict=True):
             whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
-            found += torch.split(whole, pieces_of(size))
-        return found
+            parts += torch.split(whole, pieces_of(size))
+        return parts
 
 
 class Streamed:
-    """Tensors of blocks, by unit. All of a stage's passes and its optimizer share one, on one thread."""
+    """Tensors of blocks, by unit. All passes of a stage and its optimizer share one object, on one thread."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._units: dict[str, _Unit] = {}
         self._there: dict[str, None] = {}
-        """Units on the device, or on their way to it; the one used last comes last."""
+        """The units on the device or on their way to it. The most recently used comes last."""
         self._leaving: _Unit | None = None
-        """Copied out, still on the device."""
+        """The unit that is being copied out. It is still on the device."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its units, in order."""
+        """The units, in order."""
         return tuple(self._units)
 
     @property
     def nbytes(self) -> int:
-        """Host memory in use."""
+        """Bytes of host memory in use."""
         return sum(piece.nbytes for unit in self._units.values() for piece in unit.on_host)
 
     def add(
@@ -111,12 +112,12 @@ class Streamed:
         zero: Callable[[], None] | None = None,
         away: bool = False,
     ) -> None:
-        """Take the unit that follows those before.
+        """Add the unit that follows the ones added so far.
 
         Args:
-            tensors: those that it has now. No other unit has a part of their storages.
-            zero: makes them 0, if `blank` is ever called.
-            away: their storages are empty, and they begin at 0.
+            tensors: returns the unit's current tensors. No other unit shares their storages.
+            zero: sets them to 0. It is needed only if `blank` is called.
+            away: their storages are empty now, and their values start at 0.
         """
         unit = self._units[name] = _Unit(tensors, zero)
         if away:
@@ -126,14 +127,14 @@ class Streamed:
         self._make_room([name])
 
     def use(self, name: str, *, back: bool = False) -> None:
-        """The unit's tensors are on the device for its later work, and those of the unit after it, or with
-        `back` of the one before, begin to come. Other units may leave. Units that are not here pass."""
+        """Bring the unit's tensors to the device, and start fetching those of the next unit, or with `back`
+        of the one before. Other units may leave. A unit that was not added is ignored."""
         if name not in self._units:
             return
         wanted = [name]
         names = list(self._units)
         place = names.index(name) + (-1 if back else 1)
-        # What is 0 has no way to come.
+        # A blank unit needs no copy.
         if 0 <= place < len(names) and not self._units[names[place]].blank:
             wanted.append(names[place])
         self._make_room(wanted)
@@ -144,15 +145,15 @@ class Streamed:
         self._there[name] = None
 
     def changed(self, name: str) -> None:
-        """The unit's tensors, in use, are written to, or others are in their place."""
+        """Declare that the unit's tensors, which are in use, are written to or replaced."""
         if name in self._units:
             unit = self._units[name]
             unit.changed, unit.blank = True, False
             unit.forget()
 
     def blank(self) -> None:
-        """Zero them: their next use finds zeros. The caller then zeroes or drops the tensors on the
-        device."""
+        """Set all tensors to 0: their next use finds zeros. The caller then zeroes or drops the tensors on
+        the device."""
         self._let_go()
         for name in self._there:
             self._arrived(self._units[name])
@@ -169,13 +170,14 @@ class Streamed:
         self._there.clear()
 
     def put_away(self) -> None:
-        """None of them is on the device until its next use."""
+        """Remove all units from the device until their next use."""
         for name in list(self._there):
             self._leave(name)
         self._let_go()
 
     def _make_room(self, wanted: Sequence[str]) -> None:
-        """Those used longest ago leave, so that no more than `AT_ONCE` are there with these."""
+        """Remove the least recently used units, so that at most `AT_ONCE` are there together with the wanted
+        ones."""
         others = [unit for unit in self._there if unit not in wanted]
         for unit in others[: max(0, len(others) + len(wanted) - AT_ONCE)]:
             self._leave(unit)
@@ -199,7 +201,7 @@ class Streamed:
         del self._there[name]
 
     def _let_go(self) -> None:
-        """What was copied out frees the device."""
+        """Wait for the unit that is being copied out, and free its memory on the device."""
         if self._leaving is not None:
             self._memory.wait(self._leaving.sent[0])
             self._free(self._leaving)
@@ -243,7 +245,7 @@ class Streamed:
 
 
 class Gradients(Protocol):
-    """The part of `node.training.gradients.Gradients` used here."""
+    """The part of `node.training.gradients.Gradients` that is used here."""
 
     def kept(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]: ...
 
@@ -255,22 +257,23 @@ class Streaming:
 
     def __init__(self) -> None:
         self.weights: Streamed | None = None
-        """Of blocks' matrices; None while all are on the device."""
+        """The weights of blocks' matrices; None while all are on the device."""
         self._frozen = False
-        """These are frozen ones, which the optimizer neither reads nor changes."""
+        """Whether they are frozen weights, which the optimizer neither reads nor changes."""
         self.gradients: Streamed | None = None
-        """The main gradients of these."""
+        """The main gradients of blocks' matrices; None while all are on the device."""
         self.codes: Streamed | None = None
-        """What products in FP8 read in place of weights."""
+        """The codes that products in FP8 read instead of weights; None while all are on the device."""
         self.coded = False
-        """All blocks' products are in FP8, so that passes read no weights of theirs."""
+        """Whether the products of all blocks are in FP8, so that passes do not read their weights."""
         self._to_come: list[str] = []
-        """Units whose weights stream once they are built."""
+        """Units whose weights will stream once they are built."""
         self._to_code: list[str] = []
-        """Units whose codes stream once they are made."""
+        """Units whose codes will stream once they are computed."""
 
     def built(self, unit: str, module: nn.Module) -> None:
-        """A unit's weights are on the device: those of a block that is to stream leave."""
+        """Take the weights of a unit that has just been built. If its block is to stream, they may leave the
+        device."""
         if unit in self._to_come and self.weights is not None:
             self._to_come.remove(unit)
             self._add_weights(self.weights, unit, module)
@@ -287,12 +290,12 @@ class Streaming:
         units: Collection[str],
         blocks: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """Keep the weights of these units' matrices in host memory, and those of others on the device. Where
-        blocks have adapters, these stay, and the frozen matrices move.
+        """Keep the weights of these units' matrices in host memory, and those of other units on the device.
+        Adapters stay on the device; only their frozen matrices move.
 
         Args:
-            units: in model order.
-            blocks: of all units; None before they are built, for `built` to take.
+            units: the units in model order.
+            blocks: the modules of all units; None before they are built, when `built` takes them.
         """
         if self.weights is not None and (*self.weights.names, *self._to_come) != (*units,):
             self.weights.home()
@@ -307,7 +310,8 @@ class Streaming:
             self._add_weights(self.weights, unit, blocks[unit])
 
     def move_codes(self, memory: HostMemory, units: Collection[str], blocks: Mapping[str, Block]) -> None:
-        """As `move_weights`, of the codes of these units' blocks. Those that have none get them by `code`."""
+        """Like `move_weights`, for the codes of these units' blocks. Blocks without codes get them by
+        `code`."""
         if self.codes is not None and (*self.codes.names, *self._to_code) != (*units,):
             self.codes.home()
             self.codes = None
@@ -329,7 +333,7 @@ class Streaming:
         *,
         away: bool = False,
     ) -> None:
-        """As `move_weights`, of main gradients. `away`: they have no memory yet."""
+        """Like `move_weights`, for main gradients. With `away`, they have no memory yet."""
         if self.gradients is not None and self.gradients.names != (*units,):
             self.gradients.home()
             self.gradients = None
@@ -341,12 +345,13 @@ class Streaming:
             self.gradients.add(unit, partial(gradients.kept, matrices[unit]), zero=zero, away=away)
 
     def begin_forward(self, unit: str) -> None:
-        """Before a unit's forward."""
+        """Call it before a unit's forward."""
         if self._read is not None:
             self._read.use(unit)
 
     def end_forward(self, unit: str, output: Tensor) -> None:
-        """`output` is what it returned: backward fetches what it needs when it has come there."""
+        """Call it after a unit's forward. When backward arrives at `output`, it fetches what the unit
+        needs."""
         if (self._read is not None or self.gradients is not None) and output.requires_grad:
             output.register_hook(lambda _: self._begin_backward(unit))  # type: ignore[no-untyped-call]
 
@@ -359,18 +364,18 @@ class Streaming:
 
     @property
     def _read(self) -> Streamed | None:
-        """What passes read."""
+        """What passes read: codes or weights."""
         return self.codes if self.coded else self.weights
 
     def begin_passes(self) -> None:
-        """Gradients begin at 0, and weights that passes do not read leave."""
+        """Set gradients to 0, and remove weights that passes do not read."""
         if self.gradients is not None:
             self.gradients.blank()
         if self.weights is not None and self.coded:
             self.weights.put_away()
 
     def code(self, unit: str, block: Block) -> None:
-        """Code the weights of a unit's block again."""
+        """Compute the codes of a unit's weights again."""
         self.use_weights(unit)
         if self.codes is not None and unit in self.codes.names:
             self.codes.use(unit)
@@ -383,20 +388,21 @@ class Streaming:
             self.codes.add(unit, block.codes)
 
     def use_weights(self, unit: str, *, changed: bool = False) -> None:
-        """Trained ones are on the device, where the caller reads them, or changes them."""
+        """Bring a unit's trained weights to the device. The caller reads them, or with `changed` writes
+        them."""
         if self.weights is not None and not self._frozen:
             self.weights.use(unit)
             if changed:
                 self.weights.changed(unit)
 
     def replace_frozen(self, unit: str) -> None:
-        """The unit's frozen weights are on the device, where the caller writes to them."""
+        """Bring a unit's frozen weights to the device. The caller writes to them."""
         if self.weights is not None:
             self.weights.use(unit)
             self.weights.changed(unit)
 
     def use_gradients(self, unit: str, *, changed: bool = False) -> None:
-        """As `use_weights`."""
+        """Like `use_weights`, for main gradients."""
         if self.gradients is not None:
             self.gradients.use(unit)
             if changed:

@@ -1,9 +1,9 @@
-"""A block's place among the T ranks that share it, and the two collectives between their shards.
+"""A block's tensor-parallel rank, one of T, and the two collectives between the ranks' shards.
 
 Tensor parallelism cuts a block's projections: those into attention and the feed-forward by outputs (column
 parallel), those out of them by inputs (row parallel; Shoeybi et al. 2019, arXiv 1909.08053, section 3).
-Sequence parallelism cuts everything between them: each rank holds S / T positions of the residual stream, and
-so of the norms' work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+Sequence parallelism cuts everything between them: each rank holds S / T positions of the residual stream and
+computes their norms (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
 
 Shape legend: B batch, S sequence, C hidden, T ranks.
 """
@@ -15,31 +15,31 @@ from torch import Tensor
 
 
 class TensorRank:
-    """The only one of one: whole blocks, and collectives that return what they are given."""
+    """The only rank of a whole block. Its collectives return their argument."""
 
     index = 0
     count = 1
 
     def gather(self, x_bsc: Tensor) -> Tensor:
-        """All ranks' positions [B, S, C] of this rank's [B, S / T, C], in the order of ranks."""
+        """The positions [B, S, C] of all ranks, in rank order, from this rank's [B, S / T, C]."""
         return x_bsc
 
     def reduce_scatter(self, partial_bsc: Tensor) -> Tensor:
-        """This rank's positions [B, S / T, C] of the sum over all ranks of [B, S, C].
+        """This rank's positions [B, S / T, C] of the sum of all ranks' [B, S, C].
 
-        Between several ranks the sum is made in float32, in the order of ranks, and stays so.
+        With several ranks the sum is computed in float32, in rank order, and returned in float32.
         """
         return partial_bsc
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What matrix products of x run in: autocast's dtype, or its own."""
+    """The dtype of matrix products of x: autocast's dtype, or x's own without autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def gather(x_bsc: Tensor, rank: TensorRank) -> Tensor:
-    """`TensorRank.gather` for autograd, in the dtype of the projections that come next."""
+    """`TensorRank.gather` for autograd, in the dtype of the projections that follow."""
     if rank.count == 1:
         return x_bsc
     gathered = _Gather.apply(x_bsc.to(compute_dtype(x_bsc)), rank)  # type: ignore[no-untyped-call]

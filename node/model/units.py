@@ -1,10 +1,11 @@
-"""Layer units and their parameters. Torch-free, for the coordinator.
+"""Layer units and their parameters. This module imports no torch, since the coordinator uses it.
 
 A model is the list "embed", "block.0000", ..., "head" (final norm and output projection). Stages hold units,
 snapshots store them, and the global gradient norm is summed over them in this order.
 
 With `tied`, the head keeps a copy of the embedding's weight, so that each may be on any stage. The copies
-stay equal because both start equal and get the same gradient: head's share + embed's share, in that order.
+stay equal, because they start equal and get the same gradient: the head's share plus the embedding's share,
+in that order.
 """
 
 from functools import lru_cache
@@ -19,7 +20,7 @@ HEAD = "head"
 
 
 def block_name(index: int) -> str:
-    """Name of the transformer block that is `index`-th from the input, counted from 0."""
+    """The name of the transformer block with this index, counted from 0 at the input."""
     return f"block.{index:04d}"
 
 
@@ -33,7 +34,11 @@ def unit_names(model: ModelSection) -> tuple[str, ...]:
 
 
 def check_model(model: ModelSection) -> None:
-    """Raise `ConfigError` for sizes that no model can have."""
+    """Check the sizes of a model.
+
+    Raises:
+        ConfigError: no model can have these sizes.
+    """
     family = family_of(model)
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence"):
         if getattr(model, name) < 1:
@@ -64,40 +69,41 @@ def parameter_specs(model: ModelSection, unit: str) -> tuple[ParameterSpec, ...]
 
 
 def unit_parameters(model: ModelSection, unit: str) -> int:
-    """Number of parameters a unit holds; a tied head counts its copy."""
+    """The number of parameters of a unit. A tied head counts its copy."""
     return sum(spec.elements for spec in parameter_specs(model, unit))
 
 
 def unit_cost(model: ModelSection, unit: str) -> float:
-    """Forward flops a token: 2 a weight of each matrix product, of experts those of the token's own, plus
-    attention over half the sequence.
+    """Forward flops per token: 2 for each weight of a matrix product, plus attention over half the sequence.
 
-    Looking tokens up costs no product; norms and activations are left out.
+    Only the experts that compute a token count. The embedding's look-up is no product; norms and activations
+    are left out.
     """
     if unit == EMBED:
         return 0.0
     specs = parameter_specs(model, unit)
     products = sum(2.0 * used_rows(model, spec) * spec.shape[1] for spec in specs if len(spec.shape) == 2)
-    # Scores and their product with the values: 2 x 2 x queries' width x (sequence / 2, being causal).
+    # Scores and their product with the values: 2 x 2 x width of the queries x sequence / 2 (causal
+    # attention).
     attention = 2.0 * model.q_width * model.sequence if is_block(unit) else 0.0
     return products + attention
 
 
 def ends_in_blocks(model: ModelSection) -> tuple[float, float]:
-    """What the embedding and the head cost, by `unit_cost`, in blocks."""
+    """The costs of the embedding and the head, by `unit_cost`, in units of a block's cost."""
     block = unit_cost(model, block_name(0))
     return unit_cost(model, EMBED) / block, unit_cost(model, HEAD) / block
 
 
 def tied_parameter(model: ModelSection, unit: str) -> str | None:
-    """Name of the unit's parameter that is one of the two copies of a tied weight, if it holds one."""
+    """The name of the unit's copy of a tied weight, or None."""
     if not model.tied:
         return None
     return {EMBED: "tokens.weight", HEAD: "output.weight"}.get(unit)
 
 
 def units_text(units: tuple[str, ...]) -> str:
-    """`embed, 3 blocks, head`."""
+    """A short description, such as `embed, 3 blocks, head`."""
     blocks = sum(is_block(unit) for unit in units)
     if not blocks:
         return ", ".join(units)

@@ -1,4 +1,4 @@
-"""Reads the values of a Hugging Face `config.json`; torch-free."""
+"""Reads the values of a Hugging Face `config.json`. This module imports no torch."""
 
 import sys
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from wire.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigReader:
-    """Values of a `config.json` by key. A null is as an absent key."""
+    """The values of a `config.json`. A null counts as an absent key."""
 
     config: Mapping[str, Any]
     where: str
@@ -46,20 +46,24 @@ class ConfigReader:
         return value
 
     def object(self, key: str) -> "ConfigReader":
-        """The object under a key, empty if there is none; its own keys are read in the same way."""
+        """A reader of the object under a key; empty if there is none."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.refused(key, "an object")
         return ConfigReader(value, f"{self.where}: {key}")
 
     def must_be(self, key: str, *allowed: Any) -> None:
-        """Refuse a value that is there and none of these."""
+        """Refuse a value that is present and not one of these.
+
+        Raises:
+            ConfigError: the value is refused.
+        """
         if self.get(key, allowed[0]) not in allowed:
             raise self.refused(key, " or ".join(map(repr, allowed)))
 
 
 def shortened_value(value: object) -> str:
-    """A value as a message shows it."""
+    """A value as messages show it."""
     try:
         text = repr(value)
     except ValueError:

@@ -1,9 +1,10 @@
-"""What a model family declares. Torch-free; its block in torch is in a module of its own beside it.
+"""What a model family declares. This module imports no torch; the family's block has a torch module of its
+own.
 
-A family says which parameters it has, how they start, how tensor-parallel ranks share them and what a
-checkpoint calls them; which projections have the same input; what a block keeps for backward; and which keys
-of `[model]` it takes. Memory plans, checkpoints, adapters, measuring and sharding read that; nothing else
-asks which family a model is of.
+A family declares its parameters, their initial values, how tensor-parallel ranks share them and their names
+in a checkpoint. It also declares which projections have the same input, what a block keeps for backward, and
+which keys of `[model]` it accepts. Memory plans, checkpoints, adapters, measurements and sharding read these
+declarations. No other code depends on a model's family.
 """
 
 from abc import ABC, abstractmethod
@@ -20,14 +21,16 @@ from node.model.families.config_json import ConfigReader
 
 
 class Initial(StrEnum):
-    """How a parameter starts."""
+    """The initial value of a parameter."""
 
     NORMAL = "normal"
-    """Mean 0, standard deviation `init_std`."""
+    """A normal distribution with mean 0 and standard deviation `init_std`."""
     RESIDUAL = "residual"
-    """As NORMAL, times 1 / sqrt(2 layers): what a block adds to the residual stream (GPT-2, section 2.3)."""
+    """As NORMAL, times 1 / sqrt(2 layers): for what a block adds to the residual stream (GPT-2, section
+    2.3)."""
     UNIFORM = "uniform"
-    """Between -1 / sqrt(inputs) and that (He et al. 2015, with a = sqrt(5), as in PEFT)."""
+    """Uniform between -1 / sqrt(inputs) and 1 / sqrt(inputs) (He et al. 2015, with a = sqrt(5), as in
+    PEFT)."""
     ONES = "ones"
     ZEROS = "zeros"
 
@@ -50,11 +53,12 @@ class ParameterSpec:
     initial: Initial
     cut: Cut = Cut.WHOLE
     joined: int = 1
-    """Matrices in this one, each of which is cut by outputs."""
+    """The number of matrices stacked in this one; each of them is cut by outputs."""
     experts: int = 0
-    """Of a mixture: so many experts' matrices under one another, or their biases one after another."""
+    """In a mixture, the number of experts whose matrices are stacked, or whose biases are concatenated; else
+    0."""
     precise: bool = False
-    """Kept in float32 where it is frozen, whatever `[lora] base` is."""
+    """Keep it in float32 where it is frozen, whatever `[lora] base` is."""
 
     @property
     def elements(self) -> int:
@@ -62,7 +66,7 @@ class ParameterSpec:
 
     @property
     def matrices(self) -> int:
-        """How many matrices of equal shape are under one another in this one."""
+        """The number of matrices of equal shape that are stacked in this one."""
         return self.experts or self.joined
 
     @property
@@ -72,13 +76,13 @@ class ParameterSpec:
 
     @property
     def pieces(self) -> int | None:
-        """How many equal pieces are each shared between all ranks; None if it is replicated."""
+        """The number of equal pieces, each of which all ranks share; None if the parameter is replicated."""
         if self.cut is Cut.WHOLE:
             return None
         return self.shape[0] if self.cut is Cut.INPUTS else self.matrices
 
     def shard_shape(self, ranks: int) -> tuple[int, ...]:
-        """The shape of what one rank holds."""
+        """The shape of one rank's part."""
         if self.cut is Cut.WHOLE:
             return self.shape
         if self.cut is Cut.INPUTS:
@@ -92,31 +96,32 @@ class FileTensor:
 
     name: str
     shape: tuple[int, ...]
-    """In the file. `wpe` may have more rows than a run's `sequence`: the first ones are read."""
+    """The shape in the file. `wpe` may have more rows than a run's `sequence`; only the first ones are
+    read."""
     transposed: bool = False
-    """The last two dimensions are [inputs, outputs]."""
+    """Whether the last two dimensions are [inputs, outputs]."""
     first_rows: bool = False
     part: int = 0
-    """Which of the parameter's parts this is, the rows of one expert,"""
+    """The index of this part among the parameter's parts. A part is the rows of one expert."""
     parts: int = 1
-    """and how many there are."""
+    """The number of parts."""
     turn: int = 0
-    """Which of the parameters this is whose outputs take turns in the tensor,"""
+    """The index of this parameter among those whose outputs are interleaved in the tensor."""
     turns: int = 1
-    """and how many there are."""
+    """The number of interleaved parameters."""
 
     def read(self, array: np.ndarray) -> np.ndarray:
-        """What the file's tensor has of the parameter, the parameter's part but for its shape."""
+        """The parameter's part from the file's tensor. Its shape may differ from the parameter's."""
         return self._own(array)
 
     def write(self, parameter: np.ndarray, array: np.ndarray) -> None:
-        """Put the part of a whole parameter into the file's tensor."""
+        """Copy this part of a whole parameter into the file's tensor."""
         own = self._own(array)
         rows = len(parameter) // self.parts
         own[...] = parameter[self.part * rows : (self.part + 1) * rows].reshape(own.shape)
 
     def _own(self, array: np.ndarray) -> np.ndarray:
-        """A view of what belongs to the parameter, the inputs last."""
+        """A view of the part that belongs to the parameter, with the inputs last."""
         own = array[..., self.turn :: self.turns]
         return own.swapaxes(-1, -2) if self.transposed else own
 
@@ -131,57 +136,57 @@ class Product:
 
     @property
     def elements(self) -> int:
-        """Of their matrices, together."""
+        """The number of elements of their matrices, together."""
         return self.outputs * self.inputs
 
 
 class Family(ABC):
-    """One family. It has no state: what varies between its models is in `ModelSection`."""
+    """A model family. It has no state: `ModelSection` holds what differs between its models."""
 
     name: ClassVar[str]
     """The value of `[model] family`."""
     options: ClassVar[tuple[str, ...]] = ()
-    """Keys of `[model]` that it takes and not every family does."""
+    """The optional keys of `[model]` that this family accepts."""
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The values of those that are one of a few names."""
+    """The allowed values of keys that are one of a few names."""
     attention_inputs: ClassVar[tuple[str, ...]]
-    """Projections into attention,"""
+    """The projections into attention."""
     attention_output: ClassVar[str] = "attention_output"
-    """out of it,"""
+    """The projection out of attention."""
     ffn_inputs: ClassVar[tuple[str, ...]]
-    """into the feed-forward: one, or a gate and what it gates,"""
+    """The projections into the feed-forward: one, or a gate and what it gates."""
     ffn_output: ClassVar[str] = "down"
-    """and out of it."""
+    """The projection out of the feed-forward."""
     norm_has_bias: ClassVar[bool]
-    """LayerNorm with weight and bias; else RMSNorm with a weight."""
+    """Whether norms are LayerNorm with weight and bias; else RMSNorm with a weight."""
     rotates: ClassVar[bool]
-    """Positions are rotary, from tables of sines and cosines; else learned, in the embedding."""
+    """Whether positions are rotary, from tables of sines and cosines; else learned, in the embedding."""
     model_types: ClassVar[Mapping[str, str]]
-    """The values of `model_type` in a `config.json`, with transformers' class for each."""
+    """The values of `model_type` in a `config.json`, each with transformers' class."""
     tied_types: ClassVar[tuple[str, ...]] = ()
-    """Those whose head is tied unless the file says otherwise."""
+    """The values of `model_type` whose head is tied unless the file says otherwise."""
     positions_key: ClassVar[str] = "max_position_embeddings"
-    """The key of a `config.json` for the most positions."""
+    """The key of a `config.json` for the maximum number of positions."""
     transposes: ClassVar[bool] = False
-    """A checkpoint has matrices of blocks as [inputs, outputs]."""
+    """Whether a checkpoint stores the matrices of blocks as [inputs, outputs]."""
 
     # ---- parameters
 
     def embedding(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
-        """Parameters of the embedding, in the order that hashes and norms use."""
+        """The parameters of the embedding, in the order that hashes and norms use."""
         tokens = _matrix("tokens", model.vocab, model.hidden)
         return (tokens,) if self.rotates else (tokens, _matrix("positions", model.sequence, model.hidden))
 
     @abstractmethod
     def block(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
-        """Those of a block."""
+        """The parameters of a block."""
 
     def head(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
-        """Those of the head."""
+        """The parameters of the head."""
         return (*self.norm("norm", model), _matrix("output", model.vocab, model.hidden))
 
     def norm(self, name: str, model: ModelSection, width: int = 0) -> tuple[ParameterSpec, ...]:
-        """Those of a norm over `width` elements, by default the hidden ones."""
+        """The parameters of a norm over `width` elements, by default the hidden ones."""
         shape = (width or model.hidden,)
         first = Initial.ZEROS if model.norm_offset else Initial.ONES
         bias = (ParameterSpec(f"{name}.bias", shape, Initial.ZEROS),) if self.norm_has_bias else ()
@@ -190,8 +195,8 @@ class Family(ABC):
     def into(
         self, name: str, outputs: int, model: ModelSection, *, bias: bool, joined: int = 1, experts: int = 0
     ) -> tuple[ParameterSpec, ...]:
-        """Those of a projection of hidden states, or of one in each of `experts`, which ranks cut by
-        outputs."""
+        """The parameters of a projection of hidden states, which ranks cut by outputs. With `experts`, each
+        has one."""
         rows, ways = max(experts, 1) * outputs, (Cut.OUTPUTS, joined, experts)
         matrix = ParameterSpec(f"{name}.weight", (rows, model.hidden), Initial.NORMAL, *ways)
         return (matrix, ParameterSpec(f"{name}.bias", (rows,), Initial.ZEROS, *ways)) if bias else (matrix,)
@@ -199,8 +204,8 @@ class Family(ABC):
     def out_of(
         self, name: str, inputs: int, model: ModelSection, *, bias: bool, experts: int = 0
     ) -> tuple[ParameterSpec, ...]:
-        """Those of a projection to what is added to hidden states, or of one in each of `experts`, which
-        ranks cut by inputs."""
+        """The parameters of a projection to what is added to hidden states, which ranks cut by inputs. With
+        `experts`, each has one."""
         rows = max(experts, 1) * model.hidden
         matrix = ParameterSpec(
             f"{name}.weight", (rows, inputs), Initial.RESIDUAL, Cut.INPUTS, experts=experts
@@ -212,13 +217,13 @@ class Family(ABC):
 
     @property
     def product_layers(self) -> tuple[tuple[str, ...], ...]:
-        """A block's projections that every token goes through, in the order that it uses them; those with the
-        same input together."""
+        """A block's projections that every token passes through, in the order of use. Those with the same
+        input are in one tuple."""
         return self.attention_inputs, (self.attention_output,), self.ffn_inputs, (self.ffn_output,)
 
     def products(self, model: ModelSection) -> tuple[Product, ...]:
-        """The projections into attention and out of it, into the feed-forward and out of it, with the sizes
-        of what one token is multiplied by."""
+        """The projections into attention, out of it, into the feed-forward and out of it. Sizes count only
+        the rows that one token is multiplied by."""
         specs = {spec.layer: spec for spec in self.block(model) if len(spec.shape) == 2}
         groups = self.attention_inputs, (self.attention_output,), self.ffn_inputs, (self.ffn_output,)
         return tuple(
@@ -229,20 +234,20 @@ class Family(ABC):
         )
 
     def kv_heads(self, model: ModelSection) -> int:
-        """How many heads keys and values have."""
+        """The number of key/value heads."""
         return model.heads
 
     def kv_width(self, model: ModelSection) -> int:
-        """Of a position's keys, and of its values."""
+        """The number of elements of a position's keys, and of its values."""
         return model.width * self.kv_heads(model)
 
     def kept_widths(self, model: ModelSection) -> dict[str, tuple[int, ...]]:
-        """Elements of a token in each tensor that a block keeps for backward, by kind
+        """The number of a token's elements in each tensor that a block keeps for backward, by kind
         (`node.model.storage.KINDS`)."""
         keys = self.kv_width(model)
         return {
-            # Of each half; one with a norm at its end keeps what that normalises too, as computed in float32
-            # at most.
+            # Two per half if it has a norm at its end: the half also keeps what that normalizes, as computed,
+            # in float32 at most.
             "norm_input": (model.hidden,) * (2 if model.norm_place == "input" else 4),
             "ffn_input": (model.ffn,) * (len(self.ffn_inputs) * (model.experts_per_token or 1)),
             "attention": (model.q_width, keys, keys),
@@ -252,34 +257,35 @@ class Family(ABC):
     # ---- the run file
 
     def problems(self, model: ModelSection) -> Iterator[str]:
-        """Rules between sizes that a model breaks, a line each. All sizes are at least 1."""
+        """The rules between sizes that a model breaks, one line each. All sizes are at least 1."""
         if model.hidden % model.heads and not model.head_width:
             yield f"model.hidden ({model.hidden}) must be a multiple of model.heads ({model.heads})"
 
     def parameters_in_peft(self, model: ModelSection) -> tuple[str, ...]:
-        """Projections that PEFT has to find as parameters, because no module of transformers is one alone."""
+        """The projections that PEFT must address as parameters, because no transformers module holds just
+        one."""
         return ()
 
     def adapter_problems(
         self, model: ModelSection, targets: tuple[str, ...], dropout: float
     ) -> Iterator[str]:
-        """What adapters on these projections break, a line each."""
+        """The rules that adapters on these projections break, one line each."""
         yield from ()
 
     # ---- checkpoints of Hugging Face
 
     @abstractmethod
     def paths(self, model: ModelSection) -> Mapping[str, str]:
-        """A checkpoint's name of each layer, without `.weight`; `{}` is for the number of the block, and a
-        second one for that of the expert."""
+        """A checkpoint's name of each layer, without `.weight`. The first `{}` stands for the block's number,
+        a second one for the expert's."""
 
     def file_tensors(
         self, model: ModelSection, spec: ParameterSpec, number: int | None
     ) -> tuple[FileTensor, ...]:
-        """A checkpoint's tensors of a parameter: the parts of one of the experts lie apart.
+        """A checkpoint's tensors of a parameter. Experts have separate tensors.
 
         Args:
-            number: of its block; None outside of blocks.
+            number: the block's number; None outside blocks.
         """
         path, kind = self.paths(model)[spec.layer], spec.name.rpartition(".")[2]
         transposed = self.transposes and number is not None and len(spec.shape) == 2
@@ -299,27 +305,36 @@ class Family(ABC):
 
     @abstractmethod
     def model_type(self, model: ModelSection) -> str:
-        """The `model_type` that has exactly a model's features. Raises ConfigError if none has."""
+        """The `model_type` that has exactly the model's features.
+
+        Raises:
+            ConfigError: there is none.
+        """
 
     @abstractmethod
     def read_config(self, reader: ConfigReader, kind: str) -> dict[str, Any]:
-        """The keys of `[model]` that a `config.json` of this `model_type` sets, but for those that every
-        family has. Raises ConfigError for what cannot be trained faithfully."""
+        """The keys of `[model]` that a `config.json` of this `model_type` sets, without those that every
+        family has.
+
+        Raises:
+            ConfigError: the model has a feature that cannot be trained faithfully.
+        """
 
     @abstractmethod
     def write_config(
         self, model: ModelSection, kind: str, common: Mapping[str, Any], rest: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """A whole `config.json`.
+        """The contents of a `config.json`.
 
         Args:
             common: the keys that every family has.
-            rest: what stays of the one that the run started from, if it started from one.
+            rest: the keys to keep of the `config.json` that the run started from; None if there is none.
         """
 
 
 def used_rows(model: ModelSection, spec: ParameterSpec) -> int:
-    """Rows of a block's matrix that one token is multiplied by: of experts, those of the token's own."""
+    """The rows of a block's matrix that one token is multiplied by. Of experts, only the token's own
+    count."""
     return spec.shape[0] * model.experts_per_token // spec.experts if spec.experts else spec.shape[0]
 
 

@@ -13,7 +13,7 @@ _OTHER_NAMES = {
     "n_head": "num_attention_heads",
     "n_layer": "num_hidden_layers",
 }
-"""Keys that transformers takes for the same."""
+"""Keys that transformers accepts as synonyms."""
 _BLOCK = {
     "attention_norm": "ln_1",
     "qkv_projection": "attn.c_attn",
@@ -32,7 +32,7 @@ _PATHS = {
 
 
 class Gpt2(Family):
-    """GPT-2. Its `kv_heads` do not count."""
+    """GPT-2. It ignores `kv_heads`."""
 
     name = "gpt2"
     attention_inputs = ("qkv_projection",)
@@ -86,7 +86,7 @@ class Gpt2(Family):
             "n_head": model.heads,
             "n_inner": model.ffn,
             "n_positions": model.sequence,
-            # The same: llama.cpp's converter reads it, though transformers no longer writes it.
+            # The same value: llama.cpp's converter reads this key, though transformers no longer writes it.
             "n_ctx": model.sequence,
             "layer_norm_epsilon": model.norm_eps,
             "activation_function": "gelu_new",

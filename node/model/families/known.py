@@ -1,4 +1,4 @@
-"""The model families that there are."""
+"""The list of model families."""
 
 from collections.abc import Iterator
 
@@ -15,14 +15,18 @@ FAMILIES = {family.name: family for family in _ALL}
 
 
 def family_of(model: ModelSection) -> Family:
-    """Raises ConfigError if there is no such family."""
+    """The family of a model.
+
+    Raises:
+        ConfigError: there is no such family.
+    """
     if model.family not in FAMILIES:
         raise ConfigError(f"[model] family is {model.family!r}; it must be one of {', '.join(FAMILIES)}")
     return FAMILIES[model.family]
 
 
 def model_problems(model: ModelSection) -> Iterator[str]:
-    """What is wrong with a model of a known family whose sizes are at least 1, a line each."""
+    """What is wrong with a model of a known family, one line each. All sizes are at least 1."""
     family, plain = family_of(model), ModelSection()
     for key in dict.fromkeys(key for other in FAMILIES.values() for key in other.options):
         if key not in family.options and getattr(model, key) != getattr(plain, key):

@@ -1,4 +1,4 @@
-"""Llama and what is built like it: RMSNorm, rotary positions, grouped-query attention, a gated feed-forward.
+"""Llama and families like it: RMSNorm, rotary positions, grouped-query attention, a gated feed-forward.
 
 Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2 and Gemma 3 differ from Llama by keys of `[model]`.
 """
@@ -16,7 +16,7 @@ GEMMA = "gemma3_text"
 _EPS_BY_DEFAULT = {"olmo2": 1e-5, "olmoe": 1e-5, "mixtral": 1e-5}
 _THETA_BY_DEFAULT = {"smollm3": 2_000_000.0, GEMMA: 1_000_000.0, "mixtral": 1_000_000.0}
 _WINDOW_BY_DEFAULT = {"mistral": 4096, GEMMA: 4096, "mixtral": None, "gpt_oss": 128}
-"""Of those whose windows are used without `use_sliding_window`."""
+"""The default windows of families that use them without `use_sliding_window`."""
 _WIDTH_BY_DEFAULT = {"qwen3": 128, GEMMA: 256}
 _KV_HEADS_BY_DEFAULT = {
     **{"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, GEMMA: 4},
@@ -49,8 +49,8 @@ _NORMS = {
 
 
 class Llama(Family):
-    """`ModelSection` adds biases of queries, keys and values, norms of queries and keys, norms of outputs, a
-    window, another scale of the scores and a GELU gate."""
+    """Llama. `ModelSection` has options for biases of queries, keys and values, norms of queries and keys,
+    norms of outputs, a window, another scale of the scores and a GELU gate."""
 
     name = "llama"
     options: ClassVar[tuple[str, ...]] = (
@@ -169,7 +169,7 @@ class Llama(Family):
             "scaled_embedding": True,
             "window": True,
             "window_theta": True,
-            # Either way.
+            # Both values exist.
             "no_window": own["no_window"],
             "query_scale": own["query_scale"],
         }
@@ -198,7 +198,7 @@ class Llama(Family):
         width = reader.whole("head_dim", _WIDTH_BY_DEFAULT.get(kind, max(1, hidden // heads)))
         if kind in ("llama", GEMMA) and hidden % heads:
             raise reader.refused("hidden_size", f"a multiple of num_attention_heads ({heads})")
-        # A null is as many as heads, which an absent key is in some families.
+        # A null means one per head. In some families an absent key means something else.
         is_null = "num_key_value_heads" in reader.config and kind not in ("mistral", "mixtral", GEMMA)
         kv_heads = reader.whole(
             "num_key_value_heads", heads if is_null else _KV_HEADS_BY_DEFAULT.get(kind, heads)
@@ -254,20 +254,21 @@ class Llama(Family):
         if kind == "smollm3":
             extra["no_rope_layers"] = [int(index not in model.no_rope) for index in range(model.layers)]
             extra["use_sliding_window"] = False
-        # There is no token with a special meaning; the families' own defaults name some.
+        # No token has a special meaning, but the families' defaults name some.
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         return {**tokens, **common, **sizes, **extra}
 
 
 def _gemma(reader: ConfigReader, width: int) -> dict[str, Any]:
-    """What Gemma 3 has of its own: norms of 1 + weight, a GELU gate, scaled embeddings, two RoPE bases."""
+    """The features of Gemma 3: norms of 1 + weight, a GELU gate, scaled embeddings, two RoPE bases."""
     reader.must_be("hidden_activation", "gelu_pytorch_tanh")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if reader.get(key) is not None:
             raise reader.refused(key, "null")
     reader.must_be("use_bidirectional_attention", False)
     scale = reader.whole("query_pre_attn_scalar", 256)
-    # One set for each kind of block, as transformers 5 writes them; `rope_scaling` is that of full attention.
+    # transformers 5 writes one set of values for each kind of block. `rope_scaling` belongs to full
+    # attention.
     both = reader.object("rope_parameters")
     if both.config.keys() - {FULL, SLIDING}:
         raise reader.refused("rope_parameters", f"an object with {FULL} and {SLIDING}")
@@ -330,7 +331,7 @@ def windows(reader: ConfigReader, kind: str, layers: int, no_rope: Sequence[int]
 
 
 def _no_rope(reader: ConfigReader, layers: int) -> tuple[int, ...]:
-    """Blocks without rotary embedding: those with 0 in `no_rope_layers`, by default every 4th."""
+    """The blocks without rotary embedding: those with 0 in `no_rope_layers`, by default every 4th."""
     given = reader.get("no_rope_layers")
     if given is None:
         interval = reader.whole("no_rope_layer_interval", 4)
@@ -341,7 +342,8 @@ def _no_rope(reader: ConfigReader, layers: int) -> tuple[int, ...]:
 
 
 def _rope(reader: ConfigReader, kind: str) -> dict[str, Any]:
-    """Both forms: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5."""
+    """The rotary keys in both formats: `rope_theta` with `rope_scaling`, and `rope_parameters` of
+    transformers 5."""
     given = reader.object("rope_scaling")
     if not given.config:
         given = reader.object("rope_parameters")
@@ -350,13 +352,15 @@ def _rope(reader: ConfigReader, kind: str) -> dict[str, Any]:
 
 
 def positions(reader: ConfigReader) -> int | None:
-    """What `original_max_position_embeddings` is where a scaling does not say it."""
-    found: int | None = reader.get("original_max_position_embeddings", reader.get("max_position_embeddings"))
-    return found
+    """The value of `original_max_position_embeddings` for a scaling that does not set it."""
+    longest: int | None = reader.get(
+        "original_max_position_embeddings", reader.get("max_position_embeddings")
+    )
+    return longest
 
 
 def with_positions(given: ConfigReader, reader: ConfigReader) -> ConfigReader:
-    """The values of RoPE; `original_max_position_embeddings` beside them takes the place of their own."""
+    """The rotary values. An outer `original_max_position_embeddings` overrides theirs."""
     outer = reader.get("original_max_position_embeddings")
     if outer is None:
         return given
@@ -364,52 +368,56 @@ def with_positions(given: ConfigReader, reader: ConfigReader) -> ConfigReader:
 
 
 def rope_of(given: ConfigReader, theta: float, longest: int | None = None) -> dict[str, Any]:
-    """`theta` and `longest`: what an object without `rope_theta` or `original_max_position_embeddings`
-    has."""
+    """The keys of `[model]` for these rotary values.
+
+    Args:
+        theta: used if `rope_theta` is absent.
+        longest: used if `original_max_position_embeddings` is absent.
+    """
     given.must_be("partial_rotary_factor", 1.0)
     for key in (FULL, SLIDING):
         if key in given.config:
             raise given.refused(key, "one set of values for all blocks")
     scaling = _rope_type(given)
-    found: dict[str, Any] = {"rope_theta": given.number("rope_theta", theta), "rope_scaling": "none"}
+    keys: dict[str, Any] = {"rope_theta": given.number("rope_theta", theta), "rope_scaling": "none"}
     if scaling == "default":
-        return found
+        return keys
     if scaling not in ("linear", "llama3", "yarn"):
         raise given.refused(
             "rope_type" if "rope_type" in given.config else "type", "default, linear, llama3 or yarn"
         )
-    found |= {"rope_scaling": scaling, "rope_factor": given.number("factor")}
+    keys |= {"rope_scaling": scaling, "rope_factor": given.number("factor")}
     if scaling != "linear":
         longest = longest if scaling == "yarn" else None
-        found["rope_original"] = given.whole("original_max_position_embeddings", longest, MOST_POSITIONS)
+        keys["rope_original"] = given.whole("original_max_position_embeddings", longest, MOST_POSITIONS)
     if scaling == "llama3":
-        found |= {
+        keys |= {
             "rope_low": given.number("low_freq_factor"),
             "rope_high": given.number("high_freq_factor"),
         }
     if scaling == "yarn":
-        found |= {
+        keys |= {
             "rope_beta_fast": given.number("beta_fast", 32.0),
             "rope_beta_slow": given.number("beta_slow", 1.0),
-            # transformers takes null for false here.
+            # transformers treats null as false here.
             "rope_truncate": given.config.get("truncate", True) is not None and given.flag("truncate", True),
-            "rope_attention": _yarn_attention(given, found["rope_factor"]),
+            "rope_attention": _yarn_attention(given, keys["rope_factor"]),
         }
-    return found
+    return keys
 
 
 def _yarn_attention(given: ConfigReader, factor: float) -> float:
-    """What queries and keys are multiplied by; 0 if it follows from the factor alone."""
+    """YaRN's factor for queries and keys; 0 if it follows from the scaling factor alone."""
     if given.get("attention_factor") is not None:
         return given.number("attention_factor")
     if not (given.get("mscale") and given.get("mscale_all_dim")):
         return 0.0
-    one, other = (yarn_attention(factor, given.number(key)) for key in ("mscale", "mscale_all_dim"))
-    return one / other
+    first, second = (yarn_attention(factor, given.number(key)) for key in ("mscale", "mscale_all_dim"))
+    return first / second
 
 
 def yarn_attention(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor of queries and keys (arXiv 2309.00071, section 3.4)."""
+    """YaRN's factor for queries and keys (arXiv 2309.00071, section 3.4)."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -1,8 +1,8 @@
 """Mixtures of experts with Llama's attention: Qwen3-MoE, Mixtral, OLMoE and gpt-oss.
 
-A router gives each token a logit for every expert of a block. The experts with the largest ones compute the
-token, and their results add up by the router's weights (Shazeer et al. 2017, arXiv 1701.06538). The matrices
-of one projection of a block's experts lie under one another, as one parameter.
+A router gives each token a logit for every expert of a block. The experts with the largest logits compute the
+token, and their results are summed with the router's weights (Shazeer et al. 2017, arXiv 1701.06538). For
+each projection, the matrices of all experts of a block are stacked in one parameter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,11 @@ from wire.errors import ConfigError
 ROUTER, SINKS = "router", "sinks"
 GPT_OSS = "gpt_oss"
 SWIGLU_ALPHA = 1.702
-"""Scales the gate's sigmoid where inputs are clamped."""
+"""The factor inside the gate's sigmoid if inputs are clamped."""
 _EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _IN_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _FUSED = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0)}
-"""A projection of gpt-oss's experts: its tensor, and where its outputs are among those that take turns."""
+"""For each projection of gpt-oss's experts: its tensor, and its index among the interleaved outputs."""
 _FEATURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"qk_norm": "head", "window": False},
     "mixtral": {"qk_norm": "none", "normalized_routing": True},
@@ -36,12 +36,13 @@ _FEATURES: Mapping[str, Mapping[str, Any]] = {
         "normalized_routing": True,
     },
 }
-"""What the models of a `model_type` have; a key that is not named may have any value, or none of `_OWN`."""
+"""The features of each `model_type`. A feature that is not listed may have any value, except that those in
+`_OWN` must be off."""
 _OWN = ("qkv_bias", "all_biases", "sinks", "swiglu_limit")
 
 
 class Mixture(Llama):
-    """Llama's blocks with a mixture of experts in place of the feed-forward."""
+    """Llama's blocks with a mixture of experts instead of the feed-forward."""
 
     name = "mixture"
     options = (
@@ -97,7 +98,7 @@ class Mixture(Llama):
     # ---- adapters
 
     def parameters_in_peft(self, model: ModelSection) -> tuple[str, ...]:
-        # Of the others PEFT converts adapters of single experts and of a router that is a module.
+        # For the other families, PEFT converts adapters of single experts and of a router that is a module.
         return (ROUTER, *_FUSED) if self.model_type(model) == GPT_OSS else ()
 
     def adapter_problems(
@@ -114,12 +115,12 @@ class Mixture(Llama):
     # ---- checkpoints
 
     def paths(self, model: ModelSection) -> Mapping[str, str]:
-        kind, found = self.model_type(model), dict(super().paths(model))
+        kind, paths = self.model_type(model), dict(super().paths(model))
         within = "block_sparse_moe" if kind == "mixtral" else "mlp"
         names = _IN_MIXTRAL if kind == "mixtral" else _EXPERTS
         block = f"model.layers.{{}}.{within}"
         return {
-            **found,
+            **paths,
             ROUTER: f"{block}.{ROUTER if kind == GPT_OSS else 'gate'}",
             **{layer: f"{block}.experts.{{}}.{name}" for layer, name in names.items()},
         }
@@ -185,7 +186,7 @@ class Mixture(Llama):
         if kind in ("qwen3_moe", "olmoe"):
             written["norm_topk_prob"] = model.normalized_routing
         if kind == "qwen3_moe":
-            # Of blocks without experts, which there are none of.
+            # The width of blocks without experts. The model has none.
             dense = (rest or {}).get("intermediate_size", model.ffn)
             written |= {"moe_intermediate_size": model.ffn, "intermediate_size": dense}
             written |= {} if rest is not None else {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -201,7 +202,7 @@ class Mixture(Llama):
 
 
 def _experts(reader: ConfigReader, count: int, chosen: int) -> dict[str, int]:
-    """How many experts there are, and how many of them compute a token, with these defaults."""
+    """The number of experts, and how many of them compute a token. The arguments are the defaults."""
     key = "num_local_experts" if "num_local_experts" in reader.config else "num_experts"
     experts = reader.whole(key, count, MOST_EXPERTS)
     chosen = reader.whole("num_experts_per_tok", chosen, MOST_EXPERTS)
