@@ -2,8 +2,8 @@
 their block computes.
 
 The device holds the tensors of two blocks: of the block at work, and of the next one, which are copied in
-meanwhile. Changed tensors of a third block stay until they are copied out (double buffering, as in LLMQ, arXiv
-2512.15306, section 3.1). Forward goes through the blocks in order, backward in reverse. Norms and the
+meanwhile. Changed tensors of a third block stay until they are copied out (double buffering, as in LLMQ,
+arXiv 2512.15306, section 3.1). Forward goes through the blocks in order, backward in reverse. Norms and the
 optimizer's step go through them too.
 
 Whole storages are moved, and the same tensors get them back, so no bit changes. A tensor whose storage is on

@@ -1,12 +1,11 @@
-"""Main gradients: accumulate a stage's gradients over microbatches, in fp32 or e4m3.
+"""Main gradients: they sum a stage's gradients over microbatches, in fp32 or e4m3.
 
-In fp32, autograd accumulates the gradients of fp32 weights in `.grad`. Gradients of bf16 weights are bf16;
-each is added to an fp32 main gradient as soon as backward has made it, and dropped.
+In fp32, autograd sums the gradients of fp32 weights in `.grad`. The gradients of bf16 weights are bf16. Each
+is added to an fp32 main gradient as soon as backward has computed it, and then dropped.
 
-In e4m3 each matrix's gradient is added to block-wise codes as soon as backward has made
-it, and dropped, so at most one matrix's gradient exists in full, or those of half a block that packs its
-activations. Vectors are few and stay fp32. Steps of more than `MOST_TO_NEAREST` microbatches round
-stochastically.
+In e4m3, each matrix's gradient is added to block-wise codes as soon as backward has computed it, and then
+dropped. So at most one matrix's gradient exists in full, or those of half a block that packs its activations.
+Vectors are few and stay fp32. Steps of more than `MOST_TO_NEAREST` microbatches round stochastically.
 """
 
 import weakref
@@ -27,11 +26,12 @@ from node.model.page_locked import GRADIENT_PIECE
 from wire.errors import RunError
 
 MOST_TO_NEAREST = 16
-"""Microbatches a step up to which sums in e4m3 are rounded to nearest.
+"""The most microbatches per step for which sums in e4m3 are rounded to nearest.
 
-Up to here rounding to nearest is closer to the exact sum, because each stochastic rounding errs by more. From
-about 32 on, each addend is less than half a code's step and is lost, so the sum stops growing; stochastic
-rounding keeps it right on average. The recorded convergence runs used 8 microbatches.
+Up to this number, rounding to nearest is closer to the exact sum, because each stochastic rounding has a
+larger error. From about 32 microbatches on, each addend is less than half a code's step and is lost, so the
+sum stops growing; stochastic rounding keeps it right on average. The recorded convergence runs used 8
+microbatches.
 """
 
 
@@ -39,102 +39,106 @@ class Gradients(Protocol):
     """Main gradients by parameter."""
 
     def clear(self) -> None:
-        """Drop all of them: before a step, after it, and when one is aborted."""
+        """Drop all gradients: before a step, after it, and when one is aborted."""
         ...
 
     def get(self, parameter: nn.Parameter) -> Tensor:
-        """In the parameter's shape. Raises RunError if backward has not reached the parameter."""
+        """The gradient in the parameter's shape.
+
+        Raises:
+            RunError: backward has not reached the parameter.
+        """
         ...
 
     def stored(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
-        """As it is kept. Raises as `get`."""
+        """The gradient as it is kept. Raises as `get`."""
         ...
 
     def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor | Fp8Gradient:
-        """Elements of it as they are kept, flat, from the begin of a block on. Raises as `get`."""
+        """Elements of the gradient as it is kept, flat. `first` is the start of a block. Raises as `get`."""
         ...
 
     def take(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
-        """As `stored`, for the caller to keep; the gradient begins again at 0. Raises as `get`."""
+        """The gradient as it is kept, for the caller to keep. It restarts at 0. Raises as `get`."""
         ...
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Replace a gradient by a copy of `value`: a step scales gradients in place."""
+        """Replace a gradient by a copy of `value`, because a step scales gradients in place."""
         ...
 
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Add a microbatch's gradient, in the parameter's shape and any float dtype.
 
-        A CUDA graph may capture and replay this.
+        A CUDA graph may capture and replay this call.
         """
         ...
 
     def add_product(
         self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
     ) -> None:
-        """Add a microbatch's `grads.t() @ rows`, the gradients of these matrices under one another.
+        """Add a microbatch's `grads.t() @ rows`: the stacked gradients of these matrices.
 
-        A CUDA graph may capture and replay this.
+        A CUDA graph may capture and replay this call.
 
         Args:
-            parameters: with the same number of columns.
-            grads: [T, rows of all parameters], rows: [T, columns]; both in half precision, on a GPU, or the
-                codes of their columns.
+            parameters: matrices with the same number of columns.
+            grads: [T, rows of all parameters], in half precision on a GPU, or the codes of its columns.
+            rows: [T, columns], likewise.
         """
         ...
 
     def added(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A replay has added to these parameters' gradients."""
+        """Declare that a replay has added to these parameters' gradients."""
         ...
 
     def begin_microbatch(self, salt: int) -> None:
-        """Round later additions, also in replays, by random bits from this 32-bit salt."""
+        """Round later additions by random bits from this 32-bit salt, also in replays."""
         ...
 
     def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
-        """The fp32 gradient in place; None if it is in e4m3 or missing."""
+        """The fp32 gradient, not a copy; None if it is in e4m3 or missing."""
         ...
 
     def kept(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The tensors that hold these parameters' gradients; none for those that are missing."""
+        """The tensors that hold these parameters' gradients. Missing gradients have none."""
         ...
 
     def make_zero(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Write 0 over what `kept` gives."""
+        """Overwrite the tensors of `kept` with 0."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Memory that main gradients take now."""
+        """The bytes of memory that main gradients take now."""
         ...
 
 
 def _after_adding(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> None:
     """Make autograd call `method` after it has added to the parameter's `.grad`.
 
-    Torch calls its hook also when a function gave no gradient, as where the product has added it. The hook
-    holds the method's object weakly: a cycle through a torch hook is never collected.
+    Torch calls its hook also if a function returned no gradient, as when the product has added it. The hook
+    holds the method's object weakly, because a cycle through a torch hook is never collected.
     """
     held = weakref.WeakMethod(method)
 
     def hook(changed: Tensor) -> None:
-        there = held()
-        if there is not None and changed.grad is not None:
-            there(changed)
+        bound = held()
+        if bound is not None and changed.grad is not None:
+            bound(changed)
 
     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
 
 
 class PlainGradients:
-    """`Gradients` in fp32: those of fp32 parameters in each one's `.grad`, where autograd adds them up."""
+    """`Gradients` in fp32. The gradients of fp32 parameters are in `.grad`, where autograd adds them up."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, in_place: bool = False) -> None:
-        """`in_place`: gradients are there from the start and never move, as captured passes need it."""
+        """With `in_place`, gradients exist from the start and never move, as captured passes need it."""
         everything = tuple(parameters)
         self._own = tuple(p for p in everything if p.dtype == torch.float32)
         self._others = tuple(p for p in everything if p.dtype != torch.float32)
         self._main: dict[nn.Parameter, Tensor] = {}
-        """Of `_others`, those that are there."""
+        """The main gradients of `_others` that exist."""
         self._in_place = in_place
         if in_place:
             for parameter in self._own:
@@ -198,14 +202,15 @@ class PlainGradients:
     ) -> None:
         whole = self._together(parameters)
         if isinstance(grads, Tensor) and isinstance(rows, Tensor):
-            # The product adds: nothing is made, rounded and read again.
+            # The product accumulates into the sum, so no result is stored, rounded and read again.
             torch.addmm(whole, grads.t(), rows, out_dtype=torch.float32, out=whole)
         else:
-            # Products in e4m3 with a scale a row return bf16 and do not add.
+            # Products in e4m3 with a scale per row return bf16 and cannot accumulate.
             whole.add_(weight_gradient(grads, rows, torch.bfloat16))
 
     def _together(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """The matrix whose rows are these parameters' main gradients, which are moved into one if need be."""
+        """The matrix whose rows are these parameters' main gradients. They are moved into one matrix if
+        necessary."""
         kept = [self.unpacked(parameter) for parameter in parameters]
         there = [main for main in kept if main is not None]
         whole = following(there) if len(there) == len(kept) else None
@@ -233,8 +238,8 @@ class PlainGradients:
         return self._main.get(parameter, parameter.grad)
 
     def kept(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        found = (self.unpacked(parameter) for parameter in parameters)
-        return [gradient for gradient in found if gradient is not None]
+        unpacked = (self.unpacked(parameter) for parameter in parameters)
+        return [gradient for gradient in unpacked if gradient is not None]
 
     def make_zero(self, parameters: Iterable[nn.Parameter]) -> None:
         for gradient in self.kept(parameters):
@@ -246,19 +251,20 @@ class PlainGradients:
         return own + sum(main.nbytes for main in self._main.values())
 
     def _take(self, parameter: Tensor) -> None:
-        """Called by autograd once it has added to the `.grad` of a parameter that is not fp32."""
+        """Add a `.grad` that is not fp32 to its main gradient. Autograd calls it after it has added to
+        `.grad`."""
         assert isinstance(parameter, nn.Parameter)
         gradient = gradient_of(parameter)
         parameter.grad = None
         if parameter in self._main:
-            # In fp32, whatever is added.
+            # The sum is fp32, whatever dtype is added.
             self._main[parameter].add_(gradient)
         else:
             self._main[parameter] = gradient.float()
 
 
 class Fp8Gradients:
-    """`Gradients` of matrices in e4m3 blocks; those of vectors in `.grad`."""
+    """`Gradients` with matrices in e4m3 blocks and vectors in `.grad`."""
 
     def __init__(
         self,
@@ -270,9 +276,10 @@ class Fp8Gradients:
     ) -> None:
         """
         Args:
-            in_place: as for `PlainGradients`; those of matrices never move.
-            salts: 32 bits a matrix, by which additions round stochastically; without, they round to nearest.
-            away: matrices whose gradients begin without memory (`node.model.streamed`).
+            in_place: as for `PlainGradients`. The gradients of matrices never move.
+            salts: 32 bits per matrix, from which additions draw their stochastic rounding. Without salts they
+                round to nearest.
+            away: matrices whose gradients start without memory (`node.model.streamed`).
         """
         everything = tuple(parameters)
         self._vectors = PlainGradients((p for p in everything if p.ndim < 2), in_place=in_place)
@@ -284,21 +291,21 @@ class Fp8Gradients:
                     main.codes.untyped_storage().resize_(0)
                     main.exponents.untyped_storage().resize_(0)
         self._reached: set[nn.Parameter] = set()
-        # On the device, and always there: captured additions read it at each replay.
+        # It is always on the device, because captured additions read it at each replay.
         self._microbatch = {
             device: torch.zeros(1, dtype=torch.int64, device=device)
             for device in {p.device for p in self._main if salts}
         }
         self._draws = {p: Draw(self._microbatch[p.device], salts[p]) for p in self._main if salts}
         self.when_added: Callable[[Fp8Gradient], None] | None = None
-        """Called with each matrix's gradient once backward has added to it."""
+        """Called with a matrix's gradient each time backward has added to it."""
         for parameter in self._main:
             _after_adding(parameter, self._add)
 
     def clear(self) -> None:
         for parameter, main in self._main.items():
             parameter.grad = None
-            # What is in host memory is made 0 when it comes (`node.model.streamed.Streamed.blank`).
+            # Gradients in host memory are set to 0 when they arrive (`node.model.streamed.Streamed.blank`).
             if main.codes.untyped_storage().nbytes():
                 main.clear()
         self._reached.clear()
@@ -310,7 +317,7 @@ class Fp8Gradients:
             return kept
         if parameter.numel() <= GRADIENT_PIECE:
             return unpack_gradient(kept).view(parameter.shape)
-        # What unpacking makes on the way is half as much again.
+        # In pieces, because unpacking needs half as much memory again.
         values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         for part, piece in zip(_pieces(kept), torch.split(values.view(-1), GRADIENT_PIECE), strict=True):
             piece.copy_(unpack_gradient(part))
@@ -341,7 +348,7 @@ class Fp8Gradients:
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter in self._main:
-            # Packing makes tensors as long as what it packs.
+            # In pieces, because packing allocates tensors of the same length.
             pieces = torch.split(value.flatten(), GRADIENT_PIECE)
             for part, piece in zip(_pieces(self._main[parameter]), pieces, strict=True):
                 pack_gradient(piece.float(), part)
@@ -371,7 +378,7 @@ class Fp8Gradients:
 
     def begin_microbatch(self, salt: int) -> None:
         for microbatch in self._microbatch.values():
-            # Work of the device, in the order of its additions: what it has still to add keeps its bits.
+            # This is queued on the device, so additions that are still queued keep their bits.
             microbatch.fill_(salt)
 
     def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
@@ -392,11 +399,11 @@ class Fp8Gradients:
 
     @property
     def packed(self) -> Mapping[nn.Parameter, Fp8Gradient]:
-        """Those of matrices, in the parameters' order."""
+        """The gradients of matrices, in the parameters' order."""
         return self._main
 
     def _add(self, parameter: Tensor) -> None:
-        """Called by autograd once it has added to a matrix's `.grad`."""
+        """Add a matrix's `.grad` to its codes. Autograd calls it after it has added to `.grad`."""
         assert isinstance(parameter, nn.Parameter)
         self.add(parameter, gradient_of(parameter))
         parameter.grad = None
@@ -405,40 +412,42 @@ class Fp8Gradients:
 
 
 def norms(gradients: Sequence[Tensor | Fp8Gradient]) -> list[list[Tensor]]:
-    """Norms of each `GRADIENT_PIECE` of each gradient, in order: float64 [], on its device, not waited for.
+    """The norms of each `GRADIENT_PIECE` of each gradient, in order: float64 [] on its device, not waited
+    for.
 
-    For a norm in float64 torch makes a copy in it on a CPU, twice as large as the gradient: here, of a piece.
+    On a CPU, torch copies to float64 for such a norm. A copy of a whole gradient would take twice its memory,
+    so gradients are cut into pieces.
     """
     pieces = [
         [] if isinstance(gradient, Fp8Gradient) else list(torch.split(gradient.flatten(), GRADIENT_PIECE))
         for gradient in gradients
     ]
-    plain = iter(_norms([piece for of_one in pieces for piece in of_one]))
+    plain = iter(_norms([piece for own in pieces for piece in own]))
     return [
-        [_norms([unpack_gradient(part)])[0] for part in _pieces(one)]
-        if isinstance(one, Fp8Gradient)
-        else [next(plain) for _ in of_one]
-        for one, of_one in zip(gradients, pieces, strict=True)
+        [_norms([unpack_gradient(part)])[0] for part in _pieces(gradient)]
+        if isinstance(gradient, Fp8Gradient)
+        else [next(plain) for _ in own]
+        for gradient, own in zip(gradients, pieces, strict=True)
     ]
 
 
 def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """In float64. On a GPU in one pass over all and without a copy, unlike `torch.linalg.vector_norm`, which
-    this calls elsewhere."""
+    """The norms in float64. On a GPU this takes one pass over all tensors and no copy, unlike
+    `torch.linalg.vector_norm`, which is used elsewhere."""
     if tensors and not dispatch.kind_of(tensors[0].device).float64:
         return [dispatch.in_double(torch.linalg.vector_norm(tensor.float())) for tensor in tensors]
     return torch._foreach_norm(tensors, 2.0, torch.float64) if tensors else ()
 
 
 def _pieces(gradient: Fp8Gradient) -> Iterator[Fp8Gradient]:
-    """The same codes and exponents, `GRADIENT_PIECE` elements at a time."""
+    """The same codes and exponents, in pieces of `GRADIENT_PIECE` elements."""
     codes = torch.split(gradient.codes, GRADIENT_PIECE)
     exponents = torch.split(gradient.exponents, blocks(GRADIENT_PIECE))
     return (Fp8Gradient(*pair) for pair in zip(codes, exponents, strict=True))
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """What backward left in `.grad`.
+    """The gradient that backward left in `.grad`.
 
     Raises:
         RunError: backward has not run.

@@ -1,7 +1,7 @@
-"""What gradient groups do to a gradient: packing a group's pieces, adding two nodes of the tree, unpacking.
+"""The operations on gradients of gradient groups: pack a group's pieces, add two nodes of the tree, unpack.
 
-`node.schedule.gradient_groups` says which pieces and which tree. A node of the tree is its packed form, uint8
-on the CPU, so its value is what the code says, wherever it was made.
+`node.schedule.gradient_groups` defines the pieces and the tree. A node of the tree is stored in packed form,
+uint8 on the CPU. So its value is what the code says, whichever machine computed it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,35 +21,43 @@ from wire.errors import NonFiniteError
 from wire.spec import TensorSpec
 
 MOST_TOGETHER, MOST_SEARCHED = 1 << 22, 1 << 20
-"""Elements that go through a codec together; through `trellis`, whose search needs more memory, fewer. Larger
-pieces go by themselves."""
+"""The most elements that go through a codec together, and the most for `trellis`, whose search needs more
+memory. Larger pieces go by themselves."""
 
 Gradient = Tensor | Fp8Gradient
-"""A parameter's, in its shape, or flat in e4m3."""
+"""A parameter's gradient, in its shape, or flat in e4m3."""
 
 
 class Packing(Protocol):
     """Packs a device's tensors to the CPU and back."""
 
     def pack(self, which: Codec, tensor: Tensor) -> Tensor:
-        """Sealed, uint8 [n] on the CPU. Raises NonFiniteError."""
+        """The sealed bytes of a tensor, uint8 [n] on the CPU.
+
+        Raises:
+            NonFiniteError: the tensor has values that are not finite.
+        """
         ...
 
     def unpack(self, which: Codec, packed: Tensor, spec: TensorSpec) -> Tensor:
-        """On the device. Raises what `Codec.decode` raises."""
+        """The tensor on the device. Raises what `Codec.decode` raises."""
         ...
 
 
 class RowPacking(Packing, Protocol):
-    """A GPU's, where pieces of equal length go through their codec together: what a piece takes by itself,
-    launches and the host's wait, is more than its elements take."""
+    """`Packing` of a GPU, where pieces of equal length go through their codec together. For a single piece,
+    the launches and the host's wait take longer than its elements."""
 
     def pack_rows(self, which: Codec, values: Tensor) -> list[Tensor]:
-        """Every row of float32 [n, elements], as `pack`. Raises NonFiniteError with `row`."""
+        """The sealed bytes of every row of float32 [n, elements].
+
+        Raises:
+            NonFiniteError: with `row`, the number of the row that is not finite.
+        """
         ...
 
     def unpack_rows(self, which: Codec, packed: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """Float32 [n, elements], a row for each, as `unpack`."""
+        """Float32 [n, elements] on the device, a row for each packed piece."""
         ...
 
 
@@ -74,29 +82,33 @@ class PieceSums:
     ) -> None:
         """
         Args:
-            rows: where pieces are packed and unpacked together.
-            uncompressed: in fp32, whatever the pieces' codecs are.
+            rows: packs and unpacks pieces together.
+            uncompressed: use fp32, whatever the pieces' codecs are.
         """
         self._packing = packing
         self._rows = rows
         self._uncompressed = uncompressed
 
     def leaf(self, piece: Piece, gradients: Mapping[str, Gradient]) -> Tensor:
-        """A group's gradient of a piece, packed. Raises NonFiniteError, which names the layer unit."""
+        """The packed piece of a group's gradient.
+
+        Raises:
+            NonFiniteError: a value is not finite. The error names the layer unit.
+        """
         parts = [gradient_part(gradients[name], first, end) for name, first, end in piece.parts]
         return self._pack(piece, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def add(self, piece: Piece, left: Tensor, right: Tensor) -> Tensor:
-        """The sum of two nodes of the tree, packed. Raises as `leaf`."""
+        """The packed sum of two nodes of the tree. Raises as `leaf`."""
         return self._pack(piece, self.unpack(piece, left).add_(self.unpack(piece, right)))
 
     @property
     def together(self) -> bool:
-        """Whether pieces should be given together."""
+        """Whether the caller should pass pieces together."""
         return self._rows is not None
 
     def leaves(self, pieces: Sequence[Piece], gradients: Mapping[str, Gradient]) -> list[Tensor]:
-        """`leaf` of each, pieces of one layer unit."""
+        """`leaf` for each of several pieces of one layer unit."""
         if self._rows is None:
             return [self.leaf(piece, gradients) for piece in pieces]
         leaves: dict[int, Tensor] = {}
@@ -108,7 +120,7 @@ class PieceSums:
         return [leaves[piece.number] for piece in pieces]
 
     def put(self, folds: Mapping[int, Fold[Tensor]], node: int, values: Mapping[Piece, Tensor]) -> None:
-        """`Fold.put` of a node's value of each piece, in the folds by the pieces' numbers."""
+        """`Fold.put` for a node's value of each piece. The folds are by the pieces' numbers."""
         given = dict(values)
         while given:
             left: dict[Piece, Tensor] = {}
@@ -124,23 +136,23 @@ class PieceSums:
             node //= 2
 
     def _add_all(self, left: Mapping[Piece, Tensor], right: Mapping[Piece, Tensor]) -> dict[Piece, Tensor]:
-        """`add` of each piece."""
+        """`add` for each piece."""
         if self._rows is None:
             return {piece: self.add(piece, left[piece], right[piece]) for piece in left}
-        found: dict[Piece, Tensor] = {}
+        sums: dict[Piece, Tensor] = {}
         for several in self._alike(left):
             values = self._unpack_rows(several, [left[piece] for piece in several])
             values.add_(self._unpack_rows(several, [right[piece] for piece in several]))
             packed = self._pack_rows(several, values)
-            found |= {piece: packed[piece.number] for piece in several}
-        return found
+            sums |= {piece: packed[piece.number] for piece in several}
+        return sums
 
     def unpack(self, piece: Piece, packed: Tensor) -> Tensor:
-        """What a packed piece says, float32 [elements] on the device."""
+        """The value of a packed piece, float32 [elements] on the device."""
         return self._packing.unpack(self._codec(piece), packed, self._spec(piece))
 
     def check(self, piece: Piece, packed: Tensor) -> None:
-        """Raise what `unpack` would raise for received bytes that no encoder makes."""
+        """Raise what `unpack` would raise for received bytes that no encoder produces."""
         self._codec(piece).open(packed.numpy(), self._spec(piece))
 
     def fold(self, piece: Piece) -> Fold[Tensor]:
@@ -148,7 +160,7 @@ class PieceSums:
         return Fold(partial(self.add, piece))
 
     def join(self, pieces: Iterable[Piece], packed: Iterable[Tensor]) -> dict[str, Tensor]:
-        """The flat gradients, by parameter, that packed pieces of one layer unit say."""
+        """The flat gradients by parameter, from the packed pieces of one layer unit."""
         parts: dict[str, list[Tensor]] = {}
         for piece, whole in self._unpacked(dict(zip(pieces, packed, strict=True))):
             values = torch.split(whole, [end - first for _, first, end in piece.parts])
@@ -157,20 +169,21 @@ class PieceSums:
         return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in parts.items()}
 
     def _unpacked(self, packed: Mapping[Piece, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
-        """`unpack` of each, in order."""
+        """`unpack` for each piece, in order."""
         if self._rows is None:
-            for piece, one in packed.items():
-                yield piece, self.unpack(piece, one)
+            for piece, value in packed.items():
+                yield piece, self.unpack(piece, value)
             return
-        found: dict[int, Tensor] = {}
+        unpacked: dict[int, Tensor] = {}
         for several in self._alike(packed):
             values = self._unpack_rows(several, [packed[piece] for piece in several])
-            found |= {piece.number: row for piece, row in zip(several, values, strict=True)}
+            unpacked |= {piece.number: row for piece, row in zip(several, values, strict=True)}
         for piece in packed:
-            yield piece, found[piece.number]
+            yield piece, unpacked[piece.number]
 
     def _alike(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-        """Pieces of equal codec and length, few enough for memory, in the order of the first of each."""
+        """Batches of pieces with equal codec and length, small enough for memory, in the order of their first
+        piece."""
         alike: dict[tuple[str, int], list[Piece]] = {}
         for piece in pieces:
             alike.setdefault((piece.codec, piece.elements), []).append(piece)
@@ -181,13 +194,13 @@ class PieceSums:
                 yield several[first : first + size]
 
     def _pack_rows(self, pieces: Sequence[Piece], values: Tensor) -> dict[int, Tensor]:
-        """By the pieces' numbers."""
+        """The packed rows by the pieces' numbers."""
         assert self._rows is not None
         try:
             packed = self._rows.pack_rows(self._codec(pieces[0]), values)
         except NonFiniteError as error:
             raise _named(pieces[error.row], error) from error
-        return {piece.number: one for piece, one in zip(pieces, packed, strict=True)}
+        return {piece.number: row for piece, row in zip(pieces, packed, strict=True)}
 
     def _unpack_rows(self, pieces: Sequence[Piece], packed: Sequence[Tensor]) -> Tensor:
         assert self._rows is not None
@@ -214,7 +227,7 @@ def _named(piece: Piece, error: NonFiniteError) -> NonFiniteError:
 def gradient_part(gradient: Gradient, first: int, end: int) -> Tensor:
     """Elements of a gradient, flat and in float32."""
     if isinstance(gradient, Fp8Gradient):
-        # A piece is whole blocks, except the last.
+        # All pieces except the last consist of whole blocks.
         exponents = gradient.exponents[first // BLOCK : -(-end // BLOCK)]
         return unpack_gradient(Fp8Gradient(gradient.codes[first:end], exponents))
     return gradient.flatten()[first:end].float()

@@ -1,9 +1,8 @@
 """Moments of matrices in host memory, streamed through the device in pieces while the optimizer steps.
 
-While one piece is stepped, the next comes in and the last one goes out, so at most three are on the device
-(LLMQ, papers/llmq.txt, section 3.1: moments are the first of the state to leave). Pieces are whole blocks, or
-whole matrices where the update rule needs them (`UpdateRule.needs_whole`), so that they give the bits of
-whole matrices.
+While one piece is updated, the next is copied in and the previous is copied out, so at most three are on the
+device (LLMQ, arXiv 2512.15306, section 3.1, also moves moments out first). Pieces are whole blocks, or whole
+matrices if the update rule needs them (`UpdateRule.needs_whole`), so the bits are those of whole matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from node.model.optimizers import UpdateRule, form_of
 from node.model.page_locked import STATE_PIECE
 
 PIECE = STATE_PIECE
-"""Elements; whole blocks."""
+"""The elements of a piece, a multiple of a block."""
 assert PIECE % BLOCK == 0
 
 
@@ -29,14 +28,14 @@ class Piece:
 
     parameter: nn.Parameter
     first: int
-    """Its first element in the flat matrix."""
+    """The index of its first element in the flat matrix."""
     count: int
     moments: tuple[Tensor, ...]
-    """Flat, in the order of `UpdateRule.keys`."""
+    """The flat moments, in the order of `UpdateRule.keys`."""
 
 
 class HostMoments:
-    """The moments of matrices, as `training.moments` has them."""
+    """The moments of matrices, in the form that `training.moments` names."""
 
     def __init__(
         self, memory: HostMemory, rules: Mapping[nn.Parameter, UpdateRule], training: TrainingSection
@@ -61,7 +60,7 @@ class HostMoments:
 
     @property
     def nbytes(self) -> int:
-        """Host memory in use."""
+        """Bytes of host memory in use."""
         return sum(part.nbytes for pieces in self._pieces.values() for piece in pieces for part in piece)
 
     def whole(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -70,7 +69,7 @@ class HostMoments:
         return [torch.cat(part) for part in zip(*self._pieces[parameter], strict=True)]
 
     def load(self, parameter: nn.Parameter, parts: Sequence[Tensor]) -> None:
-        """Replace what `whole` gives by copies of these."""
+        """Replace a matrix's moments by copies of `parts`, which are ordered as in `whole`."""
         self._memory.finish()
         for index, part in enumerate(parts):
             first, flat = 0, part.reshape(-1)
@@ -79,7 +78,7 @@ class HostMoments:
                 first += piece[index].numel()
 
     def stream(self) -> Iterator[Piece]:
-        """Every piece, in the order of the matrices, for the caller to step; then it goes back."""
+        """Every piece, in the order of the matrices. The caller updates it, and then it is copied back."""
         memory, device = self._memory, self._memory.device
         places = [
             (parameter, number * pieces[0][0].numel(), host)
@@ -89,21 +88,21 @@ class HostMoments:
 
         def fetch(index: int) -> tuple[list[Tensor], object]:
             host = places[index][2]
-            there = [torch.empty_like(part, device=device) for part in host]
-            return there, memory.copy_in(zip(host, there, strict=True))
+            on_device = [torch.empty_like(part, device=device) for part in host]
+            return on_device, memory.copy_in(zip(host, on_device, strict=True))
 
         coming = fetch(0) if places else None
         leaving: tuple[list[Tensor], object] | None = None
         for index, (parameter, first, host) in enumerate(places):
             assert coming is not None
-            there, mark = coming
+            on_device, mark = coming
             coming = fetch(index + 1) if index + 1 < len(places) else None
             memory.wait(mark)
-            yield Piece(parameter, first, host[0].numel(), tuple(there))
-            sent = memory.copy_out(zip(there, host, strict=True))
+            yield Piece(parameter, first, host[0].numel(), tuple(on_device))
+            sent = memory.copy_out(zip(on_device, host, strict=True))
             if leaving is not None:
                 memory.wait(leaving[1])
-            leaving = there, sent
+            leaving = on_device, sent
         if leaving is not None:
             memory.wait(leaving[1])
 

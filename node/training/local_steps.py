@@ -1,21 +1,21 @@
 """Rounds: local steps of each gradient group, and the outer optimizer over their mean (`[sync] every`).
 
 In a round each group starts from the same weights, takes `every` optimizer steps on parts of its samples, and
-says how its weights changed. The outer optimizer treats the mean change over groups as a gradient: SGD, if
-asked with Nesterov momentum, as in DiLoCo (arXiv 2311.08105, algorithm 1).
+reports how its weights changed. The outer optimizer treats the mean change over groups as a gradient. It is
+SGD, optionally with Nesterov momentum, as in DiLoCo (arXiv 2311.08105, algorithm 1).
 
-Groups share all of their state, so any row may compute any group. AdamW's moments begin each round at what
-the mean over groups of the last round says. The first moment is read off the change itself: what the round
-took off a weight, by step and learning rate, is AdamW's mean over the root of its mean square. So local steps
-go on with the momentum of the whole run, as in FedCM (arXiv 2106.10874). From 0, with AdamW's correction for
-that, the first steps are as long as later ones but of one part's gradient alone, all noise: at 124 million
-parameters losses rose from 4.5 to 10 (scripts/results/losses.md). Of the second moment a matrix keeps the
-means of its rows and columns: the rest is their product, as in Adafactor (arXiv 1804.04235, section 3). So a
-round sends little beside the change.
+Groups share all of their state, so any row may compute any group. AdamW's moments begin each round at values
+from the last round's mean over groups. The first moment follows from the change itself: the change of a
+weight, divided by steps and learning rate, is AdamW's mean over the root of its mean square. So local steps
+continue with the momentum of the whole run, as in FedCM (arXiv 2106.10874). If moments began at 0, with
+AdamW's bias correction, the first steps would be as long as later ones but follow one part's gradient alone,
+which is all noise: at 124 million parameters losses rose from 4.5 to 10 (scripts/results/losses.md). Of the
+second moment, a matrix keeps the means of its rows and columns and is rebuilt as their product, as in
+Adafactor (arXiv 1804.04235, section 3). So a round sends little besides the change.
 
-Weights do not move before the commit: what a round begins with is kept, and put back when it ends, however
-it ends. A GPU's is kept in page-locked memory, which takes no memory of the card and is copied at the line's
-speed.
+Weights do not change before the commit: the values at the beginning of a round are kept, and put back however
+it ends. On a GPU they are kept in page-locked memory, which takes no memory of the card and is copied at the
+bus's speed.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from node.training.update_rules import Step
 
 
 class LocalSteps:
-    """Of the layer units that one process holds, on one device."""
+    """The local steps of the layer units that one process holds, on one device."""
 
     def __init__(
         self, config: RunConfig, optimizer: StageOptimizer, weights_changed: Callable[[], None] = lambda: None
     ) -> None:
-        """`weights_changed`: called whenever a round has changed weights that its later passes read."""
+        """`weights_changed` is called whenever a round has changed weights that its later passes read."""
         self._sync = config.sync
         self._groups = config.pipeline.groups
         self._config = config
@@ -44,14 +44,14 @@ class LocalSteps:
         self._weights_changed = weights_changed
         self._host: HostMemory | None = None
         self._kept: dict[nn.Parameter, tuple[Tensor, list[Tensor]]] = {}
-        """Weights and moments as the round found them, on the host."""
+        """Weights and moments at the beginning of the round, on the host."""
         self._steps: dict[str, int] = {}
         self._taken = 0
         self._means: dict[nn.Parameter, dict[str, Tensor]] = {}
-        """`UpdateRule.round_means` of the round that waits for its commit, as `put` takes them."""
+        """The `UpdateRule.round_means` of the round that waits for its commit, as passed to `put`."""
 
     def begin_group(self) -> None:
-        """The next local steps are another group's, from where the round began."""
+        """Start the local steps of another group, from the state at the beginning of the round."""
         if self._kept:
             self._restore()
             self._weights_changed()
@@ -60,43 +60,44 @@ class LocalSteps:
         self._taken = 0
 
     def step(self, step: int) -> None:
-        """A part's gradients are complete: take its optimizer step, in the run's step `step`.
+        """Take the optimizer step of a part whose gradients are complete, in the run's step `step`.
 
-        Raises NonFiniteError, which names the layer unit.
+        Raises:
+            NonFiniteError: a gradient is not finite. The error names the layer unit.
         """
         config = self._config
         lr = learning_rate(step, config.training, config.run.steps)
-        # Gradients are of the mean over all samples of the round.
+        # Gradients are those of the mean over all samples of the round.
         self._optimizer.local_step(lr, self._taken, float(self._groups * self._sync.every))
         self._weights_changed()
         self._taken += 1
 
     def changes(self) -> dict[str, dict[str, Tensor]]:
-        """The group is done: its part of the means over groups, by layer unit, float32 on the device.
+        """The finished group's share of the means over groups, by layer unit, float32 on the device.
 
-        Under the parameter's name what was taken off its weights; under those of `model_pieces` the means of
-        its moments.
+        The entry of a parameter's name is what was subtracted from its weights. The names of `model_pieces`
+        stand for the means of its moments.
         """
-        found: dict[str, dict[str, Tensor]] = {}
+        shares: dict[str, dict[str, Tensor]] = {}
         with torch.no_grad():
             for unit, named in self._optimizer.named.items():
                 self._optimizer.streaming.use_weights(unit)
-                found[unit] = {
+                shares[unit] = {
                     name: part.div_(self._groups)
                     for parameter_name, parameter in named.items()
                     for name, part in self._change(parameter_name, parameter).items()
                 }
-        return found
+        return shares
 
     def end(self) -> None:
-        """Put back what the round began with. All of it is as it was, also after a failure in between."""
+        """Put back the state at the beginning of the round, also after a failure in between."""
         if self._kept:
             self._restore()
             self._kept.clear()
 
     @torch.no_grad()
     def put(self, unit: str, values: dict[str, Tensor]) -> None:
-        """The means over all groups, flat by name: the change becomes the gradient, until the commit."""
+        """Store the means over all groups, flat by name. Until the commit the change is the gradient."""
         named = self._optimizer.named[unit]
         self._optimizer.put_gradients(unit, values)
         for name, parameter in named.items():
@@ -108,7 +109,8 @@ class LocalSteps:
 
     @torch.no_grad()
     def apply(self, step: int) -> None:
-        """Commit the run's step `step`, a round: one step of the outer optimizer; drop the gradients."""
+        """Commit the run's step `step`, a round: take one step of the outer optimizer and drop the
+        gradients."""
         optimizer, sync = self._optimizer, self._sync
         lr = learning_rate(step, self._config.training, self._config.run.steps)
         taken = {unit: steps + sync.every for unit, steps in optimizer.steps_taken.items()}
@@ -136,7 +138,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _keep(self) -> None:
-        """What the round begins with."""
+        """Keep the state at the beginning of the round."""
         optimizer = self._optimizer
         self._steps = optimizer.steps_taken
         for unit, named in optimizer.named.items():
@@ -146,7 +148,7 @@ class LocalSteps:
                 self._kept[parameter] = self._on_host(parameter), moments
 
     def _on_host(self, tensor: Tensor, target: Tensor | None = None) -> Tensor:
-        """A copy, in `target` if there is one; whole once the device's work is done."""
+        """A copy on the host, in `target` if there is one. It is complete once the device's work is done."""
         if target is None:
             target = self._memory.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return target.copy_(tensor.detach(), non_blocking=True)

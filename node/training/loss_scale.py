@@ -1,11 +1,11 @@
-"""The factor of the loss in a run that computes in float16, step by step. Pure, torch-free.
+"""The loss scale of a run that computes in float16, step by step. All functions are pure and need no torch.
 
-Numbers below 6e-8 are 0 in float16, and most gradients are smaller; above 65,504 they are infinite. So the
-loss is multiplied by a power of two, which changes no bits but exponents, and gradients are divided by it
-again where they are applied (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). A step whose gradients
-are not finite is skipped: no weight changes, and the factor halves. After `training.loss_scale_steps` steps
-that were not, it doubles. The factor of a step follows from which steps before it were skipped alone, so it
-is part of the run's state: replays and resumed runs have the same.
+float16 cannot represent numbers below 6e-8, and most gradients are smaller; numbers above 65,504 are
+infinite. So the loss is multiplied by a power of two, which changes only exponents, and gradients are divided
+by it when they are applied (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). A step whose gradients
+are not finite is skipped: no weight changes, and the scale halves. After `training.loss_scale_steps` steps
+that were not skipped, it doubles. The scale of a step depends only on which steps before it were skipped. So
+it is part of the run's state, and replays and resumed runs have the same scale.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,24 +14,28 @@ from dataclasses import dataclass, replace
 from node.config.schema import TrainingSection
 
 LEAST = 1.0
-"""At this factor what is not finite is no overflow of the scale: the run looks for its cause."""
+"""The lowest scale. Values that are not finite at this scale are no overflow, so the run looks for another
+cause."""
 MOST = 2.0**24
+"""The highest scale."""
 BACK_OFF = 0.5
+"""The factor of the scale after a skipped step."""
 GROWTH = 2.0
+"""The factor of the scale after enough steps that were not skipped."""
 SKIPPED = 0.0
-"""In place of a clip coefficient: the step is skipped."""
+"""A clip coefficient that means that the step is skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """As it is for one step."""
+    """The loss scale of one step."""
 
     factor: float
     steps: int = 0
-    """Taken since it last changed."""
+    """The number of steps taken since the scale last changed."""
 
     def after(self, *, skipped: bool, every: int) -> "LossScale":
-        """For the next step. `every`: it doubles after so many that are taken."""
+        """The scale of the next step. It doubles after `every` steps that are taken."""
         if skipped:
             return LossScale(factor=max(LEAST, self.factor * BACK_OFF))
         if self.steps + 1 == every:
@@ -40,15 +44,15 @@ class LossScale:
 
 
 ScaleOf = Callable[[int], LossScale | None]
-"""Step -> its scale; None in a run that computes in another precision."""
+"""Maps a step to its scale; to None in a run that computes in another precision."""
 
 
 def no_scale(step: int) -> None:
-    """`ScaleOf` of a run in another precision."""
+    """The `ScaleOf` of a run in another precision."""
 
 
 class LossScales:
-    """The factors of a run's steps."""
+    """The loss scales of a run's steps."""
 
     def __init__(
         self,
@@ -58,8 +62,8 @@ class LossScales:
     ) -> None:
         """
         Args:
-            skipped: the steps on record that were.
-            known: a step and its scale, as a snapshot has it; earlier ones may not be on record.
+            skipped: the steps that are on record as skipped.
+            known: a step and its scale from a snapshot. Earlier steps may not be on record.
         """
         self._every = training.loss_scale_steps
         first = LossScale(factor=training.loss_scale)
@@ -69,9 +73,9 @@ class LossScales:
         self._skipped = frozenset(skipped)
 
     def at(self, step: int) -> LossScale:
-        """Of a step, all steps before which are committed."""
+        """The scale of a step. All steps before it must be committed."""
         begin, scale = max(
-            (one for one in (*self._known, self._newest) if one[0] <= step), key=lambda one: one[0]
+            (entry for entry in (*self._known, self._newest) if entry[0] <= step), key=lambda entry: entry[0]
         )
         for before in range(begin, step):
             scale = scale.after(skipped=before in self._skipped, every=self._every)
@@ -79,16 +83,16 @@ class LossScales:
         return scale
 
     def overflows(self, step: int) -> bool:
-        """Whether gradients of this step that are not finite are the factor's fault."""
+        """Whether gradients of this step that are not finite are due to the scale."""
         return self.at(step).factor > LEAST
 
     def words(self, step: int) -> str:
-        """A line for the operator on this step, which is skipped."""
+        """A line for the operator about this step, which is skipped."""
         factor = self.at(step + 1).factor
         return f"step {step + 1} is skipped: gradients overflow; the loss's factor is {factor:g} from now on"
 
     def committed(self, step: int, *, skipped: bool) -> None:
-        """The step is committed, for the first time or again after a return to a snapshot."""
+        """Record that a step is committed, for the first time or again after a return to a snapshot."""
         self._skipped = self._skipped | {step} if skipped else self._skipped - {step}
         if self._newest[0] > step:
             self._newest = self._known[0]
@@ -97,5 +101,5 @@ class LossScales:
 def loss_scales(
     training: TrainingSection, skipped: Iterable[int] = (), known: tuple[int, LossScale] | None = None
 ) -> LossScales | None:
-    """Those of a run, if it computes in float16; arguments as for `LossScales`."""
+    """The loss scales of a run that computes in float16; else None. The arguments are as for `LossScales`."""
     return LossScales(training, skipped, known) if training.precision == "float16" else None

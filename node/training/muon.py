@@ -1,8 +1,8 @@
-"""Muon: the mean of a matrix's gradient, made orthogonal (K. Jordan 2024; arXiv 2502.16982).
+"""Muon: the mean of a matrix's gradient, orthogonalized (K. Jordan 2024; arXiv 2502.16982).
 
-A matrix has the same bits whichever others are stepped with it, so bits are the same on any split. Each is
-whole when it is made orthogonal: tensor-parallel ranks gather it, and all of them compute it. An update is
-scaled to the root mean square of AdamW's, by which one learning rate serves both.
+A matrix has the same bits whichever others are updated with it, so the bits do not depend on the split. A
+matrix must be whole when it is orthogonalized: tensor-parallel ranks gather it, and all of them compute it.
+An update is scaled to the root mean square of AdamW's updates, so that one learning rate suits both.
 """
 
 import math
@@ -19,11 +19,11 @@ from node.model.optimizers import ITERATED, MEAN, MuonRule
 from node.training.update_rules import Step, Turn, Updates
 
 SCALE = 0.2
-"""AdamW's updates have a root mean square of 0.2 to 0.4."""
+"""The root mean square of updates. AdamW's have 0.2 to 0.4."""
 
 
 class Muon(Updates):
-    """Nesterov's momentum, then `orthogonal`."""
+    """Nesterov momentum, then `orthogonal`."""
 
     def __init__(self, rule: MuonRule, training: TrainingSection) -> None:
         self._joined = rule.joined
@@ -37,7 +37,7 @@ class Muon(Updates):
 
     def step_each(self, turns: Sequence[Turn]) -> None:
         if turns[0].weight.device.type == "cpu":
-            # It makes matrices orthogonal one by one, and memory is planned for one.
+            # A CPU orthogonalizes matrices one by one, and memory is planned for one.
             super().step_each(turns)
             return
         for group in _groups([turn.weight for turn in turns]):
@@ -60,12 +60,12 @@ class Muon(Updates):
     def moments_after_round(
         self, parameter: nn.Parameter, change: Tensor, means: Mapping[str, Tensor], every: int, step: Step
     ) -> list[Tensor]:
-        """The mean over groups: a change is of orthogonal matrices, which do not say how long the momentum
-        is in each direction."""
+        """The mean over groups. The change does not determine the momentum: it is a sum of orthogonal
+        matrices, which do not say how long the momentum is in each direction."""
         return [means[MEAN].view(parameter.shape)]
 
     def _step_alike(self, turns: Sequence[Turn]) -> None:
-        """Step parameters of one shape; they have the same learning rate and decay."""
+        """Update parameters of one shape. They share their learning rate and decay."""
         values = [self._mixed(turn) for turn in turns]
         weights = [turn.weight for turn in turns]
         moved = [weight if weight.dtype == torch.float32 else weight.float() for weight in weights]
@@ -75,7 +75,7 @@ class Muon(Updates):
                 weight.view(-1).copy_(round_stochastically(result.flatten(), step.salt, step.first))
 
     def _mixed(self, turn: Turn) -> Tensor:
-        """Add a gradient to its mean; returns what is made orthogonal, in the weight's shape."""
+        """Add a gradient to its mean and return the matrix to orthogonalize, in the weight's shape."""
         weight, gradient, moments, step = turn
         if len(moments) > 1:
             return momentum_step(gradient, Moment(*moments), self._momentum, step.scale).view(weight.shape)
@@ -85,8 +85,8 @@ class Muon(Updates):
         return values
 
     def _mix(self, means: list[Tensor], gradients: list[Tensor]) -> None:
-        """Nesterov: add gradients to their means; they become the means that come next, as they are before
-        they are rounded to bfloat16."""
+        """Nesterov momentum: add gradients to their means, and replace each gradient by its Nesterov update.
+        Both are computed in float32 before means are rounded to bfloat16."""
         if means[0].dtype != torch.float32:
             for mean, gradient in zip(means, gradients, strict=True):
                 wide = mean.float()
@@ -97,7 +97,7 @@ class Muon(Updates):
         torch._foreach_lerp_(gradients, means, self._momentum)
 
     def _move(self, weights: list[Tensor], updates: list[Tensor], step: Step) -> None:
-        """Step float32 weights of one shape by the orthogonal matrices nearest to these."""
+        """Update float32 weights of one shape by the orthogonal matrices nearest to `updates`."""
         shard = step.shard
         whole = updates if shard is None else [shard.whole(update) for update in updates]
         parts = [part for update in whole for part in update.chunk(self._joined)]
@@ -110,7 +110,7 @@ class Muon(Updates):
 
 
 def _groups(weights: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Numbers of weights of one shape, as many at a time as memory is planned for."""
+    """Groups of the numbers of weights of one shape, each as large as memory is planned for."""
     by_shape: dict[torch.Size, list[int]] = {}
     for number, weight in enumerate(weights):
         by_shape.setdefault(weight.shape, []).append(number)

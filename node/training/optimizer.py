@@ -1,8 +1,9 @@
 """The optimizer of the layer units that one process holds, whatever `training.optimizer` is.
 
 Everything is kept and reported by unit, so that norms sum to the same bits and snapshots restore on any
-split. `node.model.optimizers` declares what is kept of a parameter, `node.training.update_rules` steps, and
-`node.training.gradients` keeps gradients. Snapshots hold weights as float32, which holds bfloat16 exactly.
+split. `node.model.optimizers` declares what is kept for a parameter, `node.training.update_rules` has the
+arithmetic, and `node.training.gradients` keeps gradients. Snapshots hold weights as float32, which represents
+bfloat16 exactly.
 """
 
 import math
@@ -51,7 +52,7 @@ from wire.errors import NonFiniteError, RunError
 
 
 class StateTensor(NamedTuple):
-    """A tensor of a state where it is."""
+    """A tensor of a state, not a copy."""
 
     tensor: Tensor
     saved: torch.dtype
@@ -80,18 +81,18 @@ class StageOptimizer:
     ) -> None:
         """
         Args:
-            seed: the run's, for stochastic rounding of bfloat16 weights and of gradients in e4m3.
-            rank: that of the chunks' shards.
+            seed: the run's seed, for stochastic rounding of bfloat16 weights and of gradients in e4m3.
+            rank: the tensor-parallel rank of the chunks' shards.
             gradients_in_place: gradients never move in memory.
-            host: keeps the matrices' moments there; the step is the same bits.
-            streaming: the chunks', whose weights may be in host memory.
-            gradients_away: blocks the main gradients of whose matrices begin in `host`,
-            codes_away: and blocks whose codes for products in FP8 do. These, weights and gradients may be
-                there only with the moments.
-            slices: of each microbatch, whose gradients are added one by one.
+            host: keeps the matrices' moments there. The step has the same bits.
+            streaming: that of the chunks, whose weights may be in host memory.
+            gradients_away: blocks whose matrices' main gradients start in `host`.
+            codes_away: blocks whose codes for products in FP8 start in `host`. Codes, weights and gradients
+                may be there only together with the moments.
+            slices: the number of slices of each microbatch, whose gradients are added one by one.
         """
         self._units: dict[str, dict[str, nn.Parameter]] = {}
-        # Both copies of a tied weight have the same gradient; the global norm counts the embedding's.
+        # Both copies of a tied weight have the same gradient. The global norm counts the embedding's.
         self._counted: dict[str, list[nn.Parameter]] = {}
         self._tied: set[nn.Parameter] = set()
         self._rank = rank or TensorRank()
@@ -120,14 +121,16 @@ class StageOptimizer:
                 counted = copy if unit == HEAD else None
                 self._counted[unit] = [value for name, value in parameters.items() if name != counted]
         self._places = {
-            one: (unit, name) for unit, named in self._units.items() for name, one in named.items()
+            parameter: (unit, name)
+            for unit, named in self._units.items()
+            for name, parameter in named.items()
         }
         everything = tuple(self._places)
         self._training = training
         self._additions = training.global_batch // training.microbatch * slices
         self._rules = {
-            one: update_rule(training, unit, name, tuple(one.shape), experts[unit, name])
-            for one, (unit, name) in self._places.items()
+            parameter: update_rule(training, unit, name, tuple(parameter.shape), experts[unit, name])
+            for parameter, (unit, name) in self._places.items()
         }
         self._updates: dict[UpdateRule, Updates] = {
             rule: _UPDATES[type(rule)](rule, training) for rule in self._rules.values()
@@ -162,14 +165,19 @@ class StageOptimizer:
         self.weights_changed()
         self._steps = dict.fromkeys(self._units, 0)
         self.outer: dict[nn.Parameter, Tensor] = {}
-        """The momentum of all parameters, float32 on the CPU; empty before a run's first round has ended."""
+        """The outer momentum of all parameters, float32 on the CPU; empty before a run's first round has
+        ended."""
         self._moments: dict[nn.Parameter, list[Tensor]] = {}
-        """Of parameters whose moments are on the device, in the order of `UpdateRule.keys`."""
+        """The moments on the device by parameter, in the order of `UpdateRule.keys`."""
         self._place_moments(host)
 
     def _place_moments(self, host: HostMemory | None) -> None:
-        """Moments that begin at 0: those of matrices on the device or in `host`."""
-        there = {one: rule for one, rule in self._rules.items() if host is not None and one.ndim >= 2}
+        """Create moments that start at 0. Those of matrices are on the device or in `host`."""
+        there = {
+            parameter: rule
+            for parameter, rule in self._rules.items()
+            if host is not None and parameter.ndim >= 2
+        }
         self._on_host = None if host is None else HostMoments(host, there, self._training)
         self._moments = {
             parameter: [self._zeros(parameter, part) for part in self._keys(parameter).values()]
@@ -199,16 +207,16 @@ class StageOptimizer:
             self.put_moments(parameter, moments)
 
     def move_weights(self, host: HostMemory, blocks: Collection[str]) -> None:
-        """Have the weights of these blocks' matrices in `host`, and those of others on the device; with
-        adapters, the frozen ones."""
+        """Keep the weights of these blocks' matrices in `host`, and those of others on the device. With
+        adapters, the frozen weights move."""
         self.streaming.move_weights(host, blocks, self._blocks)
 
     def move_codes(self, host: HostMemory, blocks: Collection[str]) -> None:
-        """As `move_weights`, of their codes for products in FP8."""
+        """Like `move_weights`, for the blocks' codes for products in FP8."""
         self.streaming.move_codes(host, blocks, self._coded)
 
     def move_gradients(self, host: HostMemory, blocks: Collection[str], *, away: bool = False) -> None:
-        """As `move_weights`, of their main gradients. `away`: these have no memory yet."""
+        """Like `move_weights`, for the blocks' main gradients. With `away`, they have no memory yet."""
         self.streaming.move_gradients(host, blocks, self._in_blocks, self.gradients, away=away)
 
     def _adding_to(self, weights: Sequence[nn.Parameter]) -> AddProduct:
@@ -230,16 +238,16 @@ class StageOptimizer:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """All, in model order."""
+        """All parameters, in model order."""
         return tuple(parameter for unit in self._units.values() for parameter in unit.values())
 
     def is_sharded(self, parameter: nn.Parameter) -> bool:
-        """Whether other tensor-parallel ranks hold other parts of it."""
+        """Whether other tensor-parallel ranks hold other parts of the parameter."""
         return parameter in self._shards
 
     @property
     def moment_bytes(self) -> int:
-        """Memory that the moments take, without those in host memory."""
+        """The bytes that moments take, without those in host memory."""
         return sum(moment.nbytes for moments in self._moments.values() for moment in moments)
 
     def zero_grad(self) -> None:
@@ -248,14 +256,14 @@ class StageOptimizer:
         self.gradients.clear()
 
     def weights_changed(self) -> None:
-        """Code the weights of products in FP8 again."""
+        """Compute the codes of weights for products in FP8 again."""
         if self.streaming.codes is not None:
             self.streaming.codes.blank()
         for unit, block in self._coded.items():
             self.streaming.code(unit, block)
 
     def begin_forward(self, microbatch: int) -> None:
-        """The next forward is this microbatch's: adapters drop elements by its salt, on every rank. With
+        """Prepare the forward of this microbatch: adapters drop elements by its salt, on every rank. With
         slices, numbers are those of `wire.spec.TensorKey`."""
         if self._dropouts:
             purpose = f"dropout of microbatch {microbatch}"
@@ -265,15 +273,16 @@ class StageOptimizer:
 
     @property
     def _next_step(self) -> int:
-        """The step that `apply` will take. All units are at the same; another attempt has the same number."""
+        """The step that `apply` will take. All units are at the same step, and a repeated attempt has the
+        same number."""
         return 1 + next(iter(self._steps.values()), 0)
 
     def begin_backward(self, microbatch: int, rank: int = 0) -> None:
-        """The next backward belongs to this microbatch, numbered as for `begin_forward`.
+        """Prepare the backward of this microbatch, numbered as for `begin_forward`.
 
         Args:
-            rank: this process among those of its node that share the microbatch. Each rounds by other random
-                bits, so that their errors do not add up.
+            rank: this process's number among those of its node that share the microbatch. Each rounds by
+                other random bits, so that their errors do not add up.
         """
         if self._rounds_stochastically:
             purpose = f"gradients of microbatch {microbatch} on rank {rank}"
@@ -284,7 +293,7 @@ class StageOptimizer:
         return self._training.gradients == "fp8" and self._additions > MOST_TO_NEAREST
 
     def _gradient_salts(self) -> dict[nn.Parameter, int]:
-        """By unit and name: the same on any split."""
+        """The salts depend on unit and name, so they are the same on any split."""
         return {
             parameter: salt(self._seed, step=0, layer=unit, purpose=f"gradients of {name}")
             for unit, parameters in self._units.items()
@@ -292,7 +301,7 @@ class StageOptimizer:
         }
 
     def squared_norms(self) -> dict[str, float]:
-        """Squared gradient norm of each unit, in float64, a tied weight counted once (in "embed").
+        """The squared gradient norm of each unit, in float64. A tied weight is counted once (in "embed").
 
         Summed in model order over all units, they give the same bits whatever the split. Values may be
         infinite or NaN; the coordinator refuses such a step.
@@ -303,26 +312,28 @@ class StageOptimizer:
         return self.sum_squared_norms([self.parameter_squared_norms()])
 
     def parameter_squared_norms(self) -> list[float]:
-        """Squared gradient norm of each counted parameter, or of this rank's shard of it, in model order."""
+        """The squared gradient norm of each counted parameter, or of this rank's shard of it, in model
+        order."""
         counted = [(unit, parameter) for unit, named in self._counted.items() for parameter in named]
         return [_sum_of_squares(pieces) for pieces in self._norms_of(counted)]
 
     def _norms_of(self, places: Iterable[tuple[str, nn.Parameter]]) -> list[list[float]]:
-        """Norms of the pieces of each parameter's gradient, as `norms` gives them, by unit and parameter."""
+        """The norms of the pieces of each parameter's gradient, as from `norms`, by unit and parameter."""
         norms_of = []
         for unit, named in groupby(places, key=itemgetter(0)):
             self.streaming.use_gradients(unit)
             norms_of += norms([self.gradients.stored(parameter) for _, parameter in named])
         if not norms_of:
             return []
-        # One wait for the device, for all of them.
-        found = iter(torch.stack([norm for pieces in norms_of for norm in pieces]).tolist())
-        return [[next(found) for _ in pieces] for pieces in norms_of]
+        # This waits for the device once, for all norms.
+        values = iter(torch.stack([norm for pieces in norms_of for norm in pieces]).tolist())
+        return [[next(values) for _ in pieces] for pieces in norms_of]
 
     def sum_squared_norms(self, ranks: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Units' squared norms from `parameter_squared_norms` of all tensor-parallel ranks, in their order.
+        """The units' squared norms from the `parameter_squared_norms` of all tensor-parallel ranks, in their
+        order.
 
-        A replicated parameter's gradient is the same on all and is counted once.
+        A replicated parameter's gradient is the same on all ranks and is counted once.
         """
         squares: dict[str, float] = {}
         each = zip(*ranks, strict=True)
@@ -336,13 +347,14 @@ class StageOptimizer:
         return squares
 
     def take_gradients(self, unit: str) -> dict[str, Tensor | Fp8Gradient]:
-        """A unit's gradients by parameter, for the caller to keep; they begin again at 0.
+        """A unit's gradients by parameter, for the caller to keep. They restart at 0.
 
-        Raises RunError if a parameter has none.
+        Raises:
+            RunError: a parameter has no gradient.
         """
         with torch.no_grad():
             self.streaming.use_gradients(unit, changed=True)
-            return {name: self.gradients.take(one) for name, one in self._units[unit].items()}
+            return {name: self.gradients.take(parameter) for name, parameter in self._units[unit].items()}
 
     def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None:
         """Replace all of a unit's gradients by copies of these, float32 [elements] by parameter."""
@@ -352,9 +364,9 @@ class StageOptimizer:
                 self.gradients.put(parameter, values[name].view(parameter.shape))
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
-        """Scale gradients by the global clip coefficient, take one step, drop the gradients.
+        """Scale gradients by the global clip coefficient, take one step and drop the gradients.
 
-        A step that is `SKIPPED` only drops them: the optimizer does not count it.
+        A step whose coefficient is `SKIPPED` only drops them: the optimizer does not count it.
         """
         if clip_coefficient == SKIPPED:
             self.zero_grad()
@@ -362,20 +374,20 @@ class StageOptimizer:
         self._step(lr, lambda _: clip_coefficient)
 
     def local_step(self, lr: float, taken: int, scale: float) -> None:
-        """Take one optimizer step of a round; drop the gradients.
+        """Take one optimizer step of a round and drop the gradients.
 
-        No stage waits for others: each parameter's gradient is clipped by its own norm.
+        No stage waits for others, because each parameter's gradient is clipped by its own norm.
 
         Args:
-            taken: local steps since the round began.
-            scale: of gradients.
+            taken: the number of local steps since the round began.
+            scale: the factor of gradients.
 
         Raises:
             NonFiniteError: a gradient is not finite. Nothing has changed.
         """
         coefficients: dict[nn.Parameter, float] = {}
-        found = self._norms_of((unit, parameter) for parameter, (unit, _) in self._places.items())
-        for (parameter, (unit, name)), pieces_of in zip(self._places.items(), found, strict=True):
+        norms_of = self._norms_of((unit, parameter) for parameter, (unit, _) in self._places.items())
+        for (parameter, (unit, name)), pieces_of in zip(self._places.items(), norms_of, strict=True):
             norm = scale * math.sqrt(_sum_of_squares(pieces_of))
             if not math.isfinite(norm):
                 raise NonFiniteError(f"the gradient of {name} of {unit} in local step {taken + 1}")
@@ -392,12 +404,12 @@ class StageOptimizer:
         self._steps.update(steps)
 
     def updates_of(self, parameter: nn.Parameter) -> Updates:
-        """What steps it."""
+        """The update arithmetic of a parameter."""
         return self._updates[self._rules[parameter]]
 
     def moments_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        """The tensors of its moments in the order of `UpdateRule.keys`, plain ones of its shape. The
-        optimizer's own, or copies on the CPU of those in host memory."""
+        """A parameter's moments in the order of `UpdateRule.keys`; plain ones in its shape. They are the
+        optimizer's own tensors, or CPU copies if they are in host memory."""
         if parameter in self._moments:
             return self._moments[parameter]
         assert self._on_host is not None
@@ -406,7 +418,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def put_moments(self, parameter: nn.Parameter, moments: Sequence[Tensor]) -> None:
-        """Replace what `moments_of` gives by copies of these."""
+        """Replace the tensors of `moments_of` by copies of these."""
         if self._on_host is not None and parameter in self._on_host:
             self._on_host.load(parameter, moments)
             return
@@ -415,7 +427,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def _step(self, lr: float, scale_of: Callable[[nn.Parameter], float]) -> None:
-        """One step with gradients times `scale_of` their parameter."""
+        """Take one step. `scale_of` returns the factor of a parameter's gradient."""
         for unit in self._units:
             self._steps[unit] += 1
         together: dict[tuple[Updates, float], list[nn.Parameter]] = {}
@@ -426,7 +438,7 @@ class StageOptimizer:
             is_packed = len(moments) > len(rule.moments)
             is_gathered = rule.needs_whole and parameter in self._shards
             if is_packed or is_gathered or parameter.grad is None:
-                # What is unpacked for a step in float32, or gathered, is there for this step alone.
+                # A gradient that is unpacked or gathered for a step in float32 exists for this step only.
                 of_all = self.gradients
                 gradient = of_all.stored(parameter) if is_packed else of_all.get(parameter)
                 turn = Turn(parameter, gradient, moments, self._step_of(parameter, lr, scale_of(parameter)))
@@ -444,14 +456,16 @@ class StageOptimizer:
             gradients = [self.gradients.get(parameter) for parameter in parameters]
             torch._foreach_mul_(gradients, [scale_of(parameter) for parameter in parameters])
             step = Step(lr=lr, weight_decay=decay, number=self._next_step - 1)
-            updates.step_together(parameters, gradients, [self._moments[one] for one in parameters], step)
+            updates.step_together(
+                parameters, gradients, [self._moments[parameter] for parameter in parameters], step
+            )
         self.weights_changed()
         self.zero_grad()
 
     def _step_streamed(
         self, moments: HostMoments, lr: float, scale_of: Callable[[nn.Parameter], float]
     ) -> None:
-        """The same step, of matrices whose moments come from host memory."""
+        """Take the same step for matrices whose moments are streamed from host memory."""
         for piece in moments.stream():
             parameter = piece.parameter
             unit = self._places[parameter][0]
@@ -476,7 +490,7 @@ class StageOptimizer:
         unit, name = self._places[parameter]
         # Both copies of a tied weight must round alike.
         place = ("", "tied") if parameter in self._tied else (unit, name)
-        # So must the replicas of a whole parameter, but each shard of one draws for itself.
+        # So must the replicas of a whole parameter, but each shard draws its own bits.
         of_shard = f" of rank {self._rank.index}" if parameter in self._shards else ""
         number = self._steps[unit]
         return Step(
@@ -490,7 +504,7 @@ class StageOptimizer:
         )
 
     def unit_tensors(self, unit: str) -> dict[str, StateTensor]:
-        """A unit's whole state where it is; keys and shapes are those of `state_layout`. Moments in host
+        """A unit's whole state, not copied; keys and shapes are those of `state_layout`. Moments in host
         memory are copied."""
         self.streaming.use_weights(unit)
         count = torch.tensor(self._steps[unit], dtype=torch.int64)
@@ -505,23 +519,25 @@ class StageOptimizer:
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
         """A copy of a unit's whole state on the CPU, in the dtypes of `state_layout`."""
-        return {name: copy_to_cpu(one.tensor).to(one.saved) for name, one in self.unit_tensors(unit).items()}
+        return {
+            name: copy_to_cpu(part.tensor).to(part.saved) for name, part in self.unit_tensors(unit).items()
+        }
 
     @property
     def stays_in_place(self) -> bool:
-        """Whether the state is on the device throughout a step's passes."""
+        """Whether the whole state is on the device throughout a step's passes."""
         return self._on_host is None and self.streaming.weights is None
 
     @torch.no_grad()
     def load_unit_state(self, unit: str, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `unit_state` returned, or the weights of it alone; nothing changes unless all of it fits.
+        """Load the result of `unit_state`, or only its weights. Nothing changes unless all of it fits.
 
         Raises:
             RunError: a tensor is missing, unknown, or of another shape or dtype.
         """
         after_round = any(key.startswith(OUTER_PREFIX) for key in tensors)
         shapes = {name: tuple(parameter.shape) for name, parameter in self._units[unit].items()}
-        found: Layout = {
+        actual: Layout = {
             key: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for key, tensor in tensors.items()
         }
@@ -529,7 +545,7 @@ class StageOptimizer:
         has_moments = any(not key.startswith(PARAMETER_PREFIX) for key in tensors)
         if not has_moments:
             expected = {key: part for key, part in expected.items() if key.startswith(PARAMETER_PREFIX)}
-        if problem := layout_problem(expected, found):
+        if problem := layout_problem(expected, actual):
             raise RunError(
                 f"state of unit {unit}: {problem}; the snapshot is of another model: resume with the run's "
                 "own config"
@@ -549,15 +565,15 @@ class StageOptimizer:
 
 
 def sum_tied_gradients(head: Tensor, embed: Tensor) -> Tensor:
-    """The gradient of both copies of a tied weight, which takes the place of the head's.
+    """The gradient of both copies of a tied weight. It overwrites the head's.
 
-    The order is fixed: head's share + embed's share.
+    The order is fixed: the head's share, then the embedding's.
     """
     return head.add_(embed)
 
 
 def _sum_of_squares(norms: Iterable[float]) -> float:
-    """In their order, and with the same bits on every Python: since 3.12 its `sum` rounds in another way."""
+    """The sum in order, with the same bits on every Python. Since Python 3.12, `sum` rounds differently."""
     total = 0.0
     for norm in norms:
         total += norm * norm
@@ -565,10 +581,10 @@ def _sum_of_squares(norms: Iterable[float]) -> float:
 
 
 def copy_to_cpu(tensor: Tensor) -> Tensor:
-    """A copy of a tensor in this machine's memory."""
+    """A copy of a tensor in the host's memory."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _shaped(moment: Tensor, part: Part, parameter: Tensor) -> Tensor:
-    """A flat moment in the parameter's shape where it has a number for each element."""
+    """A flat moment, in the parameter's shape if it has a number for each element."""
     return moment.view(parameter.shape) if part.is_plain else moment

@@ -1,4 +1,5 @@
-"""Learning rate and gradient clipping as functions of the step. Torch-free, for the coordinator."""
+"""Learning rate and gradient clipping as functions of the step. This module imports no torch, since the
+coordinator uses it."""
 
 from collections.abc import Iterable
 from math import cos, isfinite, pi, sqrt
@@ -8,17 +9,18 @@ from wire.errors import NonFiniteError
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 DECAY_SHARE = 5
-"""`wsd` decays over one step in this many, by default."""
+"""By default `wsd` decays over 1 / `DECAY_SHARE` of the steps."""
 
 
 def learning_rate(step: int, training: TrainingSection, steps: int) -> float:
-    """Linear warmup to `lr`, then the schedule, which ends at `min_lr_ratio * lr` in the last step.
+    """The learning rate: a linear warm-up to `lr`, then the schedule, which ends at `min_lr_ratio * lr` in
+    the last step.
 
-    `constant` stays at `lr`; `wsd` does until its last `decay_steps` steps and then falls linearly.
+    `constant` stays at `lr`. `wsd` stays at it until its last `decay_steps` steps and then falls linearly.
 
     Args:
-        step: counted from 0; the first step already moves.
-        steps: optimizer steps in the whole run; later steps stay at the minimum.
+        step: counted from 0. The first step already has a rate above 0.
+        steps: the number of optimizer steps in the whole run. Later steps stay at the minimum.
     """
     warmup = training.warmup_steps
     if step < warmup:
@@ -38,10 +40,10 @@ def learning_rate(step: int, training: TrainingSection, steps: int) -> float:
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:
-    """The gradient norm of the whole model from those of its units, in model order.
+    """The gradient norm of the whole model from the squared norms of its units, in model order.
 
-    One plain addition after the other: `sum` rounds differently from Python 3.12 on, and bits must not depend
-    on that.
+    The numbers are added one after the other: `sum` rounds differently from Python 3.12 on, and bits must not
+    depend on that.
     """
     total = 0.0
     for squared_norm in squared_norms:
@@ -50,7 +52,7 @@ def global_norm(squared_norms: Iterable[float]) -> float:
 
 
 def clip_coefficient(total_norm: float, clip: float) -> float:
-    """What every gradient is multiplied by so that the global norm is at most `clip`; 1 if `clip` is 0.
+    """The factor of every gradient that limits the global norm to `clip`; 1 if `clip` is 0.
 
     Raises:
         NonFiniteError: the norm is infinite or not a number, so the step must not be applied.

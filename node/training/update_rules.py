@@ -18,24 +18,25 @@ from node.model.shards import Shard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What one step does to a parameter."""
+    """The settings of one step of a parameter."""
 
     lr: float
     weight_decay: float
     number: int
-    """Counted from 1."""
+    """The number of the step, counted from 1."""
     scale: float = 1.0
-    """Gradients are multiplied by it first."""
+    """The factor of the gradient, which is applied first."""
     salt: int = 0
-    """32 bits, for stochastic rounding of weights in bfloat16."""
+    """32 bits for stochastic rounding of weights in bfloat16."""
     first: int = 0
-    """The first element of a piece in its flat parameter, at a block's begin. It decides the random bits."""
+    """The index of a piece's first element in its flat parameter, at the start of a block. It determines the
+    random bits."""
     shard: Shard | None = None
     """Set if other ranks hold the rest of the parameter."""
 
 
 class Turn(NamedTuple):
-    """One parameter's arguments of `Updates.step`."""
+    """One parameter's arguments for `Updates.step`."""
 
     weight: Tensor
     gradient: Tensor | Fp8Gradient
@@ -44,7 +45,7 @@ class Turn(NamedTuple):
 
 
 class Updates(ABC):
-    """Steps parameters by one rule, in place. It keeps nothing of them between steps."""
+    """Updates parameters in place by one rule. It keeps no state between steps."""
 
     @abstractmethod
     def step(
@@ -54,16 +55,16 @@ class Updates(ABC):
         moments: Sequence[Tensor],
         step: Step,
     ) -> None:
-        """Step one parameter, or a piece of it.
+        """Update one parameter, or a piece of it.
 
         Args:
-            weight: float32, or bfloat16 where the moments are in e4m3; a piece is flat.
-            gradient: of the weight's shape, float32, which may be changed, or e4m3 codes.
-            moments: the tensors of all moments in the order of the rule's `keys`.
+            weight: float32, or bfloat16 if the moments are in e4m3. A piece is flat.
+            gradient: float32 of the weight's shape, which may be overwritten, or e4m3 codes.
+            moments: the tensors of all moments, in the order of the rule's `keys`.
         """
 
     def step_each(self, turns: Sequence[Turn]) -> None:
-        """`step` of whole parameters that no other rank has a part of, with the same bits."""
+        """`step` for several whole parameters of which no other rank has a part, with the same bits."""
         for turn in turns:
             self.step(*turn)
 
@@ -75,30 +76,34 @@ class Updates(ABC):
         moments: Sequence[Sequence[Tensor]],
         step: Step,
     ) -> None:
-        """The same of many whole parameters in float32; gradients are scaled already."""
+        """Update several whole parameters in float32. Their gradients are already scaled."""
 
     @abstractmethod
     def round_means(self, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Copies of what rounds average of a parameter's moments over groups, by the kinds of the rule's
+        """Copies of what rounds average over groups for a parameter's moments, by the kinds of the rule's
         `round_means`."""
 
     @abstractmethod
     def moments_after_round(
         self, parameter: nn.Parameter, change: Tensor, means: Mapping[str, Tensor], every: int, step: Step
     ) -> list[Tensor]:
-        """A parameter's moments that would have taken a round's mean change in `every` equal steps.
+        """The parameter's moments that would have produced a round's mean change in `every` equal steps.
 
         Args:
-            parameter: as the round began with it.
-            means: over all groups, flat.
-            step: the last of the round.
+            parameter: with its value from the beginning of the round.
+            change: the mean change over all groups.
+            means: the averages over all groups, flat, by kind.
+            step: the last step of the round.
         """
 
 
 class AdamW(Updates):
-    """torch's AdamW with moments in float32, by its function: the first of its optimizers that a process
-    makes imports torch's compiler, which takes seconds. On a GPU in one pass over all state, by its own
-    kernel. With moments in e4m3 by `kernels.fp8`."""
+    """AdamW. Moments in float32 are updated by torch's functional AdamW, on a GPU by its fused kernel in one
+    pass; moments in e4m3 by `kernels.fp8`.
+
+    The first object of torch's optimizer class that a process creates would import torch's compiler, which
+    takes seconds.
+    """
 
     def __init__(self, rule: AdamWRule, training: TrainingSection) -> None:
         self._training = training
@@ -138,7 +143,7 @@ class AdamW(Updates):
                 mean.copy_(wide)
             return
         means, squares = zip(*moments, strict=True)
-        # The function counts them up. On a GPU the step reads them there.
+        # The function increments the counts. On a GPU the step reads them there.
         device = weights[0].device
         counts = torch.full((len(weights),), float(step.number - 1), device=device).unbind()
         adamw_of(
@@ -179,7 +184,7 @@ class AdamW(Updates):
 
 
 def _square(parameter: nn.Parameter, means: Mapping[str, Tensor]) -> Tensor:
-    """The second moment that a round's means stand for, in the parameter's shape."""
+    """The second moment rebuilt from a round's means, in the parameter's shape."""
     if parameter.ndim < 2:
         return means[SQUARE].view(parameter.shape)
     rows, columns = means[SQUARE_ROWS], means[SQUARE_COLUMNS]
