@@ -1,9 +1,11 @@
-"""How long a stage's parts and copies take on one card: what a memory plan weighs. Torch-free.
+"""How long a stage's parts and copies take on one card: the input of a memory plan. This module imports no
+torch.
 
-`node.stage.block_measure` measures them when a node joins. Without a measurement they follow from operations
-at a speed that is typical, which keeps their order and ratio.
+`node.stage.block_measure` measures these times when a node joins. Without a measurement they are derived from
+operation counts at a typical speed, which keeps their order and ratio.
 
-`stored_forms` are those that a run's blocks may have; a `PackTime` is what packing into one takes.
+`stored_forms` are the forms that a run's blocks may have. A `PackTime` is the time for packing into one of
+them.
 """
 
 import json
@@ -19,39 +21,43 @@ from node.tuning.device_memory import Devices
 from wire.errors import ConfigError
 
 GPU_PACKED, CPU_PACKED = 200e9, 200e6
-"""Assumed elements a second that are packed, or unpacked."""
+"""Assumed rates of packing and unpacking, in elements per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackTime:
-    """Seconds that storing a block's tensors of one kind in few bits adds, for one microbatch."""
+    """The seconds that storing a block's tensors of one kind in few bits adds, for one microbatch."""
 
     kind: str
-    """A kind of tensor, one of `node.model.storage.KINDS`."""
+    """The kind of tensor, one of `node.model.storage.KINDS`."""
     form: str
     """The form that it is stored in, one of `PACKED`."""
     pack: float
-    """Added to a forward."""
+    """The seconds added to a forward."""
     unpack: float
-    """Added to a backward."""
+    """The seconds added to a backward."""
 
 
 def stored_forms(config: RunConfig) -> list[tuple[str, str]]:
-    """Kinds and forms in few bits that blocks of this run may be stored in: the run file's own, and those of
-    `storage.allow`. Bits by stage may be any."""
+    """The kinds and packed forms in which blocks of this run may be stored: the run file's own, and those of
+    `storage.allow`. With `bits_by_stage`, packed kinds may have any of their forms."""
     base, section = configured(config.storage), config.storage
     own = ((kind, getattr(base, kind)) for kind in KINDS)
-    found = dict.fromkeys(chain(own, allowed_forms(section)))
+    forms = dict.fromkeys(chain(own, allowed_forms(section)))
     if section.bits_by_stage:
-        wide = [kind for kind, form in found if form in PACKED and form != "bf16"]
-        found |= dict.fromkeys((kind, form) for kind in wide for form in KINDS[kind] if form in PACKED)
-    return [(kind, form) for kind, form in found if is_packed(config, kind, form)]
+        wide = [kind for kind, form in forms if form in PACKED and form != "bf16"]
+        forms |= dict.fromkeys((kind, form) for kind in wide for form in KINDS[kind] if form in PACKED)
+    return [(kind, form) for kind, form in forms if is_packed(config, kind, form)]
 
 
 def allowed_forms(section: StorageSection) -> list[tuple[str, str]]:
-    """Kinds and forms of `storage.allow`: `kind:form`, or a form alone for both inputs of norms and of
-    feed-forwards. Raises ConfigError."""
-    found = []
+    """The kinds and forms of `storage.allow`. An entry is `kind:form`, or a form alone for the inputs of
+    norms and of feed-forwards.
+
+    Raises:
+        ConfigError: an entry names an unknown kind, or a form that the kind does not have.
+    """
+    forms = []
     for entry in section.allow:
         kind, colon, form = entry.rpartition(":")
         kinds = (kind,) if colon else ("norm_input", "ffn_input")
@@ -64,12 +70,12 @@ def allowed_forms(section: StorageSection) -> list[tuple[str, str]]:
                     f"storage.allow names {entry!r}: {part} may be stored in {', '.join(packed)}; recompute "
                     "and host memory change no bit, so each node decides on them for itself"
                 )
-            found.append((part, form))
-    return found
+            forms.append((part, form))
+    return forms
 
 
 def is_packed(config: RunConfig, kind: str, form: str) -> bool:
-    """Whether this form is another than that in which the tensors are computed."""
+    """Whether this form differs from the one in which the tensors are computed."""
     computed = config.training.precision in ("bfloat16", PLANNED) and kind in (
         "attention",
         "attention_output",
@@ -78,7 +84,8 @@ def is_packed(config: RunConfig, kind: str, form: str) -> bool:
 
 
 def assumed_packing(config: RunConfig, tokens: float, *, on_cpu: bool) -> tuple[PackTime, ...]:
-    """From elements, at a typical speed of such a device; each form takes as long."""
+    """Packing times from element counts, at a typical speed of such a device. Every form takes the same
+    time."""
     widths, rate = family_of(config.model).kept_widths(config.model), CPU_PACKED if on_cpu else GPU_PACKED
     return tuple(
         PackTime(kind=kind, form=form, pack=seconds, unpack=seconds)
@@ -88,47 +95,48 @@ def assumed_packing(config: RunConfig, tokens: float, *, on_cpu: bool) -> tuple[
 
 
 GPU_FLOPS, CPU_FLOPS = 100e12, 100e9
-"""Assumed operations a second."""
+"""Assumed operations per second."""
 COPY_RATE = 12e9
-"""Assumed bytes a second between a GPU and page-locked memory, each way: PCIe 3 with 16 lanes."""
+"""Assumed bytes per second between a GPU and page-locked memory, in each direction: PCIe 3 with 16 lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
-    """Seconds that one block's parts take for one microbatch, and a card's copies."""
+    """The seconds that one block's parts take for one microbatch, and a card's copy rates."""
 
     forward: float
     backward: float
-    """Of a block in the storage `stored`."""
+    """The backward of a block in the storage `stored`."""
     attention: float
-    """The projections into attention: what recomputing queries, keys and values takes."""
+    """The projections into attention. Recomputing queries, keys and values takes this long."""
     attention_output: float
     """Attention itself."""
     ffn_input: float
     """The projections into the feed-forward."""
     out_rate: float
-    """Bytes a second from the device to host memory, beside compute."""
+    """Bytes per second from the device to host memory, while it computes."""
     in_rate: float
-    """Bytes a second from host memory to the device, beside compute."""
+    """Bytes per second from host memory to the device, while it computes."""
     slowing: float = 0.0
-    """Seconds that a byte which is copied adds to what is computed beside it."""
+    """The seconds that each copied byte adds to the compute beside it."""
     stored: Storage = field(default_factory=Storage)
+    """The storage with which `forward` and `backward` were measured."""
     packing: tuple[PackTime, ...] = ()
-    """Of the kinds and forms that the run file allows."""
+    """The times of the kinds and forms that the run file allows."""
     measured: bool = False
-    """On the card; else assumed."""
+    """Whether the times were measured on the card. Otherwise they are assumed."""
 
     def recomputing(self, kind: str) -> float:
-        """What backward takes longer if it computes this kind again."""
+        """The seconds that recomputing this kind adds to backward."""
         seconds: float = getattr(self, kind)
         return seconds
 
     def of_storage(self, storage: Storage) -> "BlockTimes":
-        """The same of a block that stores its activations in another way: what its packing takes in place of
-        the present one's. Packing whose time is not known counts as free."""
+        """The times of a block with another storage: its packing replaces the present one's. Packing whose
+        time is unknown counts as free."""
         pack = self._packing(storage, "pack") - self._packing(self.stored, "pack")
         unpack = self._packing(storage, "unpack") - self._packing(self.stored, "unpack")
-        # Measured one by one, parts may add up to more than the whole.
+        # Measured one by one, the parts may add up to more than the whole.
         return replace(
             self,
             forward=max(self.forward + pack, self.forward / 2),
@@ -154,9 +162,9 @@ class BlockTimes:
 
 
 def assumed_times(config: RunConfig, devices: Devices) -> BlockTimes:
-    """From operations, at a typical speed of such a card."""
+    """Times from operation counts, at a typical speed of such a card."""
     model = config.model
-    # Slices take equally long.
+    # All slices take the same time.
     tokens = config.training.microbatch * model.sequence / slices_of(config) / devices.count
     speed = CPU_FLOPS if devices.on_cpu else GPU_FLOPS
     forward = unit_cost(model, block_name(0)) * tokens / speed
@@ -174,7 +182,8 @@ def assumed_times(config: RunConfig, devices: Devices) -> BlockTimes:
 
 
 def part_flops(model: ModelSection) -> tuple[float, float, float]:
-    """Operations a token of a block's projections into attention, of attention, and into the feed-forward."""
+    """Operations per token of a block's projections into attention, of attention, and of those into the
+    feed-forward."""
     into_attention, _, into_ffn, _ = family_of(model).products(model)
     attention = 2.0 * model.q_width * model.sequence  # half of it is masked
     return 2.0 * into_attention.elements, attention, 2.0 * into_ffn.elements

@@ -1,15 +1,16 @@
-"""Plan a codec for each link and direction: the most precise that hides behind compute. Pure.
+"""Plans a codec for each link and direction: the most precise one that hides behind compute. All functions
+are pure.
 
-Each boundary tensor occupies its link's direction, and the processors that pack and unpack it, for times
-that its codec sets. The *pace* is the time a microbatch that no plan can beat: the slowest stage's compute
-or packing, or the slowest direction. Every other direction may take as long as the pace for free, so it gets
-the most precise codec that fits: then one slow line costs the others no precision, and no slow processor
-holds up the run to save bytes that its lines would have carried. A step also has a *ramp*: the first
-microbatch's way to the last stage and its gradient's way back, with every tensor packed, sent and unpacked
-while others wait. Of few microbatches that is much of a step, so precision may lengthen a step by `FREE` at
-most.
+Each boundary tensor occupies its link's direction, and the processors that pack and unpack it, for times that
+depend on its codec. The *pace* is the time per microbatch that no plan can beat: the slowest stage's compute
+or packing, or the slowest direction. Every other direction may take as long as the pace without cost, so it
+gets the most precise codec that fits. So one slow line costs the other directions no precision, and no slow
+processor delays the run to save bytes that its lines could carry. A step also has a *ramp*: the first
+microbatch's way to the last stage and its gradient's way back, on which every tensor is packed, sent and
+unpacked while other stages wait. With few microbatches the ramp is a large part of a step, so precision may
+lengthen a step by at most `FREE`.
 
-A plan holds for an epoch; `node.tuning.rate_control` decides when another is worth one.
+A plan holds for an epoch. `node.tuning.rate_control` decides when a new plan is worth an epoch.
 """
 
 import json
@@ -27,32 +28,37 @@ from wire.errors import ConfigError
 from wire.spec import Direction
 
 CAUTION = 1.1
-"""Count on transfers this much longer than measured."""
+"""Transfers are assumed to take this much longer than measured."""
 PACKING_CAUTION = 1.5
-"""Count on packing this much longer than measured: it shares its node's cores with compute."""
+"""Packing is assumed to take this much longer than measured, because it shares its node's cores with
+compute."""
 FREE = 0.02
 """A step may take this much longer for more precision."""
 
 Way = tuple[int, Direction]
-"""A boundary's number, and the kind of tensor."""
+"""A boundary's number and the kind of tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecPlan:
-    """The codecs of an epoch, by boundary, the first boundary first."""
+    """The codecs of an epoch by boundary, first boundary first."""
 
     activations: tuple[str, ...]
     gradients: tuple[str, ...]
 
     @classmethod
     def first(cls, pipeline: PipelineSection, boundaries: int) -> "CodecPlan":
-        """The plan of a run whose links were not measured yet."""
+        """The plan of a run whose links have not been measured yet."""
         there, back = pipeline.first_codecs
         return cls(activations=(there,) * boundaries, gradients=(back,) * boundaries)
 
     @classmethod
     def from_json(cls, text: str) -> "CodecPlan":
-        """Raises ConfigError for what `to_json` does not write."""
+        """The plan in `text`.
+
+        Raises:
+            ConfigError: `to_json` does not write this.
+        """
         try:
             given = json.loads(text)
             plan = cls(activations=tuple(given["activations"]), gradients=tuple(given["gradients"]))
@@ -70,7 +76,11 @@ class CodecPlan:
         return len(self.activations)
 
     def name(self, way: Way) -> str:
-        """The codec of a tensor. KeyError for a kind that crosses no boundary."""
+        """The codec of a tensor.
+
+        Raises:
+            KeyError: this kind crosses no boundary.
+        """
         boundary, direction = way
         return {Direction.ACTIVATION: self.activations, Direction.GRADIENT: self.gradients}[direction][
             boundary
@@ -82,18 +92,19 @@ class Lines:
     """What crosses a pipeline's links."""
 
     measures: StepMeasures
-    """Times and rates. Its bytes do not count."""
+    """Times and rates. Their byte counts are not used."""
     chunks: int
     shape: tuple[int, ...]
-    """Of a boundary tensor."""
+    """The shape of a boundary tensor."""
     windows: Windows
-    """The widest that stages have memory for, as `node.schedule.schedule.schedule` takes them."""
+    """The widest windows that stages have memory for, in the form of `node.schedule.schedule.schedule`."""
     microbatches: float = math.inf
-    """Of a step, in one row. Of infinitely many the ramp is nothing."""
+    """The microbatches of a step in one row. With infinitely many, the ramp counts nothing."""
     microbatch_seconds: float = math.inf
-    """Of the newest steps, by the coordinator's clock: no stage computes for longer."""
+    """The seconds per microbatch in the newest steps, by the coordinator's clock. No stage computes for
+    longer."""
     packing: tuple[PackingTimes, ...] = ()
-    """Of each stage; empty where packing is free."""
+    """The packing times of each stage; empty if packing is free."""
 
     @property
     def stages(self) -> int:
@@ -105,15 +116,15 @@ class Lines:
 
     @property
     def compute_seconds(self) -> float:
-        """Of the slowest stage, a microbatch."""
+        """The compute of the slowest stage, in seconds per microbatch."""
         measures = self.measures
-        # The thread that computes also waits for the one that packs: with another codec it may not.
+        # The compute thread also waits for the packing thread. With another codec it may not have to.
         waited = measures.packing or (0.0,) * self.stages
         stages = zip(measures.forward, measures.backward, waited, strict=True)
         return min(self.microbatch_seconds, max(there + back - packing for there, back, packing in stages))
 
     def ends(self, way: Way) -> tuple[int, int]:
-        """The stage that sends, and the one that receives."""
+        """The sending stage and the receiving stage."""
         boundary, direction = way
         low, high = boundary % self.stages, (boundary + 1) % self.stages
         return (low, high) if direction is Direction.ACTIVATION else (high, low)
@@ -124,40 +135,40 @@ class Lines:
         return [(j, kind) for j in range(self.boundaries) for kind in kinds if self.stages > 1]
 
     def transfer(self, way: Way, codec: str) -> tuple[float, float]:
-        """Seconds for which one tensor occupies its link, and its latency, both with `CAUTION`."""
+        """The seconds for which one tensor occupies its link, and its latency. Both include `CAUTION`."""
         if (known := self._transfers.get((way, codec))) is not None:
             return known
         network = Network(self.stages, self.measures.links)
         passage = network.passage(*self.ends(way), codec_format(codec).packed_bytes(self.shape))
         seconds = max(passage.seconds.values(), default=0.0)
-        found = self._transfers[way, codec] = CAUTION * seconds, CAUTION * passage.latency
-        return found
+        cautious = self._transfers[way, codec] = CAUTION * seconds, CAUTION * passage.latency
+        return cautious
 
     @cached_property
     def _transfers(self) -> dict[tuple[Way, str], tuple[float, float]]:
-        """Results of `transfer`: a search asks for each of them hundreds of times."""
+        """Results of `transfer`. A search asks for each of them hundreds of times."""
         return {}
 
     def busy(self, codecs: Mapping[Way, str]) -> dict[tuple[int, int], float]:
-        """Seconds a microbatch that each direction of a link is occupied."""
-        found: dict[tuple[int, int], float] = {}
+        """The seconds per microbatch for which each direction of a link is occupied."""
+        seconds: dict[tuple[int, int], float] = {}
         for way, codec in codecs.items():
             ends = self.ends(way)
-            found[ends] = found.get(ends, 0.0) + self.transfer(way, codec)[0]
-        return found
+            seconds[ends] = seconds.get(ends, 0.0) + self.transfer(way, codec)[0]
+        return seconds
 
     def packs(self, codecs: Mapping[Way, str]) -> tuple[float, ...]:
-        """Seconds a microbatch that each stage packs and unpacks, beside its compute."""
-        found = [0.0] * self.stages
+        """The seconds per microbatch for which each stage packs and unpacks, besides its compute."""
+        seconds = [0.0] * self.stages
         if self.packing:
             for way, codec in codecs.items():
                 source, target = self.ends(way)
-                found[source] += self.packing_of(way, codec, source)[0]
-                found[target] += self.packing_of(way, codec, target)[1]
-        return tuple(found)
+                seconds[source] += self.packing_of(way, codec, source)[0]
+                seconds[target] += self.packing_of(way, codec, target)[1]
+        return tuple(seconds)
 
     def packing_of(self, way: Way, codec: str, stage: int) -> tuple[float, float]:
-        """Seconds that a stage packs one tensor, and unpacks it, both with `PACKING_CAUTION`."""
+        """The seconds for which a stage packs one tensor and unpacks it. Both include `PACKING_CAUTION`."""
         if not self.packing:
             return 0.0, 0.0
         kind = way[1]
@@ -165,35 +176,35 @@ class Lines:
             return known
         elements = PACKING_CAUTION * math.prod(self.shape)
         pack, unpack = self.packing[stage].of(of_gradients(codec) if kind is Direction.GRADIENT else codec)
-        found = self._packings[kind, codec, stage] = elements * pack, elements * unpack
-        return found
+        seconds = self._packings[kind, codec, stage] = elements * pack, elements * unpack
+        return seconds
 
     @cached_property
     def _packings(self) -> dict[tuple[Direction, str, int], tuple[float, float]]:
-        """Results of `packing_of`, likewise."""
+        """Results of `packing_of`."""
         return {}
 
     def believed(self, plan: CodecPlan) -> "Lines":
-        """With times of packing that the steps with this plan allow: no stage packed for longer than they
-        took."""
+        """These lines with packing times that fit the steps with this plan: no stage packed for longer than a
+        step took."""
         spent = self.packs({way: plan.name(way) for way in self.ways()})
         return replace(
             self,
             packing=tuple(
-                replace(one, factor=one.factor * self.microbatch_seconds / seconds)
+                replace(times, factor=times.factor * self.microbatch_seconds / seconds)
                 if seconds > self.microbatch_seconds
-                else one
-                for one, seconds in zip(self.packing, spent if self.packing else (), strict=True)
+                else times
+                for times, seconds in zip(self.packing, spent if self.packing else (), strict=True)
             ),
         )
 
     def pace(self, codecs: Mapping[Way, str]) -> float:
-        """The least seconds a microbatch takes with these codecs: of compute, of packing, or of the busiest
+        """The least seconds per microbatch with these codecs: of compute, packing or the busiest
         direction."""
         return max((self.compute_seconds, *self.busy(codecs).values(), *self.packs(codecs)))
 
     def ramp(self, codecs: Mapping[Way, str]) -> float:
-        """A microbatch's share of the ramp's packing and transfers, seconds."""
+        """A microbatch's share of the ramp's packing and transfers, in seconds."""
         if math.isinf(self.microbatches):
             return 0.0
         whole = 0.0
@@ -204,11 +215,11 @@ class Lines:
         return whole / self.microbatches
 
     def seconds(self, codecs: Mapping[Way, str]) -> float:
-        """A microbatch's share of a step, less the ramp's compute, which codecs do not change."""
+        """A microbatch's share of a step, without the ramp's compute, which codecs do not change."""
         return self.pace(codecs) + self.ramp(codecs)
 
     def round_trip(self, boundary: int, codecs: Mapping[Way, str]) -> float:
-        """Seconds from sending an activation until the gradient could be back, without compute."""
+        """The seconds from sending an activation until its gradient could return, without compute."""
         there, back = (
             self.transfer((boundary, kind), codecs[boundary, kind])
             for kind in (Direction.ACTIVATION, Direction.GRADIENT)
@@ -216,32 +227,32 @@ class Lines:
         return sum(there) + sum(back)
 
     def window(self, boundary: int) -> int:
-        """Extra microbatches that may be on their way over this boundary."""
+        """The number of extra microbatches that may be in flight over this boundary."""
         if self.chunks > 1:
             return max(self.windows, default=0)
         return self.windows[boundary] if boundary < len(self.windows) else 0
 
 
 def seconds_of(lines: Lines, plan: CodecPlan) -> float:
-    """A microbatch's share of a step with these codecs, as `Lines.seconds` has it."""
+    """A microbatch's share of a step with these codecs, as `Lines.seconds`."""
     return lines.seconds({way: plan.name(way) for way in lines.ways()})
 
 
 def plan_codecs(
     lines: Lines, rungs: Sequence[str], may: Callable[[Way, int], bool] = lambda way, rung: True
 ) -> CodecPlan:
-    """For each direction the most precise codec that costs at most `FREE` of a step; where even the best one
-    costs time, that.
+    """The plan with the most precise codec for each direction that lengthens a step by at most `FREE`. If
+    every codec costs time, it is the fastest.
 
     Args:
-        rungs: codecs to choose from, the least precise first.
-        may: whether a tensor may have this rung; at least one for each.
+        rungs: the codecs to choose from, least precise first.
+        may: whether a tensor may have this rung. At least one must be allowed for each tensor.
     """
-    found = _Choice(lines, rungs, may).best() if lines.ways() else {}
+    codecs = _Choice(lines, rungs, may).best() if lines.ways() else {}
     return CodecPlan(
-        activations=tuple(codec for (_, kind), codec in found.items() if kind is Direction.ACTIVATION),
+        activations=tuple(codec for (_, kind), codec in codecs.items() if kind is Direction.ACTIVATION),
         gradients=tuple(
-            of_gradients(codec) for (_, kind), codec in found.items() if kind is Direction.GRADIENT
+            of_gradients(codec) for (_, kind), codec in codecs.items() if kind is Direction.GRADIENT
         ),
     )
 
@@ -266,7 +277,8 @@ class _Choice:
         return {way: self._rungs[chosen[way]] for way in self._allowed}
 
     def _shortest(self) -> dict[Way, int]:
-        """The best single codec for all, then the best one of each direction in turn, until none gains."""
+        """The best single codec for all, and then the best one for each direction in turn, until nothing
+        improves."""
         rungs = range(len(self._rungs))
         chosen = min(({way: self._of(way, rung) for way in self._allowed} for rung in rungs), key=self._cost)
         cost, before = self._cost(chosen), None
@@ -275,18 +287,18 @@ class _Choice:
             for ways in self._ways():
                 for rung in rungs:
                     other = chosen | {way: self._of(way, rung) for way in ways}
-                    if (found := self._cost(other)) < cost:
-                        chosen, cost = other, found
+                    if (other_cost := self._cost(other)) < cost:
+                        chosen, cost = other, other_cost
         return chosen
 
     def _cost(self, chosen: Mapping[Way, int]) -> tuple[float, float]:
-        """Seconds of a microbatch, then all that lines and processors do in it: where two of them bind at
-        once, a change of one alone gains nothing yet."""
+        """The seconds of a microbatch, then the sum of all work of lines and processors in it. The sum
+        decides if two of them are equally slow, because a change of one alone then gains nothing yet."""
         lines, names = self._lines, self._names(chosen)
         return lines.seconds(names), sum((*lines.busy(names).values(), *lines.packs(names)))
 
     def _raised(self, chosen: dict[Way, int], allowed: float) -> dict[Way, int]:
-        """As precise as costs at most `FREE` of a step, the least precise direction first."""
+        """Raise precision while a step takes at most `FREE` longer, the least precise direction first."""
         most_ramp = (1 + FREE) * (allowed + self._lines.ramp(self._names(chosen))) - allowed
         open_ = list(self._ways())
         while open_:
@@ -301,7 +313,7 @@ class _Choice:
         return chosen
 
     def _covered(self, chosen: dict[Way, int], allowed: float) -> dict[Way, int]:
-        """With fewer bytes where the window does not cover the round trip, the slower way first."""
+        """Choose fewer bytes where the window does not cover the round trip, the slower direction first."""
         lines = self._lines
         for boundary in range(lines.boundaries):
             pair = [(boundary, kind) for kind in (Direction.ACTIVATION, Direction.GRADIENT)]
@@ -315,13 +327,13 @@ class _Choice:
         return chosen
 
     def _lower(self, way: Way, chosen: Mapping[Way, int], allowed: float) -> int | None:
-        """The most precise rung of fewer bytes that packing has time for."""
+        """The most precise rung with fewer bytes that packing has time for."""
         now = self._bytes(chosen[way])
         fewer = [rung for rung in self._allowed[way] if self._bytes(rung) < now]
         return next((r for r in reversed(fewer) if self._packs({**chosen, way: r}, allowed)), None)
 
     def _fits(self, chosen: Mapping[Way, int], ways: Sequence[Way], allowed: float, most_ramp: float) -> bool:
-        """Whether a plan within `allowed` still is, after a change of these tensors, and its ramp within
+        """Whether a plan within `allowed` is still within it after these tensors changed, with a ramp within
         `most_ramp`."""
         wire = sum(self._lines.transfer(way, self._rungs[chosen[way]])[0] for way in ways)
         in_time = wire <= allowed and self._packs(chosen, allowed)
@@ -331,7 +343,7 @@ class _Choice:
         return max(self._lines.packs(self._names(chosen))) <= allowed
 
     def _of(self, way: Way, rung: int) -> int:
-        """The rung of a tensor where its direction has this one: the highest up to it that it may have."""
+        """A tensor's rung if its direction has this one: the highest allowed rung up to it."""
         allowed = self._allowed[way]
         return max((step for step in allowed if step <= rung), default=allowed[0])
 

@@ -1,4 +1,4 @@
-"""What packing with the codecs that a plan chooses from takes a node. Pure."""
+"""How long a node takes to pack with the codecs that a plan chooses from. All functions are pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,35 +8,36 @@ from wire.telemetry import CodecTime
 
 
 def of_gradients(name: str) -> str:
-    """The codec of gradients that a plan takes with this one of activations."""
+    """The codec of gradients that a plan uses together with this codec of activations."""
     return codec_format(name).for_gradients
 
 
 def to_time(min_bits: float) -> tuple[str, ...]:
-    """Codecs that tell what packing takes a node with any of the run's: the ends of each family."""
-    found = []
+    """The codecs to time so that a node's packing time with any of the run's is known: the two ends of each
+    family."""
+    codecs = []
     for name in (name for rung in ladder(min_bits) for name in dict.fromkeys((rung, of_gradients(rung)))):
-        found.append(name)
+        codecs.append(name)
     by_family: dict[str, list[str]] = {}
-    for name in found:
+    for name in codecs:
         by_family.setdefault(codec_format(name).family, []).append(name)
     return tuple(dict.fromkeys(name for names in by_family.values() for name in (names[0], names[-1])))
 
 
 @dataclass(frozen=True)
 class PackingTimes:
-    """What packing and unpacking take a node; nothing where nothing is known, as on a GPU.
+    """How long packing and unpacking take on a node. Both are 0 if nothing is known, as on a GPU.
 
-    What a node says is believed no further than the run's own steps go: see `Lines.believed`.
+    The run's own steps limit how far a node's report is believed: see `Lines.believed`.
     """
 
     times: tuple[CodecTime, ...] = ()
     factor: float = field(default=1.0, kw_only=True)
-    """On all times."""
+    """A factor of all times."""
 
     def of(self, codec: str) -> tuple[float, float]:
-        """Seconds an element to pack and to unpack: as known of the codec of its family with the nearest
-        number of bits."""
+        """The seconds per element for packing and for unpacking. They are those of the codec of the same
+        family with the nearest number of bits."""
         asked = codec_format(codec)
         known = [time for time in self.times if codec_format(time.codec).family == asked.family]
         if not known:
@@ -49,7 +50,7 @@ class PackingTimes:
 
 
 def slowest_packing(nodes: Sequence[PackingTimes]) -> PackingTimes:
-    """Of nodes that have the same codecs, codec by codec."""
+    """The slowest times of nodes that have the same codecs, codec by codec."""
     if len(nodes) == 1:
         return nodes[0]
     names = sorted({times.codec for node in nodes for times in node.times})

@@ -1,4 +1,5 @@
-"""When a change pays, and what each step has by the decisions on record, which a replay follows. Pure."""
+"""When a change pays, and which decisions on record apply to each step, so that a replay follows them. All
+functions are pure."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,49 +12,52 @@ Decided = TypeVar("Decided")
 
 
 GAIN = 0.10
-"""A change pays only if a step is expected to take this much less time."""
+"""A change pays only if it is expected to shorten a step by at least this share."""
 PAYBACK_STEPS = 200
-"""What a change saves in so many steps, or in those that are left, is more than it costs."""
+"""The savings over this many steps, or over those that are left, must exceed the cost of a change."""
 WATCHED = 8
-"""Steps by which a decision is judged."""
+"""The number of steps by which a decision is judged."""
 WORSE = 0.05
-"""One that made steps this much longer is taken back."""
+"""A decision that made steps this much longer is reverted."""
 
 
 def pays(saved: float, now: float, *, cost: float, steps_left: int) -> bool:
-    """Whether to change what makes a step take `now` seconds, for one that takes `saved` less.
+    """Whether to make a change after which a step of `now` seconds takes `saved` less.
 
-    `cost`: seconds that the change takes.
+    Args:
+        cost: the seconds that the change takes.
     """
     return saved > 0.0 and saved >= GAIN * now and saved * min(steps_left, PAYBACK_STEPS) > cost
 
 
 class Trial(Generic[Decided]):
-    """A decision in use, judged by some steps at a time: a single one may be noise."""
+    """A decision in use. It is judged by several steps at a time, because a single one may be noise."""
 
     def __init__(self, current: Decided) -> None:
         self.current = current
         self._before: tuple[Decided, float] | None = None
-        """The decision before, and the usual seconds with it, if they are compared."""
+        """The previous decision and the usual seconds with it, if they are to be compared."""
         self._seconds: list[float] = []
 
     def step_done(self, seconds: float, watched: int = WATCHED) -> float | None:
-        """A step took so long. What is usual with the current decision, once `watched` steps show it."""
+        """Record a step's time. Returns the usual seconds with the current decision once `watched` steps show
+        them."""
         self._seconds.append(seconds)
         if len(self._seconds) < watched:
             return None
-        # The first one compiles, or finds its links' rates.
+        # The first step may compile, or find its links' rates.
         usual = median(self._seconds[1:])
         self._seconds.clear()
         return usual
 
     def judged(self) -> tuple[Decided, float] | None:
-        """The decision before and its seconds, if there is one to compare with; once for each decision."""
+        """The previous decision and its seconds, if there is one to compare with. Each is returned once."""
         before, self._before = self._before, None
         return before
 
     def change(self, decided: Decided, usual: float | None) -> None:
-        """Use another. `usual`: seconds with the present one, to compare with, if at all."""
+        """Use another decision. `usual` are the seconds with the present one; None if they are not to be
+        compared."""
         self._before = None if usual is None else (self.current, usual)
         self.current = decided
         self._seconds.clear()
@@ -61,7 +65,11 @@ class Trial(Generic[Decided]):
 
 @dataclass(frozen=True)
 class StepHistory(Generic[Decided]):
-    """Decisions, each from a step on, until the next. Raises ConfigError for steps that do not ascend."""
+    """Decisions, each valid from a step until the next decision.
+
+    Raises:
+        ConfigError: the steps do not ascend.
+    """
 
     changes: tuple[tuple[int, Decided], ...] = ()
     """The first step of each decision, counted from 0, in ascending order."""
@@ -71,7 +79,7 @@ class StepHistory(Generic[Decided]):
             raise ConfigError("the plans on record must begin at ascending steps")
 
     def at(self, step: int) -> Decided | None:
-        """What step `step` has; None before the first decision."""
+        """The decision for a step; None before the first decision."""
         return next((decided for first, decided in reversed(self.changes) if first <= step), None)
 
     @property
@@ -80,6 +88,6 @@ class StepHistory(Generic[Decided]):
         return self.changes[-1][0] if self.changes else 0
 
     def instead(self, step: int, decided: Decided) -> Self:
-        """With this from `step` on, in place of all that followed."""
+        """A history with this decision from `step` on, which replaces all later ones."""
         kept = (change for change in self.changes if change[0] < step)
         return replace(self, changes=(*kept, (step, decided)))

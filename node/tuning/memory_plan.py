@@ -1,16 +1,17 @@
-"""What the blocks and the optimizer of a stage do so that it fits in a node's memory. Torch-free.
+"""Plans what the blocks and the optimizer of a stage do so that it fits in a node's memory. This module
+imports no torch.
 
-Nothing here changes a bit, so every node decides for itself: a small card and a large one may host stages of
-one run. For each kind of tensor that a block keeps for backward there is a choice: it stays on the device,
-backward computes it again, or it waits in host memory (`node.model.offload`). A block may also keep its input
-alone, here or in host memory, and run again. State may be in host memory too: the optimizer's moments, then
-blocks' weights, then their main gradients (`node.tuning.state_moves`).
+No plan changes a bit, so every node decides for itself, and a small card and a large one may host stages of
+the same run. Each kind of tensor that a block keeps for backward has three choices: it stays on the device,
+backward recomputes it, or it waits in host memory (`node.model.offload`). A block may also keep only its
+input, here or in host memory, and run again. State may be in host memory too: first the optimizer's moments,
+then blocks' weights, then their main gradients (`node.tuning.state_moves`).
 
-`plan_stage` takes what adds the least time among what fits (`node.tuning.memory_program`), by the times of
-`node.tuning.block_times`.
+`plan_stage` takes the plan that adds the least time among those that fit (`node.tuning.memory_program`), by
+the times of `node.tuning.block_times`.
 
-`PlannedStage` is one stage on one kind of node: each choice has its bytes and seconds there, and choices for
-all blocks the memory that they take where the stage is at its peak.
+`PlannedStage` is one stage on one kind of node. It knows the bytes and seconds of each choice, and the peak
+memory of choices for all blocks.
 """
 
 from collections import Counter
@@ -55,7 +56,7 @@ ALL = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a block does with what it keeps for backward."""
+    """What a block does with the tensors that it keeps for backward."""
 
     KEPT: ClassVar["Choice"]
     FFN: ClassVar["Choice"]
@@ -63,14 +64,14 @@ class Choice:
     MOVED: ClassVar["Choice"]
     INPUT_MOVED: ClassVar["Choice"]
     again: bool = False
-    """Keep the block's input alone, and run the block again in backward."""
+    """Keep only the block's input, and run the block again in backward."""
     recomputed: tuple[str, ...] = ()
-    """Kinds (`node.model.storage.KINDS`) that backward computes again."""
+    """The kinds (`node.model.storage.KINDS`) that backward recomputes."""
     moved: tuple[str, ...] = ()
-    """Kinds that wait in host memory, or `all`."""
+    """The kinds that wait in host memory, or `all`."""
 
     def storage(self, base: Storage) -> Storage:
-        """How a block keeps its activations, where `base` is the run's storage at this stage."""
+        """How a block keeps its activations, if the run's storage at this stage is `base`."""
         forms = dict.fromkeys(self.recomputed, RECOMPUTE)
         return replace(base, again=self.again, offload=self.moved, **forms)
 
@@ -91,28 +92,28 @@ Choice.INPUT_MOVED = Choice(again=True, moved=(ALL,))
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What one stage does, and what that takes."""
+    """The choices of one stage, and their memory and time."""
 
     choices: tuple[Choice, ...]
-    """Of its blocks, in the order of its units."""
+    """The choices of its blocks, in the order of its units."""
     state: Moved = STAYS
-    """What is in host memory of the optimizer, weights and main gradients."""
+    """Which of the optimizer's state, weights and main gradients are in host memory."""
     graphs: bool = True
-    """CUDA graphs stay, if the run has them."""
+    """Whether CUDA graphs are used, if the run has them."""
     memory: StageMemory
     host_bytes: int = 0
-    """Host memory that takes."""
+    """The host memory that the plan uses."""
     added: float
-    """Time over that of forward and backward with everything kept."""
+    """The added time, as a share of forward and backward with everything kept."""
     seconds: float = 0.0
-    """Of forward and backward of a microbatch, by the times that it was planned with."""
+    """The seconds of a microbatch's forward and backward, by the times used for planning."""
     moving: float = 0.0
-    """Seconds of a microbatch's share of copying state for norms and the optimizer's step."""
+    """A microbatch's share of the seconds for copying state for norms and the optimizer's step."""
     fits: bool
 
     @property
     def again(self) -> int:
-        """Blocks that compute something again."""
+        """The number of blocks that recompute something."""
         return sum(choice.again or bool(choice.recomputed) for choice in self.choices)
 
     @property
@@ -122,15 +123,15 @@ class MemoryPlan:
 
     @property
     def streams(self) -> bool:
-        """Whether passes fetch weights or gradients from host memory."""
+        """Whether passes fetch weights, codes or gradients from host memory."""
         return self.state.weights + self.state.gradients + self.state.codes > 0
 
     def storages(self, base: Storage) -> tuple[Storage, ...]:
-        """How each block keeps its activations, where `base` is the run's storage at this stage."""
+        """How each block keeps its activations, if the run's storage at this stage is `base`."""
         return tuple(choice.storage(base) for choice in self.choices)
 
     def text(self) -> str:
-        """What is done to fit, in words; empty if nothing is."""
+        """A description of what is done to fit; empty if everything is kept."""
         counts: dict[str, int] = {}
         for choice in self.choices:
             counts[str(choice)] = counts.get(str(choice), 0) + 1
@@ -148,17 +149,17 @@ class MemoryPlan:
 
 
 GRAPHS_GAIN = 0.02
-"""The share of a step that CUDA graphs are taken to save."""
+"""The share of a step that CUDA graphs are assumed to save."""
 _FROM = {
     "ffn_input": ("norm_input", "ffn_input"),
     "attention": ("norm_input", "attention", "attention_output"),
     "attention_output": ("norm_input", "attention", "attention_output"),
 }
-"""Kinds that have to be kept as computed for this one to be computed again with the same bits."""
+"""The kinds that must be kept as computed so that recomputing this kind gives the same bits."""
 
 
 class PlannedStage:
-    """The stage, with the columns of its program."""
+    """A stage, with the columns of its program."""
 
     def __init__(
         self,
@@ -175,11 +176,11 @@ class PlannedStage:
     ) -> None:
         """
         Args:
-            units: of each of its chunks.
+            units: the units of each of its chunks.
             order: its actions in a step.
-            together: the most block activations that it holds at once, as by `held_blocks`.
+            together: the most block activations that it holds at once, as from `held_blocks`.
             kept: the estimate with everything kept.
-            graphs: `config` has CUDA graphs if the run does.
+            graphs: whether CUDA graphs are used, if the run has them.
         """
         model, everything = config.model, tuple(unit for own in units for unit in own)
         share = Share(config, devices, storage)
@@ -192,30 +193,30 @@ class PlannedStage:
         self._share = share
         self._block = block_bytes(config, share, storage, devices)
         self._block_pages = share.pages(self._block, RUNS_KEPT)
-        """That a block's tensors fill in part."""
+        """Pages that a block's tensors fill partly, in bytes."""
         self._input = share.residual
         self._inputs = sum(self._held) * self._input
-        """What chunks begin with, which stays where the first block's copy moves."""
+        """The chunks' inputs, which stay on the device if the first block's tensors move."""
         work, others = (share.block_work(everything, last=last) for last in (True, False))
         ends, again = share.ends_work(everything), share.block_again(everything, self._block)
         self._block_work_pages = share.pages(work, RUNS_AT_WORK)
-        # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do not
-        # keep them.
+        # While a forward runs, autocast holds a copy of the weights of all blocks. Blocks that run again do
+        # not keep their copies.
         self._casts = share.block_copies() if share.holds_copies and not kept.captured else 0
         head_work = share.head_at_work() if HEAD in everything else 0
         self._casting_work = max(3 * self._input, head_work, self._block - self._casts + self._input)
-        """Bytes at work beside them at the most: of a block that is kept, the head, or a block that runs
-        again, without the copies that others hold too."""
+        """The most bytes at work besides these copies: for a kept block, for the head, or for a block that
+        runs again, without the copies that other blocks hold too."""
         if kept.captured:
             work = others = ends = kept.working
             self._block_work_pages = self._work_pages
             again = work + self._block + self._input
-        # A block that is alone gets the stage's gradient.
+        # A block that is alone in its chunk reads the gradient that the stage received.
         self._alone_work = again if kept.captured else again - self._input
         self._work = max(work, others if max(self.blocks) > 1 else 0)
-        """Beside what blocks keep, while one is at work."""
+        """The most bytes that are at work with a block, besides what blocks keep."""
         self._again_work, self._ends_work = again, ends
-        """The same of one that runs again, and of the head."""
+        """The same for a block that runs again, and for the head."""
         self.state_kinds = state_moves(config, devices, share, everything, times)
         self.columns = self._columns(config, devices, storage, share)
         blocks = sum(self.blocks)
@@ -242,30 +243,30 @@ class PlannedStage:
     def _columns(
         self, config: RunConfig, devices: Devices, storage: Storage, share: Share
     ) -> dict[Choice, Column]:
-        """Those that no other beats."""
-        found: dict[Choice, Column] = {Choice.KEPT: self._column(self._block)}
-        # What later slices see stays, whatever becomes of a block's own tensors.
+        """The choices that no other choice beats."""
+        columns: dict[Choice, Column] = {Choice.KEPT: self._column(self._block)}
+        # The keys and values for later slices stay, whatever happens to a block's own tensors.
         past = share.past_keys()
         # With dropout, backward would have to draw the microbatch's random bits again.
         if not config.lora.dropout:
             again = self._times.forward
-            found[Choice.AGAIN] = self._column(self._input + past, seconds=again, again=True)
+            columns[Choice.AGAIN] = self._column(self._input + past, seconds=again, again=True)
             if self._moves:
-                found[Choice.INPUT_MOVED] = self._column(
+                columns[Choice.INPUT_MOVED] = self._column(
                     past, [self._input], seconds=again, left=self._inputs, again=True
                 )
         if share.plain:
             # Autograd's casts of weights would move too, and autocast holds them until forward is over.
             if self._moves and config.training.precision == "float32":
-                found[Choice.MOVED] = self._column(past, [self._block])
-            return found
+                columns[Choice.MOVED] = self._column(past, [self._block])
+            return columns
         model = pass_model(config)
         sizes = stored_bytes(model, config.training, storage)
         is_apart = self._block > sizes.total // devices.count
         ways = []
         for kind in KINDS:
             fates = ["kept"]
-            # From what is in few bits other values would come.
+            # Recomputing from values in few bits would give other results.
             if kind in _FROM and all(getattr(storage, kept) == AS_COMPUTED for kept in _FROM[kind]):
                 fates.append("again")
             if self._moves and getattr(storage, kind) != RECOMPUTE:
@@ -279,7 +280,7 @@ class PlannedStage:
             left = stored_bytes(model, config.training, form)
             work = Share(config, devices, form).block_work(self._units) - share.block_work(self._units)
             left_there = "norm_input" in moved and storage.norm_input == AS_COMPUTED
-            found[choice] = self._column(
+            columns[choice] = self._column(
                 (left.total - sum(_size(left, kind) for kind in moved)) // devices.count
                 + past * (is_apart or "attention" in (*recomputed, *moved)),
                 [_size(sizes, kind) // devices.count for kind in moved],
@@ -287,7 +288,7 @@ class PlannedStage:
                 working=max(0, work),
                 left=self._inputs * left_there,
             )
-        return _unbeaten(found)
+        return _unbeaten(columns)
 
     @property
     def _moves(self) -> bool:
@@ -309,18 +310,18 @@ class PlannedStage:
             moved=sum(moved),
             host=sum(map(page_locked, moved)),
             seconds=seconds,
-            slowing=2 * sum(moved) * self._times.slowing,  # out and back
+            slowing=2 * sum(moved) * self._times.slowing,  # copied out and back
             working=working,
             left=left,
             again=again,
         )
 
     def alike(self, choice: Choice) -> tuple[Choice, ...]:
-        """All blocks with this choice."""
+        """The same choice for all blocks."""
         return (choice,) * sum(self.blocks)
 
     def memory(self, choices: Sequence[Choice], state: Moved = STAYS) -> StageMemory:
-        """The estimate with these choices, in the order of the stage's blocks, where it peaks."""
+        """The estimate at the stage's peak with these choices, which are in the order of its blocks."""
         base = self._kept
         for move, count in self._moved(state):
             base = replace(
@@ -355,27 +356,28 @@ class PlannedStage:
             if self._casts:
                 at(count * self._casts + self._casting_work)
         peak = max(places, key=lambda place: place.kept + place.working + place.pages)
-        # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
+        # Chunks are added up separately. The estimate with everything kept bounds them, as it has their
+        # common peak.
         return replace(peak, kept=min(peak.kept, self._kept.kept))
 
     @property
     def _work_pages(self) -> int:
-        """Of the pages, those of what is worked on."""
+        """The pages of the block at work."""
         return self._kept.pages - self._together * self._block_pages
 
     @property
     def _base_kept(self) -> int:
-        """Of what microbatches keep, all but blocks' tensors."""
+        """What microbatches keep besides blocks' tensors."""
         return self._kept.kept - self._together * self._block
 
     def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
-        """Kinds of state that move, and how many parts."""
+        """The kinds of state that move, and how many parts of each."""
         return [(move, count) for move, count in zip(self.state_kinds, state, strict=False) if count]
 
     def host_bytes(self, choices: Sequence[Choice], state: Moved) -> int:
-        """Host memory that these take."""
+        """The host memory that these choices use."""
         held = [count for count, blocks in zip(self._held, self.blocks, strict=True) for _ in range(blocks)]
-        moved = sum(n * self.columns[one].host for n, one in zip(held, choices, strict=True))
+        moved = sum(n * self.columns[choice].host for n, choice in zip(held, choices, strict=True))
         return moved + self._state_host(state)
 
     def _state_host(self, state: Moved) -> int:
@@ -386,16 +388,17 @@ class PlannedStage:
         return seconds / self._whole + (0.0 if self._graphs else GRAPHS_GAIN)
 
     def _moving_seconds(self, state: Moved) -> float:
-        """What a microbatch's share of copying state for norms and the optimizer's step takes."""
+        """A microbatch's share of the seconds for copying state for norms and the optimizer's step."""
         return sum(count * move.seconds for move, count in self._moved(state))
 
     def _pass_seconds(self, choices: Sequence[Choice], state: Moved) -> float:
-        """What forward and backward of a microbatch take longer."""
+        """The seconds that these choices add to a microbatch's forward and backward."""
         taken, moves, times = [self.columns[choice] for choice in choices], self._moved(state), self._times
         slowing = sum(column.slowing for column in taken) + sum(count * move.slowing for move, count in moves)
         waits = self._waits(taken)
         moved, again = sum(column.moved for column in taken), sum(column.seconds for column in taken)
-        # In all, copies hide behind compute up to a point. The engines copy both ways at a time.
+        # In total, copies can hide behind compute up to its length. The engines copy in both directions at
+        # once.
         forward = max(
             moved / times.out_rate, sum(count * move.forward_in for move, count in moves) / times.in_rate
         )
@@ -408,16 +411,16 @@ class PlannedStage:
         return again + slowing + forward + backward
 
     def _waits(self, taken: Sequence[Column]) -> list[Waits]:
-        """Of each chunk, between use and use."""
-        found, left = [], iter(taken)
+        """Each chunk's waits for copies of single blocks."""
+        waits, left = [], iter(taken)
         for clock, windows, count in zip(self._clocks, self._windows, self.blocks, strict=True):
             parts = Counter((column.moved, column.again) for column in islice(left, count))
             copied = [Copied(count=n, moved=moved, again=again) for (moved, again), n in parts.items()]
-            found.append(clock.waits(copied, windows))
-        return found
+            waits.append(clock.waits(copied, windows))
+        return waits
 
     def plan(self, choices: tuple[Choice, ...], memory_bytes: int = 0, *, state: Moved = STAYS) -> MemoryPlan:
-        """These choices on a node with so much memory; 0 is without a limit."""
+        """The plan of these choices on a node with this much memory. 0 means no limit."""
         memory = self.memory(choices, state)
         host = self.host_bytes(choices, state)
         graphs = 0.0 if self._graphs else GRAPHS_GAIN
@@ -434,20 +437,23 @@ class PlannedStage:
         )
 
     def best(self, memory_bytes: int) -> MemoryPlan | None:
-        """The plan that adds the least time in so much memory; None if none fits."""
+        """The plan that adds the least time in this much memory; None if none fits."""
         solution = solve(self._program(memory_bytes))
         if solution is None:
             return None
         return self.plan(self.order(solution.blocks), memory_bytes, state=Moved(*solution.state))
 
     def order(self, counts: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
-        """A choice for every block. `counts`: for each chunk, how many of its blocks take each column."""
+        """A choice for every block. `counts` says for each chunk how many of its blocks take each column."""
         names, columns = tuple(self.columns), tuple(self.columns.values())
         return tuple(names[k] for own in counts for k in spread(columns, own))
 
     def least(self) -> MemoryPlan:
-        """The plan that takes the least memory, of all blocks alike but for the last, or of as many as host
-        memory does for: what a choice saves grows with their number."""
+        """The plan that takes the least memory.
+
+        It considers plans in which all blocks are alike except the last of a chunk, or in which as many are
+        alike as host memory has room for, because the savings of a choice grow with the number of blocks.
+        """
         plans = [
             self.plan(choices, state=state)
             for state in self._most_state()
@@ -457,11 +463,12 @@ class PlannedStage:
         return min(fitting, key=lambda plan: (plan.memory.total, plan.added))
 
     def _most_state(self) -> Iterator[Moved]:
-        """For each set of kinds of state, as much as there is host memory for: kinds get what is left by
-        those before them, in any order."""
+        """For each set of kinds of state, as much as host memory has room for. The kinds are tried in every
+        order, and each gets what the ones before it leave."""
         yield STAYS
         kinds = len(self.state_kinds)
-        for order in (some for length in range(kinds) for some in permutations(range(1, kinds), length)):
+        lengths = range(kinds)
+        for order in (part for length in lengths for part in permutations(range(1, kinds), length)):
             counts, host = [0] * kinds, self._host
             for kind in (0, *order):
                 move = self.state_kinds[kind]
@@ -472,26 +479,26 @@ class PlannedStage:
 
     def _alike_or_mixed(self, host: int) -> Iterator[tuple[Choice, ...]]:
         names, columns = tuple(self.columns), tuple(self.columns.values())
-        # Of those that take no host memory, what leaves least on the device, kept or at work.
+        # Of the columns that use no host memory, those that leave the least on the device, kept or at work.
         without = [k for k, column in enumerate(columns) if column.host == 0]
         others, ends = _least(columns, without), _least(columns, [k for k in without if stays(columns[k])])
-        for one, column in enumerate(columns):
-            yield self.alike(names[one])
+        for main, column in enumerate(columns):
+            yield self.alike(names[main])
             for end in ends:
-                alike = ([one] * (count - 1) + [end] * (count > 0) for count in self.blocks)
+                alike = ([main] * (count - 1) + [end] * (count > 0) for count in self.blocks)
                 yield tuple(names[k] for own in alike for k in own)
             if column.host == 0 or column.host * sum(map(mul, self._held, self.blocks)) <= host:
                 continue
             for other in others:
-                room, found = host, list[list[int]]()
+                room, counts_by_chunk = host, list[list[int]]()
                 for held, blocks in zip(self._held, self.blocks, strict=True):
                     count = min(blocks, max(0, room) // (held * column.host))
                     room -= count * held * column.host
                     counts = [0] * len(columns)
                     counts[other] += blocks - count
-                    counts[one] += count
-                    found.append(counts)
-                yield self.order(found)
+                    counts[main] += count
+                    counts_by_chunk.append(counts)
+                yield self.order(counts_by_chunk)
 
     def _program(self, memory_bytes: int) -> Program:
         kept = self._kept
@@ -519,37 +526,38 @@ class PlannedStage:
 
 
 def _size(sizes: StoredBytes, kind: str) -> int:
-    found: int = getattr(sizes, kind)
-    return found
+    size: int = getattr(sizes, kind)
+    return size
 
 
 def _least(columns: Sequence[Column], among: Sequence[int]) -> list[int]:
-    """Those that leave least on the device between passes, at work, and in all."""
-    found = (
+    """The columns that leave the least on the device between passes, at work, and in total."""
+    least = (
         min(among, key=lambda k: (columns[k].there, columns[k].working)),
         min(among, key=lambda k: (columns[k].working, columns[k].there)),
         min(among, key=lambda k: columns[k].there + columns[k].working),
     )
-    return sorted(set(found))
+    return sorted(set(least))
 
 
 def _unbeaten(columns: dict[Choice, Column]) -> dict[Choice, Column]:
-    """Without those that another column is at least as good as in every way."""
+    """The columns without those that another column equals or beats in every respect."""
 
-    def worth(one: Column) -> tuple[float, ...]:
-        return one.kept, one.pages, one.moved, one.host, one.seconds, one.working
+    def worth(column: Column) -> tuple[float, ...]:
+        return column.kept, column.pages, column.moved, column.host, column.seconds, column.working
 
-    found: dict[Choice, Column] = {}
-    # The fewest words first, of equals.
+    unbeaten: dict[Choice, Column] = {}
+    # Of equal columns, the one with the shortest description comes first.
     for choice, column in sorted(columns.items(), key=lambda pair: (worth(pair[1]), len(str(pair[0])))):
-        others = [other for other in found.values() if other.again == column.again]
+        others = [other for other in unbeaten.values() if other.again == column.again]
         if not any(all(a <= b for a, b in zip(worth(other), worth(column), strict=True)) for other in others):
-            found[choice] = column
-    # In the order in which they were made.
-    return {choice: column for choice, column in columns.items() if choice in found}
+            unbeaten[choice] = column
+    # Keep the original order.
+    return {choice: column for choice, column in columns.items() if choice in unbeaten}
 
 
 CURVE_POINTS = 24
+"""The number of memories that `frontier` tries by default."""
 
 
 def _stages(
@@ -562,7 +570,7 @@ def _stages(
     *,
     graphs: bool = True,
 ) -> list[PlannedStage]:
-    """Every stage, or `only` one; what they share, such as the schedule, is worked out once."""
+    """Every stage, or only the stage `only`. What they share, such as the schedule, is computed once."""
     units, orders = chunk_units(config, stages), stage_orders(config, stages)
     storages = stage_storages(config, stages)
     together = held_blocks(config, stages, apart=devices.captures(config))
@@ -592,13 +600,13 @@ def _variants(
     only: int | None = None,
     times: BlockTimes | None = None,
 ) -> list[list[PlannedStage]]:
-    """As the run file says, and without CUDA graphs: they keep what they need for good, and their passes
-    cannot be ordered with copies to host memory."""
-    found = [_stages(config, stages, devices, windows, only, times)]
+    """The stages as the run file has them, and without CUDA graphs: graphs keep their memory permanently, and
+    their passes cannot be interleaved with copies to host memory."""
+    variants = [_stages(config, stages, devices, windows, only, times)]
     if devices.captures(config):
         plain = replace(config, training=replace(config.training, cuda_graphs=False))
-        found.append(_stages(plain, stages, devices, windows, only, times, graphs=False))
-    return found
+        variants.append(_stages(plain, stages, devices, windows, only, times, graphs=False))
+    return variants
 
 
 def plan_stage(
@@ -613,19 +621,19 @@ def plan_stage(
 ) -> MemoryPlan:
     """The plan that adds the least time among those that fit in `memory_bytes`.
 
-    If none fits, the one that takes least. All is kept where the memory is not known (0).
+    If none fits, the plan that takes the least memory. Everything is kept if the memory is unknown (0).
 
     Args:
-        memory_bytes: of each device of the node.
+        memory_bytes: the memory of each device of the node.
         windows: as for `node.tuning.memory.stage_bytes`.
-        times: of its card; those of a typical one by default.
+        times: those of its card; by default those of a typical one.
     """
-    ones = [one for (one,) in _variants(config, stages, devices, windows, stage, times)]
-    return _fastest(ones, memory_bytes)
+    variants = [variant for (variant,) in _variants(config, stages, devices, windows, stage, times)]
+    return _fastest(variants, memory_bytes)
 
 
 def short_of_memory(config: RunConfig, devices: Devices, memory_bytes: int) -> bool:
-    """Whether a node with so much memory may get a stage that does not fit with everything kept."""
+    """Whether a node with this much memory may get a stage that does not fit with everything kept."""
     return 0 < memory_bytes < max(stage_bytes(config, config.pipeline.stages, devices))
 
 
@@ -640,35 +648,36 @@ def planned_again(
     windows: int = 0,
     times: BlockTimes | None = None,
 ) -> MemoryPlan:
-    """What `plan` does, with the memory and the times of now; other arguments as for `plan_stage`."""
-    ones = [one for (one,) in _variants(config, stages, devices, windows, stage, times)]
-    one = ones[0] if plan.graphs else ones[-1]
-    return one.plan(plan.choices, memory_bytes, state=plan.state)
+    """The same choices as `plan`, with the current memory and times. Other arguments are as for
+    `plan_stage`."""
+    variants = [variant for (variant,) in _variants(config, stages, devices, windows, stage, times)]
+    variant = variants[0] if plan.graphs else variants[-1]
+    return variant.plan(plan.choices, memory_bytes, state=plan.state)
 
 
-def _fastest(ones: Sequence[PlannedStage], memory_bytes: int) -> MemoryPlan:
-    """Of a stage's variants, as `plan_stage`."""
-    everything = ones[0].plan(ones[0].alike(Choice.KEPT), memory_bytes)
+def _fastest(variants: Sequence[PlannedStage], memory_bytes: int) -> MemoryPlan:
+    """`plan_stage` for the variants of a stage."""
+    everything = variants[0].plan(variants[0].alike(Choice.KEPT), memory_bytes)
     if everything.fits:
         return everything
-    plans = [plan for variant in ones if (plan := variant.best(memory_bytes)) is not None and plan.fits]
+    plans = [plan for variant in variants if (plan := variant.best(memory_bytes)) is not None and plan.fits]
     if plans:
         return min(plans, key=lambda plan: plan.added)
-    least = min((variant.least() for variant in ones), key=lambda plan: (plan.memory.total, plan.added))
+    least = min((variant.least() for variant in variants), key=lambda plan: (plan.memory.total, plan.added))
     return replace(least, fits=least.memory.total <= memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The memory of a node, for which it plans its stage."""
+    """The memory of a node for which it plans its stage."""
 
     devices: Devices = field(default_factory=Devices)
     memory_bytes: int = 0
-    """Of each device; 0 if not known."""
+    """The memory of each device; 0 if unknown."""
     windows: int = 0
     """As for `node.tuning.memory.stage_bytes`."""
     times: BlockTimes | None = None
-    """Measured on its card, if they were."""
+    """The times measured on its card, if there are any."""
 
     def plan(self, config: RunConfig, stages: int, stage: int) -> MemoryPlan:
         """As `plan_stage`."""
@@ -686,10 +695,11 @@ class Room:
 def least_stage_bytes(
     config: RunConfig, stages: int, devices: Devices, *, windows: int = 0
 ) -> tuple[int, ...]:
-    """Bytes that each stage needs on every device of such a node when it computes again and moves what it
+    """The bytes that each stage needs on every device of such a node if it recomputes and moves all it
     can."""
     variants = _variants(config, stages, devices, windows)
-    return tuple(min(stage.least().memory.total for stage in ones) for ones in zip(*variants, strict=True))
+    by_stage = zip(*variants, strict=True)
+    return tuple(min(stage.least().memory.total for stage in same) for same in by_stage)
 
 
 def frontier(
@@ -701,18 +711,18 @@ def frontier(
     *,
     points: int = CURVE_POINTS,
 ) -> tuple[MemoryPlan, ...]:
-    """Plans of a stage from the one that keeps everything to the one that takes least: the fastest for each
-    of `points` memories, both ends included."""
-    ones = [one for (one,) in _variants(config, stages, devices, only=stage, times=times)]
-    everything = ones[0].plan(ones[0].alike(Choice.KEPT))
-    least = min((variant.least() for variant in ones), key=lambda plan: plan.memory.total)
+    """The fastest plan of a stage for each of `points` memories, from keeping everything down to the least
+    memory. Both ends are included."""
+    variants = [variant for (variant,) in _variants(config, stages, devices, only=stage, times=times)]
+    everything = variants[0].plan(variants[0].alike(Choice.KEPT))
+    least = min((variant.least() for variant in variants), key=lambda plan: plan.memory.total)
     most, low = everything.memory.total, least.memory.total
-    found = [everything]
+    plans = [everything]
     for number in range(1, points):
         budget = most - (most - low) * number // (points - 1)
-        plan = _fastest(ones, budget)
-        if plan.fits and plan.memory.total < found[-1].memory.total:
-            found.append(plan)
-    # One may be as fast as one that takes more.
-    pairs = zip(found, [*found[1:], None], strict=True)
+        plan = _fastest(variants, budget)
+        if plan.fits and plan.memory.total < plans[-1].memory.total:
+            plans.append(plan)
+    # A plan is dropped if one with less memory is as fast.
+    pairs = zip(plans, [*plans[1:], None], strict=True)
     return tuple(plan for plan, after in pairs if after is None or after.added > plan.added)

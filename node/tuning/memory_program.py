@@ -1,16 +1,17 @@
-"""The least time that fits in a memory, as a mixed-integer program over counts of blocks. Torch-free.
+"""Finds the plan with the least time in a given memory, by a mixed-integer program over counts of blocks.
+This module imports no torch.
 
-Adacc (Chen et al. 2025, equations 4 to 8) chooses for each tensor of one block and repeats that for all. Here
-a *column* is one way to treat the tensors of a block, by kind, and the program counts how many blocks of each
-chunk take it: identical blocks are one variable. Beyond Adacc it moves tensors to host memory, bounds the
-peak where backward begins and where the first block runs again, and bounds copies by the engines' time: in
-all, and between use and use.
+Adacc (Chen et al. 2025, equations 4 to 8) makes a choice for each tensor of one block and repeats it for all.
+Here a *column* is one way to treat the tensors of a block, by kind. The program counts how many blocks of
+each chunk take each column, so identical blocks are one variable. Beyond Adacc it moves tensors to host
+memory, bounds the peaks at the beginning of backward and when the first block runs again, and bounds copies
+by the engines' time, both in total and for single blocks.
 
-`CopyClock` says how long passes wait for copies of what blocks move to host memory, between use and use.
-`node.model.offload` copies a block's tensors out from the end of its forward, and they must be out when the
-next block that moves is done, or when backward begins. They come back from the begin of the backward of the
-next block above that moves, or of the chunk. So a copy has the compute of as many blocks to hide behind as
-lie between two that move: its *window*. Behind the last block of a chunk there is nothing but a head.
+`CopyClock` says how long passes wait for the copies of single blocks' tensors. `node.model.offload` copies a
+block's tensors out from the end of its forward; they must be out when the next moved block is done, or when
+backward begins. They return from the beginning of the backward of the next moved block above, or of the
+chunk. So a copy can hide behind the compute of as many blocks as lie between two moved ones: its *window*.
+Only the head follows the last block of a chunk.
 """
 
 from collections.abc import Sequence
@@ -19,23 +20,24 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Blocks that a plan counts as a window; of a wider one, the largest of these."""
+"""The window sizes, in blocks, that a plan distinguishes. A wider window counts as the next smaller one of
+these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """Blocks of one kind in a chunk."""
+    """The blocks of one kind in a chunk."""
 
     count: int
     moved: int
-    """Bytes of a microbatch that each moves; 0 moves nothing."""
+    """The bytes of a microbatch that each block moves; 0 if it moves nothing."""
     again: bool
-    """They run again in backward, and come first in the chunk."""
+    """Whether they run again in backward. Such blocks come first in the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Seconds that a microbatch's passes through one chunk wait."""
+    """The seconds that a microbatch's passes through one chunk wait."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -43,35 +45,39 @@ class Waits:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyClock:
-    """The compute that copies of one chunk run beside, and the rates of these copies."""
+    """The compute beside which one chunk's copies run, and the rates of these copies."""
 
     forward: float
-    """Seconds of a block's forward."""
+    """The seconds of a block's forward."""
     backward: float
+    """The seconds of a block's backward."""
     head_forward: float = 0.0
-    """Seconds of the head behind the last block."""
+    """The seconds of the head's forward after the last block."""
     head_backward: float = 0.0
+    """The seconds of the head's backward before the last block's."""
     out_rate: float
-    """Bytes a second to host memory."""
+    """Bytes per second to host memory."""
     in_rate: float
-    """Bytes a second from host memory."""
+    """Bytes per second from host memory."""
 
     def within(self, moved: int, window: int) -> Waits:
-        """Of a block that moves so many bytes, with the compute of `window` blocks to hide them."""
+        """The waits of a block that moves this many bytes, if they can hide behind the compute of `window`
+        blocks."""
         return Waits(
             forward=max(0.0, moved / self.out_rate - window * self.forward),
             backward=max(0.0, moved / self.in_rate - window * self.backward),
         )
 
     def again(self, moved: int) -> Waits:
-        """Of a block that runs again: those above and below do too."""
+        """The waits of a block that runs again, between blocks that run again too."""
         return Waits(
             forward=max(0.0, moved / self.out_rate - self.forward),
             backward=max(0.0, moved / self.in_rate - self.backward - self.forward),
         )
 
     def last(self, moved: int, *, again: bool) -> Waits:
-        """What a chunk's last block waits beyond `again` or a window of one: backward begins with it."""
+        """The waits of a chunk's last block beyond those of `again` or a window of one. Backward begins with
+        it."""
         before = self.again(moved) if again else self.within(moved, 1)
         return Waits(
             forward=max(0.0, moved / self.out_rate - self.head_forward - before.forward),
@@ -79,22 +85,23 @@ class CopyClock:
         )
 
     def windows(self, sizes: Sequence[int], blocks: int) -> tuple[int, ...]:
-        """Windows that make a difference to blocks that move so many bytes: to the first that hides all."""
-        found: list[int] = []
+        """The windows that make a difference to blocks that move these sizes, up to the first that hides all
+        copies."""
+        useful: list[int] = []
         for window in WINDOWS:
             if window > blocks:
                 break
-            found.append(window)
+            useful.append(window)
             each = [self.within(size, window) for size in sizes]
             if not any(wait.forward or wait.backward for wait in each):
                 break
-        return tuple(found)
+        return tuple(useful)
 
     def waits(self, parts: Sequence[Copied], windows: Sequence[int]) -> Waits:
-        """Of a chunk of these blocks, in the order of `node.tuning.memory_program.spread`.
+        """The waits of a chunk with these blocks, in the order of `node.tuning.memory_program.spread`.
 
         Args:
-            windows: those that `windows` gives for all that may move.
+            windows: the result of `windows` for all that may move.
         """
         again = [part for part in parts if part.again and part.moved and part.count]
         moving = [part for part in parts if not part.again and part.moved and part.count]
@@ -110,44 +117,44 @@ class CopyClock:
             smallest = min(at_end, key=lambda part: part.moved)
             each.append((1, self.last(smallest.moved, again=smallest.again)))
         return Waits(
-            forward=sum(number * one.forward for number, one in each),
-            backward=sum(number * one.backward for number, one in each),
+            forward=sum(number * wait.forward for number, wait in each),
+            backward=sum(number * wait.backward for number, wait in each),
         )
 
 
 ENOUGH = 2e-3
 """A plan may be worse than the optimum by this share."""
 MOST_NODES = 250
-"""Of the search tree; twice as many find nothing that adds 0.1 % less. A limit of time would let the
-processes of one node find different plans."""
+"""The most nodes of the search tree. Twice as many improve no plan by 0.1 %. A time limit instead could make
+the processes of one node find different plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One way to treat a block, of one microbatch."""
+    """One way to treat a block, with its sizes and times for one microbatch."""
 
     kept: int
-    """Bytes on the device between forward and backward, in tensors."""
+    """The bytes of tensors on the device between forward and backward."""
     pages: int = 0
-    """What a GPU's allocator holds beside them."""
+    """What a GPU's allocator holds besides them."""
     moved: int
-    """Bytes that wait in host memory."""
+    """The bytes that wait in host memory."""
     host: int
-    """Bytes of host memory that they take."""
+    """The bytes of host memory that they take."""
     seconds: float
-    """That it adds to forward and backward."""
+    """The seconds that it adds to forward and backward."""
     slowing: float = 0.0
-    """That its copies add to what they run beside."""
+    """The seconds that its copies add to the compute beside them."""
     working: int
-    """Bytes that its backward takes beyond a block's with everything kept, without tensors that come back."""
+    """The bytes that its backward needs beyond a block with everything kept, without tensors that return."""
     left: int = 0
-    """What stays on the device where the first block's tensors move: the chunks' inputs."""
+    """What stays on the device if the first block's tensors move: the chunks' inputs."""
     again: bool
-    """It runs the whole block again; such blocks come first in a chunk."""
+    """Whether it runs the whole block again. Such blocks come first in a chunk."""
 
     @property
     def there(self) -> int:
-        """Bytes on the device between forward and backward."""
+        """The bytes on the device between forward and backward."""
         return self.kept + self.pages
 
 
@@ -156,84 +163,86 @@ class StateMove:
     """One kind of state that may be in host memory. Bytes are those of one device."""
 
     most: int
-    """Parts that can move: blocks, or 1 for all of it."""
+    """The number of parts that can move: blocks, or 1 for all of it."""
     freed: int
-    """That a part frees on the device."""
+    """The bytes that a part frees on the device."""
     there: int = 0
-    """On the device as soon as a part has moved: parts at work, and on their way."""
+    """The bytes on the device as soon as any part has moved: parts at work, and on their way."""
     applying: int = 0
-    """That the optimizer's step then takes more, or less, beside the state."""
+    """The bytes that the optimizer's step then needs more (or fewer, if negative) besides the state."""
     host: int
-    """That a part takes in host memory."""
+    """The bytes that a part takes in host memory."""
     seconds: float
-    """A microbatch's share of the copies of a part for norms and the optimizer's step; nothing hides them."""
+    """A microbatch's share of the copies of a part for norms and the optimizer's step, in seconds. Nothing
+    hides them."""
     forward_in: int = 0
-    """Bytes of a part that a microbatch's forward brings in beside compute."""
+    """The bytes of a part that a microbatch's forward fetches during compute."""
     backward_in: int = 0
-    """Bytes of a part that its backward brings in."""
+    """The bytes of a part that its backward fetches."""
     backward_out: int = 0
-    """Bytes of a part that its backward sends out."""
+    """The bytes of a part that its backward sends back."""
     slowing: float = 0.0
-    """That copies of a part add to a microbatch's passes."""
+    """The seconds that copies of a part add to a microbatch's passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One stage. Bytes are those of one device."""
+    """The program of one stage. Bytes are those of one device."""
 
     columns: tuple[Column, ...]
     blocks: tuple[int, ...]
-    """Of each chunk."""
+    """The number of blocks of each chunk."""
     held: tuple[int, ...]
-    """Microbatches of each chunk between forward and backward, at most."""
+    """The most microbatches of each chunk between forward and backward."""
     room: int
-    """For what blocks keep and add to their work: memory less all else, a block at work too."""
+    """The room for what blocks keep and add to their work: the memory without everything else, also without a
+    block at work."""
     room_again: int
     """The same while a block runs again."""
     room_alone: int
-    """The same while a block runs again that is its chunk's only one."""
+    """The same while a block runs again that is alone in its chunk."""
     room_head: int | None = None
-    """For what blocks keep while the head is at work, if there is one."""
+    """The room for what blocks keep while the head is at work; None without a head."""
     room_casting: int = 0
-    """The same in forward, where each block of a chunk that runs again holds `casts` bytes until it is
-    over."""
+    """The same in forward, during which each block of a chunk that will run again holds `casts` bytes."""
     casts: int = 0
     forward: float
-    """Seconds of the forward of the stage's blocks for one microbatch."""
+    """The seconds of the forward of the stage's blocks for one microbatch."""
     backward: float
+    """The seconds of their backward."""
     clocks: tuple[CopyClock, ...]
-    """Of each chunk."""
+    """The copy clock of each chunk."""
     host: int = 0
-    """Bytes of host memory."""
+    """The bytes of host memory."""
     state: tuple[StateMove, ...] = ()
-    """Kinds that may move; those after the first only with all of it."""
+    """The kinds of state that may move. Kinds after the first may move only if all of the first does."""
     applying: int | None = None
-    """Room that the optimizer's step leaves beside the state; below 0 it does not fit. None where it counts
-    in `room`."""
+    """The room besides the state during the optimizer's step; below 0 it does not fit. None if `room`
+    includes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """A solution."""
+    """A solution of the program."""
 
     blocks: tuple[tuple[int, ...], ...]
-    """Of each chunk, how many take each column."""
+    """For each chunk, how many blocks take each column."""
     state: tuple[int, ...]
-    """Of each kind of state, how many parts move."""
+    """For each kind of state, how many parts move."""
 
 
 def solve(program: Program) -> Counts | None:
-    """The counts that add the least time in the memory there is, or None if nothing fits."""
-    # Loading it takes a while, and most nodes keep everything.
+    """The counts that add the least time in the given memory; None if nothing fits."""
+    # scipy takes a while to load, and most nodes keep everything.
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     chunks, columns, states = len(program.blocks), program.columns, len(program.state)
     width = len(columns)
     unit = float(max(1, *(column.there + column.moved for column in columns)))
     second = max(program.forward, 1e-12)
-    # Variables: counts by chunk and column; whether a column is used; whether a chunk runs any block again;
-    # whether state of a kind moves, and how many parts; the most that comes back, is worked on or is left;
-    # what forward and backward wait for copies.
+    # The variables are: counts by chunk and column; whether a column is used; whether a chunk runs any block
+    # again; whether state of a kind moves, and how many parts; the most that returns, that is worked on and
+    # that is left; how long forward and backward wait for copies.
     used = chunks * width
     runs_again = used + width
     moves = runs_again + chunks
@@ -256,7 +265,7 @@ def solve(program: Program) -> Counts | None:
     total = sum(program.blocks)
     for k, column in enumerate(columns):
         limit({chunk * width + k: 1.0 for chunk in range(chunks)} | {used + k: -float(total)}, 0)
-        # The block at work, and the next one's tensors on their way.
+        # The tensors of the block at work, and those of the next block, which are on their way.
         limit({used + k: 2 * column.moved / unit, coming: -1.0}, 0)
         limit({used + k: column.working / unit, working: -1.0}, 0)
         limit({used + k: column.left / unit, left: -1.0}, 0)
@@ -265,10 +274,10 @@ def solve(program: Program) -> Counts | None:
         for chunk in range(chunks)
         for k, column in enumerate(columns)
     }
-    freed = {state + k: -one.freed / unit for k, one in enumerate(program.state)}
-    freed |= {moves + k: one.there / unit for k, one in enumerate(program.state)}
-    applying = {moves + k: (one.there + one.applying) / unit for k, one in enumerate(program.state)}
-    # Where the step's memory is not that of the passes, it comes on top of theirs.
+    freed = {state + k: -move.freed / unit for k, move in enumerate(program.state)}
+    freed |= {moves + k: move.there / unit for k, move in enumerate(program.state)}
+    applying = {moves + k: (move.there + move.applying) / unit for k, move in enumerate(program.state)}
+    # If the step's memory is not that of the passes, it is added to theirs.
     first = held | freed | (applying if program.applying is None else {}) | {left: 1.0}
     passes = first | {coming: 1.0, working: 1.0}
     most_working = max(column.working for column in columns) / unit
@@ -290,8 +299,8 @@ def solve(program: Program) -> Counts | None:
                     if column.again
                 }
                 limit(passes | casts | {runs_again + chunk: much}, program.room_casting / unit + much)
-    for k, one in enumerate(program.state):
-        limit({state + k: 1.0, moves + k: -float(one.most)}, 0)
+    for k, move in enumerate(program.state):
+        limit({state + k: 1.0, moves + k: -float(move.most)}, 0)
         limit({moves + k: 1.0, state + k: -1.0}, 0)
         limit({moves + k: 1.0, moves: -1.0} if k else {}, 0)
     if program.applying is not None:
@@ -301,18 +310,18 @@ def solve(program: Program) -> Counts | None:
         for chunk in range(chunks)
         for k, column in enumerate(columns)
     }
-    host |= {state + k: one.host / unit for k, one in enumerate(program.state)}
+    host |= {state + k: move.host / unit for k, move in enumerate(program.state)}
     limit(host, program.host / unit)
     places = [(chunk * width + k, column) for chunk in range(chunks) for k, column in enumerate(columns)]
-    parts = [(state + k, one) for k, one in enumerate(program.state)]
+    parts = [(state + k, move) for k, move in enumerate(program.state)]
     out_rate, in_rate = (rate * second for rate in (program.clocks[0].out_rate, program.clocks[0].in_rate))
-    # Both engines copy at a time; what is computed again hides copies too.
+    # Both engines copy at the same time. Recomputing hides copies too.
     forward_out = {at: column.moved / out_rate for at, column in places}
-    forward_in = {at: one.forward_in / in_rate for at, one in parts}
+    forward_in = {at: move.forward_in / in_rate for at, move in parts}
     back_in = {at: column.moved / in_rate - column.seconds / second for at, column in places}
-    back_in |= {at: one.backward_in / in_rate for at, one in parts}
+    back_in |= {at: move.backward_in / in_rate for at, move in parts}
     back_out = {at: -column.seconds / second for at, column in places}
-    back_out |= {at: one.backward_out / out_rate for at, one in parts}
+    back_out |= {at: move.backward_out / out_rate for at, move in parts}
     limit(forward_out | {waits_forward: -1.0}, program.forward / second)
     limit(forward_in | {waits_forward: -1.0}, program.forward / second)
     limit(back_in | {waits_back: -1.0}, program.backward / second)
@@ -342,25 +351,25 @@ def solve(program: Program) -> Counts | None:
     for each in between:
         whole[list(each.yes_or_no)] = 1
         high[[*each.yes_or_no, *each.last.values()]] = 1
-    found = milp(
+    result = milp(
         cost,
         constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
         integrality=whole,
         bounds=Bounds(0, high),
         options={"mip_rel_gap": ENOUGH, "node_limit": MOST_NODES},
     )
-    if found.x is None:
+    if result.x is None:
         return None
-    counts = [round(value) for value in found.x[:used]]
+    counts = [round(value) for value in result.x[:used]]
     return Counts(
         blocks=tuple(tuple(counts[chunk * width : (chunk + 1) * width]) for chunk in range(chunks)),
-        state=tuple(round(value) for value in found.x[state:coming]),
+        state=tuple(round(value) for value in result.x[state:coming]),
     )
 
 
 class _BetweenUses:
-    """Variables and rows that say how long one chunk's passes wait, as `CopyClock.waits` does: which window
-    its blocks have, and which column its last block takes if all of them move."""
+    """The variables and rows for how long one chunk's passes wait, as in `CopyClock.waits`: which window its
+    blocks have, and which column its last block takes if all of them move."""
 
     def __init__(self, program: Program, chunk: int) -> None:
         columns = program.columns
@@ -372,15 +381,16 @@ class _BetweenUses:
         self._windows = self._clock.windows(sizes, self._blocks)
         self.matters = bool(self._again or self._moving)
         self.forward = self.backward = -1
-        """Variables: seconds that the passes wait."""
+        """The variables for the seconds that the passes wait."""
         self._none = self._end = -1
         self._of_window: dict[int, int] = {}
         self.last: dict[int, int] = {}
-        """By the variable of a column: whether the last block takes it, where all move."""
+        """For the variable of each column: the variable for whether the last block takes it, if all blocks
+        move."""
         self.yes_or_no: tuple[int, ...] = ()
 
     def number(self, first: int) -> int:
-        """Take variables from `first` on; returns the next free one."""
+        """Take variables from `first` on and return the next free one."""
         if not self.matters:
             return first
         self.forward, self.backward, self._none, self._end = range(first, first + 4)
@@ -388,33 +398,33 @@ class _BetweenUses:
         first += 4 + len(self._windows)
         self.last = {at: first + k for k, at in enumerate((*self._moving, *self._again))}
         chosen = [self._none, self._end, *self._of_window.values()]
-        # What a block that runs again has of its place follows only where that is 0 or 1.
+        # For a block that runs again, the last block's wait is exact only if this variable is 0 or 1.
         self.yes_or_no = (*chosen, *(self.last[at] for at in self._again))
         return first + len(self.last)
 
     def rows(self, second: float) -> list[tuple[dict[int, float], float, float]]:
-        """Seconds are counted in `second`."""
+        """The rows as (coefficients, lower bound, upper bound). Seconds are in units of `second`."""
         if not self.matters:
             return []
         blocks, least = float(self._blocks), -np.inf
-        found: list[tuple[dict[int, float], float, float]] = []
+        rows: list[tuple[dict[int, float], float, float]] = []
         ways = (self._none, self._end, *self._of_window.values())
-        found.append((dict.fromkeys(ways, 1.0), 1.0, 1.0))
-        # Nothing moves, but inputs of blocks that run again below one that does not move.
-        found.append((dict.fromkeys(self._moving, 1.0) | {self._none: blocks}, least, blocks))
-        found.append((dict.fromkeys(self._again, 1.0) | {self._none: 1.0}, least, blocks))
-        # Between two that move, and behind the last, there is a window's number of blocks.
+        rows.append((dict.fromkeys(ways, 1.0), 1.0, 1.0))
+        # Nothing moves, except inputs of blocks that run again below a block that does not move.
+        rows.append((dict.fromkeys(self._moving, 1.0) | {self._none: blocks}, least, blocks))
+        rows.append((dict.fromkeys(self._again, 1.0) | {self._none: 1.0}, least, blocks))
+        # Between two moved blocks, and after the last one, there are as many blocks as the window has.
         runs_again = {at: 1.0 for at, column in self._columns.items() if column.again}
         for window, chosen in self._of_window.items():
             much = window * blocks + 1
             terms = runs_again | dict.fromkeys(self._moving, float(window)) | {chosen: much}
-            found.append((terms, least, blocks - 1 + much))
-        found.append((dict.fromkeys(self.last.values(), 1.0) | {self._end: -1.0}, 0.0, 0.0))
+            rows.append((terms, least, blocks - 1 + much))
+        rows.append((dict.fromkeys(self.last.values(), 1.0) | {self._end: -1.0}, 0.0, 0.0))
         for at, last in self.last.items():
-            found.append(({last: blocks if at in self._again else 1.0, at: -1.0}, least, 0.0))
+            rows.append(({last: blocks if at in self._again else 1.0, at: -1.0}, least, 0.0))
         for pick, waits in ((_forward, self.forward), (_backward, self.backward)):
             again = {at: pick(self._clock.again(self._columns[at].moved)) / second for at in self._again}
-            found.append((again | {waits: -1.0}, least, 0.0))
+            rows.append((again | {waits: -1.0}, least, 0.0))
             for window, chosen in ((1, self._end), *self._of_window.items()):
                 moving = {
                     at: pick(self._clock.within(self._columns[at].moved, window)) / second
@@ -426,8 +436,8 @@ class _BetweenUses:
                     for at, last in self.last.items():
                         own = self._clock.last(self._columns[at].moved, again=at in self._again)
                         terms[last] = pick(own) / second
-                found.append((terms, least, much))
-        return found
+                rows.append((terms, least, much))
+        return rows
 
 
 def _forward(waits: Waits) -> float:
@@ -439,9 +449,12 @@ def _backward(waits: Waits) -> float:
 
 
 def spread(columns: Sequence[Column], counts: Sequence[int]) -> list[int]:
-    """A chunk's columns in the order of its blocks: those that run again first, and of the others those that
-    move spread evenly, so that copies of one have the compute of several to hide behind. The last block moves
-    only if all do, and of these it has the least to move."""
+    """The columns of a chunk in the order of its blocks.
+
+    Blocks that run again come first. Of the others, moved blocks are spread evenly, so that a copy can hide
+    behind the compute of several blocks. The last block moves only if all do, and then it is the one that
+    moves the least.
+    """
     moving = sorted(
         (k for k, column in enumerate(columns) for _ in range(counts[k]) if _moves(column)),
         key=lambda k: (-columns[k].moved, k),
@@ -455,7 +468,7 @@ def spread(columns: Sequence[Column], counts: Sequence[int]) -> list[int]:
 
 
 def stays(column: Column) -> bool:
-    """What a block keeps is on the device until its backward."""
+    """Whether what a block keeps is on the device until its backward."""
     return not column.again and column.moved == 0
 
 

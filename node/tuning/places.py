@@ -1,12 +1,13 @@
-"""Decide from measurements who hosts which stage, and how many blocks each gets. Pure.
+"""Decides from measurements which node hosts which stage, and how many blocks each stage gets. All functions
+are pure.
 
-What is planned is a whole grid: rows of nodes, and one split for all rows, whose stages must hold the same
-blocks. Until steps have shown how fast a node is it gets no more blocks than an even share, and a grid with
-such nodes has the present split. A plan is worth a move only if the step gets shorter by a tenth of what the
-coordinator measured, and pays back what the move takes (`node.tuning.decisions.pays`).
+A plan covers a whole grid: rows of nodes, and one split for all rows, because the stages of all rows must
+hold the same blocks. Until steps have shown how fast a node is, it gets no more blocks than an even share,
+and a grid with such nodes keeps the present split. A plan is worth a move only if a step becomes shorter by a
+tenth of the coordinator's measurement, and if that pays for the move (`node.tuning.decisions.pays`).
 
-A node could say that the line to its neighbour is slow, to have another neighbour. Steps that are far shorter
-than such a line allows show that it is not so: then the lines in use count as no bottleneck.
+A node could report a slow line to its neighbour in order to get another neighbour. Steps that are much
+shorter than such a line would allow refute the report. Then the lines in use are not considered a bottleneck.
 """
 
 import json
@@ -30,17 +31,17 @@ from node.tuning.stage_order import (
 from wire.errors import ConfigError
 
 MOST_GROWTH = 2
-"""A stage gets at most so many times the blocks that it has, in one move."""
+"""In one move, a stage's blocks may grow by this factor at most."""
 RESTART_SECONDS = 20.0
-"""What a move takes beside the state: a snapshot, and all nodes come back."""
+"""The seconds that a move takes besides transferring state: for a snapshot, and for all nodes to return."""
 CONTRADICTED = 1.5
-"""The lower bound from reports is this many times as long as the step was: some report makes a node or a line
-slower than it is."""
+"""If the lower bound from reports is this many times as long as the step was, some report makes a node or a
+line slower than it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """`hosts` row after row; `split` holds the blocks of each stage."""
+    """`hosts` are the nodes row after row; `split` has the number of blocks of each stage."""
 
     hosts: tuple[str, ...]
     split: tuple[int, ...]
@@ -53,15 +54,15 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacePlan:
-    """A decision, as it goes on record."""
+    """A decision in the form in which it is recorded."""
 
     grid: Grid
     now_seconds: float
-    """Measured seconds of a step before the move."""
+    """The measured seconds of a step before the move."""
     then_seconds: float
-    """Planned seconds of a step after the move."""
+    """The planned seconds of a step after the move."""
     shown: dict[str, float] = field(default_factory=dict)
-    """Seconds of a block on each node that steps have shown."""
+    """The seconds of a block on each node, as steps have shown."""
 
     def to_json(self) -> str:
         """One line, for the run's database."""
@@ -77,33 +78,37 @@ class PlacePlan:
 
     @classmethod
     def from_json(cls, text: str) -> "PlacePlan":
-        """Raises ConfigError for what is no plan."""
+        """The plan in a line of `to_json`.
+
+        Raises:
+            ConfigError: this is no plan.
+        """
         try:
-            found = json.loads(text)
+            fields = json.loads(text)
             return cls(
                 grid=Grid(
-                    hosts=tuple(map(str, found["hosts"])),
-                    split=tuple(int(count) for count in found["split"]),
+                    hosts=tuple(map(str, fields["hosts"])),
+                    split=tuple(int(count) for count in fields["split"]),
                 ),
-                now_seconds=float(found["now_seconds"]),
-                then_seconds=float(found["then_seconds"]),
-                shown={str(node): float(seconds) for node, seconds in found["shown"].items()},
+                now_seconds=float(fields["now_seconds"]),
+                then_seconds=float(fields["then_seconds"]),
+                shown={str(node): float(seconds) for node, seconds in fields["shown"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"the plan of places is damaged ({error})") from None
 
     def text(self, before: Grid) -> str:
-        """What changes, for the operator."""
-        what = []
+        """A description of the change for the operator."""
+        changes = []
         if self.grid.hosts != before.hosts:
             moved = sum(a != b for a, b in zip(self.grid.hosts, before.hosts, strict=False))
-            what.append(f"{moved} of {len(self.grid.hosts)} places change hands")
+            changes.append(f"{moved} of {len(self.grid.hosts)} places change hands")
         if self.grid.split != before.split:
             now, then = (",".join(map(str, grid.split)) for grid in (before, self.grid))
-            what.append(f"blocks by stage are {then} instead of {now}")
+            changes.append(f"blocks by stage are {then} instead of {now}")
         return (
-            f"{' and '.join(what)}: by what was measured a step takes {self.then_seconds:.2f} s instead of "
-            f"{self.now_seconds:.2f} s"
+            f"{' and '.join(changes)}: by what was measured a step takes {self.then_seconds:.2f} s "
+            f"instead of {self.now_seconds:.2f} s"
         )
 
 
@@ -113,12 +118,12 @@ class Volunteer:
 
     node_id: str
     most_blocks: int
-    """That its memory holds."""
+    """The most blocks that fit in its memory."""
 
 
 def plan_places(
     speeds: Speeds,
-    here: Sequence[Volunteer],
+    candidates: Sequence[Volunteer],
     work: Work,
     now: Grid,
     *,
@@ -127,22 +132,22 @@ def plan_places(
     steps_left: int,
     fits: Callable[[Grid], bool] = lambda grid: True,
 ) -> PlacePlan | None:
-    """A better grid of as many rows and stages, if there is one that pays.
+    """A better grid with as many rows and stages, if there is one that pays; else None.
 
     Args:
-        here: all that could host, the present hosts among them.
-        work: of a row.
-        measured: seconds of a step now; 0 before one was done, when the plans' own seconds count.
-        move_seconds: what a move takes.
+        candidates: all nodes that could host a stage, including the present hosts.
+        work: the work of a row.
+        measured: the seconds of a step now. 0 before the first step; then the planner's own estimate is used.
+        move_seconds: the seconds that a move takes.
         fits: whether a grid's stages fit in its nodes' memory.
     """
-    nodes = [node.node_id for node in here]
+    nodes = [node.node_id for node in candidates]
     if not set(now.hosts) <= set(nodes):
-        return None  # somebody is gone: the next placement comes anyway
+        return None  # a node has left, so there will be a new placement anyway
     shares = dict(zip(now.hosts, now.split * len(now.rows), strict=True))
     even = -(-work.blocks // work.stages)
     most = []
-    for node in here:
+    for node in candidates:
         room = MOST_GROWTH * shares.get(node.node_id, even) if speeds.is_known([node.node_id]) else even
         most.append(max(shares.get(node.node_id, 0), min(node.most_blocks, room)))
     machines = speeds.machines(nodes, most)
@@ -163,7 +168,7 @@ def plan_places(
         return None
     seconds, grid = best
     length = measured or before
-    # No step is shorter than its floor.
+    # No step is shorter than its lower bound.
     then = max(seconds, length * seconds / before)
     if not pays(length - then, length, cost=move_seconds, steps_left=steps_left):
         return None
@@ -171,11 +176,11 @@ def plan_places(
 
 
 def _free_lines(machines: Machines, rows: Sequence[StageOrder]) -> Machines:
-    """The same with lines between the rows' neighbours as fast as can be."""
+    """The same machines with infinitely fast lines between neighbours in these rows."""
     rate, latency = machines.rate.copy(), machines.latency.copy()
     for row in rows:
-        for one, other in pairwise(row.nodes):
-            for pair in ((one, other), (other, one)):
+        for left, right in pairwise(row.nodes):
+            for pair in ((left, right), (right, left)):
                 rate[pair], latency[pair] = np.inf, 0.0
     return replace(machines, rate=rate, latency=latency)
 
@@ -183,11 +188,11 @@ def _free_lines(machines: Machines, rows: Sequence[StageOrder]) -> Machines:
 def _plans(
     machines: Machines, work: Work, now: Sequence[StageOrder], known: Collection[int]
 ) -> list[list[StageOrder]]:
-    """Grids to choose from: by lines and speeds, by lines alone, and the nodes as they are with other
-    blocks. The split is the present one where not all nodes are `known`."""
-    # With the present split all stages wait for the slowest node, and only lines count.
+    """The grids to choose from: by lines and speeds, by lines only, and the present nodes with other blocks.
+    Grids in which not all nodes are `known` keep the present split."""
+    # With the present split all stages wait for the slowest node, so only lines count.
     alike = replace(machines, block_seconds=(max(machines.block_seconds),) * machines.count)
-    found: list[list[StageOrder]] = [list(now)]
+    grids: list[list[StageOrder]] = [list(now)]
     for kind in (machines, alike):
         if len(now) == 1:
             order = plan_order(kind, work)
@@ -195,14 +200,14 @@ def _plans(
         else:
             rows = rows_of(kind, work, len(now))
         if len(rows) == len(now):
-            found.append(rows)
-    kept = [[StageOrder(nodes=row.nodes, split=now[0].split) for row in rows] for rows in found]
-    shown = [rows for rows in found if all(node in known for row in rows for node in row.nodes)]
+            grids.append(rows)
+    kept = [[StageOrder(nodes=row.nodes, split=now[0].split) for row in rows] for rows in grids]
+    shown = [rows for rows in grids if all(node in known for row in rows for node in row.nodes)]
     return kept + [evened for rows in shown if (evened := _one_split(machines, work, rows)) is not None]
 
 
 def _one_split(machines: Machines, work: Work, rows: Sequence[StageOrder]) -> list[StageOrder] | None:
-    """The same nodes with one split for all rows, as their slowest nodes take it; None if none fits."""
+    """The same nodes with one split for all rows, by the slowest node of each stage; None if none fits."""
     columns = list(zip(*(row.nodes for row in rows), strict=True))
     slowest = replace(
         machines.only([column[0] for column in columns]),

@@ -1,8 +1,8 @@
-"""Decides when other codecs are worth a new epoch. Pure.
+"""Decides when other codecs are worth a new epoch. All functions are pure.
 
-`RateControl` decides when another plan is worth an epoch, from times that the coordinator itself measures:
-what a volunteer reports of its compute, its packing or its line can choose a worse plan only for as many
-steps as `RateControl` watches. A replay follows the plans on record, whatever is measured then.
+`RateControl` uses times that the coordinator itself measures. So a false report of compute, packing or a line
+can lead to a worse plan only for as many steps as `RateControl` watches. A replay follows the plans on
+record, whatever is measured then.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,25 @@ from wire.codecs.formats import codec_format
 from wire.spec import Direction
 
 RISE = 1.5
-"""A tensor's bytes may grow by this factor from one plan to the next, so that a line reported as fast is
-measured before it carries much more."""
+"""From one plan to the next, a tensor's bytes may grow by this factor at most, so that a line reported as
+fast is measured before it carries much more."""
 MORE_BITS = 0.15
 """A plan that takes hardly longer is worth an epoch if tensors have this much more bits of precision on
 average."""
 
 
 class RateControl:
-    """When a run's epoch ends for other codecs. Of one number of stages: make another for others."""
+    """Decides when a run's epoch ends for other codecs. Each number of stages needs an object of its own."""
 
     def __init__(self, rungs: Sequence[str], current: CodecPlan) -> None:
         """
-        Args:
-            rungs: as for `plan_codecs`; `current` holds no others.
-            current: the plan in use.
+        rungs: as for `plan_codecs`. `current` contains no other codecs.
+        current: the plan in use.
         """
         self._rungs = tuple(rungs)
         self._trial = Trial(current)
         self._banned: set[tuple[Way, int]] = set()
-        """Rungs that a tensor was taken back from, and those above them that pack in the same way."""
+        """Rungs from which a tensor was taken back, and higher rungs of the same family."""
 
     @property
     def current(self) -> CodecPlan:
@@ -42,10 +41,10 @@ class RateControl:
         return self._trial.current
 
     def step_done(self, lines: Lines, microbatch_seconds: float) -> CodecPlan | None:
-        """A step with the current plan took this long; the plan for a new epoch, where that is worth it.
+        """Record a step with the current plan. Returns the plan for a new epoch if it is worth one.
 
         Args:
-            microbatch_seconds: step time over microbatches, by the coordinator's clock.
+            microbatch_seconds: step time divided by microbatches, by the coordinator's clock.
         """
         usual = self._trial.step_done(microbatch_seconds)
         if usual is None:
@@ -62,27 +61,28 @@ class RateControl:
             now = rungs[way]
             return rung == now or (sizes[rung] <= RISE * sizes[now] and (way, rung) not in self._banned)
 
-        found = plan_codecs(lines, self._rungs, may)
-        now, then = seconds_of(lines, self.current), seconds_of(lines, found)
+        planned = plan_codecs(lines, self._rungs, may)
+        now, then = seconds_of(lines, self.current), seconds_of(lines, planned)
         faster = pays(now - then, now, cost=0.0, steps_left=1)
-        finer = then <= (1 + FREE) * now and self._bits(lines, found) >= (1 + MORE_BITS) * self._bits(
+        finer = then <= (1 + FREE) * now and self._bits(lines, planned) >= (1 + MORE_BITS) * self._bits(
             lines, self.current
         )
-        return self._change(found, usual) if faster or finer else None
+        return self._change(planned, usual) if faster or finer else None
 
     def _change(self, plan: CodecPlan, seconds: float | None) -> CodecPlan:
-        """Take another plan. `seconds`: a microbatch's with the present one, to compare with, if at all."""
+        """Use another plan. `seconds` are a microbatch's with the present plan; None if they are not to be
+        compared."""
         self._trial.change(plan, seconds)
         return plan
 
     def _ban(self, lines: Lines, plan: CodecPlan) -> bool:
-        """Never again rise above `plan` where the current one does; whether there is such a place."""
-        found = False
+        """Never again rise above `plan` where the current plan does. Returns whether it rises anywhere."""
+        rises = False
         for way in lines.ways():
             now, before = self._rung(self.current, way), self._rung(plan, way)
             sizes = [codec_format(self._rungs[rung]).packed_bytes(lines.shape) for rung in (before, now)]
             if now > before or sizes[1] > sizes[0]:
-                found = True
+                rises = True
                 alike = codec_format(self._rungs[now]).family
                 above = (
                     r
@@ -90,7 +90,7 @@ class RateControl:
                     if codec_format(self._rungs[r]).family == alike
                 )
                 self._banned.update((way, rung) for rung in (now, *above))
-        return found
+        return rises
 
     def _rung(self, plan: CodecPlan, way: Way) -> int:
         boundary, direction = way
@@ -99,5 +99,5 @@ class RateControl:
         return [of_gradients(rung) for rung in self._rungs].index(plan.gradients[boundary])
 
     def _bits(self, lines: Lines, plan: CodecPlan) -> float:
-        """Of precision, over all tensors of a microbatch."""
+        """The bits of precision, summed over all tensors of a microbatch."""
         return sum(codec_format(self._rungs[self._rung(plan, way)]).precision for way in lines.ways())

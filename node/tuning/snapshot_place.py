@@ -1,6 +1,5 @@
-"""What a snapshot weighs, and where its layers go: to the coordinator, the nodes' disks, or an object store.
-
-Torch-free."""
+"""The size of a snapshot, and where its layers go: to the coordinator, the nodes' disks, or an object store.
+This module imports no torch."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -15,24 +14,24 @@ COORDINATOR = "coordinator"
 AUTO = "auto"
 NODES = "nodes"
 KEEPS = (AUTO, COORDINATOR, NODES)
-"""Values of `snapshots.keep`, beside URLs."""
+"""The values of `snapshots.keep`, besides URLs."""
 MOST_SECONDS = 60.0
-"""With `auto` the coordinator has a snapshot within this time, or the nodes keep it."""
+"""With `auto`, nodes keep a snapshot if the coordinator would not have it within this time."""
 
 
 def snapshot_bytes(config: RunConfig) -> int:
-    """Bytes of weights and optimizer state of the whole model: a snapshot, but for its files' headers."""
+    """The bytes of weights and optimizer state of the whole model: a snapshot without its files' headers."""
     return sum(stage_state_bytes(config, 1))
 
 
 def last_snapshot_bytes(config: RunConfig) -> int:
-    """The same of the snapshot of the last step, which `snapshots.last` may make smaller."""
+    """The same for the snapshot of the last step, which `snapshots.last` may make smaller."""
     alone = config.snapshots.last == WEIGHTS
     return sum(state_bytes(config, unit, weights_alone=alone) for unit in unit_names(config.model))
 
 
 def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:
-    """Bytes of weights and optimizer state of each stage, first stage first."""
+    """The bytes of weights and optimizer state of each stage, first stage first."""
     return [sum(state_bytes(config, unit) for unit in units) for units in stage_units(config, stages)]
 
 
@@ -45,7 +44,7 @@ def snapshot_place(config: RunConfig, step: int, rates: Sequence[float]) -> str:
     """Where the snapshot of `step` goes: `COORDINATOR`, `NODES`, or the object store's URL.
 
     Args:
-        rates: bytes a second between each connected node and the coordinator, measured; 0 if unknown.
+        rates: the measured bytes per second between each connected node and the coordinator; 0 if unknown.
     """
     keep = config.snapshots.keep
     if config.snapshots.last_here and step >= config.run.steps:

@@ -1,13 +1,14 @@
-"""What is known of a run's nodes and of the lines between them, and how far it is believed. Pure.
+"""What is known about the speed of a run's nodes and of the lines between them, and how far it is believed.
+All functions are pure.
 
-A node says at join how long a block takes it, and while it trains how long its passes took. Neither is taken
-on trust. A step's seconds are the coordinator's own: where the reports of a row explain them, its nodes are
-as fast as they say. Where they do not, somebody is slower than it says: nodes that were never part of a step
-that was explained are then believed to be as slow as that step. So a node that claims to be fast can get one
-stage by it and nothing else: blocks move by what steps have shown (`Speeds.is_known`).
+A node reports how long a block takes when it joins, and how long its passes took while it trains. Neither is
+trusted. A step's seconds are measured by the coordinator. If the reports of a row explain them, its nodes are
+as fast as they report. If not, some node is slower than it reports: then nodes that were never part of an
+explained step count as slow as that step implies. So a node that claims to be fast can get one stage by it
+and nothing else, because blocks move only by what steps have shown (`Speeds.is_known`).
 
-Nobody measures all pairs. What is not known of a line follows from the two nodes' other lines: what a
-volunteer's own line carries is mostly what binds.
+Nobody measures all pairs. An unmeasured line is estimated from the two nodes' other lines, because a node's
+own Internet line is mostly the bottleneck.
 """
 
 from collections import deque
@@ -20,23 +21,24 @@ import numpy as np
 from node.tuning.stage_order import Machines, StageOrder, Work, step_seconds
 
 REMEMBERED_STEPS = 20
-"""A node is as fast as in the median of so many steps."""
+"""A node's speed is the median of this many steps."""
 LEAST_STEPS = 10
-"""Steps of a placement before what they took is known."""
+"""The steps of a placement before its step time counts as known."""
 EXPLAINED = 0.5
-"""Reports explain a step if its floor by them is at least this share of it: schedules waste some."""
+"""Reports explain a step if the lower bound by them is at least this share of it. Schedules waste some
+time."""
 USUAL_RATE = 12.5e6
-"""Bytes a second of a line of which nothing is known: 100 Mbit/s."""
+"""The assumed bytes per second of an unknown line: 100 Mbit/s."""
 USUAL_TRIP = 0.05
-"""Its round trip in seconds."""
+"""The assumed round trip of an unknown line, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One direction between two nodes."""
+    """One direction of a line between two nodes."""
 
     rate: float
-    """Bytes a second."""
+    """Bytes per second."""
     round_trip: float
     """Seconds."""
 
@@ -50,47 +52,53 @@ class _Node:
 
 
 class Speeds:
-    """By node: seconds of a block forward and backward, a microbatch."""
+    """The speeds of nodes: by node, the seconds of a block's forward and backward for a microbatch."""
 
     def __init__(self, known: Mapping[str, float] | None = None) -> None:
-        """`known`: of nodes that earlier steps of the run have shown."""
+        """`known` are the block seconds of nodes that earlier steps of the run have shown."""
         self._nodes: dict[str, _Node] = {}
         self._lines: dict[tuple[str, str], Line] = {}
         for node, seconds in (known or {}).items():
-            one = self._node(node)
-            one.shown.append(seconds)
-            one.is_known = True
+            entry = self._node(node)
+            entry.shown.append(seconds)
+            entry.is_known = True
 
     def _node(self, node: str) -> _Node:
         return self._nodes.setdefault(node, _Node())
 
     def claimed(self, node: str, seconds: float) -> None:
-        """A node has measured itself."""
+        """Record a node's measurement of itself, in seconds."""
         self._node(node).claimed = seconds
 
     def downloads(self, node: str, rate: float) -> None:
-        """Bytes a second that came to a node from the coordinator; 0: not known."""
+        """Record the rate at which a node received data from the coordinator, in bytes per second; 0 if
+        unknown."""
         self._node(node).download = rate
 
     def line(self, source: str, target: str, line: Line) -> None:
-        """One direction was measured; the newest measurement counts."""
+        """Record the measurement of one direction. The newest measurement counts."""
         if line.rate > 0:
             self._lines[source, target] = line
 
     def step(
-        self, order: Sequence[str], blocks: Sequence[float], said: Sequence[float], seconds: float, work: Work
+        self,
+        order: Sequence[str],
+        blocks: Sequence[float],
+        reported: Sequence[float],
+        seconds: float,
+        work: Work,
     ) -> bool:
-        """A row's part in a step; whether what its nodes say explains it.
+        """Record a row's part in a step. Returns whether the reports of its nodes explain it.
 
         Args:
             order: the row's nodes, by stage.
-            blocks: of each stage, the head's share included.
-            said: seconds that each stage's passes of a microbatch took.
-            seconds: of the step, at the coordinator.
+            blocks: the blocks of each stage, including the head's share.
+            reported: the seconds that each stage's passes of a microbatch took.
+            seconds: the step's seconds, at the coordinator.
         """
         # No stage computes for longer than the step.
         most = seconds / work.microbatches
-        each = [min(one, most) / count for one, count in zip(said, blocks, strict=True)]
+        each = [min(own_seconds, most) / count for own_seconds, count in zip(reported, blocks, strict=True)]
         machines = self._of(order, each, [work.blocks] * len(order))
         split = (*map(round, blocks[:-1]), round(blocks[-1] - work.head_blocks))
         order_of_it = StageOrder(nodes=tuple(range(len(order))), split=split)
@@ -100,7 +108,7 @@ class Speeds:
             known = self._node(node)
             if explained:
                 if not known.is_known:
-                    known.shown.clear()  # what it was suspected of
+                    known.shown.clear()  # it only had the suspected times
                 known.is_known = True
                 known.shown.append(mine)
             elif not known.is_known:
@@ -108,11 +116,11 @@ class Speeds:
         return explained
 
     def is_known(self, nodes: Sequence[str]) -> bool:
-        """Whether steps have shown how fast all of these are."""
+        """Whether steps have shown how fast all of these nodes are."""
         return all(node in self._nodes and self._nodes[node].is_known for node in nodes)
 
     def block_seconds(self, node: str) -> float | None:
-        """As steps have shown, else as the node says; None if nothing is known."""
+        """A node's seconds of a block as steps have shown, else as it reports; None if nothing is known."""
         known = self._nodes.get(node)
         if known is None:
             return None
@@ -121,11 +129,12 @@ class Speeds:
         return known.claimed or None
 
     def shown(self) -> dict[str, float]:
-        """What steps have shown, for the record."""
-        return {node: median(one.shown) for node, one in self._nodes.items() if one.is_known and one.shown}
+        """The times that steps have shown, for the record."""
+        known = {node: entry for node, entry in self._nodes.items() if entry.is_known}
+        return {node: median(entry.shown) for node, entry in known.items() if entry.shown}
 
     def text(self, pairs: int) -> str:
-        """What so many measured pairs are, for the operator."""
+        """A summary of this many measured pairs for the operator."""
         rates = [8e-6 * line.rate for line in self._lines.values()]
         claims = [1000 * node.claimed for node in self._nodes.values() if node.claimed > 0]
         lines = f"{pairs} {'line' if pairs == 1 else 'lines'} between nodes measured"
@@ -133,7 +142,7 @@ class Speeds:
         return f"{text}; a block takes them {min(claims):.3g} to {max(claims):.3g} ms" if claims else text
 
     def machines(self, nodes: Sequence[str], most_blocks: Sequence[int]) -> Machines:
-        """These nodes, of which `block_seconds` is known, as a plan takes them."""
+        """These nodes as input of a plan. An unknown block time counts as the median of the known ones."""
         seconds = [self.block_seconds(node) for node in nodes]
         usual = median([known for known in seconds if known] or [1.0])
         return self._of(nodes, [known or usual for known in seconds], most_blocks)

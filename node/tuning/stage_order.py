@@ -1,15 +1,16 @@
-"""Plan which node hosts which stage, and how many blocks each gets, from measured speeds and lines. Pure.
+"""Plans which node hosts which stage, and how many blocks each gets, from measured speeds and lines. All
+functions are pure.
 
-A pipeline's pace is what its slowest part takes for a microbatch: a stage's compute, or a tensor on its line.
-So nodes that share a slow line should not be neighbours, and a slow node should get few blocks. Of orders
-with the same pace, the best is the one whose lines add least to a step's fill and drain.
+A pipeline's pace is the time of its slowest part for a microbatch: a stage's compute, or a tensor on its
+line. So nodes that share a slow line should not be neighbours, and a slow node should get few blocks. Of
+orders with the same pace, the best is the one whose lines add least to a step's fill and drain.
 
-The search starts from greedy chains, one from each node, and improves the best few by the whole step's floor.
-An exact program over subsets of nodes makes steps 0.3 % shorter on average, so there is none
-(`scripts/results/order_planners.json`). `rows_of` makes several rows of many nodes.
+The search starts from greedy chains, one from each node, and improves the best few by the whole step's lower
+bound. An exact program over subsets of nodes makes steps only 0.3 % shorter on average, so there is none
+(`scripts/results/order_planners.json`). `rows_of` plans several rows of many nodes.
 
-A plan believes what was measured. `pays` asks for a tenth of the step, and that the move pays back, before a
-stage moves.
+A plan believes the measurements. Before a stage moves, `pays` requires that a step becomes a tenth shorter
+and that this pays for the move.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,23 +28,23 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """What was measured of n nodes, in one order."""
+    """The measurements of n nodes, in one order."""
 
     block_seconds: tuple[float, ...]
-    """A block forward and backward, a microbatch."""
+    """The seconds of a block's forward and backward for a microbatch, for each node."""
     most_blocks: tuple[int, ...]
-    """That fit in memory."""
+    """The most blocks that fit in each node's memory."""
     rate: Matrix
-    """[n, n] bytes a second from one node to another; the diagonal does not count."""
+    """[n, n] bytes per second from one node to another. The diagonal is not used."""
     latency: Matrix
-    """[n, n] seconds one way."""
+    """[n, n] seconds in one direction."""
 
     @property
     def count(self) -> int:
         return len(self.block_seconds)
 
     def only(self, chosen: Sequence[int]) -> "Machines":
-        """These alone, in this order."""
+        """Only these machines, in this order."""
         square = np.ix_(chosen, chosen)
         return Machines(
             block_seconds=tuple(self.block_seconds[machine] for machine in chosen),
@@ -63,9 +64,9 @@ class Work:
     gradient_bytes: float
     microbatches: int
     head_blocks: float = 0.0
-    """What the head adds to the last stage, in blocks."""
+    """The blocks that the head adds to the last stage."""
     slices: int = 1
-    """Of each microbatch."""
+    """The number of slices of each microbatch."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.blocks:
@@ -74,15 +75,15 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StageOrder:
-    """A row: which node hosts each stage, by its number in `Machines`, and each stage's blocks."""
+    """A row: which node hosts each stage, by its index in `Machines`, and each stage's number of blocks."""
 
     nodes: tuple[int, ...]
     split: tuple[int, ...]
 
 
 class _Lines:
-    """The lines of all pairs: what a tensor takes on the slower of the two directions that a link has, and
-    what the link adds to fill and drain."""
+    """The lines of all pairs: how long a tensor takes in the slower direction of a link, and what the link
+    adds to fill and drain."""
 
     def __init__(self, machines: Machines, work: Work) -> None:
         with np.errstate(divide="ignore"):
@@ -95,9 +96,9 @@ class _Lines:
 
 
 def split_by_speed(machines: Machines, nodes: Sequence[int], work: Work) -> tuple[int, ...] | None:
-    """Blocks of each stage so that the slowest is as fast as can be; None if they do not fit.
+    """The blocks of each stage that make the slowest stage as fast as possible; None if they do not fit.
 
-    Giving each block to the stage that is then done first has the least maximum.
+    Each block goes to the stage that would finish first with it, which minimizes the maximum.
     """
     counts = [1] * len(nodes)
     extra = [0.0] * (len(nodes) - 1) + [work.head_blocks]
@@ -113,7 +114,8 @@ def split_by_speed(machines: Machines, nodes: Sequence[int], work: Work) -> tupl
 
 
 def step_seconds(machines: Machines, order: StageOrder, work: Work) -> float:
-    """The floor of a step (`node.schedule.floor`); a block's backward takes twice its forward."""
+    """The lower bound of a step in seconds (`node.schedule.floor`). A block's backward is assumed to take
+    twice its forward."""
     blocks = [count + (0.0, work.head_blocks)[k == work.stages - 1] for k, count in enumerate(order.split)]
     seconds = [machines.block_seconds[node] * count for node, count in zip(order.nodes, blocks, strict=True)]
     return step_floor(
@@ -135,7 +137,7 @@ def step_seconds(machines: Machines, order: StageOrder, work: Work) -> float:
 
 
 def plan_order(machines: Machines, work: Work) -> StageOrder | None:
-    """A row of `work.stages` of these nodes with a short step; None if no row was found that fits."""
+    """A row of `work.stages` of these nodes with a short step; None if no fitting row was found."""
     if machines.count < work.stages:
         return None
     search = _Search(machines, work)
@@ -143,23 +145,26 @@ def plan_order(machines: Machines, work: Work) -> StageOrder | None:
 
 
 def rows_of(machines: Machines, work: Work, rows: int) -> list[StageOrder]:
-    """Up to `rows` rows of different nodes. Each takes the best that is left, the first the best of all, and
-    then rows exchange nodes while that makes the slowest one faster.
+    """Up to `rows` rows of different nodes.
+
+    Each row takes the best of the nodes that are left. Then rows exchange nodes while that makes the slowest
+    row faster.
     """
     left = list(range(machines.count))
-    found: list[StageOrder] = []
-    while len(found) < rows:
+    planned: list[StageOrder] = []
+    while len(planned) < rows:
         order = plan_order(machines.only(left), work)
         if order is None:
             break
         nodes = tuple(left[place] for place in order.nodes)
-        found.append(StageOrder(nodes=nodes, split=order.split))
+        planned.append(StageOrder(nodes=nodes, split=order.split))
         left = [node for node in left if node not in nodes]
-    return _evened(machines, work, found)
+    return _evened(machines, work, planned)
 
 
 def _evened(machines: Machines, work: Work, rows: list[StageOrder]) -> list[StageOrder]:
-    """Rows that have exchanged nodes while the slowest gains and the other stays faster than that was."""
+    """The rows after exchanges. An exchange must make the slowest row faster, and the other must stay faster
+    than it was."""
     if len(rows) < 2:
         return rows
     seconds = [step_seconds(machines, row, work) for row in rows]
@@ -176,14 +181,15 @@ def _evened(machines: Machines, work: Work, rows: list[StageOrder]) -> list[Stag
 def _exchange(
     machines: Machines, work: Work, rows: list[StageOrder], seconds: list[float], worst: int
 ) -> tuple[int, tuple[StageOrder, StageOrder]] | None:
-    """One exchange that makes the slower of two rows faster by a thousandth, if there is one."""
+    """Another row's number, and the slowest row and that one after an exchange that leaves both at least
+    0.1 % faster than the slowest was; None if there is none."""
     limit = seconds[worst] * (1 - 1e-3)
     for other in sorted(range(len(rows)), key=lambda row: seconds[row]):
         if other == worst:
             continue
         for mine in rows[worst].nodes:
             for other_node in rows[other].nodes:
-                # In each other's places: to order both rows anew for every pair would take minutes.
+                # They take each other's places. To order both rows anew for every pair would take minutes.
                 sets = [
                     tuple(other_node if node == mine else node for node in rows[worst].nodes),
                     tuple(mine if node == other_node else node for node in rows[other].nodes),
@@ -203,14 +209,16 @@ def _exchange(
 
 
 class _Search:
-    """Improves some chains by the whole step, in which it counts where the slowest stage is: all before it is
-    fill and drain of its work."""
+    """Improves some chains by the whole step's lower bound. It depends on where the slowest stage is, because
+    all stages before it are fill and drain of its work."""
 
     STARTS = 4
+    """The number of chains that are improved."""
     TRIES = 1000
-    """Orders that are tried from each start."""
+    """The most orders that are tried from each start."""
     FEW = 16
-    """With no more stages than this any two change places; else only those around the place that binds."""
+    """With at most this many stages any two may change places; with more, only those around the
+    bottleneck."""
 
     def __init__(self, machines: Machines, work: Work) -> None:
         self._machines = machines
@@ -218,7 +226,7 @@ class _Search:
         self._lines = _Lines(machines, work)
 
     def best_of(self, starts: Iterable[tuple[int, ...]]) -> StageOrder | None:
-        """The best of these rows, improved; None if none of them fits."""
+        """The best of these rows after improvement; None if none of them fits."""
         known = [order for nodes in starts if (order := self._with_split(nodes)) is not None]
         best = sorted(known, key=self._value)[: self.STARTS]
         return min(map(self._improved, best), key=self._value, default=None)
@@ -231,7 +239,7 @@ class _Search:
         return step_seconds(self._machines, order, self._work)
 
     def greedy(self, first: int) -> tuple[int, ...]:
-        """From a node on, always to the one that is nearest and fast."""
+        """A chain from a node that always continues with the nearest fast node."""
         work, lines, machines = self._work, self._lines, self._machines
         even = work.blocks / work.stages
         speed = np.array(machines.block_seconds) * even
@@ -239,13 +247,13 @@ class _Search:
         while len(chain) < work.stages:
             last = chain[-1]
             busy = np.maximum(lines.busy[last], speed)
-            node = min(left, key=lambda one: (busy[one], lines.fill[last, one], one))
+            node = min(left, key=lambda candidate: (busy[candidate], lines.fill[last, candidate], candidate))
             chain.append(node)
             left.remove(node)
         return tuple(chain)
 
     def _improved(self, order: StageOrder) -> StageOrder:
-        """Reverse, move and replace around the place that binds, while that helps."""
+        """Reverse, move and replace around the bottleneck while that helps."""
         value, tries = self._value(order), 0
         better = True
         while better and tries < self.TRIES:
@@ -253,31 +261,31 @@ class _Search:
             for nodes in self._neighbours(order.nodes):
                 tries += 1
                 other = self._with_split(nodes)
-                if other is not None and (found := self._value(other)) < value * (1 - 1e-9):
-                    order, value, better = other, found, True
+                if other is not None and (other_value := self._value(other)) < value * (1 - 1e-9):
+                    order, value, better = other, other_value, True
                     break
         return order
 
     def _neighbours(self, nodes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Orders that differ where this one's slowest line or stage is, and reversals of its parts."""
+        """Orders that differ near this one's slowest line or stage, and reversals of its parts."""
         lines, work = self._lines, self._work
         n = len(nodes)
         links = [float(lines.busy[a, b]) for a, b in pairwise(nodes)]
         weak = max(range(n - 1), key=lambda k: links[k]) if n > 1 else 0
         slow = max(range(n), key=lambda k: self._machines.block_seconds[nodes[k]])
         spares = [node for node in range(self._machines.count) if node not in nodes]
-        spares.sort(key=lambda one: self._machines.block_seconds[one])
-        found = []
+        spares.sort(key=lambda spare: self._machines.block_seconds[spare])
+        orders = []
         around = range(n) if n <= self.FEW else dict.fromkeys((weak, min(weak + 1, n - 1), slow))
         for place in around:
-            found += [(*nodes[:place], spare, *nodes[place + 1 :]) for spare in spares]
+            orders += [(*nodes[:place], spare, *nodes[place + 1 :]) for spare in spares]
             for other in range(n):
                 swapped = list(nodes)
                 swapped[place], swapped[other] = swapped[other], swapped[place]
-                found.append(tuple(swapped))
+                orders.append(tuple(swapped))
                 rest = [*nodes[:place], *nodes[place + 1 :]]
-                found.append((*rest[:other], nodes[place], *rest[other:]))
+                orders.append((*rest[:other], nodes[place], *rest[other:]))
         for a in range(n):
-            found += [(*nodes[:a], *reversed(nodes[a:b]), *nodes[b:]) for b in range(a + 2, n + 1)]
+            orders += [(*nodes[:a], *reversed(nodes[a:b]), *nodes[b:]) for b in range(a + 2, n + 1)]
         assert work.stages == n, "a row has all stages"
-        return [order for order in found if order != nodes]
+        return [order for order in orders if order != nodes]

@@ -1,20 +1,21 @@
-"""Plan the window (microbatches in flight on each link) from the measured times of a step. Pure.
+"""Plans the window (microbatches in flight on each link) from the measured times of a step. All functions are
+pure.
 
-The plan simulates the schedule (`node.schedule.simulation`) with the measured times, for windows of growing
-width. Too narrow, and stages wait for round trips; too wide, and they waste memory, and in an interleaved
-schedule delay gradients. The smallest window within `TOLERANCE` of the best step time wins; then each link's
-is lowered while that holds. A narrow window can lower a link's measured rate, so no window is narrower than
-the round trip needs. Real steps are less even than simulated ones, so each link gets `MARGIN` more where
-memory allows.
+The plan simulates the schedule (`node.schedule.simulation`) with the measured times, for windows of
+increasing width. If a window is too narrow, stages wait for round trips. If it is too wide, it wastes memory,
+and in an interleaved schedule it delays gradients. The smallest window within `TOLERANCE` of the best step
+time wins; then each link's window is reduced while that holds. A narrow window can reduce a link's measured
+rate, so no window is narrower than the round trip needs. Real steps are less regular than simulated ones, so
+each link gets `MARGIN` more if memory allows.
 
-A node's links share its line, so the simulation has the most that each line was seen to carry. Where every
-link has a line of its own, nodes receive from both sides at once and the most is the sum: then it limits
-nothing. Where a line is shared and full, a window beyond what fills it only makes its queue longer, with
-activations in front of gradients: its links get no margin, but the window that would do for all. It is kept
-while it is no wider than if links had no rate: on a full line a measured rate is a share of it, which
-connections divide differently from step to step.
+A node's links share its line, so the simulation uses the most that each line was seen to carry. If every link
+has a line of its own, nodes receive from both sides at once and the most is the sum, which limits nothing. If
+a line is shared and full, a window beyond what fills it only makes its queue longer, with activations ahead
+of gradients. So its links get no margin, but the window that would be enough for all links. Such a window is
+kept while it is no wider than it would be with unlimited rates: on a full line a measured rate is a share of
+the line, which connections divide differently from step to step.
 
-A step's result does not depend on its window, so a plan may come late or be lost with the coordinator.
+A step's result does not depend on its window, so a plan may be late or be lost with the coordinator.
 """
 
 import math
@@ -31,45 +32,49 @@ from node.tuning.decisions import GAIN, WATCHED, Trial
 from wire.figures import LinkFigures, flow_sum
 
 TOLERANCE = 0.01
-"""A narrower window is taken when its step is at most this much longer than the best one's."""
+"""A narrower window is chosen if its step is at most this much longer than the best one's."""
 KEEP = 0.02
-"""A window that is in use stays when its step is at most this much longer than the plan's."""
+"""The window in use is kept if its step is at most this much longer than the plan's."""
 CAUTION = 1.1
-"""Plan with round trips and transfers this much longer than measured: a window one too narrow costs far more
-than one too wide."""
+"""Round trips and transfers are assumed to take this much longer than measured. A window that is too narrow
+by one costs far more than one that is too wide."""
 MARGIN = 1
-"""Extra microbatches in flight on a link beyond what an undisturbed step needs, to make up for delays. Not
-with interleaved chunks, where a wide window costs more than memory."""
+"""Extra microbatches in flight on a link beyond what an undisturbed step needs, to compensate for delays.
+They are not used with interleaved chunks, where a wide window costs more than memory."""
 SAME = 3
-"""So many window widths in a row with one step time, to the last bit: no schedule waits for the window."""
+"""If this many window widths in a row give exactly the same step time, no schedule waits for the window."""
 SOON = 4
-"""Steps after the first plan of windows by which the next one is made."""
+"""The number of steps from the first plan of windows to the next."""
 MOST_SIMULATED = 96
-"""Microbatches; a longer step is as busy in its middle."""
+"""The most microbatches that are simulated. In its middle, a longer step is equally busy."""
 
 Windows = tuple[int, ...]
-"""Extra microbatches in flight on each link, the first link first; empty for a single stage. With the head on
-the first stage the last one is that of the link from the last stage to the first."""
+"""Extra microbatches in flight on each link, first link first; empty for a single stage. If the first stage
+has the head, the last entry is for the link from the last stage to the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasures:
-    """What one step was measured to take."""
+    """The measured times and sizes of one step."""
 
     forward: tuple[float, ...]
-    """Seconds of a microbatch's forward on each stage, over all its chunks, with half of its packing."""
+    """The seconds of a microbatch's forward on each stage, over all its chunks, including half of its
+    packing."""
     backward: tuple[float, ...]
+    """The same for backward."""
     activation_bytes: float
-    """A packed activation, frames included; 0 without neighbours."""
+    """The bytes of a packed activation with its frames; 0 without neighbours."""
     gradient_bytes: float
+    """The same for a gradient."""
     links: tuple[LinkRate, ...]
-    """As `node.schedule.floor.step_floor` takes them."""
+    """As for `node.schedule.floor.step_floor`."""
     head_share: float | None = None
-    """As `node.schedule.floor.step_floor` takes it."""
+    """As for `node.schedule.floor.step_floor`."""
     packing: tuple[float, ...] = ()
-    """Of `forward` and `backward` together, what each stage's compute waited for packing; empty: nothing."""
+    """The part of `forward` and `backward` together that each stage's compute waited for packing; empty for
+    none."""
     lines: tuple[LinkRate, ...] = ()
-    """What each stage's machine sends and receives at most, over all its links; empty: no limit."""
+    """The most that each stage's machine sends and receives over all its links; empty for no limit."""
 
 
 def measured(
@@ -82,7 +87,7 @@ def measured(
     """The measured times of a step; None if it was aborted or a stage sent no report.
 
     Args:
-        microbatches: of the step; or their slices, for the times of a slice.
+        microbatches: those of the step. Pass the number of slices to get the times of a slice.
         head_share: as in `StepMeasures`.
         line_of: the most that a stage's machine was seen to send and receive.
     """
@@ -115,9 +120,10 @@ def measured(
     links = tuple(link(low, high) for low, high in joints)
 
     def line(stage: int) -> LinkRate:
-        """At least what one of its links carries, and what all carried in this step."""
-        ends = [(one.up, one.down) for one, (low, _) in zip(links, joints, strict=True) if low == stage]
-        ends += [(one.down, one.up) for one, (_, high) in zip(links, joints, strict=True) if high == stage]
+        """The line's rate: at least that of each of its links, and at least what all of them carried in this
+        step."""
+        ends = [(rate.up, rate.down) for rate, (low, _) in zip(links, joints, strict=True) if low == stage]
+        ends += [(rate.down, rate.up) for rate, (_, high) in zip(links, joints, strict=True) if high == stage]
         out = sum(flow.bytes for flow in costs.links if flow.source == stage) / costs.seconds
         received = sum(flow.bytes for flow in costs.links if flow.target == stage) / costs.seconds
         seen = line_of(stage)
@@ -150,10 +156,10 @@ def plan_windows(
     """The windows to use from the next step on.
 
     Args:
-        most_held: chunk activations that each stage has memory for. Window 0 is the least, even if it does
-            not fit: the placement was made for it.
-        current: the windows in use, kept when they are as good and fit.
-        slices: of each microbatch; then `measures` are of a slice.
+        most_held: the number of chunk activations that each stage has memory for. Window 0 is the minimum
+            even if it does not fit, because the placement was made for it.
+        current: the windows in use. They are kept if they are as good and fit.
+        slices: the slices of each microbatch. `measures` are then those of a slice.
     """
     stages = len(measures.forward)
     if stages == 1:
@@ -177,44 +183,50 @@ def plan_windows(
     def suits(windows: Windows) -> bool:
         return fits(windows) and steps.near_best(windows)
 
-    found = _raised(steps.smallest(), fast.smallest(), suits)
-    full = steps.full_lines(found)
+    planned = _raised(steps.smallest(), fast.smallest(), suits)
+    full = steps.full_lines(planned)
     of_full = [bool(full & {link, (link + 1) % stages}) for link in range(links)]
 
     def on_full(least: Windows, width: Windows) -> Windows:
-        """Links of full lines have the width that all need, if they need any and it is no margin more."""
+        """Give links of full lines the width that all links need, if they need any and it is at most a margin
+        more."""
         ways = zip(least, width, of_full, strict=True)
-        return tuple(min(all_, one + MARGIN) if shares and one else one for one, all_, shares in ways)
+        return tuple(min(all_, own + MARGIN) if shares and own else own for own, all_, shares in ways)
 
-    if suits(of_all := on_full(found, steps.smallest_even())):
-        found = of_all
-    kept = on_full(found, fast.smallest_even())
+    if suits(of_all := on_full(planned, steps.smallest_even())):
+        planned = of_all
+    kept = on_full(planned, fast.smallest_even())
     near = all(
         least <= now <= (max(least, widest) if shares else least + 2 * MARGIN)
-        for now, least, widest, shares in zip(current, found, kept, of_full, strict=False)
+        for now, least, widest, shares in zip(current, planned, kept, of_full, strict=False)
         if least
     )
     wanted = tuple(
-        least if shares or not least else least + MARGIN for least, shares in zip(found, of_full, strict=True)
+        least if shares or not least else least + MARGIN
+        for least, shares in zip(planned, of_full, strict=True)
     )
-    return current if good and near else _raised(found, wanted, suits)
+    return current if good and near else _raised(planned, wanted, suits)
 
 
 class WindowControl:
-    """When the windows of an epoch's rows change. On a steady line that is over after two plans.
+    """Decides when the windows of an epoch's rows change. On a steady line there are only two plans.
 
-    The first plan is by the first step that was measured, the second by `SOON` steps with its windows, each
-    time and rate in the middle of theirs. Then windows stay, unless the last change made steps shorter by
-    `KEEP`, or steps take another time by `decisions.GAIN` than when the windows settled, for `WATCHED` steps:
-    then there is another plan. Windows that make steps longer are taken back.
+    The first plan uses the first measured step. The second uses `SOON` steps with the first plan's windows,
+    and for each time and rate their median. After that the windows stay. There is another plan only if the
+    last change made steps shorter by `KEEP`, or if for `WATCHED` steps the step time differs by
+    `decisions.GAIN` from the time when the windows settled. Windows that make steps longer are reverted.
     """
 
     def __init__(self, current: Windows, *, is_known: bool = False) -> None:
-        """`current`: those in use, of all rows. `is_known`: an earlier epoch of such steps had them, so that
-        they stay until the second plan."""
+        """
+        Args:
+            current: the windows in use, the same for all rows.
+            is_known: an earlier epoch with such steps had these windows. They then stay until the second
+                plan.
+        """
         self._trial = Trial(current)
         self._rows: list[Sequence[StepMeasures]] = []
-        """Of each step that is watched."""
+        """The rows' measures of each step that is watched."""
         self._is_first = not is_known
         self._settled = 0.0
         """A step's usual seconds when the windows settled; 0 until they have."""
@@ -225,9 +237,10 @@ class WindowControl:
         seconds: float,
         plan: Callable[[Sequence[StepMeasures]], Windows],
     ) -> Windows | None:
-        """A step took `seconds`, and its rows this; the windows to go on with, where they are others.
+        """Record a step and what each row measured. Returns new windows if they change.
 
-        `plan`: as `plan_windows` of each row, by what it took.
+        Args:
+            plan: `plan_windows` of each row, from its measures.
         """
         self._rows.append(rows)
         if self._is_first:
@@ -260,7 +273,7 @@ class WindowControl:
 
 
 def middle(steps: Sequence[StepMeasures]) -> StepMeasures:
-    """Of a row's steps in one epoch, each time and rate that is in the middle of them."""
+    """The median of each time and rate over a row's steps in one epoch."""
     first = steps[0]
 
     def times(of: Callable[[StepMeasures], Sequence[float]]) -> tuple[float, ...]:
@@ -269,12 +282,12 @@ def middle(steps: Sequence[StepMeasures]) -> StepMeasures:
     def rates(of: Callable[[StepMeasures], Sequence[LinkRate]]) -> tuple[LinkRate, ...]:
         return tuple(
             replace(
-                some[0],
-                up=median_low(rate.up for rate in some),
-                down=median_low(rate.down for rate in some),
-                latency=median_low(rate.latency for rate in some),
+                measured_rates[0],
+                up=median_low(rate.up for rate in measured_rates),
+                down=median_low(rate.down for rate in measured_rates),
+                latency=median_low(rate.latency for rate in measured_rates),
             )
-            for some in zip(*map(of, steps), strict=True)
+            for measured_rates in zip(*map(of, steps), strict=True)
         )
 
     return replace(
@@ -290,10 +303,10 @@ def middle(steps: Sequence[StepMeasures]) -> StepMeasures:
 
 
 class _Steps:
-    """Simulated step times by window, at measured rates with `CAUTION`; says which windows suffice.
+    """Simulated step times by window, at measured rates with `CAUTION`. It tells which windows are enough.
 
     Args:
-        allowed: even windows, the smallest first.
+        allowed: even windows, smallest first.
     """
 
     def __init__(
@@ -332,7 +345,8 @@ class _Steps:
         return next(filter(self.near_best, self._allowed))
 
     def smallest(self) -> Windows:
-        """The same, then each link's lowered, the last link's first: all stages before it hold less by it."""
+        """The smallest even window, then with each link's window reduced, last link first: then all stages
+        before the link hold fewer activations."""
         windows = self.smallest_even()
         for link in reversed(range(len(windows))):
             while windows[link] > 0:
@@ -343,7 +357,7 @@ class _Steps:
         return windows
 
     def full_lines(self, windows: Windows) -> frozenset[int]:
-        """Stages whose line carries for longer than any stage computes."""
+        """The stages whose line is busy for longer than any stage computes."""
         step = self._timeline(windows)
         computes = max(step.busy)
         return frozenset(
@@ -353,7 +367,7 @@ class _Steps:
         )
 
     def _best(self) -> float:
-        """The least step time. Once wider windows change nothing, no wider ones are tried."""
+        """The least step time. When wider windows change nothing any more, no wider ones are tried."""
         least, newest, same = math.inf, math.nan, 1
         for windows in self._allowed:
             seconds = self._seconds(windows)
@@ -392,12 +406,12 @@ class _Steps:
 
 
 def _with_fast_links(measures: StepMeasures) -> StepMeasures:
-    """The same with links as fast as can be, so that windows are what round trips alone ask for.
+    """The same measures with unlimited link rates, so that windows depend only on round trips.
 
-    A window that is too narrow for the round trip leaves the link idle, and TCP, which then never has more
-    than a few tensors to carry, does not find its rate: it is measured as slow as the window makes it, and a
-    plan by that rate alone would keep the window narrow. Lines stay as they were seen: the most of many
-    moments is no mean, and grows with the window as long as the line has room.
+    If a window is too narrow for the round trip, the link is idle at times. TCP then has only a few tensors
+    to carry and does not reach the link's rate. The link is measured as slow as the window makes it, and a
+    plan by that rate alone would keep the window narrow. Lines keep their measured rates: the maximum over
+    many moments is no average, and it grows with the window as long as the line has room.
     """
     return replace(
         measures, links=tuple(replace(link, up=math.inf, down=math.inf) for link in measures.links)
@@ -405,7 +419,7 @@ def _with_fast_links(measures: StepMeasures) -> StepMeasures:
 
 
 def _widths(microbatches: int) -> list[int]:
-    """Every width up to 8, then a quarter more each time; wider than all microbatches is no wider."""
+    """All widths up to 8, then a quarter more each time, up to the number of microbatches."""
     widths = [0]
     while widths[-1] < microbatches:
         widths.append(max(widths[-1] + 1, widths[-1] * 5 // 4))
@@ -413,9 +427,10 @@ def _widths(microbatches: int) -> list[int]:
 
 
 def _raised(windows: Windows, wanted: Windows, suits: Callable[[Windows], bool]) -> Windows:
-    """Each link's window raised to what is wanted, the last link's first, or to the widest below that suits.
+    """Raise each link's window to what is wanted, last link first, or to the widest below it that suits.
 
-    Not every wider window does: an order of work that one link's window changes can make another stage wait.
+    Not every wider window suits: changing one link's window changes the order of work, which can make another
+    stage wait.
     """
     for link in reversed(range(len(windows))):
         for width in range(wanted[link], windows[link], -1):
