@@ -1,8 +1,8 @@
-"""Conversations as tokens, and which of them the assistant wrote.
+"""Conversations as tokens, with a mask of the tokens that the assistant wrote.
 
-The template is the tokenizer's: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`, as
-transformers reads them. Rows are brought to the form that it reads (`conversations.py`) and rendered
-(`templates.py`). It alone writes special tokens: none is put before or after a conversation.
+The chat template is the tokenizer's: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`, as
+in transformers. Rows are converted to the form that it reads (`conversations.py`) and rendered
+(`templates.py`). Only the template writes special tokens: none are added before or after a conversation.
 """
 
 import json
@@ -33,19 +33,21 @@ if TYPE_CHECKING:
     import tokenizers
 
 CHAT_FORMAT = "6"
-"""Raised when the same rows become other tokens or labels."""
+"""Increase this when the same rows give other tokens or labels."""
 MARKED_TEXT = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}"
     "{% if eos_token and not message['content'].endswith(eos_token) %}{{ eos_token }}{% endif %}"
     "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
-"""The template of rows that are text already: it adds the end of the text alone."""
+"""The template of rows that are already text. It only adds the end of the text."""
 
 
 def marker_template(marker: str) -> str:
-    """A chat template for a model that was trained with `data.response_marker`: a question ends with the
-    marker, as `Marker.question` has it, an answer with the end of the text."""
+    """A chat template for a model that was trained with `data.response_marker`.
+
+    A question ends with the marker, as in `Marker.question`; an answer ends with the end of the text.
+    """
     literal = json.dumps(marker)
     return (
         "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}"
@@ -56,13 +58,18 @@ def marker_template(marker: str) -> str:
 
 @dataclass(frozen=True)
 class Marker:
-    """What tells the answer from the rest of a row's text (`[data] response_marker`)."""
+    """Separates the answer from the rest of a row's text (`[data] response_marker`)."""
 
     text: str
     field: str
 
     def conversation(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """The row as messages: the answer is what follows the last marker. Raises Dropped, DataError."""
+        """The row as messages. The answer is the text after the last marker.
+
+        Raises:
+            Dropped: the row has no answer.
+            DataError: the field holds no text.
+        """
         value = row.get(self.field)
         if value is None and self.field in row:
             raise Dropped("null")
@@ -82,8 +89,8 @@ class Marker:
 
 
 class ChatEncoder:
-    """Conversations as token ids with a mask. Unlike text, special tokens in the rendered text are
-    special."""
+    """Encodes conversations as token ids with a mask. Special tokens in the rendered text are special, unlike
+    those in plain text."""
 
     def __init__(
         self,
@@ -93,26 +100,34 @@ class ChatEncoder:
         path: Path,
         marker: Marker | None = None,
     ) -> None:
-        """`path` is the tokenizer's, for messages."""
+        """`path` is the tokenizer's path, for messages."""
         self._bpe = bpe
         self._path = path
         self._template = template
         self._marker = marker
         self.fingerprint = fingerprint
-        """Of the tokenizer, the template and the special tokens: the same with every version."""
+        """A fingerprint of the tokenizer, the template and the special tokens. It is the same with every
+        version."""
         self.format = f"{CHAT_FORMAT} {template.version}"
-        """Of what else decides on the tokens and labels of a row."""
+        """The version of everything else that determines the tokens and labels of a row."""
 
     def encode(self, row: Mapping[str, Any], place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [n], and bool [n]: which of them have some of the assistant's text. Raises Dropped,
-        DataError."""
+        """Ids int64 [n], and bool [n]: whether a token has some of the assistant's text.
+
+        Raises:
+            Dropped: the conversation cannot be trained on.
+            DataError: the row is no conversation.
+        """
         return self._tokens(self._template.render(self._conversation(row, place)))
 
     def encode_all(
         self, rows: Iterable[tuple[str, Mapping[str, Any] | bytes | Dropped]]
     ) -> Iterator[tuple[np.ndarray, np.ndarray] | Dropped]:
-        """As `encode`, of several rows with their places at once; what is left out as its reason. Raises
-        DataError."""
+        """`encode` for several rows, given with their places. A row that is left out gives its reason.
+
+        Raises:
+            DataError: a row is no conversation.
+        """
         read: list[Conversation | Dropped] = []
         for place, row in rows:
             assert not isinstance(row, bytes), "chat data comes in rows"
@@ -124,9 +139,9 @@ class ChatEncoder:
                 read.append(reason)
         rendered = iter(self._template.render_all([row for row in read if isinstance(row, Conversation)]))
         for item in read:
-            found = item if isinstance(item, Dropped) else next(rendered)
+            result = item if isinstance(item, Dropped) else next(rendered)
             try:
-                yield found if isinstance(found, Dropped) else self._tokens(found)
+                yield result if isinstance(result, Dropped) else self._tokens(result)
             except Dropped as reason:
                 yield reason
 
@@ -141,7 +156,7 @@ class ChatEncoder:
         offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), dtype=bool)
         for start, stop in rendered.assistant:
-            # A token may begin with the white space before an answer: it says the first word all the same.
+            # A token may begin with the white space before an answer and still contain its first word.
             mask |= (offsets[:, 0] < stop) & (offsets[:, 1] > start) & (offsets[:, 1] > offsets[:, 0])
         if not mask.any():
             raise Dropped("no token of the assistant")
@@ -149,13 +164,16 @@ class ChatEncoder:
 
     @property
     def turn_ends(self) -> frozenset[int]:
-        """The special token with which the assistant's turns end; empty if they end otherwise."""
+        """The special token that ends the assistant's turns; empty if they end otherwise."""
         ids = self._encoded(self._template.turn_end).ids
         return frozenset(ids[:1]) & self._bpe.get_added_tokens_decoder().keys()
 
     def question(self, text: str) -> list[int]:
-        """Ids of a conversation whose only message is the user's `text`, up to the answer. Raises
-        DataError."""
+        """The ids of a conversation whose only message is the user's `text`, up to the answer.
+
+        Raises:
+            DataError: the template cannot render the prompt.
+        """
         if self._marker is not None:
             text = self._marker.question(text)
         try:
@@ -170,17 +188,20 @@ class ChatEncoder:
 
 
 def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = None) -> ChatEncoder:
-    """The encoder of `[data] tokenizer`, with `[data] chat_template` or the tokenizer's own; with a `marker`
-    rows are text, and no template is needed.
+    """The encoder of `[data] tokenizer`, with `[data] chat_template` or the tokenizer's own template. With a
+    `marker`, rows are text, and no template is needed.
 
-    Raises DataError, ConfigError.
+    Raises:
+        DataError: the tokenizer or the template cannot be read.
+        ConfigError: a path names the home directory of an unknown user.
     """
     path = expanded(tokenizer, "data.tokenizer")
     files = tokenizer_files(path)
     bpe, tables = parsed_tokenizer(files)
     bpe.no_truncation()
     bpe.no_padding()
-    # It writes no special tokens here, and would take white space out of tokens' places in the text.
+    # The post-processor writes no special tokens here, and would drop white space from tokens' positions in
+    # the text.
     bpe.post_processor = None
     folder = files[0].parent
     source, where = _template_source(folder, template) if marker is None else (MARKED_TEXT, "thinwire")
@@ -193,14 +214,15 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
 
 
 def chat_encoder(data: DataSection) -> ChatEncoder:
-    """The encoder of a run's conversations. Raises DataError, ConfigError."""
+    """The encoder of a run's conversations. Raises DataError and ConfigError as `load_chat_encoder`."""
     marker = Marker(data.response_marker, data.jsonl_field) if data.response_marker else None
     return load_chat_encoder(data.tokenizer, data.chat_template, marker)
 
 
 @lru_cache(maxsize=2)
 def _template(source: str, tokens: tuple[tuple[str, str], ...], where: str) -> ChatTemplate:
-    """One process for the training data, the held-out data and whatever else has this template."""
+    """The rendering process, shared by the training data, the held-out data and all others with this
+    template."""
     return ChatTemplate(source, dict(tokens), where)
 
 
@@ -212,12 +234,12 @@ def _template_source(folder: Path, named: str) -> tuple[str, str]:
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 text: copy it again") from error
     path = folder / "tokenizer_config.json"
-    found = json_object(path).get("chat_template")
-    if isinstance(found, list):  # named templates: [{"name", "template"}]
-        named_default = (row for row in found if isinstance(row, dict) and row.get("name") == "default")
-        found = next((entry.get("template") for entry in named_default), None)
-    if not isinstance(found, str):
+    template = json_object(path).get("chat_template")
+    if isinstance(template, list):  # named templates: [{"name", "template"}]
+        named_default = (row for row in template if isinstance(row, dict) and row.get("name") == "default")
+        template = next((entry.get("template") for entry in named_default), None)
+    if not isinstance(template, str):
         raise DataError(
             f"the tokenizer in {folder} has no chat template: set [data] chat_template to a Jinja file"
         )
-    return found, str(path)
+    return template, str(path)

@@ -1,9 +1,9 @@
-"""Bring conversations, in the forms that people store them in, to the form that a chat template reads.
+"""Converts conversations from the formats in which people store them to the one that a chat template reads.
 
-A row holds `messages` ([{"role", "content"}], OpenAI's form) or `conversations` ([{"from", "value"}],
-ShareGPT's), as a list or as JSON text, with `tools`, `functions`, `documents` and `system` beside it. Or it
-holds a question and its answer: `instruction`, `input` and `output` (Alpaca's), or `prompt` and `completion`.
-Normalizing is pure: the same row and the same `Forms` give the same conversation.
+A row holds `messages` ([{"role", "content"}], OpenAI's format) or `conversations` ([{"from", "value"}],
+ShareGPT's), as a list or as JSON text, optionally with `tools`, `functions`, `documents` and `system`. Or it
+holds a question and its answer: `instruction`, `input` and `output` (Alpaca's format), or `prompt` and
+`completion`. The conversion is pure: the same row and the same `Forms` give the same conversation.
 """
 
 import json
@@ -34,29 +34,29 @@ ROLES = {
     ),
     TOOL: ("tool", "function", "observation", "function_response", "tool_response", "tool_result", "ipython"),
 }
-"""The roles of templates, and the names that people give them."""
+"""The roles of templates, each with the names that people use for it."""
 CALLS = ("function_call", "tool_call")
-"""Roles of messages whose content is a call in JSON; the assistant writes it."""
+"""Roles of messages whose content is a call in JSON. The assistant writes these."""
 MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog")
-"""Columns that hold a conversation; the first that does is read."""
+"""Columns that may hold a conversation. The first one that does is read."""
 QUESTIONS = ("instruction", "prompt", "question")
-"""Columns that hold a question; the first that is there is read."""
+"""Columns that may hold a question. The first one that is present is read."""
 INPUTS = ("input", "context")
-"""Columns that hold what a question is about."""
+"""Columns that may hold the context of a question."""
 ANSWERS = ("output", "completion", "response", "answer")
-"""Columns that hold its answer."""
+"""Columns that may hold its answer."""
 HISTORY = "history"
-"""Column that holds earlier questions with their answers, in pairs (LLaMA-Factory's)."""
+"""The column with earlier questions and their answers, in pairs (LLaMA-Factory's format)."""
 SYSTEMS = ("system", "system_prompt", "system_message")
-"""Columns that hold a system prompt."""
+"""Columns that may hold a system prompt."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns that hold what the messages are about beside their text."""
+"""Columns with media that the messages are about."""
 TAGS = ("label", "kto_tag")
-"""Columns that say by false that people did not want the answer (KTO's form)."""
+"""Columns that say, with false, that people rejected the answer (KTO's format)."""
 TRAINED = ("weight", "train", "training", "loss", "trainable")
-"""Keys of a message that say by 0 or false that it has no labels."""
+"""Keys by which a message says, with 0 or false, that it has no labels."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that hold its reasoning; templates read the first."""
+"""Keys that may hold a message's reasoning. Templates read the first."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 _NUMBERS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
@@ -65,42 +65,50 @@ Message = dict[str, Any]
 
 
 class Dropped(Exception):
-    """A conversation cannot be trained on; the message says why."""
+    """Raised for a conversation that cannot be trained on. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms of messages that a template writes as they are meant."""
+    """The forms of messages that a template renders as intended."""
 
     roles: tuple[str, ...] = ()
-    """Names that it compares roles with."""
+    """The names with which it compares roles."""
     objects: bool = True
-    """Arguments of tool calls as objects."""
+    """It renders arguments of tool calls given as objects."""
     texts: bool = False
-    """Arguments of tool calls as JSON text."""
+    """It renders arguments of tool calls given as JSON text."""
     null: bool = False
-    """No content beside tool calls."""
+    """It accepts null as the content of a message with tool calls."""
     plain: bool = True
-    """Content as text."""
+    """It renders content given as text."""
     parts: bool = False
-    """Content as a list of parts."""
+    """It renders content given as a list of parts."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as a template reads it."""
+    """A conversation in the form that a template reads."""
 
     messages: list[Message]
     answers: tuple[int, ...]
-    """Which messages are the assistant's."""
+    """The indices of the assistant's messages."""
     trained: tuple[int, ...]
-    """Which of them have labels."""
+    """The indices of those messages that have labels."""
     extra: dict[str, Any]
-    """`tools` and `documents`, where the row has them."""
+    """`tools` and `documents`, if the row has them."""
 
 
 def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation:
-    """The conversation of a row. Raises Dropped, and DataError if the row is no conversation."""
+    """The conversation of a row.
+
+    Args:
+        place: where the row is, for messages.
+
+    Raises:
+        Dropped: the conversation cannot be trained on.
+        DataError: the row is no conversation.
+    """
     if any(row.get(name) for name in MEDIA):
         raise Dropped("images, video or sound")
     if any(row.get(name) is False for name in TAGS):
@@ -114,34 +122,34 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         raise Dropped("deeply nested messages") from error
     if system and _role(messages[0]) != SYSTEM:
         messages.insert(0, {"role": SYSTEM, "content": _text(system)})
-    found: list[Message] = []
+    converted: list[Message] = []
     answers, trained = [], []
     waiting: list[str] = []
     for message in messages:
         role = _role(message)
         counts = _counts(message)
         if role == ASSISTANT:
-            answers.append(len(found))
+            answers.append(len(converted))
             if counts:
-                trained.append(len(found))
-        found.append(_message(message, role, forms, waiting))
+                trained.append(len(converted))
+        converted.append(_message(message, role, forms, waiting))
     if not answers:
         raise Dropped("no assistant message")
     if not trained:
         raise Dropped("no assistant message with a weight")
     extra = {key: value for key, value in (("tools", tools), ("documents", documents)) if value}
-    return Conversation(found, tuple(answers), tuple(trained), extra)
+    return Conversation(converted, tuple(answers), tuple(trained), extra)
 
 
 def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
     columns = [name for name in MESSAGES if name in row]
     for name in columns:
-        found = row[name]
-        if isinstance(found, str) and found.lstrip().startswith("["):
-            found = _json(found, "messages that are not JSON")
-        if found is None or found == []:
+        value = row[name]
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = _json(value, "messages that are not JSON")
+        if value is None or value == []:
             continue
-        cleaned = _clean(found)
+        cleaned = _clean(value)
         if not isinstance(cleaned, list) or not all(isinstance(message, dict) for message in cleaned):
             raise DataError(f"{place}: {name} is no list of messages, each with a role and a content")
         return cleaned
@@ -163,7 +171,7 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
-    """A question and its answer as messages; both may be lists of messages already (TRL's form)."""
+    """A question and its answer as messages. Both may already be lists of messages (TRL's format)."""
     if isinstance(asked, list) and isinstance(answer, list):
         both = _clean([*asked, *answer])
         if not all(isinstance(message, dict) for message in both):
@@ -181,7 +189,7 @@ def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
 
 
 def _earlier(pairs: Any) -> Iterator[Message]:
-    """Earlier questions with their answers as messages. Raises Dropped."""
+    """Earlier questions and their answers as messages. Raises Dropped if they have another form."""
     if isinstance(pairs, str) and pairs.strip():
         pairs = _json(pairs, "a history that is not JSON")
     for pair in _listed(_clean(pairs)):
@@ -192,7 +200,7 @@ def _earlier(pairs: Any) -> Iterator[Message]:
 
 
 def _role(message: Message) -> str:
-    """The template's role for a message, or the name as it is if it is no usual one."""
+    """The template's role for a message, or the role's name unchanged if it is unknown."""
     given = message.get("role", message.get("from"))
     if not isinstance(given, str) or not given.strip():
         raise Dropped("a message without a role")
@@ -201,7 +209,7 @@ def _role(message: Message) -> str:
 
 
 def _counts(message: Message) -> bool:
-    """Whether a message has labels."""
+    """Whether a message has labels. Removes the keys that say so."""
     counts = True
     for key in TRAINED:
         value = message.get(key)
@@ -216,7 +224,11 @@ def _counts(message: Message) -> bool:
 
 
 def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> Message:
-    """`waiting`: identities of calls that were given one here, and have no answer yet."""
+    """Convert a message.
+
+    Args:
+        waiting: the ids that this module gave to calls which have no answer yet.
+    """
     given = str(message.pop("role", message.pop("from", "")))
     content = message.pop("content", message.pop("value", None))
     calls = message.pop("tool_calls", None)
@@ -235,18 +247,21 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     if content is None and role == ASSISTANT and not calls and reasoning is None:
         raise Dropped("an answer without content")
-    found: Message = {"role": _written_role(given, role, forms), "content": _content(content, role, forms)}
+    converted: Message = {
+        "role": _written_role(given, role, forms),
+        "content": _content(content, role, forms),
+    }
     if calls:
         if not (forms.objects or forms.texts):
             raise Dropped("tool calls that the template leaves out")
-        found["tool_calls"] = [_call(call, forms) for call in calls]
+        converted["tool_calls"] = [_call(call, forms) for call in calls]
         if content is None and forms.null:
-            found["content"] = None
-    return {**found, **message}
+            converted["content"] = None
+    return {**converted, **message}
 
 
 def _written_role(given: str, role: str, forms: Forms) -> str:
-    """The name that the template knows the role by."""
+    """The name of the role that the template knows."""
     names = ROLES.get(role, ())
     if given in forms.roles or not names:
         return given
@@ -258,7 +273,7 @@ def _content(content: Any, role: str, forms: Forms) -> Any:
         content = [content]
     if isinstance(content, list) and (role != TOOL or all(map(_is_part, content))):
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
-        # Without a text, which Arrow may have filled in, it is empty.
+        # Arrow may have added a part without a text. It counts as empty.
         texts = [part.get("text", "") for part in parts if part.get("type", "text") in TEXT_PARTS]
         if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
             raise Dropped("content other than text")
@@ -277,7 +292,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _call(call: Any, forms: Forms) -> Message:
-    """A tool call whose arguments the template can write."""
+    """A tool call whose arguments the template can render."""
     if isinstance(call, str):
         call = _json(call, "tool calls that are not JSON")
     if not isinstance(call, dict):
@@ -288,7 +303,7 @@ def _call(call: Any, forms: Forms) -> Message:
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str) and forms.objects and not (forms.texts and arguments.strip()):
         arguments = _json(arguments, "arguments that are not JSON") if arguments.strip() else {}
-        if isinstance(arguments, str):  # written twice
+        if isinstance(arguments, str):  # encoded as JSON twice
             arguments = _json(arguments, "arguments that are not JSON")
         if not isinstance(arguments, dict):
             raise Dropped("arguments that are no object")
@@ -299,8 +314,8 @@ def _call(call: Any, forms: Forms) -> Message:
 
 
 def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
-    """Calls of `function_call`, of a message or a role, with identities of the nine characters that some
-    templates ask for."""
+    """Calls of `function_call`, either a message's or a role's, with the ids of nine characters that some
+    templates require."""
     if isinstance(legacy, str):
         legacy = _json(legacy, "a function call that is not JSON")
     for call in legacy if isinstance(legacy, list) else [legacy]:
@@ -314,7 +329,7 @@ def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any]:
-    """Tools as a list of objects, whatever is JSON text among them."""
+    """The tools as a list of objects. Any of them may be given as JSON text."""
     tools = _clean(row.get("tools"))
     if isinstance(tools, str):
         tools = _json(tools, "tools that are not JSON") if tools.strip() else None
@@ -350,14 +365,15 @@ def _json(text: str, reason: str) -> Any:
 
 
 def _finite(number: str) -> float:
-    """Python's JSON has NaN and infinities, which would be written out again and are no JSON."""
+    """Python's JSON accepts NaN and infinities. They are refused, because they would be written again and are
+    not JSON."""
     if not math.isfinite(value := float(number)):
         raise ValueError(f"{number} is no number")
     return value
 
 
 def _clean(value: Any) -> Any:
-    """Without the keys that Arrow filled with None, and with text that UTF-8 can hold."""
+    """The value without the keys that Arrow filled with None, and with valid UTF-8 text."""
     if isinstance(value, dict):
         return {str(key): _clean(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -378,7 +394,7 @@ def _texts(value: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    """Halves of surrogate pairs replaced, and byte order marks left out where lines begin."""
+    """The text with unpaired surrogates replaced, and without byte order marks at the beginning of lines."""
     if text.isascii():
         return text
     return without_marks(text.encode("utf-8", "replace")).decode()

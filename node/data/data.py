@@ -1,8 +1,9 @@
-"""Token batches as a pure function of (seed, step). Torch-free: only the coordinator reads data.
+"""Token batches as a pure function of (seed, step). This module imports no torch, since only the coordinator
+reads data.
 
-Tokens are bytes, or ids of a byte-pair encoding. A window is `sequence` + 1 tokens: inputs are all but the
-last, labels all but the first. Windows of one pass start `sequence` tokens apart, so that each token is a
-label at most once in a pass.
+Tokens are bytes, or ids of a byte-pair encoding. A window is `sequence` + 1 tokens: its inputs are all but
+the last, its labels all but the first. The windows of one pass start `sequence` tokens apart, so that each
+token is a label at most once in a pass.
 """
 
 from collections import Counter
@@ -24,11 +25,11 @@ from wire.errors import ConfigError, DataError
 VALIDATION_SHARE = 100
 """One token in this many, at the end of the text, is held out from training."""
 VALIDATION_WINDOWS = 16
-"""At least this many windows are held out, but never over a tenth of the text."""
+"""At least this many windows are held out, but never more than a tenth of the text."""
 
 
 class Corpus:
-    """The text as tokens, cut into a training part and a held-out tail."""
+    """The text as tokens, divided into a training part and a held-out tail."""
 
     def __init__(
         self,
@@ -44,11 +45,11 @@ class Corpus:
         """
         Args:
             tokens: [N], of any unsigned type.
-            sequence: tokens a sample.
-            global_batch: samples a step.
-            shift: every pass starts at another token below `sequence`, so that samples do not come again.
-            end: the token that ends a document; None takes a sample for one document.
-            dropped: documents left out, by reason.
+            sequence: tokens per sample.
+            global_batch: samples per step.
+            shift: start every pass at another token below `sequence`, so that samples do not repeat.
+            end: the token that ends a document; with None a sample counts as one document.
+            dropped: the number of documents left out, by reason.
 
         Raises:
             DataError: fewer than `sequence` + 1 tokens.
@@ -70,10 +71,10 @@ class Corpus:
         self.seed = seed
         self._end = end
         self.dropped = dict(dropped)
-        """Documents left out, by reason."""
+        """The number of documents left out, by reason."""
 
         room = len(self.training) - 1
-        # One window fewer than fit, so that every phase below `sequence` leaves room for all of them.
+        # One window fewer than fit, so that they all have room with every phase below `sequence`.
         self.windows = max(1, room // sequence - 1) if shift else room // sequence
         phases = min(sequence, room - self.windows * sequence + 1) if shift else 1
         self._order = SampleOrder(windows=self.windows, phases=phases, global_batch=global_batch, seed=seed)
@@ -93,13 +94,13 @@ class Corpus:
         """Read the text that `[data]` names, as tokens.
 
         Args:
-            vocab: the model's vocabulary, which every token must be in; None does not ask.
-            fixed: `vocab` is a checkpoint's, and the tokenizer may have more tokens than the text.
-            tell: receives progress lines of the first tokenizing of a long text.
+            vocab: the size of the model's vocabulary, which must contain every token; None skips the check.
+            fixed: `vocab` is a checkpoint's, so the tokenizer may have more tokens than that.
+            tell: receives progress lines when a long text is tokenized for the first time.
 
         Raises:
-            DataError: missing, unreadable, empty or too short; one line that says what to do.
-            ConfigError: the tokenizer or the text has more tokens than `vocab`.
+            DataError: the text is missing, unreadable, empty or too short. The message says what to do.
+            ConfigError: the tokenizer or the text has tokens beyond `vocab`.
         """
         tokenizer = load_tokenizer(data.tokenizer)
         if vocab is not None:
@@ -129,23 +130,23 @@ class Corpus:
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 of the training tokens: a resumed run needs the same text."""
+        """The SHA-256 of the training tokens. A resumed run needs the same text."""
         return sha256(self.training.data).hexdigest()
 
     def batch(self, step: int) -> np.ndarray:
-        """Tokens of a step, [global_batch, sequence + 1]; microbatches are consecutive rows.
+        """The tokens of a step, [global_batch, sequence + 1]. Microbatches are consecutive rows.
 
-        Safe to call for any step in any order, and from any thread.
+        It may be called for any step in any order, and from any thread.
         """
         first = step * self.global_batch
         return np.stack([self._window(sample) for sample in range(first, first + self.global_batch)])
 
     def inputs(self, step: int) -> np.ndarray:
-        """Inputs of a step, [global_batch, sequence]."""
+        """The inputs of a step, [global_batch, sequence]."""
         return self.batch(step)[:, :-1]
 
     def labels(self, step: int) -> np.ndarray:
-        """Labels of a step, [global_batch, sequence]: every token counts."""
+        """The labels of a step, [global_batch, sequence]. Every token counts."""
         return self.batch(step)[:, 1:]
 
     def documents(self, step: int) -> np.ndarray:
@@ -153,10 +154,10 @@ class Corpus:
         return document_starts(self.inputs(step), self._end)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing; `ShardedCorpus` has a thread to end."""
 
     def validation_windows(self, limit: int | None = None) -> np.ndarray:
-        """Held-out windows from the start of the tail, [n, sequence + 1]; n is 0 for a tiny text."""
+        """The held-out windows from the start of the tail, [n, sequence + 1]. n is 0 for a tiny text."""
         return windows_of(self.validation, self.sequence, limit)
 
     def _window(self, sample: int) -> np.ndarray:
@@ -167,7 +168,11 @@ class Corpus:
 
 
 def end_of_text(tokenizer: Tokenizer, data: DataSection) -> int:
-    """The token that ends a document. Raises ConfigError if the tokenizer writes several."""
+    """The token that ends a document.
+
+    Raises:
+        ConfigError: the tokenizer writes several tokens there.
+    """
     (ids,) = tokenizer.encode([SEPARATOR])
     if len(ids) != 1:
         raise ConfigError(
@@ -178,7 +183,8 @@ def end_of_text(tokenizer: Tokenizer, data: DataSection) -> int:
 
 
 def document_starts(inputs: np.ndarray, end: int | None) -> np.ndarray:
-    """Where documents begin in samples [n, sequence], bool: at their first token and after each `end`."""
+    """Where documents begin in samples [n, sequence], bool: at a sample's first token and after each
+    `end`."""
     starts = np.zeros(inputs.shape, dtype=bool)
     starts[:, :1] = True
     if end is not None:
@@ -187,7 +193,8 @@ def document_starts(inputs: np.ndarray, end: int | None) -> np.ndarray:
 
 
 def windows_of(tokens: np.ndarray, sequence: int, limit: int | None = None) -> np.ndarray:
-    """Windows of `tokens` from the start, [n, sequence + 1], at most `limit`; each token is a label once."""
+    """At most `limit` windows of `tokens` from the start, [n, sequence + 1]. Each token is a label at most
+    once."""
     count = max(0, len(tokens) - 1) // sequence
     count = count if limit is None else min(count, limit)
     starts = np.arange(count) * sequence
@@ -196,9 +203,13 @@ def windows_of(tokens: np.ndarray, sequence: int, limit: int | None = None) -> n
 
 
 def check_vocabulary(tokenizer: Tokenizer, data: DataSection, vocab: int, fixed: bool) -> None:
-    """Whether a model of `vocab` tokens can have this tokenizer. Raises ConfigError.
+    """Check that a model with `vocab` tokens can have this tokenizer.
 
-    Checkpoints have tokens without a row, such as those of images, so what counts with `fixed` is the text.
+    With `fixed` this is not checked, because checkpoints lack rows for some tokens, such as those of images.
+    Then the text's tokens are checked.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens.
     """
     if vocab < tokenizer.vocabulary and not fixed:
         raise ConfigError(
@@ -208,7 +219,11 @@ def check_vocabulary(tokenizer: Tokenizer, data: DataSection, vocab: int, fixed:
 
 
 def check_tokens(ids: np.ndarray, vocab: int, tokenizer: Tokenizer | None, place: str) -> None:
-    """Raises ConfigError for ids of `place` that are none of the model's `vocab` tokens."""
+    """Check that the ids of `place` are tokens of a model with `vocab` tokens.
+
+    Raises:
+        ConfigError: an id is too large.
+    """
     if len(ids) and (largest := int(ids.max())) >= vocab:
         text = "" if tokenizer is None else f" ({tokenizer.decode(np.array([largest]))!r})"
         raise ConfigError(
@@ -220,7 +235,8 @@ def check_tokens(ids: np.ndarray, vocab: int, tokenizer: Tokenizer | None, place
 def text_windows(
     data: DataSection, path: str, sequence: int, limit: int | None = None, vocab: int | None = None
 ) -> np.ndarray:
-    """Windows of the text at `path`, as `windows_of`. Raises DataError and ConfigError as `Corpus.load`."""
+    """The windows of the text at `path`, as from `windows_of`. Raises DataError and ConfigError as
+    `Corpus.load`."""
     text = read_text(replace(data, path=path, sources=()))
     tokenizer = load_tokenizer(data.tokenizer)
     if data.tokenizer == BYTES:

@@ -1,10 +1,11 @@
-"""List training data and read it shard by shard: text, JSONL, parquet, Arrow, token arrays, folders of these.
+"""Lists training data and reads it shard by shard: text, JSONL, parquet, Arrow, token arrays, and folders of
+these.
 
-A source is a file or folder. Its listing names the files, their sizes and a digest of their ends, and alone
-decides how they are cut into shards of about `SHARD_BYTES`: byte ranges of plain files, row groups of
-parquet, record batches of Arrow files (which the `datasets` package saves), whole compressed files, and small
-files together. So the order of a run follows from the seed and the
-listing, before anything is tokenized.
+A source is a file or folder. Its listing has the names of its files, their sizes and a digest of their ends.
+Only the listing determines how the files are cut into shards of about `SHARD_BYTES`: byte ranges of plain
+files, row groups of parquet, record batches of Arrow files (which the `datasets` package saves), whole
+compressed files, and several small files together. So a run's order follows from the seed and the listing,
+before anything is tokenized.
 """
 
 import csv
@@ -68,25 +69,26 @@ from wire.errors import DataError
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 20
-"""A shard has about so much text: a first one is tokenized within seconds."""
+"""The approximate text size of a shard. The first shard is tokenized within seconds."""
 TOKEN_BYTES = 8 << 20
-"""A shard has so many bytes of token ids."""
+"""The size of a shard of token ids, in bytes."""
 TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
 CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, "tools", "functions", "documents"))
-"""What is read of tables that hold conversations; no other column is converted."""
+"""The columns that are read from tables of conversations. No other column is converted."""
 MOST_BYTES = 128 << 20
-"""Of a line, a row or a document: a longer one is an error, so that a small compressed file cannot fill the
-memory."""
+"""The most bytes of a line, a row or a document. A longer one is an error, so that a small compressed file
+cannot fill the memory."""
 MOST_BLANK_BYTES = 4 << 20
+"""The most bytes of empty lines in a file."""
 LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
 _ROW_BYTES = 100
-"""What a row takes beside its text, about."""
+"""The approximate memory that a row needs besides its text."""
 _VALUE_SUFFIXES = (".csv", ".tsv")
-"""Lines of values, the first of which may name them."""
+"""Suffixes of tables of values. The first line may name the columns."""
 _TABLE_LINES = 20
-"""So many lines with as many values make a table."""
+"""This many lines with the same number of values make a table."""
 _JSON_BEGINS = re.compile(rb'(?:\[\s*)?\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
@@ -105,15 +107,16 @@ _KINDS: dict[type, str] = {
 _END_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 20
 _TABLE_ROWS = 8
-"""Converted at once: a dictionary may repeat one long text in every row."""
+"""The rows that are converted at a time. A dictionary-encoded column may repeat a long text in every row."""
 
 BATCH_DOCUMENTS = 64
 BATCH_BYTES = 4 << 20
-"""So much is tokenized at once, on all cores, whichever is reached first."""
+"""Batches for tokenizing end at this many documents or bytes, whichever comes first. All cores work on one
+batch."""
 
 Row = dict[str, Any]
 Document = Row | bytes | Dropped
-"""A row with fields, a text, or why there is none."""
+"""A row with fields, a text, or the reason why there is none."""
 Batch = list[tuple[str, Document]]
 """Documents with their places."""
 
@@ -129,7 +132,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Shard:
-    """What is tokenized at a time; `number` counts along the listing."""
+    """The unit of tokenizing. `number` counts along the listing."""
 
     number: int
     extents: tuple[Extent, ...]
@@ -137,17 +140,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder, listed."""
+    """A listed file or folder."""
 
     path: str
     shards: tuple[Shard, ...]
     bytes: int
     skips: bool
-    """Whether files that are not text are skipped with a warning: those of a folder are."""
+    """Whether files that are not text are skipped with a warning. It is true for folders."""
     digest: str
-    """Of names, sizes and ends of the files: another listing is another order."""
+    """A digest of the files' names, sizes and ends. Another listing means another order."""
     stamps: str
-    """Of when the files were changed: tokens of files that changed in the middle are not used again."""
+    """A digest of the files' modification times, because tokens of files that changed in the middle must not
+    be reused."""
 
     @property
     def is_tokens(self) -> bool:
@@ -155,9 +159,13 @@ class Source:
 
 
 def list_source(name: str) -> Source:
-    """List `name`, a file, a folder or `stdlib`.
+    """List `name`: a file, a folder or `stdlib`.
 
-    A folder's files of other kinds are counted in a warning. Raises DataError, ConfigError.
+    A warning counts the files of a folder that have other kinds.
+
+    Raises:
+        DataError: the files are missing, unreadable, damaged or empty.
+        ConfigError: the path names the home directory of an unknown user.
     """
     files, base = _files(name)
     extents: list[list[Extent]] = []
@@ -194,14 +202,16 @@ def list_source(name: str) -> Source:
 
 
 def read_rows(shard: Shard, data: DataSection, *, skips: bool) -> Iterator[tuple[str, Document]]:
-    """The documents of a shard with their places for messages: texts as bytes, or with fields as rows.
+    """The documents of a shard with their places for messages. Texts are bytes; rows with fields are
+    dictionaries.
 
     Args:
-        data: conversations are in JSON and tables only; of tables, only the columns that are needed are read.
-        skips: leave out files that are not text with a warning.
+        data: says whether documents are conversations, which only JSON and tables hold. Only the needed
+            columns of tables are read.
+        skips: leave out files that are not text, with a warning.
 
     Raises:
-        DataError: damaged files, files that are not text, and rows that cannot be read.
+        DataError: a file is damaged or not text, or a row cannot be read.
     """
     chat = data.format == "chat"
     for extent in shard.extents:
@@ -222,7 +232,7 @@ def read_rows(shard: Shard, data: DataSection, *, skips: bool) -> Iterator[tuple
 def read_text(data: DataSection, dropped: Counter[str] | None = None) -> bytes:
     """All documents of `[data] path`, joined by zero bytes.
 
-    One named file must be text; in a folder, files that are not UTF-8 text are left out with a warning.
+    A single file must be text. In a folder, files that are not UTF-8 text are left out with a warning.
 
     Args:
         dropped: counts the documents that are left out, by reason.
@@ -250,16 +260,20 @@ def read_text(data: DataSection, dropped: Counter[str] | None = None) -> bytes:
 
 
 def nothing_left(path: str, dropped: Mapping[str, int]) -> DataError:
-    """For a source without a document that can be trained on; `dropped` has the reasons."""
+    """The error for a source without a document that can be trained on. `dropped` has the reasons."""
     if not dropped:
         return DataError(f"no text in {path}: all of it is empty; set [data] path to text")
     return DataError(
-        f"no text in {path}: every document is left out ({listed(dropped)}); mend them, or name other data"
+        f"no text in {path}: every document is left out ({listed(dropped)}); repair them, or name other data"
     )
 
 
 def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips: bool) -> Iterator[bytes]:
-    """The texts of files, each file that is no rows as one. Raises DataError if they do not fit in memory."""
+    """The texts of files. A file without rows is one text.
+
+    Raises:
+        DataError: they do not fit in memory, or a file cannot be read.
+    """
     room = LARGE_BYTES if data.order == "auto" else sys.maxsize
     for path in files:
         if suffix_of(path) in TABLES:
@@ -285,7 +299,7 @@ def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips
 
 
 def _whole_text(path: Path, room: int, field: str) -> Iterator[tuple[str, bytes]]:
-    # What is compressed says nothing of its text by its size.
+    # The size of a compressed file does not bound the size of its text.
     most = room if suffix_of(path) in COMPRESSED else sys.maxsize
     content = bytearray()
     with explained(path), open_content(path) as file:
@@ -307,7 +321,7 @@ def _too_large(path: Path) -> DataError:
 def _left_out(
     path: Path, texts: Iterator[tuple[str, Document]], skips: bool
 ) -> Iterator[tuple[str, Document]]:
-    """The texts of a file; one that is not text is left out with a warning if it `skips`."""
+    """The texts of a file. With `skips`, a file that is not text is left out with a warning."""
     try:
         yield from texts
     except NotTextError as error:
@@ -333,7 +347,12 @@ def _standard_library() -> Iterator[bytes]:
 
 
 def text_of(row: Document, place: str, data: DataSection) -> bytes:
-    """A document's text in UTF-8. Raises Dropped if it has none, DataError if the field is no text."""
+    """A document's text in UTF-8.
+
+    Raises:
+        Dropped: it has no text.
+        DataError: the field holds no text, or the text is too long.
+    """
     if isinstance(row, Dropped):
         raise row
     if isinstance(row, bytes):
@@ -344,12 +363,14 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
         if value is None and field in row:
             raise Dropped("null")
         if not isinstance(value, str):
-            found = f"it is {_KINDS.get(type(value), 'no text')}" if field in row else f"it has {_names(row)}"
-            raise DataError(
-                f"{place} has no text in field {field!r} ({found}): repair or remove that row, or set [data] "
-                "jsonl_field to the field that holds the text"
+            actual = (
+                f"it is {_KINDS.get(type(value), 'no text')}" if field in row else f"it has {_names(row)}"
             )
-        # Escapes may stand for zero bytes and halves of surrogate pairs, which a text file cannot contain.
+            raise DataError(
+                f"{place} has no text in field {field!r} ({actual}): repair or remove that row, or set "
+                "[data] jsonl_field to the field that holds the text"
+            )
+        # Escapes may encode zero bytes and unpaired surrogates, which a text file cannot contain.
         text = without_marks(value.encode("utf-8", "replace").replace(SEPARATOR, b" "))
     if len(text) > MOST_BYTES:
         raise DataError(f"{place} is a text of over {MOST_BYTES >> 20} MiB: cut it into several")
@@ -364,7 +385,7 @@ def _names(names: Iterable[Any]) -> str:
 
 
 def batches(rows: Iterator[tuple[str, Document]]) -> Iterator[Batch]:
-    """The same documents, as many at a time as are tokenized at once."""
+    """The documents in batches that are tokenized at once."""
     batch: Batch = []
     size = 0
     for place, row in rows:
@@ -384,31 +405,31 @@ def _size(row: Document) -> int:
 
 
 def is_data(path: Path) -> bool:
-    """Whether this is a file that a folder contributes. Raises DataError for damaged ones."""
+    """Whether a folder contributes this file. Raises DataError if it is damaged."""
     return _is_text(path) or suffix_of(path) in TABLES
 
 
-def _without_cards(found: list[Path]) -> list[Path]:
-    """The files without the page that describes them, if there are rows among them."""
-    if all(content_suffix(path) not in (*TABLES, *JSON_SUFFIXES) for path in found):
-        return found
-    return [path for path in found if path.name.lower() != DATA_CARD]
+def _without_cards(files: list[Path]) -> list[Path]:
+    """The files without the page that describes them, if any of them hold rows."""
+    if all(content_suffix(path) not in (*TABLES, *JSON_SUFFIXES) for path in files):
+        return files
+    return [path for path in files if path.name.lower() != DATA_CARD]
 
 
 def _is_text(path: Path) -> bool:
     suffix = content_suffix(path)
-    # Settings are .json, too.
+    # Settings have the suffix .json too.
     return suffix in TEXT_SUFFIXES or (suffix in JSON_SUFFIXES and (suffix != ".json" or _has_rows(path)))
 
 
 def _text_files(folder: Path) -> list[Path]:
     left_out: Counter[str] = Counter()
     every = list(files_below(folder, left_out=left_out))
-    found = _without_cards([path for path in every if _is_text(path)])
-    if found:
-        check_parts(folder, every, found)
-        report_skipped(folder, every, found, left_out)
-    return found
+    chosen = _without_cards([path for path in every if _is_text(path)])
+    if chosen:
+        check_parts(folder, every, chosen)
+        report_skipped(folder, every, chosen, left_out)
+    return chosen
 
 
 def _files(name: str) -> tuple[list[Path], Path | None]:
@@ -420,21 +441,21 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
     left_out: Counter[str] = Counter()
     every = list(files_below(path, left_out=left_out))
     caches = _caches(every)
-    found = _without_cards([file for file in every if file not in caches and is_data(file)])
+    chosen = _without_cards([file for file in every if file not in caches and is_data(file)])
     tokens = [file for file in every if suffix_of(file) in TOKEN_SUFFIXES]
-    if tokens and not found:
-        found = tokens
-    if not found:
+    if tokens and not chosen:
+        chosen = tokens
+    if not chosen:
         seen = f" (skipped: {listed(left_out)})" if left_out else ""
         raise DataError(f"no data in folder {path}{seen}; expected text, JSONL, parquet, Arrow, .npy or .bin")
-    check_parts(path, every, found)
-    report_skipped(path, every, found, left_out)
-    return found, path
+    check_parts(path, every, chosen)
+    report_skipped(path, every, chosen, left_out)
+    return chosen, path
 
 
 def _caches(every: list[Path]) -> set[Path]:
-    """Arrow files that the `datasets` package does not read as a data set's rows: what its steps have
-    left."""
+    """Arrow files that are not rows of a data set, but were left by processing steps of the `datasets`
+    package."""
     caches = {path for path in every if path.name.startswith("cache-") and suffix_of(path) == ARROW}
     for path in every:
         if path.name == "state.json" and "_data_files" in (state := settings_of(path)):
@@ -443,7 +464,7 @@ def _caches(every: list[Path]) -> set[Path]:
 
 
 def _beside(folder: Path, state: Mapping[str, Any], every: list[Path]) -> set[Path]:
-    """Arrow files in a saved data set's folder that its `state.json` does not list."""
+    """The Arrow files in a saved data set's folder that its `state.json` does not list."""
     listed_files = state["_data_files"]
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(
@@ -454,17 +475,17 @@ def _beside(folder: Path, state: Mapping[str, Any], every: list[Path]) -> set[Pa
         names = {str(file["filename"]) for file in listed_files}
     except (TypeError, KeyError):
         raise DataError(f"{folder / 'state.json'} is damaged: save the data set again") from None
-    there = {path for path in every if path.parent == folder and suffix_of(path) == ARROW}
-    if missing := names - {path.name for path in there}:
+    present = {path for path in every if path.parent == folder and suffix_of(path) == ARROW}
+    if missing := names - {path.name for path in present}:
         raise DataError(
             f"{folder} lacks {_names(sorted(missing))}, which its state.json lists: copy it again"
         )
-    return {path for path in there if path.name not in names}
+    return {path for path in present if path.name not in names}
 
 
 def needs_shards(path: Path) -> bool:
-    """Whether `path` is a table or token ids, or a folder with tables, or with token ids and no text: not
-    read as a whole."""
+    """Whether `path` cannot be read as a whole: it is a table or token ids, a folder with tables, or one with
+    token ids and no text."""
     if not is_folder(path):
         return suffix_of(path) in (*TABLES, *TOKEN_SUFFIXES)
     files = list(files_below(path))
@@ -499,7 +520,7 @@ def _extents(path: Path, size: int) -> Iterator[Extent]:
 
 
 def _head(path: Path) -> bytes:
-    """The first mebibyte of a file's content, without a byte order mark and white space."""
+    """The first mebibyte of a file's content, without a byte order mark and leading white space."""
     with explained(path), open_content(path) as file:
         return without_marks(file.read(_HEAD_BYTES)).lstrip()
 
@@ -509,7 +530,7 @@ def _is_array(head: bytes) -> bool:
 
 
 def _has_rows(path: Path) -> bool:
-    """Whether a .json file holds an array of objects, or several objects line by line."""
+    """Whether a .json file holds an array of objects, or several objects, one per line."""
     head = _head(path)
     first, _, rest = head.partition(b"\n")
     if _is_array(head):
@@ -526,8 +547,12 @@ def _is_json(text: bytes) -> bool:
 
 
 def _check_no_rows(path: Path, head: bytes, field: str) -> None:
-    """Raise NotTextError for a file that stands for another, for a table of values, and for JSON, or JSON
-    values one after another, under another name."""
+    """Refuse files that only look like text.
+
+    Raises:
+        NotTextError: the file is a pointer to another file, a table of values, or JSON (or JSON values one
+            after another) under another suffix.
+    """
     head = without_marks(head).lstrip()
     if head.startswith(LFS_POINTER):
         check_kind(path, head)
@@ -548,7 +573,7 @@ def _check_no_rows(path: Path, head: bytes, field: str) -> None:
                 return
             at, values = _SPACE.match(text, end).end(), values + 1  # type: ignore[union-attr]
     except (ValueError, RecursionError):
-        # The last value of a head may be cut.
+        # The last value in the head may be cut off.
         if whole or not (values or _JSON_BEGINS.match(head)) or text[at] not in "[{":
             return
     raise NotTextError(
@@ -574,7 +599,7 @@ def _value_names(head: bytes, field: str) -> list[str]:
 
 
 def _lines(extent: Extent) -> Iterator[tuple[int, bytes]]:
-    """Lines that begin inside the extent, each with its number or its offset."""
+    """The lines that begin inside the extent, each with its number or its offset."""
     with _opened(extent) as (file, at):
         number, plain = 0, _is_plain(extent.path)
         while at < extent.stop and (line := _rest_of_line(file, extent.path)):
@@ -585,7 +610,8 @@ def _lines(extent: Extent) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def _opened(extent: Extent) -> Iterator[tuple[IO[bytes], int]]:
-    """The file, at the first line that begins in the extent, and where that is; 0 in compressed files."""
+    """The file, positioned at the first line that begins in the extent, and that position; 0 in compressed
+    files."""
     with explained(extent.path), open_content(extent.path) as file:
         at = extent.start
         if at:
@@ -639,7 +665,7 @@ def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
             continue
         place = f"{extent.path} {unit} {at}"
         try:
-            # Not by its bytes, of which `json` takes those with zeros for UTF-16.
+            # Decoded here, because `json` takes bytes with zeros for UTF-16.
             yield place, json.loads(line.decode("utf-8-sig", "surrogatepass"))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place} is not JSON ({error}); expected one object") from error
@@ -690,13 +716,13 @@ def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _bad_array(path: Path, number: int, what: str) -> DataError:
     return DataError(
-        f"{path} cannot be read behind row {number} ({what}): an array of JSON objects is expected, each of "
+        f"{path} cannot be read after row {number} ({what}): an array of JSON objects is expected, each of "
         f"at most {MOST_BYTES >> 20} MiB"
     )
 
 
 def _texts(extent: Extent, field: str) -> Iterator[bytes]:
-    """The text that begins in the extent: cut where lines begin, in compressed files by size."""
+    """The text that begins in the extent, cut where lines begin; in compressed files also by size."""
     _check_no_rows(extent.path, _head(extent.path), field)
     plain = _is_plain(extent.path)
     with _opened(extent) as (file, at):
@@ -719,7 +745,11 @@ def _pyarrow(path: Path) -> Any:
 
 @contextmanager
 def _table(path: Path, kind: str) -> Iterator[Any]:
-    """pyarrow, for reading a file of this kind. Raises DataError for what it raises, and without it."""
+    """Provide pyarrow for reading a file of this kind.
+
+    Raises:
+        DataError: pyarrow is not installed or raises an error.
+    """
     pyarrow = _pyarrow(path)
     try:
         yield pyarrow
@@ -735,7 +765,7 @@ def _row_groups(path: Path) -> int:
 
 
 def _parquet_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:
-    # Column chunks and pages are read bit by bit: a row group may hold a whole data set.
+    # Column chunks and pages are read piece by piece, because a row group may hold a whole data set.
     with (
         _table(extent.path, "parquet") as pyarrow,
         pyarrow.parquet.ParquetFile(extent.path, pre_buffer=False, buffer_size=_HEAD_BYTES) as file,
@@ -752,7 +782,11 @@ def _parquet_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Docu
 
 
 def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
-    """The columns to read. Raises DataError if there is none that can hold what is wanted."""
+    """The columns to read.
+
+    Raises:
+        DataError: no column can hold what is wanted.
+    """
     names = [str(name) for name in schema.names]
     if data.format == "chat" and not data.response_marker:
         wanted = CHAT_COLUMNS if {*MESSAGES} & {*names} else CHAT_COLUMNS | PAIR_COLUMNS
@@ -769,17 +803,17 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     if names.count(field) == 1 and field in texts:
         return [field]
     if names.count(field) == 1:
-        found = f"its column {field!r} holds {str(schema.types[names.index(field)])[:60]}, not text"
+        actual = f"its column {field!r} holds {str(schema.types[names.index(field)])[:60]}, not text"
     else:
-        found = f"it has {names.count(field) or 'no'} columns {field!r}"
+        actual = f"it has {names.count(field) or 'no'} columns {field!r}"
     raise DataError(
-        f"{path}: {found}; set [data] jsonl_field to the one that holds the text"
+        f"{path}: {actual}; set [data] jsonl_field to the one that holds the text"
         + (f", of {_names(texts)}" if texts else f": there is none of text, but {_names(names)}")
     )
 
 
 def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterator[tuple[str, Document]]:
-    """Rows of a record batch; `first` is the number of its first."""
+    """The rows of a record batch. `first` is the number of its first row."""
     for number in range(batch.num_rows):
         place = f"{where} row {first + number}"
         row: Row = {}
@@ -793,7 +827,7 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
                 if data.format == "chat" and name in MEDIA:
                     row[name] = bool(value)
                     continue
-                # Some writers do not mark text as such.
+                # Some writers do not declare text columns as text.
                 row[name] = _decoded(value) if isinstance(value, bytes) else value
             except Exception as error:  # of a value that Python cannot hold, or no UTF-8
                 raise DataError(
@@ -803,18 +837,19 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
 
 
 def _decoded(value: bytes) -> str:
-    """Raises ValueError unless it is text in UTF-8."""
+    """The text in UTF-8 bytes. Raises ValueError if it is not text."""
     if SEPARATOR in value:
         raise ValueError("it holds zero bytes, as UTF-8 text does not")
     return value.decode()
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    """The record batches of an Arrow file or stream, mapped: those that are skipped are not read."""
+    """The record batches of an Arrow file or stream. They are memory-mapped, so skipped batches are not
+    read."""
     with _table(path, "an Arrow file") as pyarrow, pyarrow.memory_map(str(path)) as file:
         try:
             reader = pyarrow.ipc.open_file(file)
-        except pyarrow.ArrowInvalid:  # as `datasets` writes them, to append to
+        except pyarrow.ArrowInvalid:  # `datasets` writes streams, which can be appended to
             file.seek(0)
             yield from pyarrow.ipc.open_stream(file)
             return

@@ -8,35 +8,36 @@ import numpy as np
 from node.model.rng import generator
 
 _KEPT = 3
-"""Passes held at once: a step may touch two, and `known` looks at the one before."""
+"""The passes that are kept. A step may need two, and `known` looks at the one before."""
 _KEPT_STEPS = 8
-"""Results of `known` held at once: it is called for every tensor of a step."""
+"""The results of `known` that are kept. It is called for every tensor of a step."""
 MIX_BLOCK = 1024
+"""The samples of a block in which the sources have exact shares."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One time through the training text."""
+    """One pass through the training text."""
 
     number: int
     phase: int
-    """How far into the text its first window starts."""
+    """The offset of its first window in the text."""
     order: np.ndarray
-    """Window of each place, int64 [windows]."""
+    """The window at each position, int64 [windows]."""
 
 
 class SampleOrder:
     """Every pass goes once through all windows of the text, in a different order.
 
-    Windows are numbered along the text. Safe to call from any thread.
+    Windows are numbered along the text. All methods may be called from any thread.
     """
 
     def __init__(self, *, windows: int, phases: int = 1, global_batch: int, seed: int) -> None:
         """
         Args:
-            windows: of one pass.
-            phases: passes start this many tokens into the text at most; with 1 a window holds the same tokens
-                in every pass.
+            windows: the windows of one pass.
+            phases: passes start less than this many tokens into the text. With 1, a window holds the same
+                tokens in every pass.
         """
         self.windows = windows
         self._phases = phases
@@ -48,34 +49,34 @@ class SampleOrder:
 
     def pass_of(self, number: int) -> Pass:
         with self._lock:
-            found = self._passes.get(number)
-            if found is None:
+            current = self._passes.get(number)
+            if current is None:
                 random = generator(self._seed, step=number, purpose="data order")
                 phase = int(random.integers(self._phases))
-                found = Pass(number, phase, random.permutation(self.windows))
+                current = Pass(number, phase, random.permutation(self.windows))
                 if len(self._passes) == _KEPT:
-                    # The farthest: steps go forward, and back to what a failed step saw.
+                    # The farthest pass: steps go forward, or back to those of a failed step.
                     del self._passes[max(self._passes, key=lambda old: abs(old - number))]
-                self._passes[number] = found
-            return found
+                self._passes[number] = current
+            return current
 
     def samples(self, step: int) -> tuple[int, ...]:
-        """Windows that the step sees, [global batch]; microbatches are consecutive."""
+        """The windows of the step, [global batch]. Those of a microbatch are consecutive."""
         first = step * self._global_batch
         places = (divmod(place, self.windows) for place in range(first, first + self._global_batch))
         return tuple(int(self.pass_of(number).order[index]) for number, index in places)
 
     def known(self, step: int, since: int) -> tuple[bool, ...]:
-        """For each sample of the step, whether one of the steps `since` to `step` - 1 has seen it."""
+        """For each sample of the step, whether one of the steps `since` to `step` - 1 used it."""
         with self._lock:
-            found = self._known.get((step, since))
-        if found is None:
-            found = self._find_known(step, since)
+            known = self._known.get((step, since))
+        if known is None:
+            known = self._find_known(step, since)
             with self._lock:
                 while len(self._known) >= _KEPT_STEPS:
                     del self._known[next(iter(self._known))]
-                self._known[step, since] = found
-        return found
+                self._known[step, since] = known
+        return known
 
     def _find_known(self, step: int, since: int) -> tuple[bool, ...]:
         number, index = divmod(step * self._global_batch, self.windows)
@@ -91,15 +92,16 @@ class SampleOrder:
 
 @dataclass
 class Mixture:
-    """Which source each sample comes from: drawn block by block, in proportion."""
+    """Which source each sample comes from. Sources are drawn block by block, in proportion to their
+    weights."""
 
     weights: np.ndarray
     seed: int
     before: list[np.ndarray] = field(default_factory=list)
-    """Samples of each source before each block."""
+    """The number of samples of each source before each block."""
 
     def source_of(self, sample: int) -> tuple[int, int]:
-        """(source, number of the sample within it)."""
+        """The source of a sample, and the sample's number within the source."""
         if len(self.weights) == 1:
             return 0, sample
         block, at = divmod(sample, MIX_BLOCK)
@@ -114,7 +116,7 @@ class Mixture:
 
     def _draw(self, block: int) -> np.ndarray:
         random = generator(self.seed, step=block, purpose="sources")
-        # One draw in each of MIX_BLOCK equal strata: shares are exact to a sample a block.
+        # One draw from each of MIX_BLOCK equal strata, so shares are exact to one sample per block.
         places = (np.arange(MIX_BLOCK) + random.random(MIX_BLOCK)) / MIX_BLOCK
         sources = np.searchsorted(np.cumsum(self.weights), places, side="right")
         return random.permutation(np.minimum(sources, len(self.weights) - 1))

@@ -1,4 +1,4 @@
-"""The beginning of a run's training data as its tokens stand, for people to check before a run."""
+"""The beginning of a run's training data as tokens, for a check before a run."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -15,31 +15,31 @@ from node.data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class SourcePreview:
-    """One source."""
+    """The beginning and the counts of one source."""
 
     path: str
     weight: float
-    """Its share of samples."""
+    """Its share of the samples."""
     files: int
     bytes: int
     shards: int
     documents: int
-    """In the shards that are tokenized."""
+    """The documents in the shards that are tokenized."""
     tokens: int
     labels: int
     dropped: dict[str, int]
-    """Documents left out, by reason."""
+    """The number of documents left out, by reason."""
     ids: tuple[int, ...]
     """The first tokens of the first sample."""
     mask: tuple[bool, ...]
-    """Which of them count as labels."""
+    """Which of these tokens count as labels."""
     text: str
-    """The same as text; with a mask, labels between [[ and ]]."""
+    """These tokens as text. With a mask, labels are between [[ and ]]."""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """All sources."""
+    """The previews of all sources."""
 
     vocabulary: int
     masked: bool
@@ -50,7 +50,7 @@ class Preview:
 
 
 def preview(config: RunConfig, tokens: int) -> Preview:
-    """The first `tokens` tokens of each source. Raises DataError, ConfigError as `load_data` does."""
+    """The first `tokens` tokens of each source. Raises DataError and ConfigError as `load_data`."""
     corpus = load_data(config)
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer)
@@ -71,10 +71,10 @@ def _of_stream(stream: Stream, weight: float, decode: Any, count: int, *, masked
     ids = ids[:count]
     counted = np.ones(len(ids), bool) if mask is None else mask[:count] & COUNTS != 0
     dropped: Counter[str] = Counter()
-    found = stream.counts()
-    for counts in found:
+    parts = stream.counts()
+    for counts in parts:
         dropped.update(counts.dropped)
-    tokens = sum(counts.tokens for counts in found)
+    tokens = sum(counts.tokens for counts in parts)
     source = stream.tokenized.source
     return SourcePreview(
         path=source.path,
@@ -82,9 +82,9 @@ def _of_stream(stream: Stream, weight: float, decode: Any, count: int, *, masked
         files=len({extent.path for shard in source.shards for extent in shard.extents}),
         bytes=source.bytes,
         shards=len(source.shards),
-        documents=sum(counts.documents for counts in found),
+        documents=sum(counts.documents for counts in parts),
         tokens=tokens,
-        labels=sum(counts.labels for counts in found) if masked else tokens,
+        labels=sum(counts.labels for counts in parts) if masked else tokens,
         dropped=dict(dropped),
         ids=tuple(map(int, ids)),
         mask=tuple(map(bool, counted)),
@@ -111,7 +111,7 @@ def _of_whole(corpus: Corpus, path: str, decode: Any, count: int) -> SourcePrevi
 
 
 def _marked(ids: np.ndarray, counted: np.ndarray, decode: Any) -> str:
-    """Text with labels between [[ and ]]."""
+    """The text, with labels between [[ and ]]."""
     edges = [0, *(int(at) for at in np.flatnonzero(np.diff(counted.astype(np.int8))) + 1), len(ids)]
     pieces = []
     for start, stop in pairwise(edges):

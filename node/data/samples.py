@@ -1,7 +1,7 @@
-"""Samples that no step trains on: tokens, which of them count as labels, and where documents begin.
+"""Samples on which no step trains: tokens, which of them count as labels, and where documents begin.
 
-Torch-free. The held-out text is the end of the training text, or a source of its own, read in the order of
-its listing: text, chat with its labels masked, parquet, Arrow, token arrays.
+The held-out text is the end of the training text, or a source of its own (text, chat with masked labels,
+parquet, Arrow, token arrays), which is read in the order of its listing. This module imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from node.model.labels import IGNORED, BatchPart, label_weight, to_bytes
 from wire.errors import DataError
 
 SEARCHED = 100
-"""Times the samples that are wanted are looked at for some with labels."""
+"""At most this many times the wanted number of samples are searched for some with labels."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Samples:
     """Windows of `sequence` + 1 tokens: inputs are all but the last, labels all but the first."""
 
     windows: np.ndarray
-    """[n, sequence + 1]"""
+    """Token ids, int64 [n, sequence + 1]."""
     labels: np.ndarray
     """int64 [n, sequence]; `IGNORED` where a token does not count."""
     documents: np.ndarray
@@ -33,7 +33,7 @@ class Samples:
 
     @classmethod
     def of(cls, windows: np.ndarray) -> "Samples":
-        """Windows in which every token counts, of one document each."""
+        """Samples of windows in which every token counts. Each is one document."""
         windows = windows.astype(np.int64)
         return cls(windows, windows[:, 1:], document_starts(windows[:, :-1], None))
 
@@ -45,29 +45,30 @@ class Samples:
 
     @property
     def label_weight(self) -> float:
-        """As `node.model.labels.label_weight`, of all samples."""
+        """`node.model.labels.label_weight` of all samples."""
         return label_weight(self.labels) if len(self) else 1.0
 
     @property
     def labelled(self) -> int:
-        """How many of them have labels: the others count nowhere."""
+        """The number of samples with labels. The others do not count anywhere."""
         return int(np.count_nonzero((self.labels != IGNORED).any(axis=1)))
 
     def part(self, which: BatchPart) -> np.ndarray:
-        """What nodes fetch, [n, sequence]."""
+        """The part that nodes fetch, [n, sequence]."""
         if which is BatchPart.DOCUMENTS:
             return self.documents
         return self.labels if which is BatchPart.LABELS else self.windows[:, :-1]
 
     def whole_microbatches(self, size: int) -> "Samples":
-        """Without the rest of a last microbatch of `size` samples."""
+        """The samples without an incomplete last microbatch of `size` samples."""
         return self[: len(self) // size * size]
 
 
 def part_of(
     corpus: TrainingData, step: int, which: BatchPart, groups: Sequence[int] = (), count: int = 1
 ) -> np.ndarray:
-    """What nodes fetch of a step, [global batch, sequence]: of all `count` gradient groups or of `groups`."""
+    """The part of a step that nodes fetch, [global batch, sequence]: of all `count` gradient groups, or of
+    `groups`."""
     wanted = {
         BatchPart.INPUTS: corpus.inputs,
         BatchPart.LABELS: corpus.labels,
@@ -83,35 +84,37 @@ def part_of(
 def packed_parts(
     corpus: TrainingData, steps: Iterable[int], which: BatchPart, groups: Sequence[int] = (), count: int = 1
 ) -> bytes:
-    """`part_of` each of these steps, as nodes fetch it, one after another."""
+    """`part_of` these steps as bytes, one after another, as nodes fetch them."""
     return b"".join(to_bytes(which, part_of(corpus, step, which, groups, count)) for step in steps)
 
 
 def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:
-    """Those that a run measures its loss on: whole microbatches; none if the run file does not ask for any.
+    """The samples on which a run measures its loss: whole microbatches, or none if the run file does not ask
+    for it.
 
-    Raises DataError when it does and the text is too short.
+    Raises:
+        DataError: the run file asks for it, and the text is too short.
     """
     data, microbatch = config.data, config.training.microbatch
-    found = samples_of(config, corpus, data.valid if data.valid_every else "", data.valid_samples)
+    samples = samples_of(config, corpus, data.valid if data.valid_every else "", data.valid_samples)
     if not data.valid_every:
-        return found[:0]
-    if len(found) < microbatch:
+        return samples[:0]
+    if len(samples) < microbatch:
         remedy = "name some in data.valid, or set data.valid_every = 0"
         if not data.valid and in_shards(data):
             raise DataError(f"of conversations and of text in shards nothing is held out: {remedy}")
         raise DataError(
-            f"the held-out text gives {len(found)} samples; data.valid_every needs {microbatch} "
+            f"the held-out text gives {len(samples)} samples; data.valid_every needs {microbatch} "
             f"(a microbatch): give more text, {remedy}"
         )
-    return found.whole_microbatches(microbatch)
+    return samples.whole_microbatches(microbatch)
 
 
 def samples_of(config: RunConfig, corpus: TrainingData | None, path: str, limit: int | None) -> Samples:
-    """The first samples of the source at `path`, or without one of the text that `corpus` holds out.
+    """The first samples of the source at `path`, or without a path of the text that `corpus` holds out.
 
     Args:
-        limit: at most so many; None takes all of a text, and of other sources a thousand.
+        limit: the most samples. With None all of a text, and of other sources a thousand.
 
     Raises:
         DataError, ConfigError: as `load_data`.
@@ -124,32 +127,35 @@ def samples_of(config: RunConfig, corpus: TrainingData | None, path: str, limit:
     else:
         assert corpus is not None, "without a path, the corpus holds samples out"
         windows = corpus.validation_windows(limit)
-    found = Samples.of(windows)
+    samples = Samples.of(windows)
     if not data.separate_documents:
-        return found
+        return samples
     end = end_of_text(load_tokenizer(data.tokenizer), data)
-    return replace(found, documents=document_starts(found.windows[:, :-1], end))
+    return replace(samples, documents=document_starts(samples.windows[:, :-1], end))
 
 
 def _of_stream(config: RunConfig, path: str, limit: int) -> Samples:
-    """Samples without labels count for nothing, and are left out; a few may fill up the last microbatch. All
-    are such samples only if the first `SEARCHED` times the limit have no labels."""
+    """The first samples of a source that have labels.
+
+    Samples without labels are left out, but a few of them may complete the last microbatch. Only if none of
+    the first `SEARCHED` times `limit` samples has labels are such samples returned.
+    """
     stream = open_stream(config, path, "held out")
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    labelled: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     fillers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for tokens, mask in stream.in_order(SEARCHED * limit):
         ids = tokens.astype(np.int64)
         labels = ids[1:] if mask is None else np.where(mask[1:] & COUNTS, ids[1:], IGNORED)
         sample = ids, labels, starts_in(ids[:-1], None if mask is None else mask[:-1], stream.end)
         if (labels != IGNORED).any():
-            found.append(sample)
+            labelled.append(sample)
         elif len(fillers) < limit:
             fillers.append(sample)
-        if len(found) == limit:
+        if len(labelled) == limit:
             break
-    if len(found) < limit:
-        found += fillers[: -len(found) % config.training.microbatch if found else limit]
-    if not found:
+    if len(labelled) < limit:
+        labelled += fillers[: -len(labelled) % config.training.microbatch if labelled else limit]
+    if not labelled:
         raise stream.too_short()
-    windows, wanted, starts = map(np.stack, zip(*found, strict=True))
+    windows, wanted, starts = map(np.stack, zip(*labelled, strict=True))
     return Samples(windows, wanted, starts)

@@ -1,7 +1,7 @@
-"""Read SentencePiece's `tokenizer.model`, for models that have no `tokenizer.json`.
+"""Reads SentencePiece's `tokenizer.model`, for models without a `tokenizer.json`.
 
-The file is a protobuf, of which this needs the pieces with their scores and kinds, and few settings. What
-changes text before it is cut (a table of characters, white space that is dropped) is refused.
+The file is a protobuf. Only the pieces, with their scores and kinds, and a few settings are needed. Settings
+that change text before it is cut (a character table, dropped white space) are refused.
 """
 
 import struct
@@ -14,16 +14,21 @@ if TYPE_CHECKING:
     import tokenizers
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""SentencePiece writes a space so."""
+"""SentencePiece's character for a space."""
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 UNIGRAM, BPE = 1, 2
 _ADVICE = "save it as tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 
 
 def sentencepiece_tokenizer(data: bytes, added: Mapping[int, str]) -> "tokenizers.Tokenizer":
-    """A tokenizer with the pieces of a `tokenizer.model`, and with tokens that were added behind them.
+    """A tokenizer with the pieces of a `tokenizer.model`, and with tokens that were added after them.
 
-    Raises DataError, and ValueError for a damaged file.
+    Args:
+        added: the added tokens by id.
+
+    Raises:
+        DataError: the tokenizer has features that are not supported.
+        ValueError: the file is damaged.
     """
     import tokenizers
     from tokenizers import AddedToken, decoders, models, normalizers, processors
@@ -73,7 +78,7 @@ def sentencepiece_tokenizer(data: bytes, added: Mapping[int, str]) -> "tokenizer
         tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         if tokenizer.token_to_id(token) != index:
             raise DataError(f"a tokenizer.model with an added token {token!r} that is not {index}: {_ADVICE}")
-    # Field 41 is the piece that begins a text; 1 unless it is given, and none if it is negative.
+    # Field 41 is the piece that begins a text. Its default is 1, and a negative value means none.
     begin = trainer.get(41, 1)
     if begin < len(pieces) and pieces[begin][2] == CONTROL:
         token = pieces[begin][0]
@@ -84,19 +89,20 @@ def sentencepiece_tokenizer(data: bytes, added: Mapping[int, str]) -> "tokenizer
 
 
 def _merges(vocabulary: Mapping[str, int], pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Every way to join two pieces to a third, the best piece first, as SentencePiece joins them."""
-    found = []
+    """All ways to join two pieces into a third, best piece first, as SentencePiece joins them."""
+    merges = []
     for piece, score, _ in pieces:
         pairs = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(score, pair) for pair in known]
-    found.sort(key=lambda one: one[0], reverse=True)
-    return [pair for _, pair in found]
+        merges += [(score, pair) for pair in known]
+    merges.sort(key=lambda merge: merge[0], reverse=True)
+    return [pair for _, pair in merges]
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a protobuf message's fields: bytes, or whole numbers. Raises ValueError."""
+    """The numbers and values of a protobuf message's fields. Values are bytes or integers. Raises
+    ValueError."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -1,17 +1,16 @@
-"""Training data of any size: tokenized in shards beside training, in an order that a seed decides.
+"""Training data of any size, tokenized in shards during training, in an order that follows from a seed.
 
-Sources are listed (`documents.py`), and their shards permuted for each pass. A shard is tokenized into parts
-of about `PART_TOKENS` tokens, whole documents with an end of text between them. `GROUP_PARTS` parts in a row
-form a group, whose windows are permuted. So sample n of a source is known once the groups before it are
-tokenized, the first after seconds, and is the same whenever it is asked for. Parts stay on disk:
+Sources are listed (`documents.py`), and their shards are permuted for each pass. A shard is tokenized into
+parts of about `PART_TOKENS` tokens: whole documents, each followed by an end of text. `GROUP_PARTS` parts in
+a row form a group, whose windows are permuted. So sample n of a source is known once the groups before it are
+tokenized (the first after seconds), and is the same whenever it is requested. Parts stay on disk:
 
     FOLDER/SHARD.PART.tokens   ids, little endian
-                      .mask    a byte a token: `COUNTS` for the assistant's, `BEGINS` for the first of a
-                               conversation; chat alone
+                      .mask    a byte per token: `COUNTS` for the assistant's, `BEGINS` for the first of a
+                               conversation; only for chat
                       .json    counts and SHA-256; written last
 
-Several sources are mixed by weights: which source a sample comes from is drawn in blocks of `MIX_BLOCK`
-samples.
+Several sources are mixed by weights. The source of each sample is drawn in blocks of `MIX_BLOCK` samples.
 """
 
 import json
@@ -52,51 +51,54 @@ from node.model.rng import generator
 from wire.errors import ConfigError, DataError
 
 COUNTS, BEGINS = 1, 2
-"""Bits of a mask: the token counts as a label; it begins a document."""
+"""The bits of a mask: the token counts as a label; the token begins a document."""
 FORMAT = "4"
-"""Raised when files are read, cut or rendered in another way."""
+"""Increase this when files are read, cut or rendered in another way."""
 PART_TOKENS = 1 << 20
+"""The approximate number of tokens in a part."""
 GROUP_PARTS = 4
+"""The number of parts in a group."""
 GROUPS_AHEAD = 4
-"""So many groups are tokenized beyond what training has used."""
+"""The number of groups that are tokenized beyond those that training has used."""
 OPEN_PARTS = 64
+"""The most parts that are kept mapped."""
 MOST_PARTS = 16
-"""So many parts of a shard are tokenized to estimate its size."""
+"""The most parts of a shard that are tokenized to estimate its size."""
 CLOSE_SECONDS = 2.0
-"""For the thread that tokenizes ahead to end; it may be in the middle of a part, which is made again."""
+"""How long `close` waits for the thread that tokenizes ahead. An unfinished part is tokenized again later."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens of a shard, mapped from disk."""
+    """Tokens of a part of a shard, mapped from disk."""
 
     tokens: np.ndarray
-    """[n], unsigned."""
+    """Token ids [n], unsigned."""
     mask: np.ndarray | None
-    """[n] of `COUNTS` and `BEGINS`; None if all tokens count and documents end by a token."""
+    """[n] of `COUNTS` and `BEGINS`; None if all tokens count and documents end with a token."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a part was made of."""
+    """The counts of a part."""
 
     tokens: int
     documents: int
-    """Read, dropped ones included."""
+    """The documents that were read, including dropped ones."""
     labels: int
-    """Tokens that count as labels."""
+    """The tokens that count as labels."""
     dropped: dict[str, int]
-    """Documents that were left out, by reason."""
+    """The number of documents left out, by reason."""
     last: bool
-    """No part of the shard follows."""
+    """Whether this is the shard's last part."""
 
 
 class TokenizedSource:
-    """A listed source as parts of tokens, made when they are first asked for.
+    """A listed source as parts of tokens, which are made when they are first requested.
 
-    One thread at a time may ask for counts; `part` is safe for threads.
+    Only one thread at a time may call `counts`; `part` may be called from any thread.
     """
 
     def __init__(
@@ -120,7 +122,8 @@ class TokenizedSource:
             f"{chat.fingerprint} 2" if chat else "",
         ]
         self.key = sha256("\0".join(parts).encode()).hexdigest()
-        """Of all that a run is given for its tokens; the same with every version of this program."""
+        """A digest of everything in the run file that determines the tokens. It is the same with every
+        version."""
         given = [FORMAT, self.key, source.stamps, str(source.skips), data.format, chat.format if chat else ""]
         self._folder = folder / sha256(repr(given).encode()).hexdigest()
         self._open: OrderedDict[tuple[int, int], Part] = OrderedDict()
@@ -130,36 +133,40 @@ class TokenizedSource:
         )
 
     def counts(self, shard: int, part: int) -> Counts | None:
-        """Counts of a part, tokenized now if need be; None if the shard has no such part."""
+        """The counts of a part, which is tokenized now if necessary; None if the shard has no such part."""
         if self.source.is_tokens:
             return Counts(len(self.part(shard, 0).tokens), 1, 0, {}, True) if part == 0 else None
         if part and (before := self._counts_on_disk(shard, part - 1)) is not None and before.last:
             return None
-        found = self._counts_on_disk(shard, part)
-        if found is None:
+        counts = self._counts_on_disk(shard, part)
+        if counts is None:
             try:
                 with sole_writer(self._folder, "parts"):
-                    found = self._counts_on_disk(shard, part) or self._make(shard, part)
+                    counts = self._counts_on_disk(shard, part) or self._make(shard, part)
             except OSError as error:
                 raise DataError(
                     f"tokens cannot be kept in {self._folder} ({error.strerror}): free some space or set "
                     "XDG_CACHE_HOME to a folder that can be written"
                 ) from error
-        return found
+        return counts
 
     def part(self, shard: int, part: int) -> Part:
-        """The tokens of a part that is there. Raises DataError if its file was changed."""
+        """The tokens of a part that has been made.
+
+        Raises:
+            DataError: its file was changed.
+        """
         key = shard, part
         with self._lock:
-            found = self._open.get(key)
-            if found is None:
+            mapped = self._open.get(key)
+            if mapped is None:
                 tokens = self.source.is_tokens
-                found = self._token_array(self.source.shards[shard]) if tokens else self._map(shard, part)
-                self._open[key] = found
+                mapped = self._token_array(self.source.shards[shard]) if tokens else self._map(shard, part)
+                self._open[key] = mapped
             self._open.move_to_end(key)
             while len(self._open) > OPEN_PARTS:
                 self._open.popitem(last=False)
-        return found
+        return mapped
 
     def _name(self, shard: int, part: int, kind: str) -> Path:
         return self._folder / f"{shard:06}.{part:04}.{kind}"
@@ -190,13 +197,13 @@ class TokenizedSource:
             raise DataError(f"{path} is damaged ({error}): delete {self._folder}") from error
         if digest.hexdigest() != record["sha256"]:
             raise DataError(f"{path} is damaged: delete {self._folder}")
-        # They may be of a run with a larger model.
+        # The part may come from a run with a larger model.
         self._check(tokens, str(self.source.path))
         return Part(tokens, mask)
 
     def _make(self, shard: int, part: int) -> Counts:
-        """Tokenize the parts of a shard up to this one; parts come in order."""
-        # One that failed cannot go on: asked for again, it begins again and fails with the same error.
+        """Tokenize a part of a shard. Parts must be made in order."""
+        # A failed generator cannot continue. The next call starts again and fails with the same error.
         making, self._making = self._making, None
         if making is None or making[:2] != (shard, part):
             skipped = 0
@@ -226,7 +233,7 @@ class TokenizedSource:
     def _tokenize(
         self, shard: Shard, skipped: int
     ) -> Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]:
-        """The shard's parts; `skipped` documents were in earlier ones."""
+        """The shard's parts. The first `skipped` documents were in earlier parts."""
         ids: list[np.ndarray] = []
         masks: list[np.ndarray] = []
         dropped: Counter[str] = Counter()
@@ -250,7 +257,7 @@ class TokenizedSource:
         yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=True)
 
     def _encode(self, batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray | None, str]]:
-        """Ids, mask and the reason for dropping of each document; each ends with an end of text."""
+        """The ids, mask and reason for dropping of each document. Each document ends with an end of text."""
         (end,) = self._tokenizer.encode([SEPARATOR])
         if self._chat is not None:
             for (place, _), tokens in zip(batch, self._chat.encode_all(batch), strict=True):
@@ -270,20 +277,20 @@ class TokenizedSource:
                 cut.append(list(pieces_of(text_of(row, place, self._data))))
             except Dropped as reason:
                 cut.append(str(reason))
-        pieces = [piece for found in cut if isinstance(found, list) for piece in found]
-        # Of a long document, its tokens take many times its size until they are packed.
+        pieces = [piece for document in cut if isinstance(document, list) for piece in document]
+        # In pieces, because before packing the tokens of a long document take many times its size.
         encoded = (
             piece
             for at in range(0, len(pieces), BATCH_PIECES)
             for piece in self._tokenizer.encode(pieces[at : at + BATCH_PIECES])
         )
-        for (place, _), found in zip(batch, cut, strict=True):
-            if isinstance(found, list):
-                ids = np.concatenate([begin, *islice(encoded, len(found)), end])
+        for (place, _), document in zip(batch, cut, strict=True):
+            if isinstance(document, list):
+                ids = np.concatenate([begin, *islice(encoded, len(document)), end])
                 self._check(ids, place)
                 yield ids, None, ""
             else:
-                yield end, None, found
+                yield end, None, document
 
     def _token_array(self, shard: Shard) -> Part:
         (extent,) = shard.extents
@@ -296,13 +303,13 @@ class TokenizedSource:
                 whole = np.memmap(extent.path, dtype="<u2" if self._vocab <= 1 << 16 else "<u4", mode="r")
         except DataError:
             raise
-        except Exception as error:  # whatever a damaged header leads to
+        except Exception as error:  # a damaged header may cause any error
             raise DataError(f"{extent.path} is not an array of token ids ({error})") from error
         if whole.ndim != 1 or whole.dtype.kind not in "ui":
             raise DataError(
                 f"{extent.path} must be a flat array of integers, got {whole.dtype} {whole.shape}"
             )
-        # Extents count bytes of the file; headers and rounding only move where shards meet.
+        # Extents count bytes of the file. Headers and rounding only move the boundaries between shards.
         first, last = (min(len(whole), at // whole.dtype.itemsize) for at in (extent.start, extent.stop))
         tokens = whole[first:last]
         if len(tokens) == 0:
@@ -325,18 +332,18 @@ class _Group:
     """Parts whose windows are shuffled together."""
 
     first: int
-    """Number of its first window in the stream."""
+    """The number of its first window in the stream."""
     places: list[tuple[int, int, int]]
     """(shard, part, window) in the order of the stream."""
 
 
 class Stream:
-    """The samples of one source in order, endlessly: pass after pass. Safe for threads."""
+    """The samples of one source in order, pass after pass without end. It may be used from any thread."""
 
     def __init__(
         self, tokenized: TokenizedSource, *, sequence: int, seed: int, name: str, end: int | None = None
     ) -> None:
-        """`end`: the token that ends a document; None if a sample counts as one."""
+        """`end` is the token that ends a document; with None a sample counts as one document."""
         self.tokenized = tokenized
         self.end = end
         self._sequence = sequence
@@ -348,10 +355,10 @@ class Stream:
         self._extending = threading.Lock()
         self._dropped: Counter[str] = Counter()
         self.failure: Exception | None = None
-        """What ended the reading, for good: no sample follows those that are ready."""
+        """The error that ended reading for good. No samples follow those that are ready."""
 
     def prepare(self, index: int) -> int:
-        """Tokenize up to sample `index`; returns the number of samples that are ready."""
+        """Tokenize up to sample `index`. Returns the number of samples that are ready."""
         while self._end <= index:
             with self._extending:
                 if self._end <= index:
@@ -376,17 +383,18 @@ class Stream:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Documents left out of the shards that are tokenized so far, by reason; each counts once."""
+        """The documents left out of the shards tokenized so far, by reason. Each counts once."""
         return dict(self._dropped)
 
     def counts(self) -> list[Counts]:
-        """Counts of the first group's parts."""
+        """The counts of the first group's parts."""
         places = {place[:2] for group in self._groups[:1] for place in group.places}
-        found = [self.tokenized.counts(*place) for place in sorted(places)]
-        return [counts for counts in found if counts is not None]
+        all_counts = [self.tokenized.counts(*place) for place in sorted(places)]
+        return [counts for counts in all_counts if counts is not None]
 
     def estimated_tokens(self) -> int:
-        """Tokens of the source, from its first shards; too few if these have over `MOST_PARTS`."""
+        """The tokens of the source, estimated from its first shards. It is too low if these have over
+        `MOST_PARTS` parts."""
         shards = sorted({place[0] for group in self._groups[:1] for place in group.places})
         tokens = 0
         with self._extending:
@@ -399,7 +407,7 @@ class Stream:
 
     @property
     def groups(self) -> int:
-        """Groups that are ready."""
+        """The number of groups that are ready."""
         return len(self._groups)
 
     def group_of(self, index: int) -> int:
@@ -407,7 +415,7 @@ class Stream:
         return bisect_right(self._groups, index, key=lambda group: group.first) - 1
 
     def window(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens [sequence + 1] of sample `index`, and their mask."""
+        """The tokens [sequence + 1] of sample `index`, and their mask."""
         self.prepare(index)
         group = self._groups[self.group_of(index)]
         return self._cut(*group.places[index - group.first])
@@ -419,7 +427,7 @@ class Stream:
         return part.tokens[cut], None if part.mask is None else part.mask[cut]
 
     def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """As `window`, the first samples in the order of the listing."""
+        """The first samples as from `window`, but in the order of the listing."""
         parts = self._parts(np.arange(len(self.tokenized.source.shards)), self._dropped)
         places = ((shard, part, window) for shard, part, count in parts for window in range(count))
         yield from (self._cut(*place) for place in islice(places, limit))
@@ -449,10 +457,10 @@ class Stream:
             number += 1
 
     def too_short(self) -> DataError:
-        """For a source whose documents fill no sample, with why some or all of them are left out."""
+        """The error for a source whose documents fill no sample, with the reasons for left-out documents."""
         path = self.tokenized.source.path
-        found = [self.tokenized.counts(shard, 0) for shard in range(len(self.tokenized.source.shards))]
-        if sum(counts.documents for counts in found if counts) <= self._dropped.total():
+        all_counts = [self.tokenized.counts(shard, 0) for shard in range(len(self.tokenized.source.shards))]
+        if sum(counts.documents for counts in all_counts if counts) <= self._dropped.total():
             return nothing_left(path, self._dropped)
         reasons = f" (left out: {listed(self._dropped)})" if self._dropped else ""
         return DataError(
@@ -470,7 +478,7 @@ class Stream:
 
 
 class ShardedCorpus:
-    """Batches from streams of shards. Tokenizes ahead on a thread while training goes on."""
+    """Batches from streams of shards. A thread tokenizes ahead during training."""
 
     def __init__(
         self, streams: list[Stream], weights: list[float], *, sequence: int, global_batch: int, seed: int
@@ -480,7 +488,7 @@ class ShardedCorpus:
         self.sequence = sequence
         self.global_batch = global_batch
         self.weights: np.ndarray = shares / shares.sum()
-        """Each stream's share of samples."""
+        """Each stream's share of the samples."""
         self._mixture = Mixture(self.weights, seed)
         self._lock = threading.Lock()
         self._used = {0: 0}
@@ -489,23 +497,24 @@ class ShardedCorpus:
         self._worker: threading.Thread | None = None
 
     windows = 1
-    """How many samples a pass has is not known; nothing that needs it is allowed with shards."""
+    """A placeholder: the number of samples in a pass is unknown. Nothing that needs it is allowed with
+    shards."""
 
     def fingerprint(self) -> str:
-        """SHA-256 of the listing: a resumed run needs the same sources."""
+        """The SHA-256 of the listing. A resumed run needs the same sources."""
         keys = [stream.tokenized.key for stream in self.streams]
         return sha256(repr((keys, self.weights.tolist())).encode()).hexdigest()
 
     def batch(self, step: int) -> np.ndarray:
-        """Tokens of a step, int64 [global_batch, sequence + 1]. Safe for threads."""
+        """The tokens of a step, int64 [global_batch, sequence + 1]. It may be called from any thread."""
         return np.stack([tokens for tokens, _ in self._samples(step)]).astype(np.int64)
 
     def inputs(self, step: int) -> np.ndarray:
-        """Inputs of a step, int64 [global_batch, sequence]."""
+        """The inputs of a step, int64 [global_batch, sequence]."""
         return self.batch(step)[:, :-1]
 
     def labels(self, step: int) -> np.ndarray:
-        """Labels of a step, int64 [global_batch, sequence]; `IGNORED` where a token does not count."""
+        """The labels of a step, int64 [global_batch, sequence]; `IGNORED` where a token does not count."""
         rows = []
         for tokens, mask in self._samples(step):
             labels = tokens[1:].astype(np.int64)
@@ -522,18 +531,19 @@ class ShardedCorpus:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Documents left out so far, by reason, of all sources: more come as shards are tokenized."""
+        """The documents of all sources left out so far, by reason. The counts grow as shards are
+        tokenized."""
         total: Counter[str] = Counter()
         for stream in self.streams:
             total.update(stream.dropped)
         return dict(total)
 
     def estimated_tokens(self) -> int:
-        """Tokens of all sources, from the shards that are tokenized."""
+        """The tokens of all sources, estimated from the shards that are tokenized."""
         return sum(stream.estimated_tokens() for stream in self.streams)
 
     def validation_windows(self, limit: int | None = None) -> np.ndarray:
-        """None are held out: [0, sequence + 1]."""
+        """No windows are held out: [0, sequence + 1]."""
         return np.zeros((0, self.sequence + 1), dtype=np.int64)
 
     def close(self) -> None:
@@ -553,7 +563,7 @@ class ShardedCorpus:
                 self._worker = threading.Thread(target=self._tokenize_ahead, name="tokenizer", daemon=True)
                 self._worker.start()
         self._wake.set()
-        # Also what comes only later: training up to there would be for nothing.
+        # Failures beyond this step count too: training up to there would be in vain.
         for stream in self.streams:
             if stream.failure is not None:
                 raise stream.failure
@@ -569,7 +579,7 @@ class ShardedCorpus:
                     stream.prepare(used)
                     while not self._closed and stream.groups - stream.group_of(used) <= GROUPS_AHEAD:
                         stream.extend()
-                except Exception:  # the stream keeps it for the next reader, whatever it is
+                except Exception:  # the stream keeps the error for the next reader
                     return
 
 
@@ -581,10 +591,10 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
 
     Args:
         tell: receives progress lines of a long tokenizing.
-        folder: for tokens; `cache_folder` by default.
+        folder: where tokens are kept; by default `cache_folder`.
 
     Raises:
-        DataError: missing, unreadable, empty or too short; one line that says what to do.
+        DataError: the data is missing, unreadable, empty or too short. The message says what to do.
         ConfigError: the tokenizer has more tokens than the model's vocabulary.
     """
     data, sequence, seed = config.data, config.model.sequence, config.run.seed
@@ -613,7 +623,8 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
 
 
 def starts_in(tokens: np.ndarray, mask: np.ndarray | None, end: int | None) -> np.ndarray:
-    """Where documents begin in a sample, bool [n]: by its mask, or after each `end`; it begins one itself."""
+    """Where documents begin in a sample, bool [n]: by its mask, or after each `end`. Its first token always
+    counts."""
     starts: np.ndarray = document_starts(tokens[None], None if mask is not None else end)[0]
     if mask is not None:
         starts |= (mask & BEGINS) != 0
@@ -621,7 +632,8 @@ def starts_in(tokens: np.ndarray, mask: np.ndarray | None, end: int | None) -> n
 
 
 def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = None) -> Stream:
-    """The samples of one source; `name` tells its order from those of others. Raises as `load_data`."""
+    """The samples of one source. `name` distinguishes its order from those of other sources. Raises as
+    `load_data`."""
     data, vocab = config.data, config.model.vocab
     tokenizer = load_tokenizer(data.tokenizer)
     chat = chat_encoder(data) if data.format == "chat" else None
@@ -637,7 +649,11 @@ def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = N
 
 
 def in_shards(data: DataSection) -> bool:
-    """Whether `[data]` is read in shards, as `order` says, or by what its sources are. Raises ConfigError."""
+    """Whether `[data]` is read in shards, by `order` or by the kind of its sources.
+
+    Raises:
+        ConfigError: a path names the home directory of an unknown user.
+    """
     if data.order != "auto":
         return data.order == "shards"
     if data.sources or data.format == "chat":

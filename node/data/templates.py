@@ -1,14 +1,14 @@
-"""Render chat templates, in a process of their own: they come with models from anywhere.
+"""Renders chat templates in a separate process, because templates come with models from unknown sources.
 
-A template is a program. The sandbox keeps it from files and from Python's insides, and the process keeps it
-from time and memory: the system ends it at `LIMIT_SECONDS` of computing for a conversation, or
-`MEAN_SECONDS` for each of many, and refuses it more than `LIMIT_BYTES`. `ChatTemplate` starts the process and
-asks it, a line of JSON for a conversation; `Template` is what answers there.
+A template is a program. The sandbox keeps it away from files and from Python's internals, and the process
+limits its time and memory: the system ends it after `LIMIT_SECONDS` of computing for a conversation, or
+`MEAN_SECONDS` on average for each of many, and limits its memory to `LIMIT_BYTES`. `ChatTemplate` starts the
+process and sends it requests, one line of JSON each. `Template` answers there.
 
-Which text is the assistant's: what the template marks by `{% generation %}`. A template without marks is
-rendered up to each message: what the assistant's message adds to the prompt is the assistant's. A template
-that rewrites earlier messages once later ones follow is rendered once more, with a character that no text
-has at both ends of each message; they show where a message lies in the whole rendering.
+The assistant's text is what the template marks with `{% generation %}`. A template without such marks is
+rendered up to each message: the assistant's text is what its message adds to the prompt. If a template
+changes earlier messages once later ones follow, it is rendered once more with a private character at both
+ends of each message. These characters show where a message lies in the whole rendering.
 """
 
 import json
@@ -38,45 +38,45 @@ from node.data.conversations import (
 from wire.errors import DataError
 
 LIMIT_SECONDS = 10.0
-"""Of computing for one conversation; usual ones take less than a thousandth."""
+"""The most seconds of computing for one conversation. Usually it takes less than a thousandth of it."""
 MEAN_SECONDS = 1.0
-"""Each of many conversations may take so long to compute, on average."""
+"""The most seconds of computing for each of many conversations, on average."""
 LIMIT_BYTES = 2 << 30
 SURE_CHARACTERS, MOST_EXPANSION = 256 << 10, 100
-"""A rendered conversation may have so many characters, or so many times those that went into it."""
+"""The most characters of a rendered conversation, or as a multiple of those that went into it."""
 _MARKS = re.compile("[\U000f0000-\U000ffffd]")
-"""Private characters of Unicode, by which messages are found again."""
+"""Unicode's private characters, which mark where messages are."""
 _MOST_MESSAGES = 0x7FFF
 """Each message needs two marks."""
 _LOST = "an answer lost where the template rewrites earlier messages"
 
 Span = tuple[int, int]
-"""A span goes from a character to another."""
+"""The start and the end of a span, in characters."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the parts of it that the assistant wrote."""
+    """A conversation as text, and the spans that the assistant wrote."""
 
     text: str
     assistant: tuple[Span, ...]
 
 
 class TemplateError(Exception):
-    """The template cannot be used for any conversation; the message says why."""
+    """Raised for a template that cannot be used for any conversation. The message is the reason."""
 
 
 class ChatTemplate:
-    """A template in a process of its own. Safe for threads."""
+    """A template in a separate process. It may be used from any thread."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
         """
         Args:
-            tokens: `bos_token`, `eos_token` and the like, which templates refer to.
-            where: the template's place for messages.
+            tokens: `bos_token`, `eos_token` and the like, to which templates refer.
+            where: the template's place, for messages.
 
-        Raises:
-            DataError: it cannot be read, or does not end.
+            Raises:
+                DataError: the template cannot be read, or does not end.
         """
         try:
             import jinja2
@@ -99,21 +99,21 @@ class ChatTemplate:
         """What the template writes after an answer."""
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The conversation as text, with the assistant's spans. Raises Dropped, DataError."""
-        (found,) = self.render_all([conversation])
-        if isinstance(found, Dropped):
-            raise found
-        return found
+        """The conversation as text, with the assistant's spans. Raises Dropped and DataError."""
+        (result,) = self.render_all([conversation])
+        if isinstance(result, Dropped):
+            raise result
+        return result
 
     def render_all(self, conversations: Sequence[Conversation]) -> list[Rendered | Dropped]:
-        """As `render`, of several in one message: waking the process takes longer than rendering. Raises
-        DataError."""
+        """`render` for several conversations in one message, because waking the process takes longer than
+        rendering. Raises DataError."""
         try:
             answer = self._ask({"conversations": [vars(conversation) for conversation in conversations]})
         except Dropped as reason:  # one of them is nested too deeply
             if len(conversations) == 1:
                 return [reason]
-            return [found for conversation in conversations for found in self.render_all([conversation])]
+            return [result for conversation in conversations for result in self.render_all([conversation])]
         return [
             Dropped(row["dropped"])
             if "dropped" in row
@@ -122,7 +122,8 @@ class ChatTemplate:
         ]
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the assistant's next message begins. Raises Dropped, DataError."""
+        """The conversation up to the beginning of the assistant's next message. Raises Dropped and
+        DataError."""
         return str(self._ask({"prompt": list(messages)})["text"])
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,12 +139,12 @@ class ChatTemplate:
                 answer = self._process.stdout.readline()
         except (BrokenPipeError, ValueError):
             answer = b""
-        found: dict[str, Any] = json.loads(answer) if answer.endswith(b"\n") else {"error": self._ending()}
-        if "dropped" in found:
-            raise Dropped(found["dropped"])
-        if "error" in found:
-            raise DataError(f"the chat template in {self._where} {found['error']}")
-        return found
+        reply: dict[str, Any] = json.loads(answer) if answer.endswith(b"\n") else {"error": self._ending()}
+        if "dropped" in reply:
+            raise Dropped(reply["dropped"])
+        if "error" in reply:
+            raise DataError(f"the chat template in {self._where} {reply['error']}")
+        return reply
 
     def _ending(self) -> str:
         if self._process.wait() == -signal.SIGPROF:
@@ -161,7 +162,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 class Template:
-    """A compiled template."""
+    """A compiled template, in the separate process."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         import jinja2
@@ -195,16 +196,19 @@ class Template:
     def render(self, conversation: Conversation) -> Rendered:
         """The conversation as text, with the spans of the messages that have labels.
 
-        Raises Dropped, TemplateError.
+        Raises:
+            Dropped: the conversation cannot be rendered, or an answer's span is unknown.
+            TemplateError: the template cannot be used at all.
         """
         messages, extra = conversation.messages, conversation.extra
         text = self._text(messages, extra)
         if self.marked:
             return Rendered(text, tuple(self._generated(conversation, text)))
         whole: _Marked | None = None
-        found = []
+        spans = []
         for index in conversation.trained:
-            # Of a first message, nothing tells what stands before it from what it says.
+            # For a first message, nothing separates what the template writes before it from the message
+            # itself.
             before = self._try(messages[:index], extra, prompt=True) if index else None
             after = self._try(messages[: index + 1], extra) if before is not None else None
             if (
@@ -213,16 +217,16 @@ class Template:
                 and text.startswith(after)
                 and after.startswith(before)
             ):
-                found.append((len(before), len(after)))
+                spans.append((len(before), len(after)))
                 continue
             whole = whole or self._mark(conversation, len(messages))
             if whole.text != text:
                 raise Dropped(_LOST)
-            found.append(self._found(conversation, whole, index))
-        return Rendered(text, tuple(found))
+            spans.append(self._found(conversation, whole, index))
+        return Rendered(text, tuple(spans))
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the assistant's next message begins. Raises Dropped,
+        """The conversation up to the beginning of the assistant's next message. Raises Dropped and
         TemplateError."""
         return self._text(messages, {}, prompt=True)
 
@@ -269,7 +273,7 @@ class Template:
             return None
 
     def _mark(self, conversation: Conversation, count: int, *, prompt: bool = False) -> "_Marked":
-        """A rendering of the first messages, marked. Raises Dropped."""
+        """A rendering of the first `count` messages with marks. Raises Dropped."""
         if count > _MOST_MESSAGES:
             raise Dropped("too many messages")
         marked = [
@@ -279,10 +283,10 @@ class Template:
         return _Marked.of(self._text(marked, conversation.extra, prompt=prompt))
 
     def _found(self, conversation: Conversation, whole: "_Marked", index: int) -> Span:
-        """Where an answer lies in a rendering that does not continue the one up to it.
+        """The span of an answer in a rendering that does not begin like the rendering up to it.
 
-        What stands between it and its neighbours is taken from the conversation up to the answer and with it,
-        and must stand in the whole as well. Raises Dropped.
+        The text between the answer and its neighbours is taken from the renderings up to the answer and with
+        it. The whole rendering must have the same text there. Raises Dropped.
         """
         begin, end = map(chr, _marks_of(index))
         last = whole.places.get(end)
@@ -314,17 +318,19 @@ class Template:
         return start, stop
 
     def _tail(self, conversation: Conversation, count: int, mark: str, *, prompt: bool = False) -> str | None:
-        """What follows the mark when the first messages alone are rendered; None if it is not the last."""
+        """What follows the mark when only the first messages are rendered; None if it is not the last
+        mark."""
         if not count or not mark:
             return None
         try:
-            found = self._mark(conversation, count, prompt=prompt)
+            marked = self._mark(conversation, count, prompt=prompt)
         except Dropped:
             return None
-        return found.tail if found.last == mark else None
+        return marked.tail if marked.last == mark else None
 
     def _probe(self) -> tuple[Forms, str]:
-        """Try the forms that messages have: which come out as they are meant, and what ends an answer."""
+        """Try which forms of messages the template renders as intended, and what it writes after an
+        answer."""
         asked = {"role": USER, "content": "probe0"}
         system = {"role": SYSTEM, "content": "probe1"}
         tool = {"type": "function", "function": {"name": "probe3", "description": "", "parameters": {}}}
@@ -334,16 +340,16 @@ class Template:
             return {"role": ASSISTANT, "content": content, **more}
 
         def written(*messages: Message, **extra: Any) -> str | None:
-            found = self._try([asked, *messages], extra)
-            return self._try([system, asked, *messages], extra) if found is None else found
+            text = self._try([asked, *messages], extra)
+            return self._try([system, asked, *messages], extra) if text is None else text
 
         def call(arguments: Any, content: str | None) -> str | None:
             function = {"name": "probe3", "arguments": arguments}
             message = answer(
                 content, tool_calls=[{"id": "call00000", "type": "function", "function": function}]
             )
-            found = written(message, tools=[tool])
-            return written(message, result, answer("probe2"), tools=[tool]) if found is None else found
+            text = written(message, tools=[tool])
+            return written(message, result, answer("probe2"), tools=[tool]) if text is None else text
 
         objects = [call({"probe4": "probe5"}, content) for content in ("", None)]
         texts = [call('{"probe4": "probe5"}', content) for content in ("", None)]
@@ -354,7 +360,7 @@ class Template:
         parts = written(answer([{"type": "text", "text": "probe2"}])) or ""
         forms = Forms(
             roles=self._roles,
-            # What is refused here may do with other messages.
+            # A form that is refused here may work with other messages.
             objects=any(as_object) or all(text is None for text in (*objects, *texts)),
             texts=any(as_text),
             null=(as_object[1] or as_text[1]) and (null or "").count("None") == (empty or "").count("None"),
@@ -365,9 +371,9 @@ class Template:
         return forms, shown.rpartition("probe2")[2] if "probe2" in shown else ""
 
     def _generation_tag(self) -> Any:
-        """A Jinja extension for `{% generation %}` that keeps each such block's place and text.
+        """A Jinja extension for `{% generation %}` that records the position and text of each such block.
 
-        The template is rendered block by block, so that a block knows where it starts.
+        The template is rendered block by block, so that a block's position is known.
         """
         from jinja2 import nodes
         from jinja2.ext import Extension
@@ -396,13 +402,13 @@ class _Marked:
     """A rendering of marked messages."""
 
     text: str
-    """Without the marks."""
+    """The rendering without the marks."""
     places: dict[str, int]
-    """Where each mark stood in it; a mark that came twice is left out."""
+    """The position of each mark in the text. A mark that occurs twice is left out."""
     last: str
-    """The last mark, or empty."""
+    """The last mark; empty without marks."""
     tail: str
-    """What follows it."""
+    """The text after the last mark."""
 
     @classmethod
     def of(cls, rendered: str) -> "_Marked":
@@ -411,11 +417,11 @@ class _Marked:
         twice = set()
         start = size = 0
         last = ""
-        for found in _MARKS.finditer(rendered):
-            pieces.append(rendered[start : found.start()])
+        for match in _MARKS.finditer(rendered):
+            pieces.append(rendered[start : match.start()])
             size += len(pieces[-1])
-            start = found.end()
-            last = found.group()
+            start = match.end()
+            last = match.group()
             if last in places:
                 twice.add(last)
             places[last] = size
@@ -429,10 +435,10 @@ def _marks_of(index: int) -> tuple[int, int]:
 
 
 def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
-    """The message with marks around what the assistant says, or one amid what others do.
+    """The message with marks around the assistant's text, or with one mark inside others' text.
 
-    They stand inside white space, which templates trim, and not at the edges of others' texts, which
-    templates compare.
+    Marks are inside the surrounding white space, which templates trim. They are not at the edges of others'
+    texts, which templates compare.
     """
     begin, end = map(chr, _marks_of(index))
     if _MARKS.search(json.dumps(message, ensure_ascii=False)):
@@ -446,7 +452,7 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
         middle = len(text) - len(text.lstrip()) + len(text.strip()) // 2
         texts[spoken[0]] = text[:middle] + begin + text[middle:]
     elif spoken:
-        # Thoughts are what templates take out.
+        # Templates remove thoughts, so the mark goes after them.
         text = texts[spoken[0]].rpartition("</think>")[2]
         text = text if text.strip() else texts[spoken[0]]
         before = texts[spoken[0]].removesuffix(text) + text[: len(text) - len(text.lstrip())]
@@ -466,14 +472,14 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
 
 
 def _renamed(call: Message, before: str, after: str) -> Message:
-    """A tool call with more in its name."""
+    """A tool call with text added before and after its name."""
     inner = call.get("function", call)
     changed = {**inner, "name": f"{before}{inner['name']}{after}"}
     return {**call, "function": changed} if "function" in call else changed
 
 
 def _shared(text: str, tail: str) -> int:
-    """Characters with which both begin, without half a token where they part."""
+    """The number of characters with which both begin, not counting an incomplete token where they differ."""
     length = next(
         (at for at, (ours, theirs) in enumerate(zip(text, tail, strict=False)) if ours != theirs), None
     )
@@ -489,7 +495,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it."""
+    """The `tojson` of transformers."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -500,7 +506,7 @@ def _refuse(message: str) -> str:
 
 
 def _now(form: str) -> str:
-    """A fixed day: a run's tokens must not depend on when they are made."""
+    """A fixed day, because a run's tokens must not depend on when they are made."""
     return datetime(2025, 1, 1).strftime(form)
 
 
@@ -509,9 +515,10 @@ def _line(error: Exception) -> str:
 
 
 def _answers(lines: Iterator[bytes], begin: Callable[[], object]) -> Iterator[dict[str, Any]]:
-    """The process's answers to the first line, which has the template, and to those with conversations.
+    """The process's answers: to the first line, which has the template, and to the following requests.
 
-    `begin` is called before each conversation.
+    Args:
+        begin: called before each conversation.
     """
     template: Template | None = None
     for line in lines:
@@ -524,7 +531,11 @@ def _answers(lines: Iterator[bytes], begin: Callable[[], object]) -> Iterator[di
             elif "prompt" in given:
                 yield {"text": template.prompt(given["prompt"])}
             else:
-                yield {"answers": [_rendered(template, one, begin) for one in given["conversations"]]}
+                yield {
+                    "answers": [
+                        _rendered(template, conversation, begin) for conversation in given["conversations"]
+                    ]
+                }
         except Dropped as reason:
             yield {"dropped": str(reason)}
         except TemplateError as error:
@@ -539,19 +550,19 @@ def _rendered(template: Template, given: dict[str, Any], begin: Callable[[], obj
     begin()
     given.update(answers=tuple(given["answers"]), trained=tuple(given["trained"]))
     try:
-        found = template.render(Conversation(**given))
+        rendered = template.render(Conversation(**given))
     except Dropped as reason:
         return {"dropped": str(reason)}
     except RecursionError:
         return {"dropped": "deeply nested messages"}
-    return {"text": found.text, "spans": found.assistant}
+    return {"text": rendered.text, "spans": rendered.assistant}
 
 
 def main(seconds: float, mean: float) -> None:
-    """Answer until the parent closes the pipe."""
+    """Answer requests until the parent closes the pipe."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-    # This clock runs while the process computes.
+    # This timer counts only while the process computes.
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def begin() -> None:

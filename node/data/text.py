@@ -1,7 +1,7 @@
-"""Files of people: which ones a folder contributes, what is in them, and how they are opened.
+"""The user's files: which of them a folder contributes, what they contain, and how they are opened.
 
-Training text is UTF-8, compressed or not. A byte order mark is no part of it. A file with a zero byte in it
-is not text, so that this byte can stand between documents.
+Training text is UTF-8, optionally compressed. A byte order mark is not part of the text. A file with a zero
+byte is not text, so that this byte can separate documents.
 """
 
 import bz2
@@ -29,25 +29,26 @@ logger = logging.getLogger(__name__)
 SEPARATOR = b"\0"
 STDLIB = "stdlib"
 STDLIB_LIMIT_BYTES = 32 << 20
-"""The standard library's text is cut after this many bytes, at the end of a file."""
+"""The standard library's text ends after about this many bytes, at the end of a file."""
 
 JSON_SUFFIXES = frozenset((".jsonl", ".ndjson", ".jsonlines", ".json"))
-"""Rows: an object a line, or an array of objects. Of a folder's .json files those with rows are data."""
+"""Files with rows: one object per line, or an array of objects. A folder's .json files are data only if they
+have rows."""
 TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".py", ".c", ".h"))
 PARQUET = ".parquet"
 ARROW = ".arrow"
 TABLES = (PARQUET, ARROW)
 COMPRESSED = frozenset((".xz", ".gz", ".zst", ".bz2"))
 MOST_EXPANSION = 100
-"""A compressed file may grow to so many times its size, or to `SURE_BYTES`."""
+"""A compressed file may grow to this many times its size, or to `SURE_BYTES`."""
 SURE_BYTES = 64 << 20
 MOST_FILE_BYTES = 256 << 20
-"""A settings file has at most so many bytes."""
+"""The most bytes of a settings file."""
 _READ_BYTES = 1 << 16
 _ZSTD_READ_BYTES = 1 << 10
-"""What is read becomes text at once, up to 32 MiB of it."""
+"""All that is read is decompressed at once, to up to 32 MiB."""
 _XZ_BYTES = 512 << 20
-"""Memory to decompress .xz with; its strongest preset takes 65 MiB."""
+"""The memory for decompressing .xz. Its strongest preset needs 65 MiB."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _ARCHIVES = {
     "a gzip file": b"\x1f\x8b",
@@ -60,14 +61,18 @@ _ARCHIVES = {
     "a NumPy array": b"\x93NUMPY",
     "a PDF": b"%PDF-",
 }
-# Not part of every installation, or not the standard library at all.
+# Some of these are not part of every installation, others are not part of the standard library.
 _STDLIB_SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 
 
 def expanded(path: str, key: str) -> Path:
-    """`path` with a leading `~` or `~user` replaced by that home; `key` is the run-file key that names it.
+    """`path` with a leading `~` or `~user` replaced by that home directory.
 
-    Raises ConfigError.
+    Args:
+        key: the run-file key that names the path, for the message.
+
+    Raises:
+        ConfigError: the home directory is unknown.
     """
     own, _, below = path.partition("/")
     try:
@@ -89,10 +94,11 @@ def files_below(
 
     Args:
         skipped: names of folders not to enter.
-        left_out: counts what is passed over: links that leave the folder, pipes, devices and the like.
-        links: also take files that are links to somewhere else.
+        left_out: counts what is skipped: links that leave the folder, pipes, devices and the like.
+        links: include files that are links to somewhere else.
 
-    Raises DataError for a folder that cannot be read.
+    Raises:
+        DataError: a folder cannot be read.
     """
     left_out = Counter() if left_out is None else left_out
     roots = _roots(folder)
@@ -116,7 +122,7 @@ def files_below(
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in a folder, the last name first."""
+    """The entries of a folder, in reverse order of their names."""
     try:
         return sorted(folder.iterdir(), key=lambda path: path.name, reverse=True)
     except OSError as error:
@@ -124,8 +130,11 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _mode(path: Path) -> int:
-    """`st_mode` of what the path leads to; 0 for a link to nowhere. Raises DataError where one on the way may
-    not be entered."""
+    """The `st_mode` of the path's target; 0 for a broken link.
+
+    Raises:
+        DataError: a folder on the way may not be entered.
+    """
     try:
         return path.stat().st_mode
     except OSError as error:
@@ -135,8 +144,8 @@ def _mode(path: Path) -> int:
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Where links of a folder may lead: into it, and from a snapshot in the hub's cache to the files that it
-    shares with others."""
+    """The folders into which links of a folder may lead: the folder itself, and for a snapshot in the hub's
+    cache the files that it shares with others."""
     whole = folder.resolve()
     shared = [
         place.parent.parent / "blobs" for place in (whole, *whole.parents) if place.parent.name == "snapshots"
@@ -145,24 +154,28 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def is_folder(path: Path) -> bool:
-    """Raises DataError where one on the way may not be entered."""
+    """Whether the path is a folder. Raises DataError if a folder on the way may not be entered."""
     return stat.S_ISDIR(_mode(path))
 
 
 def standard_library_files() -> Iterator[Path]:
-    """The sources of Python's standard library, in a fixed order. Raises DataError if there are none."""
+    """The sources of Python's standard library, in a fixed order.
+
+    Raises:
+        DataError: there are none.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = False
+    has_sources = False
     for path in files_below(folder, _STDLIB_SKIPPED, links=True):
         if path.suffix == ".py":
-            found = True
+            has_sources = True
             yield path
-    if not found:
+    if not has_sources:
         raise DataError(f"this Python has no library sources in {folder}; set [data] path to text")
 
 
 class NotTextError(DataError):
-    """A file that is not UTF-8 text: an error by itself, left out within a folder."""
+    """A file that is not UTF-8 text. By itself it is an error; in a folder it is left out."""
 
     def __init__(self, path: Path, reason: str, advice: str) -> None:
         super().__init__(f"{path} {reason}; {advice}")
@@ -175,32 +188,38 @@ def suffix_of(path: Path) -> str:
 
 
 def content_suffix(path: Path) -> str:
-    """The suffix that gives a file's kind, in lower case, without that of its compression."""
+    """The suffix for a file's kind, in lower case, without that of its compression."""
     return suffix_of(Path(path.stem)) if suffix_of(path) in COMPRESSED else suffix_of(path)
 
 
 def without_marks(text: bytes) -> bytes:
-    """UTF-8 text without the byte order marks that some programs put before it; files that were joined have
-    them where lines begin."""
+    """UTF-8 text without the byte order marks that some programs write at its beginning. Joined files have
+    them at the beginning of lines."""
     if codecs.BOM_UTF8 not in text:
         return text
     return text.removeprefix(codecs.BOM_UTF8).replace(b"\n" + codecs.BOM_UTF8, b"\n")
 
 
 def check_regular(path: Path) -> int:
-    """The size of a regular file in bytes. Raises DataError for pipes, devices and the like, which are not
-    opened, and OSError."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a device or the like"
+    """The size of a regular file in bytes.
+
+    Raises:
+        DataError: the path is a folder, a pipe, a device or the like. It is not opened.
+        OSError: the file cannot be examined.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a device or the like"
         raise DataError(f"{path} is {kind}: a regular file is expected")
-    return found.st_size
+    return status.st_size
 
 
 def read_file(path: Path, most: int = MOST_FILE_BYTES) -> bytes:
     """A settings file (JSON, a template) as UTF-8 without a byte order mark.
 
-    Raises DataError if it is no regular file, longer than `most` bytes, or UTF-16; OSError.
+    Raises:
+        DataError: it is no regular file, longer than `most` bytes, or UTF-16.
+        OSError: it cannot be read.
     """
     if (size := check_regular(path)) > most:
         raise DataError(f"{path} has {size:,} bytes; at most {most:,} are expected: is it the right file?")
@@ -212,16 +231,19 @@ def read_file(path: Path, most: int = MOST_FILE_BYTES) -> bytes:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """As `read_file`, from a folder that a stranger may have made. Raises DataError for a link out
-    of it, too."""
+    """`read_file` for a folder that a stranger may have made. Raises DataError also for a link that leads out
+    of it."""
     check_link(path)
     return read_file(path, most)
 
 
 def check_link(path: Path) -> None:
-    """Raises DataError for a link that leads out of its folder, which a stranger's folder may hold.
+    """Refuse a link that leads out of its folder, which a stranger's folder may contain.
 
-    Links to files beside a hub's snapshots are how its cache is made.
+    Links to files beside a hub's snapshots are allowed, because the hub's cache consists of them.
+
+    Raises:
+        DataError: the link leads out of its folder.
     """
     folder = path.parent
     own = folder.parent.parent if folder.parent.name == "snapshots" else folder
@@ -230,7 +252,7 @@ def check_link(path: Path) -> None:
 
 
 def check_kind(path: Path, content: bytes) -> None:
-    """Raises NotTextError for content that begins as UTF-16 or as an archive."""
+    """Refuse content that begins like UTF-16, a Git LFS pointer or an archive. Raises NotTextError."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise NotTextError(path, "is UTF-16 text, not UTF-8", "save it as UTF-8 or leave it out")
     if content.startswith(LFS_POINTER):
@@ -240,7 +262,11 @@ def check_kind(path: Path, content: bytes) -> None:
 
 
 def checked_text(path: Path, content: bytes) -> bytes:
-    """The content without byte order marks. Raises NotTextError unless it is UTF-8 without zero bytes."""
+    """The content without byte order marks.
+
+    Raises:
+        NotTextError: it is not UTF-8, or it has zero bytes.
+    """
     wrong = at = ""
     try:
         content.decode()
@@ -257,7 +283,7 @@ def checked_text(path: Path, content: bytes) -> bytes:
 class _Zstd:
     """One frame of .zst, with the methods of `lzma.LZMADecompressor`.
 
-    zstandard's own reader takes a file that is cut off for one that ends there.
+    zstandard's own reader does not notice that a file is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -291,7 +317,7 @@ class _Zstd:
 
 
 class _Decompressed(io.RawIOBase):
-    """A compressed file, decompressed as it is read; streams one after another count as one."""
+    """A compressed file that is decompressed as it is read. Several streams in sequence count as one."""
 
     def __init__(
         self,
@@ -311,7 +337,7 @@ class _Decompressed(io.RawIOBase):
         data = b""
         while not data:
             if self._codec.eof:
-                # Zero bytes may fill up a stream of .xz.
+                # Zero bytes may pad a stream of .xz.
                 raw = self._codec.unused_data.lstrip(b"\0")
                 raw = raw or self._file.read(self._read_bytes).lstrip(b"\0")
                 if not raw:
@@ -331,7 +357,7 @@ class _Decompressed(io.RawIOBase):
 
 
 class _Bounded(io.RawIOBase):
-    """A decompressed file that ends with a DataError where it has grown more than any text does."""
+    """A decompressed file. Reading raises DataError if it grows more than any text does."""
 
     def __init__(self, path: Path, content: IO[bytes], compressed_bytes: int) -> None:
         self._path, self._content = path, content
@@ -359,12 +385,14 @@ class _Bounded(io.RawIOBase):
 def open_content(path: Path) -> IO[bytes]:
     """The file's bytes, decompressed as they are read.
 
-    Raises OSError, DataError for a missing package, what is no regular file, or a file that expands to more
-    than `MOST_EXPANSION` times its size.
+    Raises:
+        OSError: the file cannot be opened.
+        DataError: a package is missing, or it is no regular file. Reading raises it if the file expands to
+            more than `MOST_EXPANSION` times its size.
     """
     size = check_regular(path)
     if not size:
-        return io.BytesIO()  # nor is a file read that has a kernel behind it, and may never end
+        return io.BytesIO()  # files of the kernel have size 0 too, and reading one may never end
     match suffix_of(path):
         case ".xz":
             content: Any = _Decompressed(path, lambda: lzma.LZMADecompressor(memlimit=_XZ_BYTES))
@@ -381,13 +409,13 @@ def open_content(path: Path) -> IO[bytes]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what damaged and unreadable files raise into DataError."""
+    """Turn the errors of damaged and unreadable files into DataError."""
     try:
         yield
     except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError) as error:
         raise DataError(f"{path} is damaged: {error}; compress it again") from error
     except OSError as error:
-        if error.errno is None:  # as bz2 raises it
+        if error.errno is None:  # bz2 raises this
             raise DataError(f"{path} is damaged: {error}; compress it again") from error
         raise unreadable(path, error) from error
     except Exception as error:  # zstandard may not be installed, so its error is known by name only
@@ -406,7 +434,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 def report_skipped(folder: Path, every: list[Path], taken: list[Path], left_out: Counter[str]) -> None:
-    """Warn about the files of a folder that are not trained on, by suffix, and what `files_below` left
+    """Warn about the files of a folder that are not trained on, by suffix, and about what `files_below` left
     out."""
     chosen = set(taken)
     kinds = left_out + Counter(file.suffix or "no suffix" for file in every if file not in chosen)
@@ -421,5 +449,5 @@ def report_skipped(folder: Path, every: list[Path], taken: list[Path], left_out:
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """The five most frequent, as `12 x .pdf, 1 x link out of the folder`."""
+    """The five most frequent kinds, such as `12 x .pdf, 1 x link out of the folder`."""
     return ", ".join(f"{count} x {kind}" for kind, count in Counter(counts).most_common(5))

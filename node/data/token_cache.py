@@ -1,12 +1,12 @@
-"""Token ids on disk, so that a text is tokenized once, and read back without holding them in memory.
+"""Token ids on disk, so that a text is tokenized only once and need not be in memory.
 
-    FOLDER/KEY.tokens     ids, little endian, of the tokenizer's dtype
-           KEY.json       {"tokens": how many, "sha256": of the file}; written last
-           KEY.partial    what an unfinished run has made, and
-           KEY.progress   {"pieces": ..., "tokens": ...}: how much of it is on disk for certain
+    FOLDER/KEY.tokens     ids, little endian, in the tokenizer's dtype
+           KEY.json       {"tokens": their number, "sha256": of the file}; written last
+           KEY.partial    the tokens of an unfinished run
+           KEY.progress   {"pieces": ..., "tokens": ...}: how much of KEY.partial is certainly on disk
 
-KEY is the SHA-256 of the text and of the tokenizer's fingerprint. A process that was killed goes on where it
-was. FOLDER is $XDG_CACHE_HOME/thinwire/tokens, or ~/.cache/thinwire/tokens.
+KEY is the SHA-256 of the text and of the tokenizer's fingerprint. A process continues where a killed one
+ended. FOLDER is $XDG_CACHE_HOME/thinwire/tokens, or ~/.cache/thinwire/tokens.
 """
 
 import fcntl
@@ -26,44 +26,46 @@ from wire.errors import DataError
 from wire.identity.files import cache_folder as user_cache
 
 BATCH_PIECES = 16
-"""Pieces encoded at once, on all cores; progress is on disk after each batch."""
+"""The pieces that are encoded at once, on all cores. After each batch the progress is on disk."""
 
 Tell = Callable[[str], None]
 
 
 def cache_folder() -> Path:
-    """Where token files are kept; not created. Raises UserError for a user without a home."""
+    """Where token files are kept. The folder is not created. Raises UserError for a user without a home
+    directory."""
     return user_cache() / "tokens"
 
 
 def tokens_of(text: bytes, tokenizer: Tokenizer, folder: Path, tell: Tell) -> np.ndarray:
-    """Ids of the whole text, `[n]`, mapped from a file; encoded first if no run has done so before.
+    """The ids of the whole text, `[n]`, mapped from a file. The text is encoded first if no run has done so
+    before.
 
     Args:
         tell: receives progress lines of a long encoding.
 
     Raises:
-        DataError: the folder cannot be written or the disk is full.
+        DataError: the folder cannot be written, or the disk is full.
     """
     key = sha256(sha256(text).digest() + tokenizer.fingerprint.encode()).hexdigest()
     try:
         with sole_writer(folder, key):
-            if (found := _complete(folder, key, tokenizer)) is None:
+            if (ids := _complete(folder, key, tokenizer)) is None:
                 _encode(text, tokenizer, folder, key, tell)
-                found = _complete(folder, key, tokenizer)
+                ids = _complete(folder, key, tokenizer)
     except OSError as error:
         raise DataError(
             f"tokens cannot be kept in {folder} ({error.strerror}): free some space or set XDG_CACHE_HOME to "
             "a folder that can be written"
         ) from error
-    if found is None:
+    if ids is None:
         raise DataError(f"tokens in {folder} changed while they were written: check that disk")
-    return found
+    return ids
 
 
 @contextmanager
 def sole_writer(folder: Path, key: str) -> Iterator[None]:
-    """Of two runs with the same text, one encodes and the other waits."""
+    """Hold a lock: of two runs with the same text, one encodes and the other waits."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{key}.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -71,7 +73,7 @@ def sole_writer(folder: Path, key: str) -> Iterator[None]:
 
 
 def _complete(folder: Path, key: str, tokenizer: Tokenizer) -> np.ndarray | None:
-    """The finished file, mapped; None if there is none, or it is not what was written."""
+    """The finished file, mapped; None if there is none, or if it was changed."""
     path = folder / f"{key}.tokens"
     record = _json(folder / f"{key}.json")
     dtype = tokenizer.dtype.newbyteorder("<")
@@ -137,14 +139,14 @@ def _batches(pieces: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 def _json(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def replace_json(path: Path, values: Mapping[str, object]) -> None:
-    """Write a JSON file whole: temporary file, fsync, rename."""
+    """Write a JSON file atomically: temporary file, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(values, file)

@@ -1,9 +1,8 @@
-"""Text into token ids: bytes as they are, or byte-pair encoding with the user's own tables.
+"""Converts text into token ids: bytes, or byte-pair encoding with the user's own tables.
 
-`[data] tokenizer` is `bytes`, or names tables of byte-level BPE as GPT-2 has them: a folder that holds
-`tokenizer.json`, `vocab.json` and `merges.txt`, `encoder.json` and `vocab.bpe`, or SentencePiece's
-`tokenizer.model`; or one of these files. The BPE itself is the `tokenizers` package, which only the
-coordinator needs.
+`[data] tokenizer` is `bytes`, or names tables of a byte-level BPE like GPT-2's. It names one of these files
+or a folder with them: `tokenizer.json`; `vocab.json` and `merges.txt`; `encoder.json` and `vocab.bpe`; or
+SentencePiece's `tokenizer.model`. The `tokenizers` package computes the BPE; only the coordinator needs it.
 """
 
 import base64
@@ -32,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 BYTES = "bytes"
 PIECE_BYTES = 128 * 1024
-"""Documents are encoded in pieces of about this size, each ending at a word's end."""
+"""The approximate size of the pieces in which documents are encoded. Each ends at the end of a word."""
 MOST_WORD_BYTES = 4 << 20
-"""Without a break for so long a piece ends anyway: merging one takes a hundred times its memory."""
+"""A piece without a word's end stops at this size, because merging takes a hundred times its memory."""
 END_OF_TEXT = "<|endoftext|>"
-"""Stands between documents, if the vocabulary has it."""
+"""Separates documents, if the vocabulary has it."""
 
 MOST_TABLES_BYTES = 128 << 20
-"""One file has at most so many bytes: the largest that are published have a third of it."""
+"""The most bytes of one file. The largest published ones have a third of it."""
 MOST_ENDS = 1000
-"""Tokens that may end a text."""
+"""The most tokens that may end a text."""
 MOST_GROWTH = 1000
-"""Characters that a tokenizer's rules may make of one."""
+"""The most characters that a tokenizer's rules may make of one."""
 
 _BREAK = re.compile(rb"[ \n]")
 _FAST = "tokenizer.json"
@@ -62,35 +61,35 @@ class Tokenizer(ABC):
     """Token ids of a text. The same text gives the same ids, whatever was encoded before."""
 
     vocabulary: int
-    """Ids lie below this."""
+    """All ids are below this."""
     fingerprint: str
-    """Changes whenever the same text might give other ids."""
+    """It changes whenever the same text might give other ids."""
     begin: tuple[int, ...] = ()
-    """Ids that stand before each text."""
+    """The ids at the beginning of each text."""
     ends: frozenset[int]
-    """Each of these ids ends a text."""
+    """The ids that each end a text."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """The narrowest for the vocabulary."""
+        """The narrowest unsigned dtype for the vocabulary."""
         return np.min_scalar_type(self.vocabulary - 1)
 
     @abstractmethod
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each piece of `pieces_of`, `[n]` of `dtype`."""
+        """The ids of each piece of `pieces_of`, `[n]` of `dtype`."""
 
     @abstractmethod
     def prompt(self, text: str) -> list[int]:
-        """Ids of a text to continue: special tokens in it are special, and `begin` comes first unless it
-        is written there."""
+        """The ids of a text to continue. Special tokens in it are special, and `begin` is added unless the
+        text starts with it."""
 
     @abstractmethod
     def decode(self, ids: np.ndarray) -> str:
-        """The text of ids `[n]`, special tokens included."""
+        """The text of ids `[n]`, including special tokens."""
 
 
 class ByteTokenizer(Tokenizer):
-    """A token a byte."""
+    """One token per byte."""
 
     vocabulary = 256
     fingerprint = BYTES
@@ -107,10 +106,16 @@ class ByteTokenizer(Tokenizer):
 
 
 class BpeTokenizer(Tokenizer):
-    """Byte-pair encoding. Text that looks like a special token is encoded as the text that it is."""
+    """Byte-pair encoding. Text that looks like a special token is encoded as ordinary text."""
 
     def __init__(self, bpe: "tokenizers.Tokenizer", tables: Sequence[bytes], folder: Path) -> None:
-        """`folder` says which tokens begin and end a text. Raises DataError."""
+        """
+        Args:
+            folder: its settings say which tokens begin and end a text.
+
+        Raises:
+            DataError: these tokens are missing or not in the vocabulary.
+        """
         import tokenizers
 
         self._bpe = bpe
@@ -128,7 +133,7 @@ class BpeTokenizer(Tokenizer):
         default = bpe.token_to_id(END_OF_TEXT)
         known = _known_ends(bpe, folder)
         template = _template_text(folder)
-        # A chat tokenizer's end of text may be what ends a turn.
+        # A chat tokenizer's end of text may be the token that ends a turn.
         apart = [end for end in known if (bpe.id_to_token(end) or "") not in template]
         ends = [*behind[-1:], *apart, *([] if default is None else [default]), *known]
         # Tables without an end of text may still know the zero byte.
@@ -166,7 +171,7 @@ class BpeTokenizer(Tokenizer):
             self._bpe.encode_special_tokens = True
 
     def to_json(self) -> str:
-        """As a `tokenizer.json`."""
+        """The contents of a `tokenizer.json`."""
         return str(self._bpe.to_str(pretty=True))
 
     @property
@@ -180,15 +185,15 @@ class BpeTokenizer(Tokenizer):
 
 
 BPE_FORMAT = "1"
-"""Raised when pieces are cut in another way."""
+"""Increase this when pieces are cut in another way."""
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `[data] tokenizer` names.
 
     Raises:
-        DataError: no such tables, damaged ones, or the package that reads them is not installed.
-        ConfigError: a home directory of an unknown user.
+        DataError: the tables are missing or damaged, or the package that reads them is not installed.
+        ConfigError: the path names the home directory of an unknown user.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -199,12 +204,12 @@ def load_tokenizer(name: str) -> Tokenizer:
                 f"no tokenizer {name!r}: set [data] tokenizer to {BYTES}, or to a folder or file with GPT-2 "
                 "style tables (tokenizer.json, vocab.json and merges.txt, or encoder.json and vocab.bpe)"
             )
-        found = tokenizer_files(path)
+        files = tokenizer_files(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
-    bpe, parts = parsed_tokenizer(found)
+    bpe, parts = parsed_tokenizer(files)
     with one_line(path):
-        tokenizer = BpeTokenizer(bpe, parts, found[0].parent)
+        tokenizer = BpeTokenizer(bpe, parts, files[0].parent)
         _check_bytes(tokenizer, path)
     return tokenizer
 
@@ -244,12 +249,12 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
 
 
 def _growth(rules: Mapping[str, Any]) -> float:
-    """How many characters a normalizer or a decoder can make of one at most: it may put text in a character's
-    place, or before it."""
+    """The most characters that a normalizer or a decoder can make of one. It may replace a character by text,
+    or put text before it."""
     parts = rules.get("normalizers") or rules.get("decoders") or ()
     own = max(len(rules.get("content") or ""), 1 + len(rules.get("prepend") or ""))
     if charsmap := base64.b64decode(rules.get("precompiled_charsmap") or ""):
-        # SentencePiece's: the size of a search tree, the tree, and the texts that it leads to.
+        # SentencePiece's format: the size of a search tree, the tree, and the texts to which it leads.
         texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
         own = max(own, *map(len, texts.split(b"\0")))
     return own * math.prod(map(_growth, parts), start=1.0)
@@ -257,8 +262,11 @@ def _growth(rules: Mapping[str, Any]) -> float:
 
 @contextmanager
 def one_line(path: Path, what: str = "cannot be read") -> Iterator[None]:
-    """What is wrong with tables comes as bare Exception from the package, or as a panic of its Rust: of a
-    pattern that backtracks too often, for instance."""
+    """Turn errors of the package into a DataError of one line.
+
+    It raises bare Exception, or a panic of its Rust code, for instance for a pattern that backtracks too
+    often.
+    """
     try:
         yield
     except DataError:
@@ -289,7 +297,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """`bos_token`, `eos_token` and the like of a tokenizer's folder, as transformers has them: those of
     `special_tokens_map.json` count more, unless `tokenizer_config.json` lists the added tokens.
 
-    Raises DataError if one cannot be read.
+    Raises:
+        DataError: a file cannot be read.
     """
     return {name: content for name, value in _named_tokens(folder).items() if (content := _content(value))}
 
@@ -389,9 +398,9 @@ def _around(bpe: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
-    """The ids that end a text, by the tokenizer's and the model's files in `folder`. Raises DataError."""
+    """The ids that end a text, from the tokenizer's and the model's files in `folder`. Raises DataError."""
     named = bpe.token_to_id(special_tokens(folder).get("eos_token", ""))
-    found = [] if named is None else [named]
+    ends = [] if named is None else [named]
     rows = 1 << 32
     for file in ("config.json", "generation_config.json"):
         values = json_object(folder / file)
@@ -401,12 +410,12 @@ def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
                 rows = min(rows, size)
             ids = level.get("eos_token_id")
             listed = ids[:MOST_ENDS] if isinstance(ids, list) else [ids]
-            found += [end for end in listed if type(end) is int]
-    return [end for end in dict.fromkeys(found) if 0 <= end < rows and bpe.id_to_token(end) is not None]
+            ends += [end for end in listed if type(end) is int]
+    return [end for end in dict.fromkeys(ends) if 0 <= end < rows and bpe.id_to_token(end) is not None]
 
 
 def _template_text(folder: Path) -> str:
-    """The chat template of a folder, or empty. Raises DataError."""
+    """The chat template of a folder; empty if it has none. Raises DataError."""
     path = folder / "chat_template.jinja"
     if path.exists():
         return read_bounded(path).decode(errors="replace")
@@ -423,7 +432,7 @@ def _say_no_end(folder: str) -> None:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a file; empty without the file. Raises DataError if it cannot be read."""
+    """The object in a file; empty if there is no file. Raises DataError if it cannot be read."""
     if not path.exists():
         return {}
     try:
@@ -434,7 +443,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def read_bounded(path: Path) -> bytes:
-    """A file of a tokenizer. Raises DataError if it is none, no regular file or too large."""
+    """The contents of a tokenizer's file. Raises DataError if it is missing, no regular file or too large."""
     try:
         return read_small(path, MOST_TABLES_BYTES)
     except OSError as error:
@@ -442,12 +451,12 @@ def read_bounded(path: Path) -> bytes:
 
 
 def pieces_of(text: bytes) -> Iterator[bytes]:
-    """Documents of `read_text`, cut, and `SEPARATOR` between documents.
+    """The documents of `read_text` in pieces, with `SEPARATOR` between documents.
 
-    Where a piece ends depends on the text alone: behind at least `PIECE_BYTES`, before a space or a line's
-    end that stands between two characters which are no white space. GPT-2's rules break there anyway, so the
-    tokens are those of the whole document; with other rules a token begins there all the same, and one does
-    in the midst of a word without end.
+    The end of a piece depends only on the text: it is the first space or line end after `PIECE_BYTES` that
+    lies between two characters other than white space. GPT-2's rules break there too, so the tokens are those
+    of the whole document. With other rules a token begins there all the same. A very long word is cut in the
+    middle.
     """
     start = 0
     while True:
@@ -465,15 +474,15 @@ def pieces_of(text: bytes) -> Iterator[bytes]:
 
 def _cut(text: bytes, start: int, stop: int) -> int:
     most = min(stop, start + MOST_WORD_BYTES)
-    for found in _BREAK.finditer(text, start, most):
-        position = found.start()
-        # Four bytes hold any character.
+    for match in _BREAK.finditer(text, start, most):
+        position = match.start()
+        # Four bytes are enough for any character.
         before = text[max(0, position - 4) : position].decode(errors="ignore")[-1:]
         after = text[position + 1 : min(stop, position + 5)].decode(errors="ignore")[:1]
         if before and after and not before.isspace() and not after.isspace():
             return position
     while most < stop and text[most] & 0xC0 == 0x80:
-        most -= 1  # at the first byte of a character
+        most -= 1  # back to the first byte of a character
     return most
 
 
@@ -493,14 +502,19 @@ def tokenizer_files(path: Path) -> list[Path]:
 
 
 def _check_bytes(tokenizer: BpeTokenizer, path: Path) -> None:
-    """Tables that do not know every byte drop text without a word."""
-    # A character with each first byte that UTF-8 has; the bytes behind it are among the first ones'.
+    """Refuse tables that do not have every byte, because they would drop text silently.
+
+    Raises:
+        DataError: a byte is missing.
+    """
+    # One character for each first byte that UTF-8 has. Their other bytes are among those of the first
+    # characters.
     two = [lead << 6 | 0x1F for lead in range(4, 32)]
     three = [0xD005 if lead == 13 else lead << 12 | 0xC05 for lead in range(16)]
     four = [0x1F600, *(lead << 18 | 0x1C005 for lead in range(1, 4)), 0x10C005]
     text = "".join(map(chr, [*range(1, 256), *two, *three, *four]))
     (ids,) = tokenizer.encode([text.encode()])
-    # Decoders of SentencePiece's kind drop the space that they put before a text.
+    # SentencePiece's decoders drop the space that they put before a text.
     if tokenizer.decode(ids).strip() != text.strip():
         raise DataError(
             f"the tokenizer in {path} does not give back every text that it encodes: byte-level BPE tables, "

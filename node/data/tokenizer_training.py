@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE on a run's text, so that a run from nothing needs nobody else's tables."""
+"""Trains a byte-level BPE on a run's text, so that a run from scratch needs no published tokenizer."""
 
 import json
 from pathlib import Path
@@ -18,26 +18,26 @@ CHAT_TEMPLATE = (
     "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML. Only what the assistant says is a label."""
+"""ChatML. Only the assistant's text gives labels."""
 LEAST_VOCABULARY = 256 + 3
-"""Every byte, and the special tokens."""
+"""All bytes and the special tokens."""
 MOST_VOCABULARY = 1_000_000
-"""The package takes memory for them all beforehand."""
+"""The `tokenizers` package allocates memory for all of them in advance."""
 
 
 def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool) -> int:
-    """Train a tokenizer on the text of `data` and write it into the new folder `out`, as transformers reads
-    it. The same text gives the same tables.
+    """Train a tokenizer on the text of `data`, and write it into the new folder `out` in transformers'
+    format. The same text gives the same tables.
 
     Args:
-        vocabulary: the most tokens, special ones included; a small text has fewer.
+        vocabulary: the most tokens, including special ones. A small text has fewer.
         chat: also write a chat template, ChatML.
 
     Returns:
-        How many tokens it has.
+        The number of its tokens.
 
     Raises:
-        UserError: `out` is in use, or too few tokens are asked for.
+        UserError: `out` is in use, or the vocabulary's size is out of range.
         DataError: the text cannot be read, or `tokenizers` is not installed.
     """
     if not LEAST_VOCABULARY <= vocabulary <= MOST_VOCABULARY:
