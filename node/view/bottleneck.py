@@ -1,9 +1,9 @@
-"""Name what limits a run's speed, in sentences. Pure: input is a `RunView`.
+"""Names what limits a run's speed, in sentences. All functions are pure; their input is a `RunView`.
 
-Sentences say what was measured (shares of time, use of links) and what a change would gain. Gains come from
-the lower bound on step time (`pipeline/floor.py`) with measured times and changed bytes or blocks; time
-beyond the bound is assumed to stay. Advice rests on more steps than what is shown, and holds in each half of
-them, so that noise neither makes it nor changes it.
+The sentences say what was measured (shares of time, use of links) and what a change would gain. Gains follow
+from the lower bound on step time (`node/schedule/floor.py`), with measured times and changed bytes or blocks.
+Time beyond the bound is assumed to stay. Advice is based on more steps than the displayed figures, and must
+hold in each half of them, so that noise neither causes nor changes it.
 """
 
 import math
@@ -17,22 +17,22 @@ from node.view.run_view import LinkView, RunView, StageView
 from node.view.step_model import BY_PROGRAM, FULL, LITTLE, SharedUpload, StepModel, shared_uploads
 
 PACE = 0.7
-"""At this efficiency or more, the resource that sets the lower bound sets the pace."""
+"""From this efficiency on, the resource that sets the lower bound is said to set the pace."""
 WAITING = 0.15
-"""Least share of waiting time that is worth a sentence."""
+"""The least share of waiting time that is worth a sentence."""
 PACKING = 0.25
-"""Share of a stage's time from which encoding and decoding count as much."""
+"""Encoding and decoding are mentioned from this share of a stage's time on."""
 MOST_SENTENCES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Steps that advice rests on."""
+    """The steps on which advice is based."""
 
     whole: RunView
-    """The view, measured over all of them."""
+    """The view measured over all of these steps."""
     parts: tuple[RunView, ...]
-    """The view, measured over each half."""
+    """The view measured over each half of them."""
 
     def row(self, replica: int) -> "Evidence":
         return Evidence(whole=self.whole.row(replica), parts=tuple(part.row(replica) for part in self.parts))
@@ -46,17 +46,20 @@ def bottleneck(
     *,
     advises: bool = True,
 ) -> tuple[str, ...]:
-    """Sentences, the most important first; empty before there are measurements.
+    """Sentences about what limits the run, most important first; empty before there are measurements.
 
-    `codec_bits`: bits an element on this run's links, by codec. `ends_in_blocks`: compute cost of the
-    embedding and the head, in blocks; no split is proposed without it.
-    `evidence`: the steps that advice rests on, if not those of `view`. `advises`: whether those are enough.
+    Args:
+        codec_bits: bits per element on this run's links, by codec.
+        ends_in_blocks: compute cost of the embedding and the head, in blocks. Without it no split is
+            proposed.
+        evidence: the steps on which advice is based, if not those of `view`.
+        advises: whether these are enough steps for advice.
     """
     if view.state == "waiting for nodes":
         members, wanted = len(view.members), view.stages_wanted
         if members >= wanted:
-            there = f"{counted(members, 'node')} {'is' if members == 1 else 'are'} here"
-            return (f"waiting for a stage's node: {there}, but none fits and none is back yet",)
+            present = f"{counted(members, 'node')} {'is' if members == 1 else 'are'} here"
+            return (f"waiting for a stage's node: {present}, but none fits and none is back yet",)
         return (f"waiting for nodes: {members} of {wanted} are here; {_how_to_join(view.token_uses)}",)
     if view.rows > 1:
         return _rows(view, codec_bits, ends_in_blocks, evidence, advises=advises)
@@ -81,7 +84,7 @@ def bottleneck(
 
 @dataclass(frozen=True, kw_only=True)
 class _Advice:
-    """Whether to advise, and the measurements to do it by."""
+    """Whether to give advice, and the measurements for it."""
 
     model: StepModel
     view: RunView
@@ -100,7 +103,7 @@ class _Advice:
         )
 
     def words(self, remedy: Remedy | None) -> list[str]:
-        """The remedy, if there are steps enough for it and every part of them agrees."""
+        """The remedy's text, if there are enough steps for it and all parts of them agree; else empty."""
         confirmed = remedy.confirmed(self.parts) if remedy is not None and self.enough else None
         return [confirmed.text] if confirmed is not None else []
 
@@ -116,7 +119,7 @@ def _rows(
     *,
     advises: bool,
 ) -> tuple[str, ...]:
-    """Which row the others wait for, what limits that one, and how much of the step sums the gradients."""
+    """Which row the others wait for, what limits that row, and what share of the step sums the gradients."""
     sync = [_sync_share(view.row(replica)) for replica in range(view.rows)]
     if not all(stage.shares for stage in view.stages):
         return ()
@@ -147,7 +150,8 @@ def _rows(
 
 
 def _sync_share(row: RunView) -> float:
-    """The least share of time that a stage of a row waits for other rows: the row's last stage to be done."""
+    """The least share of time that a stage of a row waits for other rows. This stage finishes last in the
+    row."""
     return min((stage.shares.get("sync", 0.0) for stage in row.stages), default=0.0)
 
 
@@ -165,7 +169,8 @@ def _sync_link(link: LinkView) -> str:
 def _links(
     view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[str, float], advice: _Advice
 ) -> list[str]:
-    """Full links, fullest first; else the link that sets the lower bound, if the step is near it."""
+    """Full links, fullest first. Without any, the link that sets the lower bound, if the step is near the
+    bound."""
     uploads = shared_uploads(view)
     shared = [link for upload in uploads for link in upload.links]
     full = [link for link in view.links if (link.use or 0.0) >= FULL and link not in shared]
@@ -194,11 +199,11 @@ def _links(
         )
     if not sentences:
         return []
-    # Who waits and what would help is the same for all: say it once.
+    # Who waits and what would help is the same for all links, so it is said once.
     parts = [sentences[0]]
     if waiting := _who_waits(view.stages):
         parts.append(waiting)
-    # The other direction may bind once this one does not, so look at all links, these first.
+    # Once this direction is relieved, the other one may limit. So all links are passed, these first.
     others = [link for link in view.links if link not in shared and link not in full]
     parts += advice.words(better_codec([*shared, *full, *others], advice.model, codec_bits))
     return ["; ".join(parts), *sentences[1:]]
@@ -215,7 +220,7 @@ def _upload(upload: SharedUpload) -> str:
 def _stages(
     view: RunView, model: StepModel, floor: Floor, ends_in_blocks: Sequence[float], advice: _Advice
 ) -> list[str]:
-    """The busiest stage, if it has no time left or sets a lower bound that the step is near."""
+    """The busiest stage, if it has no time left, or if it sets a lower bound that the step is near."""
     busiest = max(view.stages, key=lambda stage: stage.busy)
     near = floor.binds.kind is ResourceKind.COMPUTE and floor.seconds >= PACE * model.seconds
     if busiest.busy < FULL and not (near and floor.binds.stage == busiest.stage):
@@ -229,7 +234,7 @@ def _stages(
 
 
 def _packing(view: RunView, advice: _Advice) -> list[str]:
-    """The stage that packs and unpacks most, if that is much of its time and it is the busiest."""
+    """The stage that spends most on packing, if that is much of its time and it is the busiest."""
     stage = max(view.stages, key=_packing_share)
     share = _packing_share(stage)
     if share < PACKING or stage.busy < max(other.busy for other in view.stages):
@@ -241,14 +246,14 @@ def _packing(view: RunView, advice: _Advice) -> list[str]:
 
 
 def _coordinator(view: RunView) -> list[str]:
-    """Waiting for the coordinator: by every stage, or by stage 0."""
+    """Waiting for the coordinator, by every stage or by stage 0."""
     shares = [stage.shares.get("wait-coordinator", 0.0) for stage in view.stages]
     if min(shares) >= WAITING:
         return [
             f"every stage waits for the coordinator at least {_percent(min(shares))} of the time: look at "
             "its disk, its processor and the round trip to it"
         ]
-    # Others may wait for the coordinator because it waits for stage 0, which ends a step last.
+    # If only stage 0 waits long for the coordinator, the others wait for stage 0, which ends a step last.
     if shares[0] < WAITING:
         return []
     return [
@@ -258,7 +263,7 @@ def _coordinator(view: RunView) -> list[str]:
 
 
 def _latency(view: RunView, model: StepModel, floor: Floor) -> list[str]:
-    """Nothing is full, yet stages wait for each other longer than the lower bound explains."""
+    """Nothing is full, but stages wait for each other longer than the lower bound explains."""
     waits = [
         stage.shares.get("wait-upstream", 0.0) + stage.shares.get("wait-downstream", 0.0)
         for stage in view.stages
@@ -312,7 +317,7 @@ def _how_to_join(token_uses: int | None) -> str:
 
 
 def _who_waits(stages: Sequence[StageView]) -> str:
-    """`stages 3 and 4 wait 61 % of the time`: stages that wait much, and their mean."""
+    """Stages that wait much, with their mean: `stages 3 and 4 wait 61 % of the time`."""
     waiting = [stage for stage in stages if stage.waiting >= WAITING]
     if not waiting:
         return ""
@@ -322,7 +327,8 @@ def _who_waits(stages: Sequence[StageView]) -> str:
 
 
 def _stages_text(numbers: Sequence[int]) -> str:
-    """`stage 3`, `stages 0 and 2`, `stages 0, 2 and 3`; a row of more than three as `stages 0 to 7`."""
+    """`stage 3`, `stages 0 and 2`, `stages 0, 2 and 3`; more than three consecutive ones as `stages 0 to
+    7`."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:
         return f"stage {first}"

@@ -1,9 +1,9 @@
-"""Read a run's view from its history without reading the whole history.
+"""Reads a run's view from its history without reading the whole history.
 
-`history-view.json` holds a view builder's state and the position up to which it has seen the history. It is a
-cache: every reader goes on from it, and whoever has read `SAVE_BYTES` more writes a new one. The writer of
-the history does so during the run (`refresh`), so readers parse little more than `INDEX_BYTES` of events, or
-`INDEX_TIMES` the checkpoint's size.
+`history-view.json` has a view builder's state, and the position in the history up to which it has read. It is
+a cache: every reader continues from it, and a reader that has read `SAVE_BYTES` more writes a new one. During
+the run the history's writer does so (`refresh`), so readers parse little more than `INDEX_BYTES` of events,
+or `INDEX_TIMES` the checkpoint's size.
 """
 
 import contextlib
@@ -22,19 +22,23 @@ from wire.version import VERSION
 CHECKPOINT_FILE = "history-view.json"
 SAVE_BYTES = INDEX_BYTES
 PROGRESS_BYTES = 64 << 20
-"""A long history without a checkpoint gets one each so many bytes, in case its reader is stopped."""
+"""While a long history without a checkpoint is read, one is saved after every this many bytes, in case the
+reader is stopped."""
 
 
 def read_view(
     directory: Path, end: int | None = None, cancelled: Cancelled = lambda: False
 ) -> tuple[RunViewBuilder, int]:
-    """The run in `directory` after its history, and the position up to which it was read. RunError.
+    """The run in `directory` after its history, and the position up to which it was read.
 
     An unfinished last line is not read.
 
     Args:
         end: stop at lines that begin at this position or later.
-        cancelled: asked between lines; true returns what was read so far.
+        cancelled: asked between lines. If it returns true, the result covers what was read so far.
+
+    Raises:
+        RunError: the history cannot be read.
     """
     builder, position = _load(directory, end)
     saved = position
@@ -53,7 +57,11 @@ def read_view(
 
 
 def refresh(directory: Path, cancelled: Cancelled) -> int:
-    """Bring the checkpoint up to the end of the history; gives its bytes, 0 if there is none. RunError."""
+    """Update the checkpoint to the end of the history. Returns its size in bytes, or 0 without a checkpoint.
+
+    Raises:
+        RunError: the history cannot be read.
+    """
     read_view(directory, cancelled=cancelled)
     with contextlib.suppress(OSError):
         return (directory / CHECKPOINT_FILE).stat().st_size
@@ -61,7 +69,7 @@ def refresh(directory: Path, cancelled: Cancelled) -> int:
 
 
 def _load(directory: Path, end: int | None) -> tuple[RunViewBuilder, int]:
-    """The builder and its position in the checkpoint; a new one at 0 if none can be used."""
+    """The builder and its position from the checkpoint; a new builder and 0 if there is no usable one."""
     try:
         raw = json.loads((directory / CHECKPOINT_FILE).read_bytes())
         position = raw["position"]
@@ -74,12 +82,12 @@ def _load(directory: Path, end: int | None) -> tuple[RunViewBuilder, int]:
             builder: RunViewBuilder = read_value(raw["state"], RunViewBuilder, "state")
             return builder, position
     except (OSError, ValueError, KeyError, TypeError, RecursionError, ProtocolViolationError):
-        pass  # no checkpoint, or one that is damaged: the history has everything
+        pass  # there is no checkpoint, or it is damaged: the history has everything
     return RunViewBuilder(), 0
 
 
 def _save(directory: Path, builder: RunViewBuilder, position: int) -> None:
-    """Best effort: the directory may be read-only, or its disk full."""
+    """Save a checkpoint if possible. The directory may be read-only, or its disk full."""
     fields = {
         "version": VERSION,
         "head": _head(directory),
@@ -88,7 +96,7 @@ def _save(directory: Path, builder: RunViewBuilder, position: int) -> None:
     }
     partial = directory / f"{CHECKPOINT_FILE}.{os.getpid()}-{threading.get_ident()}.partial"
     try:
-        # Whole, not piece by piece into the file: that would be many times slower, beside the run's steps.
+        # Encoded as a whole: writing piece by piece is many times slower, and slows the run's steps.
         text = json.dumps(fields, separators=(",", ":"), default=plain_fields)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -100,5 +108,5 @@ def _save(directory: Path, builder: RunViewBuilder, position: int) -> None:
 
 
 def _head(directory: Path) -> str:
-    """A digest of the history's first line: another run's history has another."""
+    """A digest of the history's first line, which differs from run to run."""
     return sha256(first_line(directory)).hexdigest()

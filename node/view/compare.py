@@ -1,7 +1,7 @@
-"""Compare two runs: what differs in their run files, and what came of it. Pure.
+"""Compares two runs: the differences between their run files, and their results. All functions are pure.
 
 Losses are compared at equal steps and at equal running time. Running time is the sum of a run's step times,
-replayed steps included, so a night for which the run was stopped does not count.
+including replayed steps, so it does not count a night in which the run was stopped.
 """
 
 import math
@@ -17,51 +17,52 @@ from node.telemetry.history import Entry
 from wire.figures import LinkFigures, StageFigures, flow_sum, total
 
 POINTS = 5
-"""Number of steps, and of times, at which losses are compared: evenly spread, up to the last common one."""
+"""The number of steps, and of times, at which losses are compared. They are evenly spread up to the last
+common one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run's figures."""
+    """The figures of one run."""
 
     name: str
     config: Mapping[str, Any]
     """The run file's values by `section.key`."""
     steps: tuple[int, ...]
-    """Steps done, ascending; a replayed step counts as it went last."""
+    """The steps that were done, ascending. For a replayed step, the last attempt counts."""
     losses: tuple[float, ...]
-    """Not a number for a step without labels."""
+    """NaN for a step without labels."""
     elapsed: tuple[float, ...]
-    """Running time until each step was done, seconds."""
+    """The running time in seconds until each step was done."""
     tokens: int
-    """Tokens a step."""
+    """Tokens per step."""
     bytes: int
-    """On all links."""
+    """The bytes on all links."""
     bits: Mapping[str, float]
-    """Bits an element, by kind of tensor."""
+    """Bits per element, by kind of tensor."""
     shares: Mapping[str, float]
-    """Share of all stages' time, by kind of time."""
+    """The shares of all stages' time, by kind of time."""
     held_out: Mapping[int, float] = field(default_factory=dict)
-    """Held-out loss by step, with fp32 on every link."""
+    """The held-out loss by step, with fp32 on every link."""
     held_out_as_trained: Mapping[int, float] = field(default_factory=dict)
-    """The same with the run's codecs on the links."""
+    """The held-out loss by step, with the run's codecs on the links."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The gradient groups of each row in the newest placement; empty for a run with one group."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the whole run."""
+        """The mean over the whole run."""
         seconds = self.elapsed[-1] if self.elapsed else 0.0
         return self.tokens * len(self.steps) / seconds if seconds > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Pairs hold the first and the second run's figure; None where a run has none."""
+    """A comparison. Pairs have the first and the second run's figure; None where a run has none."""
 
     names: tuple[str, str]
     config: Mapping[str, tuple[Any, Any]]
-    """Values that differ."""
+    """The values that differ."""
     steps: tuple[int, int]
     seconds: tuple[float | None, float | None]
     tokens_per_second: tuple[float | None, float | None]
@@ -69,15 +70,16 @@ class Comparison:
     bits: Mapping[str, tuple[float | None, float | None]]
     shares: Mapping[str, tuple[float | None, float | None]]
     loss_at_step: tuple[tuple[int, float, float], ...]
-    """(step, first, second)"""
+    """(step, first run's loss, second run's loss)."""
     loss_at_seconds: tuple[tuple[float, float, float], ...]
-    """(running time in seconds, first, second): each run's newest loss at that time."""
+    """(running time in seconds, first run's loss, second run's loss). A loss is the run's newest at that
+    time."""
     held_out_at_step: tuple[tuple[int, float, float], ...] = ()
-    """(step, first, second): held-out loss with fp32 on every link."""
+    """(step, first run's, second run's) held-out loss, with fp32 on every link."""
     held_out_as_trained_at_step: tuple[tuple[int, float, float], ...] = ()
     """The same with each run's codecs on the links."""
     groups: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = ((), ())
-    """Of each row in the newest placement; empty for a run with one group."""
+    """The gradient groups of each row in the newest placement; empty for a run with one group."""
 
     def to_fields(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -86,7 +88,7 @@ class Comparison:
 
 
 def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable[Entry]) -> RunRecord:
-    """One run's figures from its history; `config` is the run file, section by section."""
+    """A run's figures from its history. `config` is the run file, section by section."""
     done: dict[int, tuple[float, float]] = {}
     elapsed, tokens = 0.0, 0
     sent, time = LinkFigures(), StageFigures()
@@ -133,7 +135,7 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
 
 
 def compare(first: RunRecord, second: RunRecord) -> Comparison:
-    """Both runs side by side."""
+    """The comparison of two runs."""
     keys = dict.fromkeys((*first.config, *second.config))
     both = {key: (first.config.get(key), second.config.get(key)) for key in keys}
     return Comparison(
@@ -159,7 +161,7 @@ def _at_steps(first: RunRecord, second: RunRecord) -> tuple[tuple[int, float, fl
 
 
 def _both(mine: Mapping[int, float], other: Mapping[int, float]) -> tuple[tuple[int, float, float], ...]:
-    """(step, mine, other) at some of the steps that have a loss in both."""
+    """(step, mine, other) at some of the steps that have a loss in both runs."""
     steps = [step for step in mine.keys() & other.keys() if not math.isnan(mine[step] + other[step])]
     return tuple((step, mine[step], other[step]) for step in _spread(sorted(steps)))
 
@@ -183,12 +185,12 @@ def _by_seconds(run: RunRecord) -> list[tuple[float, float]]:
 
 
 def _loss_at(order: Sequence[tuple[float, float]], at: float) -> float:
-    """The loss of the newest step that was done by then."""
+    """The loss of the newest step that was done at that time."""
     return order[bisect_right(order, (at, math.inf)) - 1][1]
 
 
 def _spread(values: Sequence[int]) -> list[int]:
-    """At most `POINTS` of them, evenly spread, the last one always."""
+    """At most `POINTS` of the values, evenly spread and including the last."""
     count = min(POINTS, len(values))
     return list(dict.fromkeys(values[len(values) * (i + 1) // count - 1] for i in range(count)))
 

@@ -1,7 +1,8 @@
-"""Work out a run file before anything starts: stages, memory, bytes a step on each link, the text.
+"""Computes what a run file means before anything starts: stages, memory, bytes per step on each link, the
+text.
 
 Bytes are counted with the code that a run uses: codec sizes, frame headers, the split and the schedule. They
-are what links write as frames; gRPC, TLS and acknowledgements come on top.
+are the bytes of frames; gRPC, TLS and acknowledgements add to them.
 """
 
 from collections.abc import Callable
@@ -35,35 +36,35 @@ from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
 from wire.spec import Direction, TensorKey
 
 TIED_CODEC = FP32.name
-"""Codec of a tied embedding's gradient: shares and sum."""
+"""The codec of a tied embedding's gradient, for shares and sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCache:
-    """What `aqsgd-b` caches once it has seen every sample, bytes."""
+    """The bytes that `aqsgd-b` caches once it has seen every sample."""
 
     stages: tuple[int, ...]
-    """RAM of each stage; a snapshot in transfer holds a copy of half of it."""
+    """The memory of each stage. A snapshot in transfer holds a copy of half of it."""
     snapshot: int
-    """Added to a snapshot: each boundary once."""
+    """The bytes added to a snapshot, which has each boundary once."""
     first_pass_bits: float
-    """Bits an element of the first pass, header included."""
+    """Bits per element in the first pass, including the header."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """The text as a run sees it. If it cannot be read, all numbers are 0 and `problem` says why."""
+    """The text of a run. If it cannot be read, all numbers are 0 and `problem` says why."""
 
     tokens: int = 0
-    """To train on."""
+    """The training tokens."""
     held_out: int = 0
     samples: int = 0
-    """In one pass."""
+    """The samples of one pass."""
     passes: float = 0.0
-    """Passes over the text in all steps."""
+    """The passes over the text in all steps."""
     sample_cache: SampleCache | None = None
     estimated: bool = False
-    """Read in shards: the numbers are estimated from the first ones."""
+    """Whether the text is read in shards, so that the numbers are estimated from the first ones."""
     problem: str = ""
 
 
@@ -73,19 +74,19 @@ class StagePlan:
 
     stage: int
     units: tuple[str, ...]
-    """Layer units, chunk after chunk."""
+    """The layer units, chunk after chunk."""
     parameters: int
     held_activations: int
-    """Most chunk activations that the schedule holds at once."""
+    """The most chunk activations that the schedule holds at once."""
     storage: Storage
     """How its blocks keep activations for backward."""
     stored: dict[str, int] | None
-    """Bytes that a block keeps for a microbatch, by kind of tensor; None where autograd decides."""
+    """The bytes that a block keeps for a microbatch, by kind of tensor; None if autograd decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceNeed:
-    """Bytes on one kind of device."""
+    """The bytes on one kind of device."""
 
     total: int
     state: int
@@ -96,11 +97,11 @@ class DeviceNeed:
 
 @dataclass(frozen=True, kw_only=True)
 class StageNeed:
-    """Memory that one stage needs, by the device its node computes on."""
+    """The memory that one stage needs, by the kind of device."""
 
     gpu: DeviceNeed
     cpu: DeviceNeed
-    """RAM also holds snapshot copies and the reference kernels' temporaries."""
+    """Main memory also holds snapshot copies and the reference kernels' temporaries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +116,11 @@ class Flow:
     tensors: int
     elements: int
     bytes: int
-    """In frames: payload, codec header and frame headers."""
+    """The bytes in frames: payload, codec header and frame headers."""
     bytes_fp32: int
-    """The same elements at 4 bytes."""
+    """The bytes of the same elements at 4 bytes each."""
     bytes_bf16: int
-    """The same elements at 2 bytes."""
+    """The bytes of the same elements at 2 bytes each."""
 
     @property
     def bits_per_element(self) -> float:
@@ -139,60 +140,62 @@ class LinkDirection:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadPlace:
-    """Where a tied model's head is (`pipeline.head`), and what either place sends, both ways together."""
+    """Where a tied model's head is (`pipeline.head`), and what each choice sends, in both directions
+    together."""
 
     first: bool
-    """On the first stage, with the embedding; else on the last."""
+    """Whether it is on the first stage, with the embedding; else on the last."""
     boundary_bytes: int
-    """A step's hidden states to the first stage, and their gradients back."""
+    """The bytes of a step's hidden states to the first stage, and of their gradients back."""
     exchange_bytes: int
-    """The tied weight's gradient from the last stage to the first, and the sum back."""
+    """The bytes of the tied weight's gradient from the last stage to the first, and of the sum back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A run file, worked out."""
+    """The stages, memory, traffic and text of a run file."""
 
     config: RunConfig
     microbatches: int
     tokens_per_step: int
     parameters: int
-    """Of all stages, including the copy that a tied head has."""
+    """The parameters of all stages, including a tied head's copy."""
     head: HeadPlace | None
-    """For a tied model that several stages train."""
+    """Only for a tied model that several stages train."""
     stages: tuple[StagePlan, ...]
     memory: tuple[StageNeed, ...]
     flows: tuple[Flow, ...]
     text: TextPlan | None = None
-    """None if it was not asked for."""
+    """None if it was not requested."""
 
     @property
     def sync_bytes(self) -> dict[int, int]:
-        """With gradient groups, by number of rows: bytes that the busiest node sends to others in an exact
-        step."""
+        """With gradient groups, the bytes that the busiest node sends to others in an exact step, by number
+        of rows."""
         return self._sync_bytes(of_round=False)
 
     @property
     def round_bytes(self) -> dict[int, int]:
-        """The same of a step that is a round of local steps."""
+        """The same for a step that is a round of local steps."""
         return self._sync_bytes(of_round=True)
 
     def _sync_bytes(self, *, of_round: bool) -> dict[int, int]:
         config = self.config
         columns = stage_units(config, config.pipeline.stages)
-        found = {}
+        busiest_bytes = {}
         for rows in range(2, config.pipeline.most_rows + 1):
             bounds = [-(-config.pipeline.groups * row // rows) for row in range(rows + 1)]
             runs = [range(first, end) for first, end in pairwise(bounds)]
             shares = [RowShare(config, row, runs) for row in range(rows)]
-            found[rows] = max(
+            busiest_bytes[rows] = max(
                 sync_bytes(config, units, share, of_round=of_round) for units in columns for share in shares
             )
-        return found
+        return busiest_bytes
 
     @property
     def directions(self) -> tuple[LinkDirection, ...]:
-        """The flows added up by sender and receiver: the two directions of a link carry data at once."""
+        """The flows summed by sender and receiver. The two directions of a link carry data at the same
+        time."""
         pairs = dict.fromkeys((flow.sender, flow.receiver) for flow in self.flows)
         return tuple(self._direction(*pair) for pair in pairs)
 
@@ -213,7 +216,11 @@ class Explanation:
 
 
 def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
-    """Work out a valid config. Raises ConfigError where parts of it do not fit."""
+    """Explain a valid config.
+
+    Raises:
+        ConfigError: parts of it do not fit together.
+    """
     if text is not None and text.samples:
         check_cache(config, text.samples)
     pipeline, model, training = config.pipeline, config.model, config.training
@@ -246,7 +253,11 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
 
 
 def text_plan(config: RunConfig, tell: Callable[[str], None]) -> TextPlan:
-    """Read the run's text, if it is on this machine. Raises ConfigError for tokens beyond the vocabulary."""
+    """Read the run's text, if it is on this machine.
+
+    Raises:
+        ConfigError: it has tokens beyond the vocabulary.
+    """
     training = config.training
     try:
         corpus = load_data(config, tell)
@@ -279,7 +290,7 @@ def _head_place(config: RunConfig) -> HeadPlace | None:
 
 
 def framed_bytes(packed_bytes: int) -> int:
-    """Bytes of the frames that carry one packed tensor, headers included."""
+    """The bytes of the frames that carry one packed tensor, including headers."""
     return packed_bytes + ceil(packed_bytes / PAYLOAD_BYTES) * HEADER_BYTES
 
 
@@ -327,20 +338,24 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
 def _sample_cache(config: RunConfig, windows: int) -> SampleCache | None:
     if not config.pipeline.remembers:
         return None
-    found = codec_format(config.pipeline.forward_codec)
-    assert isinstance(found, AqsgdFormat), "the only codec with a sample cache"
+    caching = codec_format(config.pipeline.forward_codec)
+    assert isinstance(caching, AqsgdFormat), "the only codec with a sample cache"
     stages, model = config.pipeline.stages, config.model
     shape = (config.training.microbatch, model.sequence, model.hidden)
     return SampleCache(
         stages=stage_cache_bytes(config, stages, windows),
         snapshot=boundaries(config, stages) * boundary_cache_bytes(config, windows),
-        first_pass_bits=8 * found.first_pass_bytes(shape) / prod(shape),
+        first_pass_bits=8 * caching.first_pass_bytes(shape) / prod(shape),
     )
 
 
 def _memory_needs(config: RunConfig, windows: int) -> tuple[StageNeed, ...]:
-    """Each stage's need on a node with one device. `windows`: samples in one pass over the text, 0 if
-    unknown; they size a codec's sample cache."""
+    """Each stage's need on a node with one device.
+
+    Args:
+        windows: the samples in one pass over the text, which determine the size of a codec's sample cache; 0
+            if unknown.
+    """
 
     def needs(on_cpu: bool) -> list[DeviceNeed]:
         stages = stage_memory(config, config.pipeline.stages, Devices(on_cpu=on_cpu), windows=windows)

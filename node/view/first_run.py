@@ -1,4 +1,4 @@
-"""A run file for the machines that people have: the largest model that fits their memory, lines and time."""
+"""Proposes a run file for given machines: the largest model that fits their memory, lines and time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +24,17 @@ SHAPES = (
     *((4, 256, 4), (6, 384, 6), (8, 512, 8), (12, 768, 12)),
     *((24, 1024, 16), (24, 2048, 16), (32, 2560, 20)),
 )
-"""Blocks, width and heads, smallest first."""
+"""Blocks, width and heads, smallest model first."""
 RATES = {256: 2e-3, 384: 1.5e-3, 512: 1e-3, 768: 6e-4, 1024: 4e-4, 2048: 3e-4, 2560: 2e-4}
-"""Peak learning rate of AdamW by width."""
+"""The peak learning rate of AdamW, by width."""
 MUON_WIDTHS, MUON_RATE = range(768, 1025), 2
-"""Where Muon reaches a lower loss than AdamW in as many steps, at this multiple of its rate: one seed at 768
-(scripts/results/optimizers.json); one trial at 1024 is not on record."""
+"""The widths at which Muon reaches a lower loss than AdamW in as many steps, and the factor of its learning
+rate. Measured with one seed at 768 (scripts/results/optimizers.json); one trial at 1024 is not on record."""
 TOKENS_A_PARAMETER = 20
-"""A larger model is worth its time only if it sees about as many tokens (Chinchilla's rule)."""
+"""A larger model is worth its time only if it sees about this many tokens per parameter (Chinchilla's
+rule)."""
 MOST_TOKENS_A_PARAMETER = 100
+"""The run is no longer than this many tokens per parameter."""
 BATCH, MICROBATCH, SEQUENCE = 32, 2, 1024
 SNAPSHOT_EVERY = "10 min"
 PRECISION_NOTES = {
@@ -43,37 +45,38 @@ OPTIMIZER_NOTES = {
     "muon": "fewer steps than adamw, which takes half of this lr",
 }
 MOST_HELD = 0.9
-"""A first run may take this share of a card's memory."""
+"""The share of a card's memory that a first run may take."""
 MOST_ADVICE = 8
-"""Changes of codecs and of the order, one after another."""
+"""The most changes of codecs and of the order that are made one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRun:
-    """What was chosen, and what it comes to."""
+    """The chosen run and its figures."""
 
     config: RunConfig
     explanation: Explanation
     machines: tuple[Machine, ...]
-    """In the order in which they join: first stage first."""
+    """The machines in the order in which they join, first stage first."""
     totals: Totals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """What to train on."""
+    """The text to train on."""
 
     path: str = "stdlib"
     tokenizer: str = "bytes"
     vocabulary: int = 256
     tokens: int = 0
-    """0 if unknown."""
+    """The number of tokens; 0 if unknown."""
 
 
 def first_run(machines: Sequence[Machine], *, days: float, text: Text | None = None) -> FirstRun:
     """The largest model that fits the machines, one stage each, and that sees enough tokens in `days`.
 
-    Raises UserError if not even the smallest one fits.
+    Raises:
+        UserError: not even the smallest model fits.
     """
     text = text or Text()
     best: FirstRun | None = None
@@ -100,7 +103,7 @@ def first_run(machines: Sequence[Machine], *, days: float, text: Text | None = N
 
 
 def most_steps(config: RunConfig, text: Text) -> int:
-    """Steps for `MOST_PASSES` over the text, whose passes may leave out a sample at an end; at least 1."""
+    """The steps of `MOST_PASSES` over the text, at least 1. A pass may leave out one sample at the end."""
     samples = max(1, text.tokens // config.model.sequence - 1)
     return max(1, MOST_PASSES * samples // config.training.global_batch)
 
@@ -116,7 +119,7 @@ def _worked_out(config: RunConfig, machines: Sequence[Machine]) -> FirstRun:
 
 
 def _improved(config: RunConfig, machines: Sequence[Machine]) -> tuple[RunConfig, Sequence[Machine]]:
-    """The run, and the order of its machines, with all that `config explain` would advise."""
+    """The run and the order of its machines, with all changes that `config explain` would advise."""
     for _ in range(MOST_ADVICE):
         explained = explain(config)
         if (other := better_codecs(explained, machines)) is not None and _fits(other.config, machines):
@@ -130,10 +133,11 @@ def _improved(config: RunConfig, machines: Sequence[Machine]) -> tuple[RunConfig
 
 
 def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Text) -> RunConfig | None:
-    """A model of this shape, in few bits if it does not fit otherwise; None if it does not at all."""
+    """A model of this shape, stored in few bits if it does not fit otherwise; None if it does not fit at
+    all."""
     layers, hidden, heads = shape
     on_cpu = any(machine.on_cpu for machine in machines)
-    # All compute in what each of them can.
+    # All machines compute in a dtype that each of them supports.
     half = "float16" if any(machine.card.half == "float16" for machine in machines) else "bfloat16"
     if layers < len(machines):
         return None
@@ -166,7 +170,7 @@ def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Tex
         training=replace(config.training, gradients="fp8", moments="fp8"),
         storage=StorageSection(preset="agoq"),
     )
-    # Sums in e4m3 do not go with a scaled loss.
+    # Sums in e4m3 cannot be combined with a scaled loss.
     return few_bits if not on_cpu and half == "bfloat16" and _fits(few_bits, machines) else None
 
 
@@ -188,13 +192,13 @@ def _with_steps(config: RunConfig, steps: int) -> RunConfig:
     )
 
 
-def run_file(found: FirstRun) -> str:
-    """The run file as text, with what was chosen and why in comments."""
-    config, split = found.config, found.config.pipeline.split
-    seconds = found.totals.seconds
+def run_file(chosen: FirstRun) -> str:
+    """The run file as text, with comments about what was chosen and why."""
+    config, split = chosen.config, chosen.config.pipeline.split
+    seconds = chosen.totals.seconds
     lines = [
-        f"# {found.explanation.parameters / 1e6:.3g} million parameters, {config.pipeline.stages} machines;",
-        f"# a step takes about {seconds:.3g} s, set by {found.totals.floor.binds}.",
+        f"# {chosen.explanation.parameters / 1e6:.3g} million parameters, {config.pipeline.stages} machines;",
+        f"# a step takes about {seconds:.3g} s, set by {chosen.totals.floor.binds}.",
         "# `thinwire config explain` shows every value and what it comes to.",
     ]
     if split:
@@ -203,7 +207,7 @@ def run_file(found: FirstRun) -> str:
         )
         lines += [
             f"#   stage {stage}, {count} block{'s' * (count > 1)}: {machine}"
-            for stage, (machine, count) in enumerate(zip(found.machines, split, strict=True))
+            for stage, (machine, count) in enumerate(zip(chosen.machines, split, strict=True))
         ]
     sections: dict[str, tuple[object, tuple[str, ...]]] = {
         "run": (config.run, ("name", "steps", "snapshot_every")),

@@ -1,4 +1,5 @@
-"""Links as a run's view shows them: totals of the run, rates over recent steps, the path taken. Pure."""
+"""Links as a run's view shows them: totals of the run, rates over recent steps, the path taken. All functions
+are pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,15 +14,15 @@ from wire.telemetry import DIRECT, NOT_TOGETHER, is_relayed
 NOT_LISTENING = "opens no port"
 NOT_REACHED = "cannot be dialled from the coordinator"
 NOT_ANSWERING = "does not answer its neighbour"
-"""Why a link is not direct, about the node that its neighbour could have dialled."""
+"""Why a link is not direct: what prevents its neighbour from dialling the node."""
 
 
 def link_view(whole: LinkFigures, recent: Sequence[LinkFigures], seconds: float) -> LinkView:
-    """One direction of a link.
+    """The view of one direction of a link.
 
     Args:
-        whole: of the whole run.
-        recent: of each of the recent steps, which took `seconds` together.
+        whole: its figures over the whole run.
+        recent: its figures in each of the recent steps, which took `seconds` together.
     """
     newest = total(recent)
     rate = newest.bytes / seconds
@@ -50,7 +51,7 @@ def link_view(whole: LinkFigures, recent: Sequence[LinkFigures], seconds: float)
 
 
 def alike(steps: Sequence[events.StepCosts]) -> tuple[events.StepCosts, ...]:
-    """The last of the steps that sent the same kinds of tensors in the same codecs, oldest first."""
+    """The last of these steps that sent the same kinds of tensors in the same codecs, oldest first."""
 
     def flows(costs: events.StepCosts) -> set[tuple[LinkKey, str, str]]:
         return {(link.ends, flow.kind, flow.codec) for link in costs.links for flow in link.flows}
@@ -65,11 +66,11 @@ def link_views(
     placement: events.PlacementMade | None,
     undialled: Mapping[str, str],
 ) -> tuple[LinkView, ...]:
-    """Links of the recent steps.
+    """The links of the recent steps.
 
     Args:
-        totals: of each link over the whole run; has all links of `recent`.
-        undialled: why neighbours cannot dial a node, for those that they cannot.
+        totals: the figures of each link over the whole run. It contains all links of `recent`.
+        undialled: for nodes that neighbours cannot dial, why not.
     """
     seconds = sum(costs.seconds for costs in recent)
     if seconds <= 0:
@@ -78,7 +79,7 @@ def link_views(
     for costs in recent:
         for link in costs.links:
             by_ends.setdefault(link.ends, []).append(link)
-    # The end that dials knows.
+    # Only the end that dials knows the reason.
     together = {
         frozenset(ends): words
         for ends, links in by_ends.items()
@@ -98,7 +99,7 @@ def link_views(
 def _with_reason(
     link: LinkView, placement: events.PlacementMade | None, undialled: Mapping[str, str], not_together: str
 ) -> LinkView:
-    """The link with the reasons why it takes no better path, if there is one."""
+    """The link with the reasons why it takes no better path, if there is a better one."""
     if link.path in ("", DIRECT) or placement is None:
         return link
     reasons: dict[str, str] = {}
@@ -110,7 +111,7 @@ def _with_reason(
         reasons[where] = undialled.get(node_id, NOT_ANSWERING)
     lower, upper = reasons
     if reasons[lower] == reasons[upper] == NOT_ANSWERING:
-        # The lower one dials if both can be dialled.
+        # If both can be dialled, the lower stage dials.
         del reasons[lower]
     return replace(
         link,

@@ -1,4 +1,5 @@
-"""How long a stage's passes take on a machine: operations at the speed of its card, or at a measured one."""
+"""How long a stage's passes take on a machine, from operations and the speed of its card, estimated or
+measured."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,13 +12,13 @@ from node.view.machines import Machine
 from wire.codecs.formats import codec_format
 
 CPUS_DIFFER = 2.0
-"""A CPU whose speed is not measured may be this much faster or slower than the table of cards has it."""
+"""A CPU whose speed is not measured may be faster or slower than the table of cards says by this factor."""
 
 
 def stage_seconds(
     config: RunConfig, machines: Sequence[Machine]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Forward and backward of a microbatch on each stage, with their packing."""
+    """The seconds of a microbatch's forward and backward on each stage, including packing."""
     model, training, pipeline = config.model, config.training, config.pipeline
     elements = training.microbatch * model.sequence * model.hidden
     formats = [codec_format(name) for name in pipeline.first_codecs]
@@ -28,7 +29,7 @@ def stage_seconds(
         sides = (stage > 0) + (stage < pipeline.stages - 1)
         packing, slower = 0.0, 1.0
         if machine.on_cpu:
-            # Packing has a thread of its own, but a core that computes as well.
+            # Packing has a thread of its own, but shares its core with compute.
             packing = 1e-9 * sum(sum(known.core_nanoseconds) for known in formats) * elements * sides / 4
         else:
             slower += max(known.GPU_SHARE for known in formats)
@@ -38,7 +39,7 @@ def stage_seconds(
 
 
 def measured_machine(machine: Machine, config: RunConfig, times: BlockTimes) -> Machine:
-    """The same with the speed at which a machine like it computes a block of this run."""
+    """The machine with the speed at which a machine like it computes a block of this run."""
     return replace(
         machine,
         measured_flops=_operations(config, (block_name(0),)) / times.forward,
@@ -47,7 +48,7 @@ def measured_machine(machine: Machine, config: RunConfig, times: BlockTimes) -> 
 
 
 def other_cpus(machines: Sequence[Machine], factor: float) -> tuple[Machine, ...]:
-    """The same, CPUs whose speed is not measured so many times as fast."""
+    """The machines, with the speed of CPUs that are not measured multiplied by `factor`."""
     return tuple(
         replace(machine, card=replace(machine.card, teraflops=factor * machine.card.teraflops))
         if machine.on_cpu and not machine.measured_flops
@@ -57,7 +58,7 @@ def other_cpus(machines: Sequence[Machine], factor: float) -> tuple[Machine, ...
 
 
 def _operations(config: RunConfig, units: Sequence[str]) -> float:
-    """Of forward, for a microbatch."""
+    """The operations of a microbatch's forward."""
     model = config.model
     tokens = config.training.microbatch * model.sequence
     weights = sum(unit_parameters(model, unit) for unit in units if unit != EMBED)

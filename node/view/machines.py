@@ -1,9 +1,9 @@
-"""The machines that a run is planned for: their cards, memory and lines.
+"""The machines for which a run is planned: their cards, memory and lines.
 
-Peaks are data sheets' (dense bf16 with float32 sums). A CPU's is such that a stage is as fast as it was on
-one core of a server (scripts/results/explained_steps.json); others may differ by a factor of two
-(`node.view.machine_speed`). The share of the peak that a stage reaches was
-measured on an H200 (scripts/results/compute.json); for other devices it is an estimate.
+Peaks come from data sheets (dense bf16 with float32 sums). The peak of a CPU is chosen so that a stage is as
+fast as it was on one core of a server (scripts/results/explained_steps.json); others may differ by a factor
+of two (`node.view.machine_speed`). The share of the peak that a stage reaches was measured on an H200
+(scripts/results/compute.json); for other devices it is an estimate.
 """
 
 import re
@@ -14,9 +14,9 @@ from math import inf
 from wire.errors import UserError, nearest
 
 PAYLOAD_SHARE = 0.956
-"""Of a line's rate that is left for payload by Ethernet's, IP's and TCP's headers."""
+"""The share of a line's rate that is left after the headers of Ethernet, IP and TCP."""
 SHARES = ((768, 0.21), (2048, 0.42))
-"""Width of the model, and the share of the peak that a stage's passes reach there (measured)."""
+"""The width of a model, and the share of the peak that a stage's passes reach with it (measured)."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Card:
     """One kind of device."""
 
     teraflops: float
-    """Dense bf16, or fp16 where it has no bf16, by its data sheet."""
+    """Dense bf16, or fp16 without bf16, from its data sheet."""
     memory_gb: float
     half: str = "bfloat16"
-    """Its half precision: `bfloat16`, or `float16` on cards without that."""
+    """Its half precision: `bfloat16`, or `float16` on cards without bf16."""
 
 
 CARDS = {
@@ -58,12 +58,13 @@ class Machine:
     name: str
     card: Card
     up_mbit: float = inf
-    """What its line sends, shared by all its links."""
+    """What its line sends, in Mbit/s. All its links share it."""
     down_mbit: float = inf
+    """What its line receives, in Mbit/s."""
     measured_flops: float = 0.0
-    """Operations a second of a forward pass, where they were measured."""
+    """The operations per second of a forward pass; 0 if they were not measured."""
     backward_times: float = 2.0
-    """Seconds of a backward pass over those of its forward pass."""
+    """The time of a backward pass divided by that of its forward pass."""
 
     @property
     def on_cpu(self) -> bool:
@@ -71,16 +72,16 @@ class Machine:
 
     @property
     def up(self) -> float:
-        """Payload bytes a second."""
+        """Payload bytes per second that it can send."""
         return self.up_mbit * PAYLOAD_SHARE / 8e-6
 
     @property
     def down(self) -> float:
-        """Payload bytes a second."""
+        """Payload bytes per second that it can receive."""
         return self.down_mbit * PAYLOAD_SHARE / 8e-6
 
     def flops(self, hidden: int) -> float:
-        """Operations a second of a forward pass in a model of this width."""
+        """The operations per second of a forward pass in a model of this width."""
         if self.measured_flops:
             return self.measured_flops
         (narrow, low), (wide, high) = SHARES
@@ -93,9 +94,12 @@ class Machine:
 
 
 def parse_machine(text: str) -> Machine:
-    """`rtx 4090`, `rtx 4090,20` (Mbit/s up), `rtx 4090,20/100` (up and down). Raises UserError.
+    """Parse `rtx 4090`, `rtx 4090,20` (Mbit/s up) or `rtx 4090,20/100` (up and down).
 
-    In place of a card's name: `40tflops,16gb`, with a line behind it or not.
+    Instead of a card's name, the text may begin with `40tflops,16gb`.
+
+    Raises:
+        UserError: the card is unknown or the text has another form.
     """
     parts = [part.strip().lower() for part in text.split(",")]
     name, rest = parts[0], parts[1:]
@@ -119,7 +123,7 @@ def parse_machine(text: str) -> Machine:
 
 
 def machines_for(stages: int, given: Sequence[Machine]) -> tuple[Machine, ...]:
-    """One machine a stage: the last one given stands for those that follow."""
+    """One machine per stage. The last one given is repeated for the stages that follow."""
     chosen = [*given[:stages]]
     return tuple(chosen + [given[-1]] * (stages - len(chosen)))
 

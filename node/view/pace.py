@@ -1,7 +1,8 @@
-"""How long a step takes over given lines, and how many microbatches are then on their way. Pure.
+"""How long a step takes over given lines, and how many microbatches are then in flight. All functions are
+pure.
 
-The schedule is simulated (`node.schedule.simulation`) with the lines of the machines, which all links of a
-machine share. What runs take longer than that is a share of it, measured.
+The schedule is simulated (`node.schedule.simulation`) with the machines' lines, each of which is shared by
+all links of its machine. Runs reach a measured share of the simulated pace.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,16 @@ from node.tuning.window_plan import MARGIN, TOLERANCE
 from node.view.machines import Machine
 
 REACHED = 0.96
-"""Of the simulated pace, what runs reach: the median of the lab's cells whose nodes have one line each
-(scripts/results/lab_gpt2-xl-*-nic*.json, explained_steps.json)."""
+"""The share of the simulated pace that runs reach: the median of the lab's cells whose nodes have one line
+each (scripts/results/lab_gpt2-xl-*-nic*.json, explained_steps.json)."""
 ACKNOWLEDGED = ((10.0, 0.040), (100.0, 0.019), (300.0, 0.003))
-"""Mbit/s of a line, and bytes of acknowledgements, over those of the frames that it receives, that it sends
-back: measured in the same cells. On a slow line each packet gets one of its own."""
+"""A line's Mbit/s, and the bytes of acknowledgements that it sends back, divided by those of the frames that
+it receives. Measured in the same cells. On a slow line each packet is acknowledged separately."""
 WINDOWS = (0, 1, 2, 4, 8)
+"""The windows that are tried."""
 MOST_SIMULATED = 32
-"""Microbatches, or slices; each more takes as long as the resource that binds."""
+"""The most microbatches, or slices, that are simulated. Each further one takes as long as the limiting
+resource."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +37,22 @@ class StepWork:
 
     microbatches: int
     forward: tuple[float, ...]
-    """Seconds of a microbatch on each stage, over all its chunks."""
+    """The seconds of a microbatch's forward on each stage, over all its chunks."""
     backward: tuple[float, ...]
+    """The same for backward."""
     activation_bytes: float
-    """Of one packed tensor, frames included: of a microbatch, or of a slice of it."""
+    """The bytes of one packed tensor with its frames, for a microbatch or for a slice of it."""
     gradient_bytes: float
+    """The same for a gradient."""
     lines: tuple[LinkRate, ...]
-    """Of each stage's machine; its links share it."""
+    """The line of each stage's machine, shared by its links."""
     chunks: int = 1
     head_share: float | None = None
-    """As `node.schedule.floor.step_floor` takes it."""
+    """As for `node.schedule.floor.step_floor`."""
     slices: int = 1
-    """Of each microbatch."""
+    """The slices of each microbatch."""
     after: float = 0.0
-    """Seconds that follow the last backward."""
+    """The seconds after the last backward."""
 
     def floor(self) -> Floor:
         return step_floor(
@@ -66,18 +71,18 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """A simulated step."""
+    """The result of a simulated step."""
 
     seconds: float
     window: int
-    """Microbatches in flight on each link beyond what the schedule holds, in a step that nothing disturbs."""
+    """The microbatches in flight on each link beyond what the schedule holds, in an undisturbed step."""
     widest: int
-    """As a run plans it: with a margin, which only delays use."""
+    """The window that a run plans: with a margin, which is used only when something is delayed."""
 
 
 @lru_cache(maxsize=64)
 def simulated(work: StepWork, window: int | None = None) -> Pace:
-    """A step with this window, or with the narrowest that is as good as wider ones."""
+    """A step with this window, or with the narrowest window that is as good as wider ones."""
     if window is not None:
         return Pace(seconds=_seconds(work, window), window=window, widest=window)
     widths = [width for width in WINDOWS if width < max(1, work.microbatches * work.slices)]
@@ -87,45 +92,45 @@ def simulated(work: StepWork, window: int | None = None) -> Pace:
         if seconds[width] <= least:
             break
     best = min(seconds.values())
-    narrowest = next(width for width, one in seconds.items() if one <= (1 + TOLERANCE) * best)
+    narrowest = next(width for width, reached in seconds.items() if reached <= (1 + TOLERANCE) * best)
     margin = MARGIN if narrowest and work.chunks == 1 else 0
     return Pace(seconds=best, window=narrowest, widest=narrowest + margin)
 
 
 def acknowledgements(mbit: float) -> float:
-    """Bytes sent back over bytes received on a line of this rate, Mbit/s."""
+    """The bytes sent back per byte received, on a line of this rate in Mbit/s."""
     rates, shares = zip(*ACKNOWLEDGED, strict=True)
     return float(np.interp(log10(min(mbit, 1e6)), [log10(rate) for rate in rates], shares))
 
 
 def lines_of(machines: Sequence[Machine], loads: Sequence[tuple[float, float]]) -> tuple[LinkRate, ...]:
-    """What a step's frames get of each machine's line, beside headers and acknowledgements.
+    """The rate of each machine's line that is left for a step's frames, after headers and acknowledgements.
 
     Args:
-        loads: bytes that each uploads and downloads in a step.
+        loads: the bytes that each machine uploads and downloads in a step.
     """
-    found = []
+    rates = []
     for machine, (up, down) in zip(machines, loads, strict=True):
         share = acknowledgements(min(machine.up_mbit, machine.down_mbit))
-        found.append(
+        rates.append(
             LinkRate(
                 up=machine.up * (up / (up + share * down) if up else 1.0),
                 down=machine.down * (down / (down + share * up) if down else 1.0),
             )
         )
-    return tuple(found)
+    return tuple(rates)
 
 
 def _orders(work: StepWork, window: int, microbatches: int) -> Orders:
     head_first = work.head_share is not None
-    # A link has no room for more than all of them.
+    # A window never exceeds the number of all slices.
     width = min(window, microbatches * work.slices)
     stages, slices = len(work.forward), work.slices
     return schedule(stages, work.chunks, microbatches, width, head_first=head_first, slices=slices)
 
 
 def _seconds(work: StepWork, window: int) -> float:
-    """Of a step of any length: in its middle, each microbatch takes as long as the one before."""
+    """The seconds of a step of any length. In its middle, all microbatches take the same time."""
     count = work.microbatches
     most = max(2, max(MOST_SIMULATED, 2 * len(work.forward)) // work.slices)
     if count <= most:

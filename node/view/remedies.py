@@ -1,4 +1,5 @@
-"""Changes that would make a run faster, and by how much: other codecs, another split. Pure."""
+"""Changes that would make a run faster, and by how much: other codecs, another split. All functions are
+pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,11 +10,11 @@ from node.view.step_model import StepModel
 from wire.codecs.formats import codec_format, proposed_names
 
 WORTH = 1.05
-"""Least gain worth a sentence."""
+"""The least gain that is worth a sentence."""
 ENOUGH = 1.1
-"""Name the first codec on the ladder with this gain: it costs the least precision."""
+"""The first codec on the ladder with this gain is named, because it costs the least precision."""
 HIDDEN = 0.98
-"""Packing hides if a step is at most 2 % longer with it."""
+"""Packing counts as hidden if a step is at most 2 % longer with it."""
 WAYS = {"activation": "forward", "gradient": "backward"}
 
 
@@ -25,22 +26,23 @@ class Remedy:
     gain: float
     how: str = ""
     """What it costs, and how to make it."""
-    made: Callable[[StepModel], StepModel] = field(default=lambda model: model, compare=False)
-    """The change, for measurements of other steps."""
+    apply: Callable[[StepModel], StepModel] = field(default=lambda model: model, compare=False)
+    """Applies the change to the measurements of other steps."""
     spread: tuple[float, float] | None = None
-    """Least and largest gain, in parts of the measured steps."""
+    """The least and the largest gain over parts of the measured steps."""
 
     @classmethod
     def of(
-        cls, change: str, model: StepModel, made: Callable[[StepModel], StepModel], how: str = ""
+        cls, change: str, model: StepModel, apply: Callable[[StepModel], StepModel], how: str = ""
     ) -> Self | None:
-        """None if the gain is below `WORTH`."""
-        gain = model.gain(made(model))
-        return cls(change, gain, how, made) if gain >= WORTH else None
+        """The remedy; None if its gain is below `WORTH`."""
+        gain = model.gain(apply(model))
+        return cls(change, gain, how, apply) if gain >= WORTH else None
 
     def confirmed(self, parts: Sequence[StepModel]) -> Self | None:
-        """With its gains in parts of the measured steps; None if one is below `WORTH`: it is noise."""
-        gains = [self.gain, *(part.gain(self.made(part)) for part in parts)]
+        """The remedy with its gains in parts of the measured steps; None if a gain is below `WORTH`, so that
+        it may be noise."""
+        gains = [self.gain, *(part.gain(self.apply(part)) for part in parts)]
         if min(gains) < WORTH:
             return None
         return replace(self, spread=(min(gains), max(gains))) if parts else self
@@ -56,10 +58,14 @@ class Remedy:
 def better_codec(
     links: Sequence[LinkView], model: StepModel, codec_bits: Mapping[str, float]
 ) -> Remedy | None:
-    """The most precise codec with enough gain for one kind of tensor, else the one with the largest gain.
+    """The most precise codec with enough gain for one kind of tensor; without one, the codec with the largest
+    gain.
 
-    Both kinds change where that gains much more, as on links that are full in both directions. A run has one
-    codec for each kind, so a change concerns all links. `links`: fullest first.
+    Both kinds change if that gains much more, as on links that are full in both directions. A run has one
+    codec for each kind, so a change applies to all links.
+
+    Args:
+        links: fullest first.
     """
     flows: dict[str, FlowView] = {}
     for flow in (flow for link in links for flow in link.flows):
@@ -79,9 +85,10 @@ def better_codec(
 def same_bytes_less_loss(
     links: Sequence[LinkView], models: Sequence[StepModel], codec_bits: Mapping[str, float]
 ) -> str | None:
-    """One sentence where a codec with no more bytes and less cost in loss hides its packing.
+    """A sentence if a codec with no more bytes and a lower cost in loss hides its packing; else None.
 
-    `models`: of all measured steps, and of parts of them, which must agree.
+    Args:
+        models: models of all measured steps and of parts of them, which must agree.
     """
     flows = [flow for link in links for flow in link.flows if flow.kind == "activation"]
     present = next((flow for flow in flows if codec_format(flow.codec).SUCCESSOR), None)
@@ -104,9 +111,9 @@ def same_bytes_less_loss(
 
 
 def _best(remedies: Iterable[Remedy | None]) -> Remedy | None:
-    found = [remedy for remedy in remedies if remedy is not None]
-    enough = (remedy for remedy in found if remedy.gain >= ENOUGH)
-    return next(enough, max(found, key=lambda remedy: remedy.gain, default=None))
+    gaining = [remedy for remedy in remedies if remedy is not None]
+    enough = (remedy for remedy in gaining if remedy.gain >= ENOUGH)
+    return next(enough, max(gaining, key=lambda remedy: remedy.gain, default=None))
 
 
 def _with(
@@ -120,7 +127,7 @@ def _with(
     codecs = {flow.kind: (flow.codec, name) for flow in smaller}
     factors = {flow.kind: bits / flow.bits_per_element for flow in smaller}
 
-    def made(model: StepModel) -> StepModel:
+    def apply(model: StepModel) -> StepModel:
         return model.with_codecs(**factors, packing=model.more_packing(codecs))
 
     ways: dict[str, list[str]] = {}
@@ -132,13 +139,14 @@ def _with(
     if "activation" in directions and (cost := codec_format(name).loss_forward):
         loss = f" (measured cost in loss, `{name}` forward: {cost})"
     keys = " ".join(f"pipeline.{WAYS[direction]}_codec={name}" for direction in directions)
-    return Remedy.of(change, model, made, f"{loss}: `thinwire set RUN_DIR {keys}`")
+    return Remedy.of(change, model, apply, f"{loss}: `thinwire set RUN_DIR {keys}`")
 
 
 def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float]) -> Remedy | None:
-    """Move blocks to faster stages; only for runs with one chunk a stage.
+    """Move blocks to faster stages. Only for runs with one chunk per stage.
 
-    `ends_in_blocks`: cost of the embedding and the head, which stay where they are.
+    Args:
+        ends_in_blocks: the cost of the embedding and the head in blocks. They stay where they are.
     """
     blocks = [stage.blocks for stage in view.stages]
     if view.chunks > 1 or min(blocks) < 1 or len(blocks) < 2 or len(ends_in_blocks) != 2:
@@ -149,7 +157,7 @@ def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float
     times = [f + b for f, b in zip(model.forward, model.backward, strict=True)]
     if min(times) <= 0:
         return None
-    # Give each block to the stage that is fastest with it: optimal for equal blocks.
+    # Give each block to the stage that is fastest with it, which is optimal for equal blocks.
     a_block = [time / (count + end) for time, count, end in zip(times, blocks, fixed, strict=True)]
     better = [1] * len(blocks)
     for _ in range(sum(blocks) - len(blocks)):

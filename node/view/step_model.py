@@ -1,4 +1,5 @@
-"""Model a run's recent steps for the lower bound on step time: times, bytes, rates, cost of packing. Pure."""
+"""Models a run's recent steps for the lower bound on step time: times, bytes, rates, cost of packing. All
+functions are pure."""
 
 import math
 from collections import defaultdict
@@ -13,56 +14,58 @@ from wire.codecs.formats import codec_format
 from wire.identity.enrolment import CPU
 
 FULL = 0.85
-"""A link at this share of its measured capacity is full; a stage this busy has no time left. The alert in
-deploy/prometheus/alerts.yml uses the same number."""
+"""A link at this share of its measured capacity is full; a stage with this share of busy time has no time
+left. The alert in deploy/prometheus/alerts.yml uses the same number."""
 FULL_TOGETHER = 0.75
-"""Lower for links that share an upload, of their bytes over the sum of their capacities: each is also
-measured while the other is silent."""
+"""The same for links that share an upload, as their bytes divided by the sum of their capacities. It is
+lower, because each link is also measured while the others are silent."""
 EACH_TOGETHER = 0.6
-"""Least for each of them."""
+"""The least share for each of these links."""
 BY_PROGRAM = 0.8
-"""A full link whose sender computes for this share of the time in which there is data is limited by that."""
+"""If the sender of a full link computes for this share of the time with data, its processor is the limit."""
 LITTLE = 0.2
 """Below this share of the measured capacity, the measurement is unreliable (`LinkView.little_used`)."""
 UNLIKE = 1.15
-"""Links whose capacities differ by this factor are not equal links."""
+"""Links whose capacities differ by this factor do not count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """Measurements of a step, in seconds, bytes and bytes a second."""
+    """The measurements of a step, in seconds, bytes and bytes per second."""
 
     seconds: float
-    """Of a step."""
+    """The time of a step."""
     microbatches: int
     chunks: int
     slices: int
-    """Of each microbatch."""
+    """The slices of each microbatch."""
     forward: tuple[float, ...]
-    """A microbatch on each stage, over all its chunks, without packing."""
+    """A microbatch's forward on each stage, over all its chunks, without packing."""
     backward: tuple[float, ...]
+    """The same for backward."""
     packing: tuple[float, ...]
     """Encoding and decoding for a microbatch on each stage."""
     activation_bytes: float
-    """A microbatch's packed activation at one boundary, frames included."""
+    """A microbatch's packed activation at one boundary, with frames."""
     gradient_bytes: float
+    """The same for a gradient."""
     links: tuple[LinkRate, ...]
-    """As for `step_floor`; a direction of unknown capacity costs nothing."""
+    """As for `step_floor`. A direction of unknown capacity costs nothing."""
     interfaces: tuple[LinkRate, ...]
-    """As for `step_floor`: uploads that a stage's links seem to share, in place of the links' capacities."""
+    """As for `step_floor`. Uploads that a stage's links seem to share replace the links' capacities."""
     after_seconds: float
-    """The optimizer step."""
+    """The time of the optimizer step."""
     head_share: float | None = None
-    """As `step_floor` takes it."""
+    """As for `step_floor`."""
     elements: Mapping[str, float] = field(default_factory=dict)
-    """Elements of a microbatch's tensor at one boundary, by direction."""
+    """The elements of a microbatch's tensor at one boundary, by direction."""
     slowness: tuple[float, ...] = ()
-    """Each stage's packing time over `packing_seconds`; 0 for GPUs, where packing is assumed free. Empty if
-    unknown."""
+    """Each stage's packing time divided by `packing_seconds`; 0 for GPUs, where packing is assumed to be
+    free. It is empty if unknown."""
 
     @classmethod
     def of(cls, view: RunView) -> Self | None:
-        """From the view's recent steps; None before there are any."""
+        """The model of the view's recent steps; None before there are any."""
         stages, seconds = len(view.stages), view.step_seconds
         if not stages or not seconds or view.microbatches < 1 or not all(s.shares for s in view.stages):
             return None
@@ -115,11 +118,11 @@ class StepModel:
 
     @property
     def microbatch_seconds(self) -> float:
-        """Step time over microbatches."""
+        """Step time / microbatches."""
         return self.seconds / self.microbatches
 
     def floor(self) -> Floor:
-        """Lower bound on the step's time."""
+        """The lower bound on the step's time."""
         half = [packing / 2 for packing in self.packing]
         return step_floor(
             microbatches=self.microbatches,
@@ -136,9 +139,9 @@ class StepModel:
         )
 
     def gain(self, changed: "StepModel") -> float:
-        """Step time over step time with `changed` times and bytes; time beyond the lower bound stays."""
+        """Step time / step time of the `changed` model. Time beyond the lower bound stays."""
         floor = self.floor().seconds
-        # Measured capacities can put the bound above the step itself.
+        # By measured capacities the bound may exceed the step itself.
         now = max(self.seconds, floor)
         then = changed.floor().seconds + now - floor
         return now / then if then > 0 else 1.0
@@ -146,7 +149,7 @@ class StepModel:
     def with_codecs(
         self, *, activation: float = 1.0, gradient: float = 1.0, packing: Sequence[float] = ()
     ) -> "StepModel":
-        """Scale the bytes of each kind of tensor, and add `packing` seconds a microbatch at each stage."""
+        """Scale the bytes of each kind of tensor, and add `packing` seconds per microbatch at each stage."""
         more = packing or (0.0,) * len(self.packing)
         return replace(
             self,
@@ -156,10 +159,12 @@ class StepModel:
         )
 
     def more_packing(self, codecs: Mapping[str, tuple[str, str]]) -> tuple[float, ...]:
-        """Extra seconds a microbatch for packing at each stage with other codecs; 0 on GPUs.
+        """The extra seconds per microbatch for packing at each stage with other codecs; 0 on GPUs.
 
-        `codecs`: present and proposed codec, by direction. A faster codec saves nothing, as packing runs
-        beside compute.
+        A faster codec saves nothing, because packing runs beside compute.
+
+        Args:
+            codecs: the present and the proposed codec, by direction.
         """
         costs = {}
         for direction, (present, other) in codecs.items():
@@ -176,7 +181,7 @@ class StepModel:
         return tuple(slow * seconds for slow, seconds in zip(slowness, on_a_core, strict=True))
 
     def with_blocks(self, before: Sequence[float], after: Sequence[float]) -> "StepModel":
-        """Change the number of blocks of each stage; time a block stays."""
+        """Change the number of blocks of each stage. The time per block stays."""
         factors = [new / old for old, new in zip(before, after, strict=True)]
         return replace(
             self,
@@ -191,24 +196,24 @@ class StepModel:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedUpload:
-    """Links of one stage that seem to share its upload."""
+    """The links of one stage that seem to share its upload."""
 
     stage: int
     links: tuple[LinkView, ...]
     mbit: float
-    """Their total, Mbit/s."""
+    """Their total in Mbit/s."""
     capacity_mbit: float
-    """Estimated capacity of the upload, Mbit/s."""
+    """The estimated capacity of the upload in Mbit/s."""
 
 
 def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
-    """Stages whose outgoing links are full at once, at different rates: in the middle of a pipeline a node
-    sends activations one way and gradients the other, on one line.
+    """The stages whose outgoing links are full at the same time, at different rates.
 
-    Links on one upload share it while both send, so each is measured at its share of the bytes. Links with
-    equal capacities are more likely separate links that are full at once.
+    In the middle of a pipeline a node sends activations in one direction and gradients in the other, perhaps
+    on one line. Links on one upload share it while both send, so each is measured at its share of the bytes.
+    Links with equal capacities are more likely separate links that are full at the same time.
     """
-    found = []
+    uploads = []
     by_source: defaultdict[int, list[LinkView]] = defaultdict(list)
     for link in view.links:
         if link.use is not None and link.mbit > 0 and 0 <= link.source < len(view.stages):
@@ -218,19 +223,21 @@ def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
         if len(links) < 2 or min(uses) < EACH_TOGETHER:
             continue
         capacities = [link.capacity_mbit for link in links]
-        # A link measured above its capacity counts as full.
+        # A link that is measured above its capacity counts as full.
         sent_at_most = sum(use * capacity for use, capacity in zip(uses, capacities, strict=True))
         if sent_at_most < FULL_TOGETHER * sum(capacities):
             continue
         if max(capacities) < UNLIKE * min(capacities):
             continue
         sent = sum(link.mbit for link in links)
-        found.append(SharedUpload(stage=stage, links=tuple(links), mbit=sent, capacity_mbit=sent / max(uses)))
-    return tuple(found)
+        uploads.append(
+            SharedUpload(stage=stage, links=tuple(links), mbit=sent, capacity_mbit=sent / max(uses))
+        )
+    return tuple(uploads)
 
 
 def full_links(view: RunView) -> set[tuple[int, int]]:
-    """(source, target) of full links: full by themselves, or because they share an upload."""
+    """(source, target) of full links: links that are full by themselves, or because they share an upload."""
     alone = {(link.source, link.target) for link in view.links if (link.use or 0.0) >= FULL}
     return alone | {(x.source, x.target) for upload in shared_uploads(view) for x in upload.links}
 
@@ -238,8 +245,8 @@ def full_links(view: RunView) -> set[tuple[int, int]]:
 def _slowness(
     view: RunView, chunks: int, elements: Mapping[str, float], packing: Sequence[float]
 ) -> tuple[float, ...]:
-    """`StepModel.slowness`. Reported packing time is only the part that compute waits for; if even that
-    exceeds the expected time, the stage is slower than the measured core."""
+    """The value of `StepModel.slowness`. Reported packing time is only the part for which compute waits. If
+    even that exceeds the expected time, the stage is slower than the measured core."""
     flows = (flow for link in view.links for flow in link.flows if flow.kind in elements)
     costs = {flow.kind: codec_format(flow.codec).core_nanoseconds for flow in flows}
     head_first = view.head_share is not None and len(view.stages) > 1
@@ -251,7 +258,7 @@ def _slowness(
 
 
 def _joints(stages: int, chunks: int, head_share: float | None) -> list[tuple[int, int]]:
-    """The stages that links of boundaries join, as `step_floor` takes them."""
+    """The pairs of stages that boundaries' links join, as for `step_floor`."""
     joints = [(stage, stage + 1) for stage in range(stages - 1)]
     ring = (chunks > 1 or head_share is not None) and stages > 2
     return [*joints, (stages - 1, 0)] if ring else joints
@@ -282,11 +289,11 @@ def packing_seconds(
     *,
     head_first: bool = False,
 ) -> tuple[float, ...]:
-    """Packing time of a microbatch at each stage, on one core.
+    """The packing time of a microbatch at each stage, on one core.
 
     Args:
-        chunks: model chunks a stage; a tensor crosses between consecutive chunks.
-        elements: of a tensor between two chunks, by direction (`activation`, `gradient`).
+        chunks: model chunks per stage. A tensor crosses between consecutive chunks.
+        elements: the elements of a tensor between two chunks, by direction (`activation`, `gradient`).
         costs: nanoseconds to encode and to decode an element, by direction.
         head_first: the head is one more chunk, on the first stage.
     """
@@ -294,8 +301,9 @@ def packing_seconds(
     for direction, (encode, decode) in costs.items():
         forward = direction == "activation"
         for stage in range(stages):
-            # The last chunk sends no activation, the first receives none; gradients the other way round. A
-            # head's chunk on the first stage is the last, and receives what its last block's stage sends.
+            # The last chunk sends no activation and the first receives none; for gradients it is the reverse.
+            # A head's chunk on the first stage is the last chunk, and receives what the stage of the last
+            # block sends.
             as_last = chunks - (stage == stages - 1 and not head_first)
             as_first = chunks - (stage == 0 and not head_first)
             sent, received = (as_last, as_first) if forward else (as_first, as_last)

@@ -1,4 +1,5 @@
-"""What a whole run comes to on given machines: seconds a step, length, bytes of each machine's line, disk."""
+"""The figures of a whole run on given machines: seconds per step, length, bytes on each machine's line,
+disk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +22,12 @@ from node.view.pace import REACHED, Pace, StepWork, lines_of, simulated
 from wire.codecs.formats import codec_format, known_format
 
 MOST_PASSES = 4
-"""Over the same text; more teach little that is new."""
+"""The most passes over the same text. More of them teach little that is new."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineBytes:
-    """What one stage's machine sends and receives in a step, over all its links: they share its line."""
+    """What one stage's machine sends and receives in a step over all its links, which share its line."""
 
     stage: int
     up: int
@@ -35,25 +36,28 @@ class MachineBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """A run on machines whose cards and lines are known."""
+    """The figures of a run on machines whose cards and lines are known."""
 
     floor: Floor
-    """No step is shorter."""
+    """The lower bound of a step."""
     seconds: float
-    """Of a step, as runs reach it."""
+    """The seconds per step that runs reach."""
     between: tuple[float, float]
-    """The same with CPUs as fast and as slow as they may be, where none measured them."""
+    """The same if unmeasured CPUs are as fast or as slow as they may be."""
     run_seconds: float
     window: int
-    """Microbatches in flight on each link beyond what the schedule holds."""
+    """The microbatches in flight on each link beyond what the schedule holds."""
     memory: tuple[int, ...]
-    """Bytes that each stage takes in steps: of a CPU's main memory, as expected; of a GPU's, as estimated."""
+    """The bytes that each stage takes in steps: for a CPU the expected main memory, for a GPU the
+    estimate."""
     most_memory: tuple[int, ...]
-    """Of CPUs with copies of a snapshot on its way, and codecs being compiled: a bound."""
+    """The same, but for CPUs an upper bound, with copies of a snapshot in transfer and codecs being
+    compiled."""
 
 
 def machine_bytes(explanation: Explanation) -> tuple[MachineBytes, ...]:
-    """First stage first: links' frames, and the token batches of the first and the last stage."""
+    """The bytes of each stage's machine, first stage first: links' frames, and the first and last stage's
+    token batches."""
     tokens = 4 * explanation.tokens_per_step
     stages = len(explanation.stages)
     ends = [0] * stages
@@ -70,16 +74,17 @@ def machine_bytes(explanation: Explanation) -> tuple[MachineBytes, ...]:
 
 
 def snapshots_need(config: RunConfig) -> tuple[int, int]:
-    """Bytes of one snapshot, and of all that are on disk at a time: kept, the best one, one being written."""
-    one = snapshot_bytes(config)
+    """The bytes of one snapshot, and of all that are on disk at the same time: kept ones, the best, and one
+    being written."""
+    each = snapshot_bytes(config)
     if config.snapshots.keep == NODES or is_url(config.snapshots.keep):
-        return one, one * config.snapshots.last_here
+        return each, each * config.snapshots.last_here
     best = 1 if config.run.keep_best and config.data.valid_every else 0
-    return one, (config.run.keep_snapshots + 1 + best) * one
+    return each, (config.run.keep_snapshots + 1 + best) * each
 
 
 def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
-    """Of a run with these machines, one a stage."""
+    """The figures of a run with these machines, one per stage."""
     config = explanation.config
     work = _work(explanation, machines)
     pace = _pace(config, work)
@@ -110,21 +115,22 @@ def _pace(config: RunConfig, work: StepWork) -> Pace:
 
 
 def step_seconds(explanation: Explanation, machines: Sequence[Machine]) -> float:
-    """Seconds of a step alone, as `totals` has them."""
+    """Only the seconds of a step, as in `totals`."""
     return _pace(explanation.config, _work(explanation, machines)).seconds / REACHED
 
 
 def better_codecs(explanation: Explanation, machines: Sequence[Machine]) -> Explanation | None:
-    """The same run with codecs that take no more bytes and cost less or no more loss, or None.
+    """The same run with codecs that take no more bytes and cost no more loss; None if there are none.
 
-    Both directions change where a step gets no longer on these machines, else one of them.
+    Both directions change if a step then takes no longer on these machines. Otherwise only one of them
+    changes.
     """
     pipeline = explanation.config.pipeline
     forward, backward = known_format(pipeline.forward_codec), known_format(pipeline.backward_codec)
     if forward is None or backward is None or pipeline.stages < 2:
         return None
-    there = {"forward_codec": forward.SUCCESSOR, "backward_codec": backward.GRADIENT_SUCCESSOR}
-    both: dict[str, Any] = {key: name for key, name in there.items() if name}
+    successors = {"forward_codec": forward.SUCCESSOR, "backward_codec": backward.GRADIENT_SUCCESSOR}
+    both: dict[str, Any] = {key: name for key, name in successors.items() if name}
     before = step_seconds(explanation, machines)
     for keys in (both, *({key: name} for key, name in both.items() if len(both) > 1)):
         other = explain(replace(explanation.config, pipeline=replace(pipeline, **keys)), explanation.text)
@@ -137,7 +143,7 @@ def better_codecs(explanation: Explanation, machines: Sequence[Machine]) -> Expl
 
 
 def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
-    """One sentence where other codecs take no more bytes and cost no more loss, or None.
+    """A sentence if other codecs take no more bytes and cost no more loss; else None.
 
     It says what they cost in loss, and in time on these machines.
     """
@@ -165,15 +171,16 @@ class BetterOrder:
     """A shorter step of the same machines."""
 
     machines: tuple[Machine, ...]
-    """First stage first."""
+    """The machines, first stage first."""
     explanation: Explanation
-    """With the blocks that each of them takes."""
+    """The run with the blocks that each machine takes."""
     seconds: float
     before: float
 
 
 def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
-    """One sentence where these machines in another order, or with other blocks, make a step 2 % shorter."""
+    """A sentence if these machines in another order, or with other blocks, make a step 2 % shorter; else
+    None."""
     other = better_order(explanation, machines)
     if other is None:
         return None
@@ -186,7 +193,7 @@ def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str |
 
 
 def better_order(explanation: Explanation, machines: Sequence[Machine]) -> BetterOrder | None:
-    """These machines in another order, or with other blocks, where that makes a step 2 % shorter."""
+    """These machines in another order, or with other blocks, if that makes a step 2 % shorter; else None."""
     config = explanation.config
     pipeline, stages = config.pipeline, config.pipeline.stages
     if stages < 2 or pipeline.chunks > 1 or head_first(config, stages):
@@ -248,19 +255,19 @@ def _work(explanation: Explanation, machines: Sequence[Machine]) -> StepWork:
         chunks=config.pipeline.chunks,
         head_share=head_share(config, config.pipeline.stages),
         slices=slices_of(config),
-        # A tied weight's gradient crosses when all others are there, and its sum comes back.
+        # A tied weight's gradient is sent when all others are complete, and its sum comes back.
         after=sum(tie.bytes / min(lines[tie.sender].up, lines[tie.receiver].down) for tie in tied),
     )
 
 
 def _tensor_bytes(explanation: Explanation, what: str) -> float:
-    """Of one packed tensor of this kind, frames included."""
-    found = [flow for flow in explanation.flows if flow.what == what]
-    return found[0].bytes / found[0].tensors if found else 0.0
+    """The bytes of one packed tensor of this kind, with frames."""
+    flows = [flow for flow in explanation.flows if flow.what == what]
+    return flows[0].bytes / flows[0].tensors if flows else 0.0
 
 
 def _blocks_that_fit(explanation: Explanation, machine: Machine) -> int:
-    """A stage of so many blocks, kept as this run's stages are, takes no more memory than the card has."""
+    """The most blocks whose stage fits in the card's memory, if they are kept as in this run's stages."""
     config = explanation.config
     needs = [need.cpu if machine.on_cpu else need.gpu for need in explanation.memory]
     counts = [sum(map(is_block, units)) for units in stage_units(config, config.pipeline.stages)]

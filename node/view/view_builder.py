@@ -1,4 +1,4 @@
-"""Build a `RunView` from a run's events, one at a time.
+"""Builds a `RunView` from a run's events, one at a time.
 
 A view depends on events only, so a run that is over looks as it did while it ran.
 """
@@ -34,34 +34,37 @@ __all__ = ["RunView", "RunViewBuilder", "view"]
 
 _KINDS, _WAITS = [kind.value for kind in TimeKind], [kind.value for kind in WAITS]
 RECENT_STEPS = 10
-"""Steps over which shares, rates and the bottleneck are taken."""
+"""The number of steps over which shares, rates and the bottleneck are measured."""
 ADVICE_STEPS = 40
-"""Most steps that advice rests on: those since the placement and the codecs last changed."""
+"""The most steps on which advice is based. They are steps since the placement and the codecs last changed."""
 LEAST_ADVICE_STEPS = 10
-"""Before them no advice is given."""
+"""With fewer steps no advice is given."""
 MOST_EVENTS = 200
-"""Newest events kept in the view."""
+"""The number of newest events that the view keeps."""
 MOST_REPLACED = 16
-"""Nodes kept that lost their stage or were shut out."""
+"""The number of newest nodes kept that lost their stage or were shut out."""
 MOST_SAMPLES = 32
-"""Newest samples of text kept."""
+"""The number of newest text samples kept."""
 MOST_SCORES = 16
-"""Newest runs of lm-eval kept."""
+"""The number of newest lm-eval results kept."""
 MOST_SNAPSHOTS = 1000
-"""Newest snapshots remembered, pruned ones included."""
+"""The number of newest snapshots remembered, including pruned ones."""
 MOST_LEFT = 3
-"""Newest nodes kept that left and have not come back."""
+"""The number of newest nodes kept that left and have not come back."""
 
 
 @dataclass(kw_only=True)
 class RunViewBuilder:
-    """Takes a run's events in order, from all its coordinators. What it knows is of bounded size whatever the
-    length of the run. Values are only replaced, never changed, so a copy stays as it is while events come."""
+    """Takes a run's events in order, from all its coordinators.
+
+    Its size is bounded, whatever the length of the run. Values are only replaced, never changed, so a copy
+    stays unchanged while events arrive.
+    """
 
     started: events.RunStarted | None = None
     began: float = 0.0
     updated: float = 0.0
-    """Unix time of the newest event."""
+    """The Unix time of the newest event."""
     starts: int = 0
     known: Mapping[str, events.NodeJoined] = field(default_factory=dict)
     """All nodes that ever joined, by id."""
@@ -82,9 +85,10 @@ class RunViewBuilder:
     work: Work = field(default_factory=Work)
     recoveries: int = 0
     snapshots: tuple[SnapshotView, ...] = ()
-    """By step, pruned ones included: the newest counts if later ones are damaged."""
+    """The snapshots by step, including pruned ones. If later ones are damaged, the newest of the others
+    counts."""
     held_out: tuple[events.HeldOutLoss, ...] = ()
-    """The newest of each step."""
+    """The newest measurement of each step."""
     samples: tuple[SampleView, ...] = ()
     scores: tuple[ScoreView, ...] = ()
     stored: events.SnapshotStored | None = None
@@ -102,14 +106,14 @@ class RunViewBuilder:
     recent: tuple[events.StepCosts, ...] = ()
     paces: tuple[float, ...] = ()
     links: tuple[LinkFigures, ...] = ()
-    """Over the whole run."""
+    """The links' figures over the whole run."""
     listed: tuple[EventView, ...] = ()
     replaced: Mapping[str, str] = field(default_factory=dict)
-    """By node that lost its stage or was shut out: the newest line that says why."""
+    """For each node that lost its stage or was shut out, the newest line that says why."""
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def apply(self, event: events.Event, at: float) -> None:
-        """Apply `event` of Unix time `at`; kinds that are not in a view are ignored."""
+        """Apply an event of Unix time `at`. Kinds that a view does not show are ignored."""
         self.updated = max(self.updated, at)
         self.work = self.work.after(event)
         match event:
@@ -152,8 +156,8 @@ class RunViewBuilder:
                 sample = SampleView(step=event.step, prompt=event.prompt, text=event.text)
                 self.samples = (*self.samples, sample)[-MOST_SAMPLES:]
             case events.TaskScores():
-                found = ScoreView(at=at, step=event.step, limit=event.limit, scores=event.scores)
-                self.scores = (*self.scores, found)[-MOST_SCORES:]
+                score = ScoreView(at=at, step=event.step, limit=event.limit, scores=event.scores)
+                self.scores = (*self.scores, score)[-MOST_SCORES:]
             case events.SnapshotStored():
                 self._forget_snapshots(event.step - 1)
                 self.stored = event
@@ -178,7 +182,7 @@ class RunViewBuilder:
                 self.replaced = dict(list(replaced.items())[-MOST_REPLACED:])
 
     def _leaves_stage(self, event: events.Event) -> TypeGuard[events.NodeLeft]:
-        """Whether a node has left its stage, not by its own wish, and no line said so before."""
+        """Whether a node has left its stage unintentionally, and no earlier line said so."""
         if not isinstance(event, events.NodeLeft) or event.reason == events.LEFT or self.placement is None:
             return False
         known = self.replaced.get(event.node_id, "")
@@ -287,7 +291,7 @@ class RunViewBuilder:
                 return (link.use or 0.0) >= FULL
             return (link.source, link.target) in full[link.source_replica]
 
-        # Of a thousand nodes' links few are full; a copy takes ten microseconds.
+        # Only few of a thousand nodes' links are full, and a copy takes ten microseconds.
         links = tuple(
             replace(link, full=True, program_limits=link.processor >= BY_PROGRAM) if is_full(link) else link
             for link in so_far.links
@@ -314,7 +318,7 @@ class RunViewBuilder:
         return {} if self.over else self.members
 
     def _evidence(self, view: RunView, steps: tuple[events.StepCosts, ...]) -> Evidence | None:
-        """The view over the steps that advice rests on, and over each half of them."""
+        """The view over the steps on which advice is based, and over each half of them."""
         if len(steps) < LEAST_ADVICE_STEPS:
             return None
 
@@ -335,11 +339,11 @@ class RunViewBuilder:
         self.began = self.began or at
         self.steps_done = self.steps_done or event.first_step
         self.started = event
-        # Nodes of the previous coordinator reconnect by themselves.
+        # Nodes of the previous coordinator reconnect on their own.
         self.members, self.left = {}, ()
         self.placement = self.finished = self.page = None
         self.restoring, self.paused = False, ""
-        # The run goes on from the newest whole snapshot: later ones are damaged or missing.
+        # The run continues from the newest undamaged snapshot. Later ones are damaged or missing.
         self._forget_snapshots(event.first_step)
         self.recent = self.paces = ()
 
@@ -359,7 +363,7 @@ class RunViewBuilder:
         self.restoring = False
 
     def _seat(self, event: events.SeatFilled | events.SeatLost, node_id: str) -> None:
-        """A seat of the placement has another node, or "" for none."""
+        """Put another node into a seat of the placement; "" empties it."""
         if self.placement is not None and self.placement.epoch == event.epoch:
             nodes = list(self.placement.nodes)
             nodes[event.row * self.placement.stages + event.stage] = node_id
@@ -463,7 +467,7 @@ def _without(mapping: Mapping[str, Value], key: str) -> dict[str, Value]:
 
 
 def view(history: Iterable[tuple[float, events.Event]]) -> RunView:
-    """The run after a whole history of (Unix time, event)."""
+    """The view after a whole history of (Unix time, event)."""
     builder = RunViewBuilder()
     for at, event in history:
         builder.apply(event, at)
@@ -471,12 +475,16 @@ def view(history: Iterable[tuple[float, events.Event]]) -> RunView:
 
 
 def _for_others(text: str) -> str:
-    """A line for whoever sees the page: without addresses, and without the folders of this machine."""
+    """A line for anyone who sees the page, without addresses and without this machine's folders."""
     return without_folders(without_addresses(printable(text)))
 
 
 def _listed(event: events.Event, name_of: Callable[[str], str]) -> tuple[str, str, str] | None:
-    """Kind, level and text of an event that is listed; None for others. `name_of`: of a node's id."""
+    """The kind, level and text of an event that is listed; None for others.
+
+    Args:
+        name_of: gives the name of a node by its id.
+    """
     match event:
         case events.RunStarted():
             resumed = f", from step {event.first_step}" if event.first_step else ""
