@@ -1,1 +1,1 @@
-"""Tensor arithmetic: pure functions that know no network. A torch reference stands beside every kernel."""
+"""Tensor arithmetic: pure functions without network access. Every kernel has a torch reference."""

@@ -1,8 +1,8 @@
-"""One process of a machine compiles at a time, so that the others find what it has kept.
+"""Lets only one process of a machine compile at a time, so that the others find its results in the cache.
 
 Nodes that start together need the same loops at the same time. Compiling all of them takes a core half a
-minute; if every process did that for itself, five on two cores would keep the run's first step waiting for
-minutes. The turn is a lock on a file beside numba's cache, which the kernel frees when its holder ends.
+minute. If every process compiled for itself, five processes on two cores would delay the run's first step by
+minutes. The turn is a lock on a file beside numba's cache, which the kernel releases when its holder ends.
 """
 
 import contextlib
@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Self
 
 WAIT_SECONDS = 60.0
-"""A process that waits longer compiles beside the others: the one whose turn it is may have been stopped."""
+"""A process that waits longer compiles beside the others, because the holder of the lock may have been
+stopped."""
 
 
 class CompileTurn:
-    """Of one process, whose threads must call all of this under numba's compiler lock.
+    """The turn of one process. Its threads must call all methods under numba's compiler lock.
 
-    As a context manager it is entered for each function that may have to be compiled, also from within
-    another one; the turn that was taken meanwhile ends with the outermost.
+    It is a context manager, entered for each function that may have to be compiled, also from within another
+    one. A turn that is taken meanwhile ends with the outermost context.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: the file to lock; it stays."""
+        """`path` is the file to lock. It is not deleted."""
         self._path = path
         self._depth = 0
         self._file: int | None = None
@@ -40,15 +41,17 @@ class CompileTurn:
             self._end()
 
     def take(self) -> None:
-        """Wait until no other process has the turn; at once if this one has it. Never fails: where files
-        cannot be locked, all compile at once."""
+        """Wait until no other process has the turn. Returns at once if this process has it.
+
+        It never fails: if files cannot be locked, all processes compile at the same time.
+        """
         if self._file is not None or self._depth == 0:
             return
-        # A process that ends starts no thread any more.
+        # RuntimeError: a process that is ending cannot start threads.
         with contextlib.suppress(OSError, RuntimeError):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-            # A lock has no limit of time, so that a thread waits for it, with a descriptor of its own. Both
-            # are of one open file: the lock is gone when both are closed.
+            # flock has no timeout, so a thread waits for it, with a descriptor of its own. Both descriptors
+            # are of one open file, so the lock is released when both are closed.
             waiting = threading.Thread(target=_lock, args=(os.dup(self._file),), daemon=True)
             waiting.start()
             waiting.join(WAIT_SECONDS)
@@ -59,7 +62,7 @@ class CompileTurn:
             self._file = None
 
     def _forget(self) -> None:
-        """A forked child has its parent's descriptor, and not the thread that compiles."""
+        """Reset after a fork: the child has its parent's descriptor, but not the thread that compiles."""
         self._depth = 0
         self._end()
 

@@ -1,7 +1,8 @@
-"""What each kind of device can do: one table, which the program asks wherever it depends on that.
+"""What each kind of device can do: one table for all code that depends on it.
 
-A kind is named as the last part of a node's `Hardware.arithmetic`: `sm_86` for an NVIDIA GPU of compute
-capability 8.6, `gfx942` for an AMD GPU, `mps`, `xpu` or `cpu`. Imports no torch: the coordinator asks too.
+A kind has the name at the end of a node's `Hardware.arithmetic`: `sm_86` for an NVIDIA GPU of compute
+capability 8.6, `gfx942` for an AMD GPU, `mps`, `xpu` or `cpu`. This module imports no torch, because the
+coordinator uses it too.
 """
 
 from dataclasses import dataclass, replace
@@ -10,11 +11,11 @@ from functools import cache, lru_cache
 
 KIB = 1 << 10
 LARGE_SHARED = 200 * KIB
-"""Shared memory from which kernels take their large tiles."""
+"""From this size of shared memory on, kernels use their large tiles."""
 
 
 class Room(Enum):
-    """How large the tiles of products may be on a device. The bits of their sums follow from it."""
+    """How large the tiles of products may be on a device. The bits of their sums depend on it."""
 
     LARGE = "200 KiB of shared memory a program, as H100, H200 and B200 have"
     SMALL = "64 KiB and more"
@@ -27,33 +28,35 @@ class Kind:
 
     name: str
     kernels: bool = True
-    """Triton compiles the program's kernels for it; elsewhere plain torch and the CPU's loops compute."""
+    """Triton compiles the program's kernels for it. Other devices use plain torch and the CPU's loops."""
     bfloat16: bool = True
-    """It multiplies in bfloat16 at speed. GPUs that lack it are many times slower there than in float32."""
+    """It multiplies bfloat16 at full speed. GPUs without it multiply bfloat16 many times slower than
+    float32."""
     fp8_products: bool = False
-    """It multiplies in e4m3. CPUs emulate that, for tests."""
+    """It multiplies e4m3. CPUs emulate this for tests."""
     fp8_conversions: bool = False
-    """Triton converts to and from e4m3 in one instruction; elsewhere kernels write the conversion out."""
+    """Triton converts to and from e4m3 in one instruction. On other devices the kernels spell out the
+    conversion."""
     shared_bytes: int = 0
-    """Shared memory that one program of a kernel may have."""
+    """The shared memory that one program of a kernel may have, in bytes."""
     lanes: int = 32
-    """Threads of a warp."""
+    """The number of threads in a warp."""
     limits_registers: bool = False
-    """A launch may limit the registers of a thread, which Triton takes for NVIDIA GPUs alone."""
+    """A launch may limit the registers of a thread. Triton supports this only for NVIDIA GPUs."""
     early_starts: bool = False
-    """A kernel may start before the previous one has ended: CUDA's programmatic dependent launch."""
+    """A kernel may start before the previous one has ended (CUDA's programmatic dependent launch)."""
     page_locked: bool = True
-    """Copies between page-locked main memory and the device run beside its work."""
+    """Copies between page-locked main memory and the device run at the same time as its work."""
     graphs: bool = True
     """Passes can be captured as graphs."""
     flash_attention: bool = False
     """Torch's FlashAttention operators run on it and sum in a fixed order."""
     wide_flash_backward: bool = False
-    """FlashAttention's backward has shared memory for heads of 193 to 224."""
+    """FlashAttention's backward has enough shared memory for heads of 193 to 224."""
     own_attention: bool = False
     """cuDNN's forward with our own backward is the fastest attention in a fixed order, as measured."""
     main_memory: bool = False
-    """Its memory is the machine's main memory: codecs run on the CPU, whose loops are the faster."""
+    """Its memory is the machine's main memory. Codecs run on the CPU, whose loops are faster."""
     float64: bool = True
     """It computes in float64."""
 
@@ -105,7 +108,7 @@ _INSTINCT = Kind(name="gfx942", shared_bytes=64 * KIB, lanes=64, graphs=False)
 _RADEON_7000 = replace(_INSTINCT, name="gfx1100", lanes=32)
 _RADEON_9000 = replace(_RADEON_7000, name="gfx1200")
 _AMD = {"gfx9": _INSTINCT, "gfx11": _RADEON_7000, "gfx12": _RADEON_9000}
-"""By what the architecture's name begins with."""
+"""The kinds by the first characters of the architecture's name."""
 
 _PLAIN = Kind(name="", kernels=False, page_locked=False, graphs=False)
 CPU = replace(_PLAIN, name="cpu", fp8_products=True, main_memory=True)
@@ -117,8 +120,8 @@ TABLE = {kind.name: kind for kind in (*_NVIDIA.values(), *_AMD.values(), MPS, XP
 
 @cache
 def of_capability(major: int, minor: int) -> Kind:
-    """An NVIDIA GPU. One that the table lacks is taken for the newest before it, and one before Turing runs
-    without kernels."""
+    """The kind of an NVIDIA GPU. A GPU that is not in the table counts as the newest one before it; GPUs
+    before Turing run without kernels."""
     earlier = [known for known in _NVIDIA if known <= (major, minor)]
     if not earlier:
         return replace(_TURING, name=f"sm_{major}{minor}", kernels=False, graphs=False)
@@ -126,23 +129,25 @@ def of_capability(major: int, minor: int) -> Kind:
 
 
 def of_architecture(name: str) -> Kind:
-    """An AMD GPU, as torch names it: `gfx942:sramecc+:xnack-`. RDNA 2 and older run without kernels."""
+    """The kind of an AMD GPU, from torch's name for it, such as `gfx942:sramecc+:xnack-`. RDNA 2 and older
+    run without kernels."""
     short = name.partition(":")[0]
     for begins, kind in _AMD.items():
-        # gfx90a is of gfx942's family, gfx906 and gfx900 have no products in bfloat16.
+        # gfx90a belongs to gfx942's family. gfx906 and gfx900 have no products in bfloat16.
         if short.startswith(begins) and short not in ("gfx900", "gfx906", "gfx908"):
             return replace(kind, name=short)
     return replace(_PLAIN, name=short, bfloat16=False, page_locked=True)
 
 
 def of_target(arch: int | str) -> Kind:
-    """The kind that Triton compiles for: 86 is compute capability 8.6, `gfx942` an AMD GPU."""
+    """The kind for which Triton compiles: 86 is compute capability 8.6, `gfx942` an AMD GPU."""
     return of_capability(*divmod(arch, 10)) if isinstance(arch, int) else of_architecture(arch)
 
 
 @lru_cache(64)
 def of_arithmetic(arithmetic: str) -> Kind:
-    """The kind of a node's first device by its `Hardware.arithmetic`, a stranger's text; else a CPU."""
+    """The kind of a node's first device, from its `Hardware.arithmetic`. That text is untrusted; a CPU is
+    assumed if it is unknown."""
     name = arithmetic.rpartition(", ")[2]
     if name.startswith("sm_") and name[3:].isdecimal() and len(name) in (5, 6):
         return of_target(int(name[3:]))

@@ -1,6 +1,7 @@
-"""Which implementation runs on a device, what decoders report, and the launch sizes of the Triton kernels.
+"""Chooses the implementation for a device, and has the decoders' error codes and the Triton kernels' launch
+sizes.
 
-Imports no Triton, which only machines with a GPU have.
+It does not import Triton, which is installed only on machines with a GPU.
 """
 
 import os
@@ -14,16 +15,16 @@ from kernels.common import devices
 from kernels.common.devices import Kind, Room
 
 PARTS = ("attention", "experts", "fixed", "fp8", "layers", "orthogonal", "storage", "tah", "trellis")
-"""Kernels that can be withdrawn together, by what they compute."""
+"""Groups of kernels that can be withdrawn together, by what they compute."""
 
-# What a decoder found wrong. Of several faults the largest number is reported.
+# The errors that a decoder finds. Of several errors the largest number is reported.
 BAD_CODE = 1
 BAD_SCALE = 2
 NON_FINITE = 4
 
 
 def kind_of(device: torch.device) -> Kind:
-    """What this device can do. Needs its driver for a GPU."""
+    """What this device can do. For a GPU, its driver must be loaded."""
     if device.type != "cuda":
         return devices.TABLE.get(device.type, devices.CPU)
     if torch.version.hip is not None:
@@ -37,8 +38,8 @@ def in_double(x: torch.Tensor) -> torch.Tensor:
 
 
 def has_kernels(device: torch.device, part: str = "") -> bool:
-    """Whether there are Triton kernels for tensors on such a device, and whether `part` of them has not been
-    withdrawn (`withdraw`). Without `part`, whether there are any."""
+    """Whether there are Triton kernels for tensors on such a device. With `part`, also whether that part has
+    not been withdrawn (`withdraw`)."""
     return part not in _withdrawn and _has_kernels(device)
 
 
@@ -48,12 +49,12 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 _PLAIN = "THINWIRE_PLAIN"
-"""Environment variable: `PARTS`, separated by commas, that compute without Triton kernels."""
+"""An environment variable with `PARTS`, separated by commas, that compute without Triton kernels."""
 _withdrawn = {part for part in os.environ.get(_PLAIN, "").split(",") if part}
 
 
 def withdrawn() -> list[str]:
-    """The `PARTS` that compute without Triton kernels although there are some."""
+    """The `PARTS` that compute without their Triton kernels."""
     return sorted(_withdrawn)
 
 
@@ -67,13 +68,13 @@ def withdraw(part: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tiles a program handles (a power of two, at least 16) and its warps. They change no bit."""
+    """The tiles that a program handles (a power of two, at least 16), and its warps. They change no bit."""
 
     tiles: int
     warps: int
 
     def statuses(self, scales: torch.Tensor) -> torch.Tensor:
-        """An int32 for each program of a decoder, one scale a tile; not initialized."""
+        """An uninitialized int32 for each program of a decoder. `scales` has one scale per tile."""
         return scales.new_empty((scales.numel() + self.tiles - 1) // self.tiles, dtype=torch.int32)
 
 
@@ -84,13 +85,14 @@ FIXED_DECODE = Launch(tiles=32, warps=2)
 TAH_MEASURE = Launch(tiles=128, warps=4)
 TAH_QUANTIZE = Launch(tiles=32, warps=1)
 TAH_DECODE = Launch(tiles=32, warps=1)
-# For programs that handle metadata alone.
+# For programs that only handle metadata.
 TAH_SELECT = Launch(tiles=4096, warps=16)
 
 
 @cache
 def room(device: torch.device) -> Room:
-    """How large tiles of products may be; of the CPU, where the interpreter runs, as on the smallest GPU."""
+    """How large tiles of products may be. The CPU, on which the interpreter runs, counts as the smallest
+    GPU."""
     return kind_of(device).room
 
 
@@ -102,7 +104,7 @@ def starts_early(device: torch.device) -> bool:
 
 @cache
 def most_warps(device: torch.device) -> int:
-    """Of a program that has as many as it may."""
+    """The most warps of a program."""
     return kind_of(device).warps
 
 

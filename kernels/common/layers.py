@@ -1,8 +1,8 @@
-"""Norms, SwiGLU and GELU and their gradients, in torch: the reference of the fused kernels for stored
+"""Norms, SwiGLU and GELU with their gradients, in torch: the reference of the fused kernels for stored
 tensors.
 
-Shape legend: C hidden, F ffn; leading dimensions are free. The forward functions are those of torch, so that
-a layer that stores its input packed gives the bits of one that does not. Gradients are computed in fp32.
+Shape legend: C hidden, F ffn; leading dimensions are free. The forward functions are torch's own, so a layer
+that stores its input packed gives the same bits as one that does not. Gradients are computed in fp32.
 """
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor
 from kernels.common.random_bits import random_bits_of_columns
 
 DROP_BITS = 24
-"""An element is dropped by a random number of so many bits."""
+"""The number of random bits that decide whether an element is dropped."""
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm without a bias, LayerNorm with one, over the last dimension, in x's dtype."""
     if bias is None:
-        # Of numbers in half precision in float32, as weights are.
+        # Numbers in half precision are normalized in float32, the weights' dtype.
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
@@ -26,10 +26,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
 def norm_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `norm` with respect to x, weight and bias, all fp32 (AGoQ, equation 7, for RMSNorm).
+    """The gradients of `norm` with respect to x, weight and bias, all fp32 (AGoQ, equation 7, for RMSNorm).
 
     Args:
-        grad: of the result, like x.
+        grad: the gradient of the result, in x's shape.
     """
     rows, grads = x.reshape(-1, x.shape[-1]).float(), grad.reshape(-1, x.shape[-1]).float()
     if bias is not None:
@@ -46,11 +46,11 @@ def norm_gradient(
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int, scale: float | None) -> Tensor:
-    """Cross entropy of each token, fp32 [T], in nats; 0 where a label is `ignored`.
+    """The cross entropy of each token, fp32 [T], in nats; 0 where a label is `ignored`.
 
     Args:
-        logits: [T, V], any float dtype. Unless `scale` is None, overwritten by the gradients of the losses'
-            sum times it, rounded once.
+        logits: [T, V], any float dtype. Unless `scale` is None, they are overwritten by the gradients of the
+            sum of losses times `scale`, rounded once.
         labels: int64 [T].
     """
     wide = logits.float()
@@ -69,7 +69,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `swiglu` with respect to gate and up, in grad's dtype."""
+    """The gradients of `swiglu` with respect to gate and up, in grad's dtype."""
     wide, g, u = grad.float(), gate.float(), up.float()
     share = torch.sigmoid(g)
     of_up = wide * g * share
@@ -83,19 +83,19 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `geglu` with respect to gate and up, in grad's dtype."""
+    """The gradients of `geglu` with respect to gate and up, in grad's dtype."""
     wide, g = grad.float(), gate.float()
     of_gate: Tensor = torch.ops.aten.gelu_backward(wide * up.float(), g, approximate="tanh")
     return of_gate.to(grad.dtype), (wide * gelu(g)).to(grad.dtype)
 
 
 def gated(gate: Tensor, up: Tensor, by_gelu: bool) -> Tensor:
-    """`geglu`, or else `swiglu`."""
+    """`geglu` or `swiglu`."""
     return geglu(gate, up) if by_gelu else swiglu(gate, up)
 
 
 def gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, by_gelu: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of `gated`."""
+    """The gradients of `gated`."""
     return geglu_gradient(grad, gate, up) if by_gelu else swiglu_gradient(grad, gate, up)
 
 
@@ -105,7 +105,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of `gelu` with respect to x, in grad's dtype."""
+    """The gradient of `gelu` with respect to x, in grad's dtype."""
     gradient: Tensor = torch.ops.aten.gelu_backward(grad.float(), x.float(), approximate="tanh")
     return gradient.to(grad.dtype)
 
@@ -116,7 +116,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
     Args:
         x: heads [..., S, D].
         cos, sin: float32 tables [S, D] whose halves are equal.
-        back: turn the other way, as gradients do.
+        back: rotate in the other direction, as for gradients.
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1) * sin
@@ -124,11 +124,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
 
 
 def drop(x: Tensor, salt: Tensor, share: float, *, first: int, stride: int) -> Tensor:
-    """Dropout: elements set to zero with probability `share`, the others divided by 1 - share.
+    """Dropout: elements are set to zero with probability `share`, and the others divided by 1 - share.
 
     Args:
         x: [..., C], columns of a tensor [..., stride] from its element `first` on.
-        salt: of the random bits, int32 [1].
+        salt: the salt of the random bits, int32 [1].
     """
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
     bits = random_bits_of_columns(rows, columns, salt, x.device, bits=DROP_BITS, first=first, stride=stride)
@@ -137,5 +137,5 @@ def drop(x: Tensor, salt: Tensor, share: float, *, first: int, stride: int) -> T
 
 
 def drop_threshold(share: float) -> int:
-    """Random numbers from here on keep their element."""
+    """The least random number that keeps its element."""
     return round(share * (1 << DROP_BITS))

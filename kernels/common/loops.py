@@ -1,10 +1,10 @@
-"""Shared parts of the tiled quantizers' CPU loops: compiling, bits of floats, tiles, planes, threads.
+"""Shared parts of the CPU loops of tiled quantizers: compiling, bits of floats, tiles, planes, threads.
 
-Numba compiles at first use and keeps the result beside the modules or below the user's home, one process at a
-time. Where it can write to neither, every process compiles for itself.
+Numba compiles at first use and caches the result beside the modules or below the user's home, one process at
+a time. If it can write to neither, every process compiles for itself.
 
 Loops over a tile are written so that LLVM vectorizes them, although it may not reorder operations on floats.
-Constants are fp32: with a plain number numba computes in fp64.
+Constants are fp32, because numba computes in fp64 with a plain number.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def hash_of_sources(folder: Path) -> str:
-    """A hash of every module below `folder` that compiled loops may take code or constants from."""
+    """A hash of every module below `folder` from which compiled loops may take code or constants."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         if "triton" not in path.relative_to(folder).parts:
@@ -42,15 +42,15 @@ def hash_of_sources(folder: Path) -> str:
 
 
 SOURCES = hash_of_sources(Path(__file__).parents[1])
-"""In the name of every file in numba's cache. Numba itself checks only the file of the function it compiles,
-not the files that this function takes other functions and constants from."""
+"""A part of every file name in numba's cache. Numba itself checks only the file of the function that it
+compiles, not the files from which this function takes other functions and constants."""
 
 
 class _Files(IndexDataCacheFile):
-    """Files that processes may write at once: the code of each signature has a name of its own.
+    """Files that several processes may write at the same time: the code of each signature has its own name.
 
-    Numba numbers them, so two processes can give one number to different code. Here the worst is an entry
-    missing from the index, which the next process compiles and adds.
+    Numba numbers them, so two processes could give the same number to different code. Here the worst case is
+    an entry that is missing from the index. The next process compiles it and adds it.
     """
 
     def save(self, key: object, data: object) -> None:
@@ -68,7 +68,8 @@ class _Names(CompileResultCacheImpl):
 class LoopCache(FunctionCache):
     """Numba's cache of a function, in files that belong to one state of the sources.
 
-    Raises RuntimeError if there is no folder to keep them in.
+    Raises:
+        RuntimeError: there is no folder for them.
     """
 
     _impl_class = _Names
@@ -78,8 +79,8 @@ class LoopCache(FunctionCache):
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, SOURCES)
 
     def load_overload(self, sig: object, target_context: object) -> object:
-        """As numba's, but a process waits for its turn before it compiles, and looks again: another one may
-        have compiled this meanwhile."""
+        """As numba's, but a process waits for its turn before it compiles, and then looks again: another
+        process may have compiled this meanwhile."""
         found = super().load_overload(sig, target_context)
         if found is None and _TURN is not None:
             _TURN.take()
@@ -88,7 +89,7 @@ class LoopCache(FunctionCache):
 
 
 def _turn() -> CompileTurn | None:
-    """None if numba finds no folder that it may write to."""
+    """The turn of this process; None if numba finds no folder that it may write to."""
     try:
         folder = Path(LoopCache(_turn).cache_path)
     except RuntimeError:
@@ -126,7 +127,7 @@ def _in_turn(compile_it: Callable[..., Any], turn: CompileTurn) -> Callable[...,
 
 @cache
 def _load_without_blas() -> None:
-    """Load numba's functions of arrays as if SciPy, which they multiply matrices with, were not installed.
+    """Load numba's array functions as if SciPy, with which they multiply matrices, were not installed.
 
     No loop multiplies matrices, and importing `scipy.linalg` delays the first tensor by a fifth of a second.
     """
@@ -148,17 +149,18 @@ def _load_without_blas() -> None:
 compiled = _compiler()
 inlined = _compiler(inline="always")
 exact = _compiler(fastmath={"contract", "reassoc"})
-"""Sums in any order, and products that are not rounded first: only for arithmetic that is exact anyway."""
+"""Compiles with sums in any order, and without rounding products first. Only for arithmetic that is exact
+anyway."""
 
 ONE = np.float32(1.0)
 LEAST_STEP = np.float32(SMALLEST_STEP)
-# Added to a number of magnitude below 2**22, it leaves the nearest integer, ties to even, in the lowest bits.
+# Added to a number of magnitude below 2**22, it puts the nearest integer, ties to even, into the lowest bits.
 ROUND = np.float32(3 * 2.0**22)
 ROUND_BITS = np.int32(ROUND.view(np.int32))
 _HALF = np.float32(0.5)
 _EIGHTH = np.float32(0.125)
 
-# For every byte the word of which byte k is its bit k.
+# For every byte, the word whose byte k is the byte's bit k.
 _SPREAD = (
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     .view(np.uint64)
@@ -166,8 +168,8 @@ _SPREAD = (
 )
 _BYTE = np.uint64(0xFF)
 
-# A thread takes tiles in multiples of 8, so that no two write to the same byte, and enough to be worth
-# starting it.
+# A thread takes a multiple of 8 tiles, so that no two threads write to the same byte, and enough tiles to be
+# worth starting.
 _FLAGS_A_BYTE = 8
 _FEWEST_TILES = 2048
 _RANGES_A_THREAD = 8
@@ -185,7 +187,7 @@ def bits_of(x):
 
 @inlined
 def value_of_half(half):
-    """The fp32 of a positive fp16's bits."""
+    """The fp32 value of the bits of a positive fp16."""
     if half >= 1 << 10:
         return float_of((half << 13) + (112 << 23))
     return np.float32(half) * LEAST_STEP
@@ -193,11 +195,11 @@ def value_of_half(half):
 
 @inlined
 def half_beside(magnitude, up):
-    """The bits of the fp16 next below a magnitude (fp32), or next above; the magnitude's if it is one."""
+    """The bits of the fp16 next below a magnitude (fp32), or next above. An fp16 magnitude gives itself."""
     bits = bits_of(magnitude)
     if bits >= 113 << 23:
         return np.int32(((bits - (112 << 23)) >> 13) + np.int32(up and bits & 0x1FFF != 0))
-    # A subnormal fp16's bits are a count of its smallest steps.
+    # The bits of a subnormal fp16 count its smallest steps.
     steps = magnitude / LEAST_STEP
     whole = np.int32(steps)
     return np.int32(whole + np.int32(up and np.float32(whole) != steps))
@@ -205,7 +207,7 @@ def half_beside(magnitude, up):
 
 @compiled
 def largest_of(x):
-    """The largest magnitude's bits, as of fp32. Infinities and NaNs are above all others."""
+    """The bits of the largest magnitude as fp32. Infinities and NaNs are above all others."""
     largest = np.int32(0)
     if x.itemsize == 2:
         for k in range(x.size):
@@ -218,8 +220,8 @@ def largest_of(x):
 
 @compiled
 def load(x, start, count, near, far, tile):
-    """`tile`, fp32 `[64]`: the elements of x from `start` times both factors, filled up with zeros."""
-    # A separate view: an index that might be negative stops LLVM from vectorizing the loop.
+    """Fill `tile`, fp32 `[64]`: the elements of x from `start` times both factors, padded with zeros."""
+    # A separate view, because an index that might be negative stops LLVM from vectorizing the loop.
     part = x[start : start + count]
     if x.itemsize == 2:
         for k in range(count):
@@ -247,18 +249,19 @@ def hadamard(tile):
 
 @compiled
 def add_plane(words, plane, place):
-    """Put bit k of `plane` where bit `place` of byte k of `words`, uint64 `[8]`, is."""
+    """Put bit k of `plane` into bit `place` of byte k of `words`, uint64 `[8]`."""
     for i in range(8):
         words[i] |= _SPREAD[plane >> np.uint64(8 * i) & _BYTE] << np.uint64(place)
 
 
 @compiled
 def store(tile, count, near, far, limit, half, out, start):
-    """Write the first `count` of a tile to `out` from `start`, times both factors, clamped, rounded.
+    """Write the first `count` elements of a tile to `out` from `start`, times both factors, clamped and
+    rounded.
 
-    `out` holds the bits of fp32, or those of bf16 or, with `half`, of fp16.
+    `out` holds the bits of fp32, of bf16 or, with `half`, of fp16.
     """
-    # A separate view: an index that might be negative stops LLVM from vectorizing the loop.
+    # A separate view, because an index that might be negative stops LLVM from vectorizing the loop.
     part = out[start : start + count]
     if out.itemsize == 4:
         for k in range(count):
@@ -268,7 +271,7 @@ def store(tile, count, near, far, limit, half, out, start):
             bits = bits_of(min(max(tile[k] * near * far, -limit), limit))
             magnitude = np.int32(bits & 0x7FFFFFFF)
             normal = np.int32((magnitude + 0xFFF + (magnitude >> 13 & 1) - (112 << 23)) >> 13)
-            # Next to 0.5, fp32's last bit is fp16's smallest step.
+            # Near 0.5, the last bit of fp32 is the smallest step of fp16.
             small = np.int32(bits_of(float_of(magnitude) + _HALF) - bits_of(_HALF))
             part[k] = (small if magnitude < 113 << 23 else normal) | (bits >> 16 & 0x8000)
     else:
@@ -278,7 +281,7 @@ def store(tile, count, near, far, limit, half, out, start):
 
 
 def bits_to_read(x: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
-    """The elements one after the other as the bits of fp32, or of bf16, its upper half."""
+    """The elements one after the other, as the bits of fp32 or of bf16, which is fp32's upper half."""
     if x.dtype == torch.bfloat16:
         return x.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
     return x.float().contiguous().view(-1).numpy().view(np.uint32)
@@ -292,7 +295,7 @@ def peak_of(words: NDArray[np.uint32] | NDArray[np.uint16]) -> np.float32:
 
 
 def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float = 1.0) -> torch.Tensor:
-    """`kernels.common.tiles.tensor_exponent`, without torch's threads, which keep cores busy for a while
+    """`kernels.common.tiles.tensor_exponent` without torch's threads, which keep cores busy for a while
     afterwards."""
     peak = peak_of(words)
     with np.errstate(over="ignore"):
@@ -302,13 +305,15 @@ def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float 
 
 @cache
 def _whole(number: int) -> torch.Tensor:
-    """int32 0-d, for reading: making one takes as long as a loop over a small tensor."""
+    """int32 0-d, only for reading. It is cached, because creating one takes as long as a loop over a small
+    tensor."""
     return torch.tensor(number, dtype=torch.int32)
 
 
 @cache
 def two_factors(exponent: int) -> tuple[np.float32, np.float32]:
-    """2**exponent as in `kernels.common.tiles.powers_of_two`, always two factors, the nearer to 1 first."""
+    """2**exponent as in `kernels.common.tiles.powers_of_two`, but always two factors, the one nearer to 1
+    first."""
     factors = [np.float32(factor.item()) for factor in powers_of_two(_whole(exponent))]
     return (factors[0], factors[1]) if len(factors) == 2 else (ONE, factors[0])
 
@@ -322,9 +327,9 @@ def bits_to_fill(out: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
 
 
 def ranges(n: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Ranges of n tiles, or of n pieces of `unit` to a tile, that threads take in turn.
+    """Ranges of n tiles, or of n pieces with `unit` pieces per tile, which threads take in turn.
 
-    Several a thread: one that shares its core with other work is slower and takes fewer.
+    There are several per thread, so that a thread that shares its core with other work takes fewer.
     """
     step = _FLAGS_A_BYTE * unit
     each = -(-n // (torch.get_num_threads() * _RANGES_A_THREAD * step)) * step
@@ -333,9 +338,9 @@ def ranges(n: int, unit: int = 1) -> list[tuple[int, int]]:
 
 
 def run(work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
-    """Call `work` for every range, in this thread and as many others as torch may use here.
+    """Call `work` for every range, in this thread and in as many others as torch may use here.
 
-    Torch's threads would keep cores busy for a while afterwards.
+    Torch's own threads would keep cores busy for a while afterwards.
     """
     left = iter(parts)
 
@@ -351,7 +356,7 @@ def run(work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
     try:
         take()
     finally:
-        # Work that has not begun finds nothing left to do; other callers' work may occupy the threads.
+        # Work that has not begun would find nothing left to do. Other callers' work may occupy the threads.
         begun = [other for other in taken if not other.cancel()]
         wait(begun)
     for other in begun:
@@ -360,9 +365,9 @@ def run(work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
 
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
-    """Cached: starting threads takes as long as many of the loops."""
+    """The pool is cached, because starting threads takes as long as many of the loops."""
     return ThreadPoolExecutor(count, thread_name_prefix="loops")
 
 
-# Threads do not outlive a fork.
+# Threads do not survive a fork.
 os.register_at_fork(after_in_child=_threads.cache_clear)

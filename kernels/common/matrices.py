@@ -1,4 +1,4 @@
-"""Matrices that are parts of one, joined without a copy where they lie so in memory.
+"""Matrices that are parts of one matrix. They are joined without a copy if they are contiguous in memory.
 
 Shape legend: T tokens, N outputs, K inputs.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Matrices [N, K] under one another, in `dtype`: a view where they lie so in memory, else a copy."""
+    """Matrices [N, K] stacked, in `dtype`: a view if they are contiguous in memory, else a copy."""
     if len(parts) == 1:
         return parts[0].to(dtype)
     whole = following(parts)
@@ -20,14 +20,14 @@ def stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def empty_together(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Matrices of these shapes [N, K], under one another in memory that is not initialized."""
+    """Uninitialized matrices of these shapes [N, K], stacked in one piece of memory."""
     rows = [len(matrix) for matrix in like]
     whole = torch.empty(sum(rows), like[0].shape[1], dtype=dtype, device=like[0].device)
     return torch.split(whole, rows)
 
 
 def following(parts: Sequence[Tensor]) -> Tensor | None:
-    """The matrix whose rows are these matrices [N, K]; None where they do not lie under one another."""
+    """The matrix whose rows are these matrices [N, K]; None if they are not contiguous in memory."""
     first, place = parts[0], parts[0].storage_offset()
     for part in parts:
         if (
@@ -43,7 +43,7 @@ def following(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """[..., N] of the same tokens as [T, all N]: a view where they are neighbouring columns, else a copy."""
+    """[..., N] of the same tokens as [T, all N]: a view if they are neighbouring columns, else a copy."""
     flat = [part.reshape(-1, part.shape[-1]) for part in parts]
     first = flat[0]
     if len(flat) == 1:

@@ -13,10 +13,11 @@ _KEPT = "__dynamo_disable"
 def operator(
     name: str, *, mutates_args: Sequence[str] = ()
 ) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """`torch.library.custom_op`, without the import of torch's compiler at the first call.
+    """`torch.library.custom_op`, without importing torch's compiler at the first call.
 
-    Torch imports it to keep it from compiling the function. In a process that compiles nothing this takes
-    seconds, and memory for as long as the process lives. Where the compiler is loaded, torch does as always.
+    Torch imports the compiler to keep it from compiling the function. In a process that compiles nothing,
+    this takes seconds, and memory for as long as the process lives. If the compiler is loaded, torch works as
+    usual.
     """
 
     def register(function: Callable[..., object]) -> CustomOpDef:
@@ -32,7 +33,8 @@ def operator(
                 return guarded(*args, **named)
             return kernel(*args, **named)
 
-        # Before torch asks the compiler for a function that it leaves alone, it looks for one here.
+        # Before torch asks the compiler for a function that it leaves alone, it looks for one under this
+        # name.
         vars(kernel)[_KEPT] = call
         return custom
 

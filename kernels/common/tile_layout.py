@@ -1,10 +1,11 @@
-"""How many tiles a tensor has. Imports no torch; `kernels.common.tiles` has the arithmetic."""
+"""The number of tiles of a tensor. This module imports no torch; `kernels.common.tiles` has the
+arithmetic."""
 
 TILE = 64
 LOW_PLANES = 3
-"""Bit-planes that every tile of `tah` has; those of 4 bits have one more."""
+"""The bit-planes that every tile of `tah` has. Tiles of 4 bits have one more."""
 
 
 def tiles_per_row(width: int) -> int:
-    """Tiles in a row of `width` elements."""
+    """The number of tiles in a row of `width` elements."""
     return -(-width // TILE)
