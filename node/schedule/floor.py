@@ -1,18 +1,20 @@
-"""The physical floor of a step: the least time in which its compute and its bytes can be done. Pure.
+"""The lower bound of a step: the least time in which its compute and its bytes can be done. All functions are
+pure.
 
 Every resource of a pipeline (a stage's compute, a direction of a link, a direction of a node's network
 interface) serves each microbatch for a known time, one at a time. No schedule, however wide its window, can
-begin at a resource before the first microbatch has reached it, nor end before the last one has left it and
-gone the rest of its way. So a step takes at least, for every resource,
+start at a resource before the first microbatch has reached it, or end before the last one has left it and
+gone the rest of its way. So for every resource a step takes at least
 
-    fill (to the resource) + microbatches x time a microbatch + drain (from it to the end of the step)
+    fill (to the resource) + microbatches x time per microbatch + drain (from it to the end of the step)
 
-and the largest of these is the floor (max(compute, bytes over the busiest link direction / its rate) a
-microbatch, with the fill and drain that nobody can avoid).
+and the largest of these is the bound. Per microbatch it is max(compute, bytes over the busiest link direction
+/ its rate), and the unavoidable fill and drain are added.
 
-Where microbatches are cut into N slices of equal work, the first slice's way is the fill and the drain: each
-resource serves N times as many tensors for an N-th of the time. A slice's bytes are taken to be an N-th too:
-that of the first and last tensors, of the slices with most tokens, is more, so the floor stays a bound.
+If microbatches are cut into N slices of equal work, fill and drain are those of the first slice: each
+resource serves N times as many tensors for 1 / N of the time. A slice's bytes are assumed to be 1 / N too.
+The slices with the most tokens have more, and they are the first and last on their way, so the result is
+still a lower bound.
 """
 
 import math
@@ -23,24 +25,24 @@ from enum import StrEnum
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRate:
-    """What a wire carries: one link between two stages, or one node's network interface.
+    """The rates of a wire: one link between two stages, or one node's network interface.
 
-    Bytes are those of the frames, so rates are those that payloads reach, without Ethernet, IP and TCP
-    headers (0.956 of the nominal rate with 1500-byte packets).
+    Bytes are those of frames, so rates are those of payload, without Ethernet, IP and TCP headers (0.956 of
+    the nominal rate with 1500-byte packets).
     """
 
     up: float = math.inf
-    """Bytes a second: on a link from the lower stage to the higher, on an interface out of the node."""
+    """Bytes per second, on a link from the lower stage to the higher, on an interface out of the node."""
     down: float = math.inf
-    """Bytes a second the other way."""
+    """Bytes per second in the other direction."""
     latency: float = 0.0
-    """Seconds one way. Of an interface: added to every tensor that passes it."""
+    """Seconds in one direction. An interface's latency is added to every tensor that passes it."""
     full_duplex: bool = True
-    """Both directions at once; otherwise they take turns."""
+    """Both directions work at once. Otherwise they take turns."""
 
 
 class ResourceKind(StrEnum):
-    """What can be the bottleneck."""
+    """The kinds of resources, each of which may be the bottleneck."""
 
     COMPUTE = "compute"
     LINK = "link"
@@ -49,15 +51,15 @@ class ResourceKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Resource:
-    """One thing that serves one microbatch at a time."""
+    """A resource that serves one microbatch at a time."""
 
     kind: ResourceKind
     stage: int
     """The stage that computes, that owns the interface, or that sends over the link."""
     peer_stage: int = -1
-    """The stage that receives over the link; -1 otherwise."""
+    """The stage that receives over the link; else -1."""
     direction: str = ""
-    """Of a link or an interface: `up`, `down`, or `both` where they share; as in `LinkRate`."""
+    """The direction of a link or an interface: `up`, `down`, or `both` if they share; as in `LinkRate`."""
 
     def __str__(self) -> str:
         match self.kind:
@@ -74,46 +76,48 @@ class Resource:
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """What a tensor does to the network on its way: its parts serve it at once, as bytes stream through."""
+    """A tensor's way through the network. All parts of the way serve it at once, because bytes stream
+    through."""
 
     seconds: Mapping[Resource, float]
-    """For which it occupies each part."""
+    """The seconds for which it occupies each part."""
     latency: float
-    """From the end of the slowest part's service to its arrival."""
+    """The seconds from the end of the slowest part's service to its arrival."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a resource must do in a step."""
+    """The work of a resource in a step."""
 
     resource: Resource
     microbatch_seconds: float
-    """For which it serves each microbatch."""
+    """The seconds for which it serves each microbatch."""
     fill_seconds: float
-    """Before the first microbatch can be at it."""
+    """The seconds before the first microbatch can reach it."""
     drain_seconds: float
-    """From its last microbatch to the end of the step."""
+    """The seconds from its last microbatch to the end of the step."""
 
     def seconds(self, microbatches: int) -> float:
-        """No step of so many microbatches can be shorter, because of this resource alone."""
+        """The lower bound of a step with this many microbatches, because of this resource alone."""
         return self.fill_seconds + microbatches * self.microbatch_seconds + self.drain_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The least time of a step, and what makes it so."""
+    """The lower bound of a step, and the resource that determines it."""
 
     seconds: float
-    """Of the whole step."""
+    """The bound for the whole step."""
     binds: Resource
-    """The resource that no schedule can relieve."""
+    """The resource that determines the bound. No schedule can relieve it."""
     microbatch_seconds: float
-    """For which `binds` serves each microbatch; the rest of `seconds` is fill, drain and what follows."""
+    """The seconds for which `binds` serves each microbatch. The rest of `seconds` is fill, drain and what
+    follows."""
     loads: tuple[Load, ...]
-    """Every resource that does anything, the one that binds first, then by seconds a microbatch."""
+    """All resources that do any work: the one that binds first, then by seconds per microbatch."""
 
     def share(self, measured_seconds: float) -> float:
-        """The floor over a measured step: 1 is perfect."""
+        """The bound divided by the measured seconds of a step; 1 is perfect."""
         return self.seconds / measured_seconds
 
 
@@ -131,27 +135,28 @@ def step_floor(
     after_seconds: float = 0.0,
     slices: int = 1,
 ) -> Floor:
-    """The floor of one step.
+    """The lower bound of one step.
 
     Args:
-        microbatches: of the step, at least 1.
-        forward: seconds of one microbatch's forward on each stage, over all its chunks; encoding and decoding
-            too, where they are not hidden.
+        microbatches: those of the step, at least 1.
+        forward: the seconds of one microbatch's forward on each stage, over all its chunks. Include encoding
+            and decoding unless they are hidden.
         backward: the same for backward.
-        activation_bytes: a microbatch's packed activation at one boundary, frames included.
-        gradient_bytes: the same of its gradient.
-        links: `links[i]` joins stage i and stage i + 1; with `chunks` above 1 or a `head_share`, and three
-            stages or more, a last one joins the last stage (`up`: from it) and the first. Empty: links cost
-            nothing.
-        interfaces: each stage's network interface, which all its links share. Empty: none limits.
-        chunks: model chunks a stage (`node.schedule.schedule`).
-        head_share: the share of the first stage's time that the head takes there; None: the last chunk
-            has it.
-        after_seconds: what every step needs behind its last backward: the vote's and the commit's way, the
-            optimizer.
-        slices: of each microbatch.
+        activation_bytes: a microbatch's packed activation at one boundary, with frames.
+        gradient_bytes: the same for its gradient.
+        links: `links[i]` joins stage i and stage i + 1. With `chunks` above 1 or a `head_share`, and three
+            stages or more, one more link joins the last stage (`up`: from it) and the first. Without links,
+            transfers cost nothing.
+        interfaces: each stage's network interface, which all its links share. Without interfaces there is no
+            such limit.
+        chunks: model chunks per stage (`node.schedule.schedule`).
+        head_share: the share of the first stage's time that the head takes there; None if the last chunk has
+            it.
+        after_seconds: what every step needs after its last backward: the vote, the commit and the optimizer.
+        slices: the slices of each microbatch.
 
-    Raises ValueError for sizes that do not agree, negative times and rates that are not above 0.
+    Raises:
+        ValueError: sizes do not agree, times are negative, or rates are not above 0.
     """
     stages = len(forward)
     ring = (chunks > 1 or head_share is not None) and stages > 2
@@ -192,7 +197,8 @@ def step_floor(
 
 
 def chunk_shares(stages: int, chunks: int, head_share: float | None = None) -> tuple[float, ...]:
-    """The share of its stage's time that each global chunk takes, the head's own chunk last if it has one."""
+    """The share of its stage's time that each global chunk takes. If the head has its own chunk, it is the
+    last."""
     if head_share is None:
         return (1 / chunks,) * (stages * chunks)
     blocks = ((1 - head_share) / chunks, *((1 / chunks,) * (stages - 1)))
@@ -200,17 +206,17 @@ def chunk_shares(stages: int, chunks: int, head_share: float | None = None) -> t
 
 
 class Network:
-    """The links between stages and the interfaces of their nodes: what a tensor occupies on its way."""
+    """The links between stages and the interfaces of their nodes, which tensors occupy."""
 
     def __init__(self, stages: int, links: Sequence[LinkRate], interfaces: Sequence[LinkRate] = ()) -> None:
-        """As `step_floor` takes them."""
+        """The arguments are those of `step_floor`."""
         self._stages = stages
         self._links = links
         self._interfaces = interfaces
 
     def passage(self, source: int, target: int, size: float) -> Passage:
-        """Of `size` bytes between two stages that a link joins."""
-        # The last stage's link to the first is named from the last; two stages have only one link.
+        """The passage of `size` bytes between two stages that a link joins."""
+        # The link that closes the ring starts at the last stage. Two stages have only one link.
         closing = {source, target} == {0, self._stages - 1} and self._stages > 2
         low, high = (max(source, target), min(source, target)) if closing else sorted((source, target))
         seconds: dict[Resource, float] = {}
@@ -237,7 +243,8 @@ class Network:
 
 @dataclass
 class _Visit:
-    """A microbatch at a resource: `begin` and `end` count from the start of its way through the pipeline."""
+    """A microbatch at a resource. `begin` and `end` are counted from the start of its way through the
+    pipeline."""
 
     begin: float
     seconds: float
@@ -245,7 +252,8 @@ class _Visit:
 
 
 class _Visits:
-    """One microbatch's way there and back, alone in the pipeline: where it is served, from when, how long."""
+    """One microbatch's way there and back, alone in the pipeline: where it is served, from when and for how
+    long."""
 
     def __init__(self, network: Network) -> None:
         self._network = network

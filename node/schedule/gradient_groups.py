@@ -1,17 +1,18 @@
-"""Gradient groups: how a step's gradient is summed, independent of who computes it. Pure, without torch.
+"""Gradient groups: how a step's gradient is summed, independent of who computes it. All functions are pure
+and need no torch.
 
-A step's microbatches are cut into G groups of equal length. A stage's gradient of one group is packed with
-`pipeline.sync_codec`, and the sum over groups is taken in a fixed tree: a leaf is a group, an inner node the
-sum of what its two children's codes say, packed again. So the bits of a step depend on G alone, and not on
-how many rows of nodes share the groups.
+A step's microbatches are divided into G groups of equal length. A stage's gradient of one group is packed
+with `pipeline.sync_codec`, and the sum over groups is taken in a fixed binary tree. A leaf is a group. An
+inner node is the sum of its two children's unpacked values, packed again. So a step's bits depend only on G,
+not on how many rows of nodes share the groups.
 
-Matrices are coded in pieces of their own; the vectors of a layer unit are few and go together in float32.
-Every piece has a number in the whole model. Among R rows each piece has an owner: the others send it the
-largest whole subtrees that they hold, and get the code of the whole sum back.
+Matrices are packed in pieces of their own. The vectors of a layer unit are few, and one piece in float32 has
+all of them. Every piece has a number in the whole model. Among R rows each piece has an owner: the other rows
+send it the largest whole subtrees that they hold, and receive the code of the whole sum.
 
-In a round (`[sync] every`) the same is done with how each group's local steps changed the weights, packed
-with `sync.codec`, and with the update rules' `round_means`, in float32 or, if they are whole matrices, packed
-as changes are.
+In a round (`[sync] every`) the same is done with the change of the weights in each group's local steps,
+packed with `sync.codec`, and with the update rules' `round_means`. These are in float32, or, if they are
+whole matrices, packed like changes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,15 +35,15 @@ Value = TypeVar("Value")
 ROOT = 1
 """The tree's node that holds all groups. The children of node n are 2n and 2n + 1."""
 PIECES = 1024
-"""A model's matrices are cut into about so many pieces, so that owners have equal shares. To pack, add or
-unpack a piece takes 0.2 to 0.3 ms beside the time that its elements take."""
+"""A model's matrices are cut into about this many pieces, so that owners have equal shares. To pack, add or
+unpack a piece takes 0.2 to 0.3 ms besides the time for its elements."""
 LEAST_PIECE, MOST_PIECE = 2**15, 2**21
-"""Elements of a piece: enough for its handling to cost little, few enough for memory. Powers of two, so that
-pieces are whole blocks and tiles of any codec."""
+"""The least and the most elements of a piece: enough that its overhead is small, few enough for memory. They
+are powers of two, so pieces are whole blocks and tiles of any codec."""
 
 
 class GroupTree:
-    """The tree over groups 0 to `groups` - 1, by halves; the left half is the longer one."""
+    """The tree over groups 0 to `groups` - 1, by halves. The left half is the longer one."""
 
     def __init__(self, groups: int) -> None:
         self.groups = groups
@@ -71,7 +72,7 @@ class GroupTree:
         return node in self._spans
 
     def subtree_count(self, first: int, end: int, node: int = ROOT) -> int:
-        """How many `subtrees` the run of groups from `first` to before `end` has below a node."""
+        """How many `subtrees` the groups from `first` to before `end` have below a node."""
         low, high = self._spans[node]
         if end <= low or high <= first:
             return 0
@@ -88,16 +89,18 @@ class GroupTree:
 
 
 class Fold(Generic[Value]):
-    """Sums nodes of the tree as they come; an inner node is made as soon as both its children are there."""
+    """Sums nodes of the tree as they arrive. An inner node is computed as soon as both its children are
+    known."""
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
-        """`add`: of the left child and the right one."""
+        """`add` returns the sum of a left and a right child."""
         self._add = add
         self.nodes: dict[int, Value] = {}
-        """What is there and has no sibling yet: of groups in their order at most log2(G) + 1."""
+        """The known nodes without a known sibling. If groups arrive in order, there are at most log2(G) +
+        1."""
 
     def put(self, node: int, value: Value) -> None:
-        """A node's value is known."""
+        """Add the value of a node."""
         while node > ROOT and (other := self.nodes.pop(node ^ 1, None)) is not None:
             value = self._add(other, value) if node % 2 else self._add(value, other)
             node //= 2
@@ -105,19 +108,19 @@ class Fold(Generic[Value]):
 
 
 def group_of(config: RunConfig, microbatch: int) -> int:
-    """The group that a microbatch belongs to."""
+    """The group to which a microbatch belongs."""
     return microbatch * config.pipeline.groups // config.microbatches
 
 
 def parts_of_group(config: RunConfig, group: int, parts: int) -> list[range]:
-    """A group's microbatches, cut into equal parts."""
+    """A group's microbatches, divided into equal parts."""
     whole = microbatches_of(config, [group])
     length = len(whole) // parts
     return [whole[first : first + length] for first in range(0, len(whole), length)]
 
 
 def microbatches_of(config: RunConfig, groups: Sequence[int]) -> range:
-    """The microbatches of a contiguous run of groups."""
+    """The microbatches of contiguous groups."""
     length = config.microbatches // config.pipeline.groups
     return range(groups[0] * length, (groups[-1] + 1) * length)
 
@@ -130,10 +133,10 @@ class Piece:
     """A part of a layer unit's gradient that is packed at once: float32 [elements]."""
 
     number: int
-    """In the whole model."""
+    """The number of the piece in the whole model."""
     unit: str
     parts: tuple[tuple[str, int, int], ...]
-    """(parameter, first element, end) of each part, in order: of one matrix, or all of each vector."""
+    """(parameter, first element, end) of each part, in order: a part of one matrix, or all vectors."""
     is_vectors: bool
     codec: str
 
@@ -144,11 +147,11 @@ class Piece:
 
 @lru_cache(maxsize=8)
 def model_pieces(config: RunConfig, *, of_round: bool = False) -> Mapping[str, tuple[Piece, ...]]:
-    """The pieces of every layer unit, by unit in model order: of an exact step, or of a round."""
+    """The pieces of every layer unit, by unit in model order, for an exact step or for a round."""
     matrices = config.sync.codec if of_round else config.pipeline.sync_codec
     units = {name: trained_specs(config.model, config.lora, name) for name in unit_names(config.model)}
     largest = _piece_elements(sum(spec.elements for specs in units.values() for spec in specs))
-    found: dict[str, tuple[Piece, ...]] = {}
+    by_unit: dict[str, tuple[Piece, ...]] = {}
     number = 0
     for unit, specs in units.items():
         pieces = [
@@ -157,9 +160,9 @@ def model_pieces(config: RunConfig, *, of_round: bool = False) -> Mapping[str, t
                 _parts(specs, largest, update_rules(config, unit) if of_round else ())
             )
         ]
-        found[unit] = tuple(pieces)
+        by_unit[unit] = tuple(pieces)
         number += len(pieces)
-    return found
+    return by_unit
 
 
 def _piece_elements(total: int) -> int:
@@ -173,7 +176,7 @@ def _parts(
     specs: Sequence[ParameterSpec], largest: int, rules: Sequence[UpdateRule]
 ) -> list[tuple[tuple[tuple[str, int, int], ...], bool]]:
     vectors: list[tuple[str, int, int]] = []
-    found: list[tuple[tuple[tuple[str, int, int], ...], bool]] = []
+    parts: list[tuple[tuple[tuple[str, int, int], ...], bool]] = []
     for spec, rule in zip_longest(specs, rules):
         is_vector = len(spec.shape) < 2
         means = rule.round_means(spec.shape) if rule else {}
@@ -186,17 +189,17 @@ def _parts(
         coded = {f"{kind}.{spec.name}": mean.elements for kind, mean in means.items() if mean.is_coded}
         for name, elements in {spec.name: spec.elements, **coded}.items():
             for first in range(0, elements, largest):
-                found.append((((name, first, min(first + largest, elements)),), False))
-    return [*found, (tuple(vectors), True)] if vectors else found
+                parts.append((((name, first, min(first + largest, elements)),), False))
+    return [*parts, (tuple(vectors), True)] if vectors else parts
 
 
 def piece_format(piece: Piece, *, uncompressed: bool = False) -> Format:
-    """The codec of a piece, without torch."""
+    """The codec of a piece. It needs no torch."""
     return FP32 if uncompressed else codec_format(piece.codec)
 
 
 def piece_bytes(piece: Piece, *, uncompressed: bool = False) -> int:
-    """Bytes of a packed piece, header included."""
+    """The bytes of a packed piece, including the header."""
     return piece_format(piece, uncompressed=uncompressed).packed_bytes((piece.elements,))
 
 
@@ -204,39 +207,41 @@ def piece_bytes(piece: Piece, *, uncompressed: bool = False) -> int:
 
 
 def owners(sizes: Mapping[int, int], subtrees: Sequence[int]) -> dict[int, int]:
-    """The row that sums up each piece: every row computes the same answer. The busiest sender sends as little
-    as possible, then shares of bytes are as equal as possible.
+    """The row that sums each piece. Every row computes the same answer. It minimizes what the busiest sender
+    sends, and then makes the rows' shares of bytes as equal as possible.
 
     Args:
-        sizes: bytes by the piece's number.
-        subtrees: how many nodes of the tree each row has of its own. It sends so many of each piece that
+        sizes: the bytes of each piece by its number.
+        subtrees: the number of the tree's nodes that each row holds. It sends that many of each piece that
             another row owns, and the sum of each of its own pieces to every other row.
     """
     rows, whole = range(len(subtrees)), sum(sizes.values())
     sent, owned = [count * whole for count in subtrees], [0] * len(subtrees)
-    found: dict[int, int] = {}
-    for number in sorted(sizes, key=lambda one: (-sizes[one], one)):
+    rows_of_pieces: dict[int, int] = {}
+    for number in sorted(sizes, key=lambda piece: (-sizes[piece], piece)):
         size = sizes[number]
         after = [sent[row] + (len(subtrees) - 1 - subtrees[row]) * size for row in rows]
         first, second = nlargest(2, [*sent, 0])
         most = [max(after[row], second if sent[row] == first else first) for row in rows]
-        row = min(rows, key=lambda one: (most[one], owned[one], one))
+        row = min(rows, key=lambda candidate: (most[candidate], owned[candidate], candidate))
         sent[row] = after[row]
         owned[row] += size
-        found[number] = row
-    return found
+        rows_of_pieces[number] = row
+    return rows_of_pieces
 
 
 class RowShare:
-    """What one row does for a step of its stage, among all rows of a placement."""
+    """What one row does in a step of its stage, among all rows of a placement."""
 
     def __init__(self, config: RunConfig, replica: int, rows: Sequence[Sequence[int]]) -> None:
         """
         Args:
             replica: the own row.
-            rows: the groups of each row, which together are all groups, each once and each row's contiguous.
+            rows: the groups of each row. Together they are all groups, each once, and those of a row are
+                contiguous.
 
-        Raises ValueError for anything else.
+        Raises:
+            ValueError: the rows do not fit this description.
         """
         groups = config.pipeline.groups
         runs = [list(run) for run in rows]
@@ -252,14 +257,14 @@ class RowShare:
         self.microbatches = microbatches_of(config, self.groups)
         self.tree = GroupTree(groups)
         self.subtrees = tuple(self.tree.subtrees(run) for run in runs)
-        """The nodes that each row has of its own."""
+        """The tree's nodes that each row holds."""
         self.subtree_counts = tuple(map(len, self.subtrees))
         self.whole = StepWork(self, tuple(enumerate(map(tuple, runs))))
-        """Of a step in which every row computes its groups."""
+        """The work of a step in which every row computes its own groups."""
 
     @classmethod
     def of(cls, config: RunConfig, placement: Placement) -> "RowShare":
-        """That of a placement's node. Raises ValueError as the constructor."""
+        """The share of a placement's node. Raises ValueError as the constructor."""
         whole = (tuple(range(config.pipeline.groups)),)
         return cls(config, placement.replica, [row.groups for row in placement.rows] or whole)
 
@@ -269,14 +274,15 @@ class RowShare:
         absent: Collection[int],
         late: Sequence[int] = (),
     ) -> "StepWork":
-        """That of a step, as `StepWork`; without portions each row computes its groups."""
+        """The work of a step, with arguments as for `StepWork`. Without portions each row computes its own
+        groups."""
         if not portions and not absent and not late:
             return self.whole
         return StepWork(self, portions or self.whole.portions, absent, late)
 
 
 class StepWork:
-    """Who computes which groups of a step, and who sums them up, as one node sees it."""
+    """Who computes which groups of a step, and who sums them, as one node sees it."""
 
     def __init__(
         self,
@@ -288,13 +294,15 @@ class StepWork:
         """
         Args:
             portions: (row, groups) that together are all groups, each once. A row sends the whole subtrees of
-                each portion by themselves. A portion of row `share.rows`, which does not exist, has
-                the groups that wait: no sum is complete before a later order gives them to a row.
-            absent: rows without a node of this stage.
-            late: rows whose node of this stage came within the step, in the order in which they came. They
-                own no piece, so that whoever does keeps it; the first owns all where no other node is left.
+                each portion separately. A portion of row `share.rows`, which does not exist, has the groups
+                that wait: no sum is complete before a later order gives them to a row.
+            absent: rows without a node for this stage.
+            late: rows whose node of this stage arrived within the step, in order of arrival. They own no
+                piece, so that its present owner keeps it. If no other node is left, the first of them owns
+                all.
 
-        Raises ValueError for anything else.
+        Raises:
+            ValueError: the arguments do not fit this description.
         """
         groups = sorted(group for _, run in portions for group in run)
         rows = {row for row, _ in portions}
@@ -304,18 +312,18 @@ class StepWork:
             (row, tuple(run)) for row, run in portions
         )
         self.groups = tuple(group for row, run in self.portions for group in run if row == share.replica)
-        """Of the own row; none if it has lost a node."""
+        """The groups of the own row; empty if the row has lost a node."""
         self.sources = {node: row for row, run in self.portions for node in share.tree.subtrees(run)}
-        """By node of the tree that is sent as a whole: the row that has it."""
+        """For each node of the tree that is sent as a whole, the row that has it."""
         self.others = tuple(row for row in range(share.rows) if row != share.replica and row not in absent)
-        """Rows that a sum goes to."""
+        """The rows to which a sum is sent."""
         self._rows, self._no_owners = share.rows, frozenset((*absent, *late))
         self._late = late
 
     def owner(self, first: int, piece: int) -> int:
-        """The row that sums up a piece: `first`, or another where that one has no node.
+        """The row that sums a piece: `first`, or another row if that one has no node.
 
-        Whoever owns a piece keeps it, however many other rows lose their nodes.
+        A row keeps its pieces, however many other rows lose their nodes.
         """
         if first not in self._no_owners:
             return first
@@ -327,7 +335,7 @@ class StepWork:
 
 
 def sync_bytes(config: RunConfig, units: Iterable[str], share: RowShare, *, of_round: bool = False) -> int:
-    """Bytes that the own row's node of a stage with these units sends to other rows in an exact step or a
+    """The bytes that the own row's node, with these units, sends to other rows in an exact step or a
     round."""
     pieces = model_pieces(config, of_round=of_round)
     sizes = {piece.number: piece_bytes(piece) for unit in units for piece in pieces[unit]}

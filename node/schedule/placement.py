@@ -1,10 +1,10 @@
-"""Which layer units each chunk and stage holds, for any number of stages. Torch-free.
+"""Which layer units each chunk and stage holds, for any number of stages. This module imports no torch.
 
 A chunk is a contiguous run of units. The first also holds "embed", the last also holds "head", and every
 chunk holds at least one block.
 
-With the head on the first stage (`head_first`) it is a chunk of its own behind all others. Then the first
-chunk may be the embedding alone, because its stage also computes the head.
+If the head is on the first stage (`head_first`), it is a chunk of its own after all others. Then the first
+chunk may be just the embedding, because its stage also computes the head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,18 +22,18 @@ from wire.codecs.formats import FP32, codec_format
 from wire.errors import ConfigError, nearest
 
 HEADS = ("auto", "first", "last")
-"""Values of `pipeline.head`."""
+"""The values of `pipeline.head`."""
 PLACEMENTS = ("order", "measured")
-"""Values of `pipeline.placement`."""
+"""The values of `pipeline.placement`."""
 EDGES = 0.04
-"""With `pipeline.sequence_chunks` auto: the most that fill and drain may be of a step, links left out."""
+"""With `pipeline.sequence_chunks` auto: the largest share of a step for fill and drain, without links."""
 LEAST_SLICE, LEAST_TOKENS = 128, 512
-"""Then slices have at least so many positions on average, and microbatches' slices so many tokens: below that
-products and attention take longer a token."""
+"""With `auto`, slices have at least this many positions on average, and a microbatch's slices this many
+tokens. With less, products and attention take longer per token."""
 
 
 def unplaceable(pipeline: PipelineSection, head_is_first: bool) -> Iterator[str]:
-    """Why nodes cannot get their stages as `pipeline.placement` says."""
+    """The reasons why nodes cannot get their stages as `pipeline.placement` says."""
     if pipeline.placement not in PLACEMENTS:
         yield f"pipeline.placement {pipeline.placement!r} is unknown{nearest(pipeline.placement, PLACEMENTS)}"
     if not pipeline.measures_places:
@@ -51,10 +51,10 @@ def unplaceable(pipeline: PipelineSection, head_is_first: bool) -> Iterator[str]
 
 
 def head_first(config: RunConfig, stages: int) -> bool:
-    """Whether the head is on the first stage when `stages` nodes share the model.
+    """Whether the head is on the first stage if `stages` nodes share the model.
 
-    Only a tied model whose weights are trained gains by it. With `auto` it follows from bytes a step: those
-    of one more boundary, by the run's codecs, or of the tied weight's gradient both ways.
+    Only a tied model whose weights are trained benefits from it. `auto` compares bytes per step: those of one
+    more boundary, with the run's codecs, and those of the tied weight's gradient in both directions.
     """
     if stages < 2 or not config.sums_tied_gradients:
         return False
@@ -65,7 +65,7 @@ def head_first(config: RunConfig, stages: int) -> bool:
 
 
 def decided(config: RunConfig) -> RunConfig:
-    """`config` with `pipeline.head` and `pipeline.sequence_chunks` as decided for its number of stages, so
+    """The config with `pipeline.head` and `pipeline.sequence_chunks` decided for its number of stages, so
     that a run keeps them whatever else changes."""
     pipeline = replace(config.pipeline, sequence_chunks=slices_of(config))
     if pipeline.stages > 1:
@@ -76,11 +76,11 @@ def decided(config: RunConfig) -> RunConfig:
 
 @lru_cache(maxsize=64)
 def slices_of(config: RunConfig) -> int:
-    """Slices of each microbatch (`pipeline.sequence_chunks`).
+    """The number of slices of each microbatch (`pipeline.sequence_chunks`).
 
-    `auto` takes the fewest with which fill and drain are at most `EDGES` of a step's floor, on stages of
-    equal speed with links that cost nothing and with as many rows as the run file allows; or as many as leave
-    slices long enough.
+    `auto` takes the fewest slices with which fill and drain are at most `EDGES` of a step's lower bound. It
+    assumes stages of equal speed, links that cost nothing, and as many rows as the run file allows. If no
+    number is enough, it takes as many slices as leave each of them long enough.
     """
     pipeline, samples = config.pipeline, config.training.microbatch
     if pipeline.sequence_chunks != "auto":
@@ -109,29 +109,30 @@ def slice_ranges(config: RunConfig) -> tuple[range, ...]:
 
 
 def longest_slice(config: RunConfig) -> int:
-    """Positions of the slice that has most: in memory, passes are taken to have as many."""
+    """The positions of the longest slice. Memory is planned as if all passes had this many."""
     return max(map(len, slice_ranges(config)))
 
 
 def held_passes(config: RunConfig, order: Order) -> int:
-    """The most that a stage holds at once, counted over its order, in passes of the longest slice."""
+    """The most that a stage holds at once over its order, in passes of the longest slice."""
     return _peak(config, order, [1] * (1 + max(action.chunk for action in order)))
 
 
 @lru_cache(maxsize=64)
 def boundary_shapes(config: RunConfig) -> tuple[tuple[int, int, int], ...]:
-    """The shape of the tensor between two chunks, of each slice of a microbatch."""
+    """The shapes of the tensor between two chunks, for each slice of a microbatch."""
     samples, hidden = config.training.microbatch, config.model.hidden
     return tuple((samples, len(own), hidden) for own in slice_ranges(config))
 
 
 def boundary_bytes(config: RunConfig, codec: str) -> int:
-    """Packed bytes of a microbatch between two chunks, all slices together."""
+    """The packed bytes of a microbatch between two chunks, all slices together."""
     return sum(codec_format(codec).packed_bytes(shape) for shape in boundary_shapes(config))
 
 
 def head_bytes(config: RunConfig) -> tuple[int, int]:
-    """Packed bytes a step, both ways together: of one more boundary, and of a tied weight's gradient."""
+    """The packed bytes per step, both directions together: of one more boundary, and of a tied weight's
+    gradient."""
     model, pipeline = config.model, config.pipeline
     hidden = (config.training.microbatch, model.sequence, model.hidden)
     both = sum(codec_format(name).packed_bytes(hidden) for name in pipeline.first_codecs)
@@ -149,15 +150,16 @@ def head_share(config: RunConfig, stages: int) -> float | None:
 def split_units(
     model: ModelSection, chunks: int, split: tuple[int, ...] = (), *, head_with: int = 0
 ) -> tuple[tuple[str, ...], ...]:
-    """Units of each chunk, in pipeline order.
+    """The units of each chunk, in pipeline order.
 
     Args:
-        chunks: stages times chunks a stage.
-        split: blocks of each chunk; empty splits so that the costliest chunk costs least.
-        head_with: stages whose first also computes the head, as one more chunk; 0: the last chunk holds it.
+        chunks: stages times chunks per stage.
+        split: the number of blocks of each chunk. If empty, the cost of the costliest chunk is minimized.
+        head_with: the number of stages, if the first also computes the head as one more chunk; 0 if the last
+            chunk holds the head.
 
     Raises:
-        ConfigError: more chunks than blocks, or a split that does not fit.
+        ConfigError: there are more chunks than blocks, or the split does not fit.
     """
     check_model(model)
     if chunks < 1:
@@ -194,9 +196,8 @@ def split_units(
 
 
 def _even_split(model: ModelSection, chunks: int) -> tuple[int, ...]:
-    """Blocks of each chunk: each block goes to the cheapest chunk so far, of equals to the later one, because
-    earlier stages hold more microbatches. Optimal, as all blocks cost the same.
-    """
+    """The blocks of each chunk. Each block goes to the cheapest chunk so far; among equals to the latest,
+    because earlier stages hold more microbatches. This is optimal, because all blocks cost the same."""
     block = unit_cost(model, block_name(0))
     fixed = [0.0] * chunks
     fixed[0] += unit_cost(model, EMBED)
@@ -209,9 +210,9 @@ def _even_split(model: ModelSection, chunks: int) -> tuple[int, ...]:
 
 
 def _split_with_head(model: ModelSection, chunks: int, stages: int) -> tuple[int, ...]:
-    """As `_even_split`, with the head on the first of the stages: the costliest stage costs least.
+    """As `_even_split`, but with the head on the first stage, and minimizing the cost of the costliest stage.
 
-    The first chunk begins without a block. Among a stage's chunks the next block goes to the smallest.
+    The first chunk starts without a block. Among a stage's chunks the next block goes to the smallest.
     """
     block = unit_cost(model, block_name(0))
     costs = [0.0] * stages
@@ -227,19 +228,19 @@ def _split_with_head(model: ModelSection, chunks: int, stages: int) -> tuple[int
 
 
 REMEMBERED_BYTES = 2
-"""Bytes an element of a sample cache: bf16."""
+"""The bytes per element of a sample cache, which is in bf16."""
 
 
 def chunks_of(config: RunConfig, stages: int) -> int:
-    """Chunks a stage when `stages` nodes share the model; a single stage has one."""
+    """The chunks per stage if `stages` nodes share the model. A single stage has one chunk."""
     return config.pipeline.chunks if stages > 1 else 1
 
 
 @lru_cache(maxsize=64)
 def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
-    """The layer units of each global chunk when `stages` nodes share the model; chunk j is on stage j mod
+    """The layer units of each global chunk if `stages` nodes share the model. Chunk j is on stage j mod
     `stages`."""
-    # The run file's split holds only for the number of stages it was written for.
+    # The run file's split holds only for the number of stages for which it was written.
     split = config.pipeline.split if stages == config.pipeline.stages else ()
     head_with = stages if head_first(config, stages) else 0
     return split_units(config.model, stages * chunks_of(config, stages), split, head_with=head_with)
@@ -248,7 +249,7 @@ def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
 def stage_orders(
     config: RunConfig, stages: int, window: Window | None = None, microbatches: int = 0
 ) -> Orders:
-    """The order of every stage; `window` defaults to the run file's, `microbatches` to all of a step."""
+    """The order of every stage. `window` defaults to the run file's, `microbatches` to all of a step."""
     width = config.pipeline.first_window if window is None else window
     chunks = chunks_of(config, stages)
     count = microbatches or config.microbatches
@@ -257,22 +258,22 @@ def stage_orders(
 
 
 def boundaries(config: RunConfig, stages: int) -> int:
-    """Boundaries between chunks, those within a stage included."""
+    """The number of boundaries between chunks, including those within a stage."""
     return len(chunk_units(config, stages)) - 1
 
 
 def hops(config: RunConfig, stages: int) -> int:
-    """Links on a microbatch's way once through the stages, the one to the head included."""
+    """The number of links on a microbatch's way through the stages, including the one to the head."""
     return stages - 1 + head_first(config, stages)
 
 
 @lru_cache(maxsize=64)
 def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple[int, ...]:
-    """The most block activations that each stage holds at once, over its order in the schedule; where
-    microbatches are cut, those of the longest slice.
+    """The most block activations that each stage holds at once over its order in the schedule. If
+    microbatches are cut, activations are those of the longest slice.
 
     Args:
-        apart: chunks do not reuse each other's memory: sum their peaks.
+        apart: chunks do not reuse each other's memory, so their peaks are added.
     """
     counts = [sum(map(is_block, units)) for units in chunk_units(config, stages)]
     held = []
@@ -289,7 +290,8 @@ def of_chunk(order: Order, chunk: int) -> Order:
 
 
 def _peak(config: RunConfig, order: Order, counts: Sequence[int]) -> int:
-    """The most that is held, of so many of each chunk, in passes of the longest slice."""
+    """The most that is held at once, in passes of the longest slice, if each chunk holds `counts` of
+    something."""
     lengths, longest = [len(own) for own in slice_ranges(config)], longest_slice(config)
     held = peak = 0
     for action in order:
@@ -300,13 +302,13 @@ def _peak(config: RunConfig, order: Order, counts: Sequence[int]) -> int:
 
 
 def stage_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
-    """The layer units of each stage when `stages` nodes share the model."""
+    """The layer units of each stage if `stages` nodes share the model."""
     chunks = chunk_units(config, stages)
     return tuple(tuple(unit for chunk in chunks[stage::stages] for unit in chunk) for stage in range(stages))
 
 
 def block_counts(config: RunConfig, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage when `stages` nodes share the model."""
+    """The number of blocks of each stage if `stages` nodes share the model."""
     return tuple(sum(map(is_block, units)) for units in stage_units(config, stages))
 
 
@@ -314,37 +316,41 @@ def boundary_cache_bytes(config: RunConfig, windows: int) -> int:
     """The largest sample cache of one end of a boundary, in bytes; 0 unless the forward codec has one.
 
     Args:
-        windows: samples of one pass over the text.
+        windows: the samples of one pass over the text.
     """
     if not config.pipeline.remembers:
         return 0
     model = config.model
-    # Values, the number of each sample, and its checksum.
+    # The values, the number of each sample, and its checksum.
     return windows * (REMEMBERED_BYTES * model.sequence * model.hidden + 8 + 4)
 
 
 def most_layer_bytes(config: RunConfig, unit: str, windows: int) -> int:
-    """The most bytes that a unit's snapshot file may have, its boundary's sample cache included.
+    """The largest possible size of a unit's snapshot file in bytes, including its boundary's sample cache.
 
     Args:
-        windows: samples of one pass over the text.
+        windows: the samples of one pass over the text.
     """
     trained = trained_specs(config.model, config.lora, unit)
     return most_state_bytes(trained) + boundary_cache_bytes(config, windows)
 
 
 def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int, ...]:
-    """The largest sample caches of each stage, in bytes, first stage first."""
+    """The largest sample caches of each stage in bytes, first stage first."""
     ends = [0] * stages
     for boundary in range(boundaries(config, stages)):
         ends[boundary % stages] += 1
         ends[(boundary + 1) % stages] += 1
-    one = boundary_cache_bytes(config, windows)
-    return tuple(count * one for count in ends)
+    per_end = boundary_cache_bytes(config, windows)
+    return tuple(count * per_end for count in ends)
 
 
 def check_cache(config: RunConfig, windows: int) -> None:
-    """Raises ConfigError if a stage's sample caches may exceed `pipeline.cache_gb`."""
+    """Check that no stage's sample caches may exceed `pipeline.cache_gb`.
+
+    Raises:
+        ConfigError: a stage's caches may exceed it.
+    """
     pipeline, model = config.pipeline, config.model
     for stages in range(pipeline.min_stages or pipeline.stages, pipeline.stages + 1):
         most = max(stage_cache_bytes(config, stages, windows))

@@ -1,20 +1,21 @@
 """Pipeline schedules as pure data: which chunk runs which microbatch, in which order, on each stage.
 
-A pipeline of `stages` processes and `chunks` model chunks a stage has stages × chunks global chunks; local
+A pipeline of `stages` processes with `chunks` model chunks per stage has stages × chunks global chunks. Local
 chunk c of stage s is global chunk c·stages + s. Chunk j's activation crosses boundary j to chunk j + 1, and
-its gradient comes back over boundary j. With `head_first` the head is one more chunk behind all of these: so
-it is on the first stage, which runs each microbatch's loss forward and backward at once.
+its gradient returns over boundary j. With `head_first` the head is one more chunk after all of these. It is
+then on the first stage, which runs each microbatch's loss forward and backward at once.
 
 Every schedule here is 1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473, section 2.2): a stage
-runs forwards until its in-flight limit, then alternates one forward with one backward, then drains. They
-differ in the limits, and in which chunk comes next. Gradients of a chunk are produced in increasing order of
-microbatch in every schedule, so that accumulating them gives the same bits for every split and window.
+runs forwards up to its in-flight limit (warm-up), then alternates one forward with one backward, then drains.
+The schedules differ in their limits, and in which chunk comes next. In every schedule the gradients of a
+chunk are produced in increasing order of microbatch, so that accumulating them gives the same bits for every
+split and window.
 
-A microbatch may be cut along the sequence into slices (Seq1F1B, arXiv 2406.03488, section 3), each with
-passes and boundary tensors of its own. Attention sees the slices before its own, so forwards go from the
-first slice to the last and backwards from the last to the first. A stage runs all forwards of a microbatch
-before its first backward, and limits count slices. A head on the first stage needs no other slice, so it runs
-each slice's loss forward and backward at once.
+A microbatch may be cut along the sequence into slices (Seq1F1B, arXiv 2406.03488, section 3), each with its
+own passes and boundary tensors. Attention sees all earlier slices, so forwards go from the first slice to the
+last and backwards from the last to the first. A stage runs all forwards of a microbatch before its first
+backward, and limits count slices. A head on the first stage does not need other slices, so it runs each
+slice's loss forward and backward at once.
 """
 
 from collections import Counter
@@ -27,7 +28,8 @@ from wire.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """What a stage does to a chunk, and what a boundary carries: activations forward, gradients backward."""
+    """What a stage does with a chunk, and what a boundary carries: activations forward, gradients
+    backward."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -35,8 +37,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One chunk's forward or backward of one slice of a microbatch. `chunk` is local to the stage:
-    0 .. chunks - 1."""
+    """One chunk's forward or backward of one slice of a microbatch. `chunk` is local to the stage, from 0 to
+    chunks - 1."""
 
     kind: Kind
     chunk: int
@@ -49,10 +51,10 @@ class Action:
 
 
 Order = tuple[Action, ...]
-"""What one stage does in a step, first to last."""
+"""The actions of one stage in a step, first to last."""
 
 Orders = tuple[Order, ...]
-"""One order a stage, the first stage first."""
+"""One order per stage, first stage first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,10 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What an action waits for and what it makes; None at the ends of the pipeline.
+    """The tensor for which an action waits and the one that it produces; None at the ends of the pipeline.
 
     A backward also needs what its own chunk's forward of the same slice kept, and the gradients of its keys
-    and values, which later slices' backwards give.
+    and values, which come from the backwards of later slices.
     """
 
     needs: BoundaryTensor | None
@@ -78,9 +80,9 @@ class Dependencies:
 
 
 Window = int | Sequence[int]
-"""Extra microbatches in flight, or slices where microbatches are cut: the same on every link, or one number a
-link, the first link first. With `head_first` the last one is that of the link from the last stage to the
-first."""
+"""Extra microbatches in flight, or slices if microbatches are cut. It is the same number for every link, or
+one number per link, first link first. With `head_first` the last one is for the link from the last stage to
+the first."""
 
 
 def schedule(
@@ -92,12 +94,13 @@ def schedule(
     head_first: bool = False,
     slices: int = 1,
 ) -> Orders:
-    """The order of every stage: plain 1F1B for one chunk a stage, interleaved 1F1B for more.
+    """The order of every stage: plain 1F1B for one chunk per stage, interleaved 1F1B for more.
 
-    Interleaved 1F1B has one window for all links: of several it takes the widest.
+    Interleaved 1F1B has one window for all links. If there are several, it takes the widest.
 
-    Raises ConfigError for stages, chunks, microbatches or slices below 1, a negative window, windows that are
-    not one a link, `head_first` with a single stage, or several slices with several chunks.
+    Raises:
+        ConfigError: stages, chunks, microbatches or slices are below 1; a window is negative; there is not
+            one window per link; `head_first` with a single stage; or several slices with several chunks.
     """
     if chunks > 1 and slices > 1:
         raise ConfigError("slices shorten fill and drain by themselves: give 1 chunk a stage, or 1 slice")
@@ -114,9 +117,9 @@ def one_f_one_b(
 ) -> Orders:
     """Plain 1F1B with `window` extra slices in flight on each link.
 
-    Stage i holds at most `slices` + (links - i)(1 + window) slices between their forward and backward, where
-    links is stages - 1, and one more with `head_first`. Window 0 is the textbook schedule; a transfer is
-    hidden once window × (forward + backward time) covers the round trip over a link.
+    Stage i holds at most `slices` + (links - i)(1 + window) slices between their forward and backward.
+    `links` is stages - 1, plus one with `head_first`. Window 0 is the textbook schedule. A transfer is hidden
+    once window × (forward + backward time) covers the round trip over a link.
     """
     links = stages - 1 + head_first
     windows = [window] * links if isinstance(window, int) else list(window)
@@ -129,10 +132,13 @@ def one_f_one_b(
 
 
 def one_f_one_b_limited(limits: Sequence[int], microbatches: int, slices: int = 1) -> Orders:
-    """Plain 1F1B with an explicit in-flight limit for each stage, in slices, the first stage first.
+    """Plain 1F1B with an explicit in-flight limit for each stage, in slices, first stage first.
 
-    Limits must be at least `slices` and must not increase along the pipeline: a stage that waits for more
-    forwards than its predecessor may send would wait for ever. Raises ConfigError otherwise.
+    Limits must be at least `slices` and must not increase along the pipeline. Otherwise a stage would wait
+    forever for more forwards than its predecessor may send.
+
+    Raises:
+        ConfigError: the limits cannot work.
     """
     limits = tuple(limits)
     _check_sizes(len(limits), 1, microbatches, 0, slices)
@@ -148,18 +154,18 @@ def one_f_one_b_limited(limits: Sequence[int], microbatches: int, slices: int = 
 def interleaved_1f1b(
     stages: int, chunks: int, microbatches: int, window: int = 0, *, head_first: bool = False
 ) -> Orders:
-    """Interleaved 1F1B (arXiv 2104.04473, section 2.2) with `window` extra microbatches in flight a link.
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2) with `window` extra microbatches in flight per link.
 
     Microbatches pass in groups: all of a group through local chunk 0, then through chunk 1, and so on;
-    backward in the opposite order of chunks. Any number of microbatches works: there are as many groups of
-    at least stages × (1 + ceil(window / 2)) as fit (or a single smaller one), as equal as can be, the larger
-    ones first. Where they come out equal, window 0 is the order of torch's ScheduleInterleaved1F1B, which
-    refuses other numbers. Groups grow with the window, by half of it because the window covers a round trip,
-    so that a microbatch is back at the first stage for its next chunk when its turn comes.
+    backward goes through the chunks in the opposite order. Any number of microbatches works. There are as
+    many groups of at least stages × (1 + ceil(window / 2)) as fit (or a single smaller one), as equal as
+    possible, larger ones first. If they are equal, window 0 is the order of torch's ScheduleInterleaved1F1B,
+    which refuses other numbers. Groups grow by half the window, because the window covers a round trip, so
+    that a microbatch is back at the first stage in time for its next chunk.
 
     Stage i holds at most 1 + (chunks - 1) × largest group + (links - i)(2 + window) chunk activations, with
-    links as in `one_f_one_b`. With one chunk that is plain 1F1B with one more microbatch a link, as in torch:
-    `schedule` avoids it.
+    links as in `one_f_one_b`. With one chunk this is plain 1F1B with one more microbatch per link, as in
+    torch. `schedule` does not use it then.
     """
     _check_sizes(stages, chunks, microbatches, window, 1)
     count = max(1, microbatches // (stages * (1 + (window + 1) // 2)))
@@ -173,9 +179,9 @@ def interleaved_1f1b(
         backwards += [(c, m) for c in reversed(range(chunks)) for m in range(start, end)]
         start = end
 
-    # Without deadlock while limits differ, first stage to last, by less than two groups: then numbers can be
-    # given to all actions such that each one's is above those of the actions it waits for. A single group,
-    # however small, is safe too: only its last chunk's forwards wait for backwards, as in plain 1F1B.
+    # There is no deadlock if limits differ by less than two groups from the first stage to the last: then
+    # numbers can be given to all actions such that each is above those of the actions it waits for. A single
+    # group, however small, is safe too: only its last chunk's forwards wait for backwards, as in plain 1F1B.
     largest = size + (larger > 0)
     links = stages - 1 + head_first
     limits = [1 + (chunks - 1) * largest + (links - i) * (2 + window) for i in range(stages)]
@@ -184,28 +190,29 @@ def interleaved_1f1b(
 
 
 def _with_head(order: Order, chunk: int) -> Order:
-    """The first stage's order with each slice's head, local chunk `chunk`, forward and backward at once.
+    """The first stage's order with each slice's head (local chunk `chunk`), forward and backward at once.
 
-    A last slice's stands halfway between the forward and the backward of the chunk before: the way to the
-    head and the way back are equally long. The other slices' follow their forwards at the same distance.
+    A last slice's head is halfway between the forward and the backward of the previous chunk, because the way
+    to the head and the way back are equally long. The heads of other slices follow their forwards at the same
+    distance.
     """
     place = {action: index for index, action in enumerate(order)}
     forwards = [action for action in order if action.chunk == chunk - 1 and action.kind is Kind.FORWARD]
     last = max(action.slice for action in forwards)
     after: dict[int, list[Action]] = {}
-    there = 0
+    position = 0
     for action in sorted(forwards, key=lambda action: (action.microbatch, action.slice)):
         begin, end = (place[replace(action, kind=kind, slice=last)] for kind in Kind)
-        # Not before that of an earlier slice, where a drain brings microbatches closer together.
-        there = max(there, place[action] + (end - begin) // 2)
-        after.setdefault(there, []).extend(replace(action, kind=kind, chunk=chunk) for kind in Kind)
-    return tuple(one for index, action in enumerate(order) for one in (action, *after.get(index, ())))
+        # Not before the head of an earlier slice, when a drain brings microbatches closer together.
+        position = max(position, place[action] + (end - begin) // 2)
+        after.setdefault(position, []).extend(replace(action, kind=kind, chunk=chunk) for kind in Kind)
+    return tuple(step for index, action in enumerate(order) for step in (action, *after.get(index, ())))
 
 
 def _alternate(
     forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], limit: int, slices: int
 ) -> Order:
-    """1F1B over the slices of (chunk, microbatch) pairs, with at most `limit` forwards not yet matched by a
+    """1F1B over the slices of (chunk, microbatch) pairs, with at most `limit` forwards without their
     backward."""
     forward = [Action(Kind.FORWARD, c, m, s) for c, m in forwards for s in range(slices)]
     backward = [Action(Kind.BACKWARD, c, m, s) for c, m in backwards for s in reversed(range(slices))]
@@ -218,7 +225,7 @@ def _alternate(
 
 
 def held_activations(order: Order) -> int:
-    """The most slices of chunk activations that a stage holds at once, counted over its order."""
+    """The most slices of chunk activations that a stage holds at once over its order."""
     held = peak = 0
     for action in order:
         held += 1 if action.kind is Kind.FORWARD else -1
@@ -229,7 +236,7 @@ def held_activations(order: Order) -> int:
 def dependencies(
     action: Action, stage: int, stages: int, chunks: int, *, head_first: bool = False
 ) -> Dependencies:
-    """The boundary tensors that `action` on `stage` needs and makes."""
+    """The boundary tensors that `action` on `stage` needs and produces."""
     chunk = action.chunk * stages + stage
     before, after = chunk - 1, chunk
     arrives, leaves = (before, after) if action.kind is Kind.FORWARD else (after, before)
@@ -250,15 +257,18 @@ def has_head_first(orders: Orders) -> bool:
 
 
 def check_complete(orders: Orders) -> tuple[int, int]:
-    """Check that every stage runs every slice of every chunk's every microbatch once each way; gives
-    (chunks, microbatches).
+    """Check that every stage runs every slice of every microbatch of its chunks once in each direction.
+    Returns (chunks, microbatches).
 
     The head's chunk on the first stage (`has_head_first`) does not count as one of `chunks`.
 
-    A microbatch's forwards must come in increasing order of slice. A backward must follow its forward, and
-    the backwards of a chunk must come in increasing order of microbatch and decreasing order of slice; the
-    head's on the first stage in increasing order. That the stages do not wait for each other in a circle is
-    for `simulate` to show. Raises ConfigError that names the stage.
+    A microbatch's forwards must be in increasing order of slice. A backward must follow its forward, and the
+    backwards of a chunk must be in increasing order of microbatch and decreasing order of slice; those of a
+    head on the first stage in increasing order. Only `simulate` shows whether stages wait for each other in a
+    circle.
+
+    Raises:
+        ConfigError: the orders are incomplete or wrong. The error names the stage.
     """
     actions = [action for order in orders for action in order]
     if not actions:

@@ -1,11 +1,11 @@
 """Event simulation of a schedule: when every action runs, given compute and transfer times.
 
-The model: a stage computes one action at a time, in its order, as soon as the tensor it needs has arrived;
-sending never holds up computing. Each ordered pair of stages has a connection that carries one tensor at a
-time, first made first sent; a tensor arrives `latency` after its transfer ends. A `Network` says what a
-tensor passes: links that are not full duplex, interfaces that the links of a node share. Connections through
-the same part get equal rates, as with TCP; what one cannot use goes to the others (max-min fairness). A
-boundary between two chunks of the same stage costs nothing.
+The model: a stage computes one action at a time, in its order, as soon as the tensor that it needs has
+arrived. Sending never delays computing. Each ordered pair of stages has a connection that carries one tensor
+at a time, in the order in which they were produced. A tensor arrives `latency` after its transfer ends. A
+`Network` says which parts a tensor passes: links that are not full duplex, interfaces that the links of a
+node share. Connections through the same part get equal rates, as with TCP, and what one cannot use goes to
+the others (max-min fairness). A boundary between two chunks of the same stage costs nothing.
 """
 
 from collections import defaultdict, deque
@@ -28,15 +28,15 @@ from node.schedule.turns import Turns
 from wire.errors import ConfigError
 
 ComputeTime = float | Callable[[int, int], float]
-"""Seconds of one forward or backward: a constant, or a function of (global chunk, microbatch)."""
+"""The seconds of one forward or backward: a constant, or a function of (global chunk, microbatch)."""
 
 TransferTime = float | Callable[[BoundaryTensor], float]
-"""Seconds for which one tensor occupies its link: a constant, or a function of the tensor."""
+"""The seconds for which one tensor occupies its link: a constant, or a function of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action's place in time; seconds from the start of the step."""
+    """The start and end of an action, in seconds from the start of the step."""
 
     action: Action
     start: float
@@ -45,29 +45,30 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step. Times in seconds."""
+    """A simulated step. Times are in seconds."""
 
     spans: tuple[tuple[Span, ...], ...]
-    """Every stage's actions in order of time."""
+    """Every stage's actions in the order of time."""
     total: float
     """The end of the last action."""
     link_busy: dict[Hashable, float]
-    """Time for which each used link, named (from stage, to stage), carries tensors; by `Resource` where a
-    network was given."""
+    """The time for which each used link carries tensors. Keys are (from stage, to stage), or a `Resource` if
+    a network was given."""
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Compute time of each stage."""
+        """The compute time of each stage."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Time of each stage without compute, from the start of the step to the end of its last action."""
+        """The time of each stage without compute, from the start of the step to its end."""
         return tuple(self.total - busy for busy in self.busy)
 
     @property
     def floor(self) -> float:
-        """No schedule of the same work can be faster: the busiest stage's compute or link's transfers."""
+        """A lower bound for any schedule of the same work: the busiest stage's compute or link's
+        transfers."""
         return max((*self.busy, *self.link_busy.values()))
 
 
@@ -84,21 +85,23 @@ def simulate(
 ) -> Timeline:
     """Run a schedule in simulated time.
 
-    With `swap` a stage whose next action waits may run another one (`node.schedule.turns`), as stages of one
-    chunk do.
-
-    With a `network`, `sizes` gives the bytes of a tensor of each kind, and `transfer_time` and `latency` do
-    not count.
-
     Whether a schedule finishes does not depend on the times, so one run shows that there is no deadlock.
-    Raises ConfigError for incomplete orders (see `check_complete`) and for a deadlock, with what each stage
-    waits for.
+
+    Args:
+        network: replaces `transfer_time` and `latency`.
+        sizes: with a `network`, the bytes of a tensor of each kind.
+        swap: a stage whose next action waits may run another one (`node.schedule.turns`), as stages with one
+            chunk do.
+
+    Raises:
+        ConfigError: the orders are incomplete (see `check_complete`), or there is a deadlock. The error says
+            what each stage waits for.
     """
     chunks, _ = check_complete(orders)
 
     known: dict[tuple[Kind, int, int], _Transfer] = {}
     parts: dict[Hashable, int] = {}
-    """Numbers of what tensors pass: they are looked up a million times in a plan of windows."""
+    """Numbers of the parts that tensors pass, which are looked up a million times in a plan of windows."""
 
     def numbered(seconds: Mapping[Any, float]) -> dict[int, float]:
         return {parts.setdefault(part, len(parts)): time for part, time in seconds.items()}
@@ -124,37 +127,38 @@ def simulate(
 
 
 class _Transfer:
-    """What a tensor does to the network on its way."""
+    """A tensor's way through the network."""
 
     def __init__(self, seconds: Mapping[int, float], size: float, latency: float) -> None:
         """
         Args:
-            seconds: for which each part of the way, by its number, is occupied by this tensor alone.
-            size: in the unit in which connections share a part.
-            latency: from the end of the slowest part's service to the arrival.
+            seconds: the time for which this tensor alone occupies each part of the way, by the part's number.
+            size: the size in the unit in which connections share a part.
+            latency: the time from the end of the slowest part's service to the arrival.
         """
         self.seconds = seconds
         self.latency = latency
         self.rates = {part: size / time for part, time in seconds.items() if time > 0}
-        """Of each part, size a second; without those that take no time."""
+        """The size per second of each part, without parts that take no time."""
         self.alone = max(seconds.values(), default=0.0)
         self.rate = min(self.rates.values(), default=0.0)
-        """While no other connection passes its parts."""
+        """The rate if no other connection passes its parts."""
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """Tensors that one stage sends to another. The first one is on its way, at a share of its parts."""
+    """The tensors that one stage sends to another. The first one is in transfer, with a share of its
+    parts."""
 
     target: int
     waiting: deque[tuple[BoundaryTensor, _Transfer]] = field(default_factory=deque)
     left: float = 0.0
-    """Seconds that the first tensor still needs if nothing else is sent."""
+    """The seconds that the first tensor still needs if nothing else is sent."""
     stretch: float = 1.0
-    """How much longer each of those seconds takes at the present share of the line."""
+    """How much longer each of those seconds takes with the present share of the line."""
     since: float = 0.0
     turn: int = 0
-    """Goes up when the pace changes: an end that was scheduled at an earlier pace is ignored."""
+    """It increases when the pace changes, so that an end that was scheduled at an earlier pace is ignored."""
 
 
 class _Simulation:
@@ -176,9 +180,9 @@ class _Simulation:
         ]
         self._compute_time = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time}
         self._transfer = transfer
-        # Events are (time, number, stage, what ends there): a stage's own action, a tensor on its way to it,
-        # or the turn of a connection whose first tensor has passed. The number keeps events of one instant in
-        # the order in which they were made.
+        # Events are (time, number, stage, what ends): a stage's own action, a tensor on its way to it, or the
+        # turn of a connection whose first tensor has passed. The number keeps events of the same time in the
+        # order in which they were created.
         self._events: list[tuple[float, int, int, Action | BoundaryTensor | tuple[_Connection, int]]] = []
         self._made = 0
         self._arrived: set[BoundaryTensor] = set()
@@ -186,7 +190,7 @@ class _Simulation:
         self._spans: list[list[Span]] = [[] for _ in orders]
         self._connections: dict[tuple[int, int], _Connection] = {}
         self._users: defaultdict[int, dict[_Connection, float]] = defaultdict(dict)
-        """Of each part: the connections that pass it, and their rates alone."""
+        """For each part, the connections that pass it, with their rates alone."""
         self._link_busy: defaultdict[int, float] = defaultdict(float)
 
     def run(self) -> tuple[tuple[tuple[Span, ...], ...], dict[int, float]]:
@@ -225,7 +229,7 @@ class _Simulation:
         self._push(now + time, stage, action)
 
     def _send(self, kind: Kind, stage: int, now: float) -> None:
-        """Send the tensor that a stage's finished action makes."""
+        """Send the tensor that a stage's finished action produced."""
         place = self._computing[stage]
         assert place is not None, "only what computes can end"
         tensor = self._edges[stage][place].makes
@@ -238,82 +242,86 @@ class _Simulation:
         transfer = self._transfer(tensor, stage, neighbour)
         for part, time in transfer.seconds.items():
             self._link_busy[part] += time
-        one = self._connections.setdefault((stage, neighbour), _Connection(neighbour))
-        one.waiting.append((tensor, transfer))
-        if len(one.waiting) == 1:
-            self._begin(one, now)
-            self._share(self._sharing(one), now)
+        connection = self._connections.setdefault((stage, neighbour), _Connection(neighbour))
+        connection.waiting.append((tensor, transfer))
+        if len(connection.waiting) == 1:
+            self._begin(connection, now)
+            self._share(self._sharing(connection), now)
 
-    def _begin(self, one: _Connection, now: float) -> None:
-        """The first tensor of a connection begins its way."""
-        _, transfer = one.waiting[0]
-        one.left, one.since = transfer.alone, now
+    def _begin(self, connection: _Connection, now: float) -> None:
+        """Start the transfer of a connection's first tensor."""
+        _, transfer = connection.waiting[0]
+        connection.left, connection.since = transfer.alone, now
         for part in transfer.rates:
-            self._users[part][one] = transfer.rate
+            self._users[part][connection] = transfer.rate
 
-    def _passed(self, one: _Connection, turn: int, now: float) -> None:
-        """The first tensor of a connection has passed, unless its pace changed since this was scheduled."""
-        if turn != one.turn:
+    def _passed(self, connection: _Connection, turn: int, now: float) -> None:
+        """End the transfer of a connection's first tensor, unless its pace changed after this was
+        scheduled."""
+        if turn != connection.turn:
             return
-        sharing = dict.fromkeys(self._sharing(one))
-        tensor, transfer = one.waiting.popleft()
+        sharing = dict.fromkeys(self._sharing(connection))
+        tensor, transfer = connection.waiting.popleft()
         for part in transfer.rates:
-            del self._users[part][one]
-        self._push(now + transfer.latency, one.target, tensor)
-        if one.waiting:
-            self._begin(one, now)
-            sharing |= dict.fromkeys(self._sharing(one))
+            del self._users[part][connection]
+        self._push(now + transfer.latency, connection.target, tensor)
+        if connection.waiting:
+            self._begin(connection, now)
+            sharing |= dict.fromkeys(self._sharing(connection))
         else:
-            del sharing[one]
+            del sharing[connection]
         self._share(list(sharing), now)
 
-    def _sharing(self, one: _Connection) -> list[_Connection]:
-        """This connection, and all whose paces hang on its own: those that pass a part that cannot serve all
-        of its users as fast as each goes alone, and so on from them."""
-        found = {one: None}
-        queue = [one]
+    def _sharing(self, connection: _Connection) -> list[_Connection]:
+        """This connection and all whose pace depends on its own: those that share a part which cannot serve
+        all its users at the rate each has alone, and so on from them."""
+        sharing = {connection: None}
+        queue = [connection]
         while queue:
             for part, rate in queue.pop().waiting[0][1].rates.items():
                 users = self._users[part]
                 if len(users) > 1 and sum(users.values()) > rate:
-                    queue += (more := [user for user in users if user not in found])
-                    found |= dict.fromkeys(more)
-        return list(found)
+                    queue += (more := [user for user in users if user not in sharing])
+                    sharing |= dict.fromkeys(more)
+        return list(sharing)
 
     def _share(self, connections: list[_Connection], now: float) -> None:
-        """Give each its share of every part from now on."""
-        for one in connections:
-            one.left = max(0.0, one.left - (now - one.since) / one.stretch)
-            one.since = now
-        for one, rate in self._fair_rates(connections):
-            alone = one.waiting[0][1].rate
-            one.stretch = alone / rate if rate < alone else 1.0
-            one.turn += 1
-            self._push(now + one.left * one.stretch, one.target, (one, one.turn))
+        """Give each connection its share of every part from now on."""
+        for connection in connections:
+            connection.left = max(0.0, connection.left - (now - connection.since) / connection.stretch)
+            connection.since = now
+        for connection, rate in self._fair_rates(connections):
+            alone = connection.waiting[0][1].rate
+            connection.stretch = alone / rate if rate < alone else 1.0
+            connection.turn += 1
+            self._push(
+                now + connection.left * connection.stretch, connection.target, (connection, connection.turn)
+            )
 
     def _fair_rates(self, connections: list[_Connection]) -> list[tuple[_Connection, float]]:
-        """Max-min: the part with least room for each of its users gives them all the same; then the next."""
+        """Max-min fair rates: the part with the least room per user gives all its users the same rate; then
+        the next part."""
         if len(connections) == 1:
-            return [(one, one.waiting[0][1].rate) for one in connections]
-        rates = {one: one.waiting[0][1].rates for one in connections}
+            return [(connection, connection.waiting[0][1].rate) for connection in connections]
+        rates = {connection: connection.waiting[0][1].rates for connection in connections}
         room = {part: rate for parts in rates.values() for part, rate in parts.items()}
         open_ = dict.fromkeys(connections)
-        found: list[tuple[_Connection, float]] = []
+        fair: list[tuple[_Connection, float]] = []
         while open_:
             users: dict[int, int] = defaultdict(int)
-            for one in open_:
-                for part in rates[one]:
+            for connection in open_:
+                for part in rates[connection]:
                     users[part] += 1
             if not users:
-                return [*found, *((one, 0.0) for one in open_)]
+                return [*fair, *((connection, 0.0) for connection in open_)]
             tight = min(users, key=lambda part: room[part] / users[part])
             level = room[tight] / users[tight]
-            for one in [one for one in open_ if tight in rates[one]]:
-                del open_[one]
-                found.append((one, level))
-                for part in rates[one]:
+            for connection in [connection for connection in open_ if tight in rates[connection]]:
+                del open_[connection]
+                fair.append((connection, level))
+                for part in rates[connection]:
                     room[part] -= level
-        return found
+        return fair
 
     def _push(self, time: float, stage: int, ends: Action | BoundaryTensor | tuple[_Connection, int]) -> None:
         heappush(self._events, (time, self._made, stage, ends))

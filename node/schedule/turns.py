@@ -1,13 +1,14 @@
-"""Choose a stage's next action: its order, but an action may run early while the next one waits. Pure.
+"""Chooses a stage's next action. It follows the order, but an action may run early while the next one waits.
+All functions are pure.
 
 An order fixes the sequence of forwards, the sequence of backwards, and how many microbatches a stage may hold
-between the two. How the two sequences interleave does not change the result. So while the next action waits
-for a tensor, the next action of the other kind may run: slow forwards do not hold up gradients, nor the
-reverse. A head on the first stage is a third sequence: of each microbatch its forward, and at once its
-backward, for which all stages wait.
+between the two. The interleaving of the two sequences does not change the result. So while the next action
+waits for a tensor, the next action of the other kind may run: slow forwards do not delay gradients, nor the
+reverse. A head on the first stage is a third sequence, with each microbatch's forward and, directly after it,
+its backward, for which all stages wait.
 
-Every action still comes after a fixed set of others: the one before in its sequence, the maker of its tensor,
-for a backward its forward, for a forward the backward that frees its memory. The order itself satisfies all
+Every action still comes after a fixed set of others: the previous one in its sequence, the producer of its
+tensor, a backward's forward, and the backward that frees a forward's memory. The order itself satisfies all
 of these, so there is no circle and no deadlock.
 """
 
@@ -16,56 +17,61 @@ from collections.abc import Callable, Sequence
 from node.schedule.schedule import Kind, Order, held_activations
 
 _HEAD = 2
-"""Number of the head's sequence, behind forwards and backwards."""
+"""The number of the head's sequence, after forwards and backwards."""
 
 
 class Turns:
     """What a stage may do next, and what it has begun. Actions are named by their index in the order.
 
     Args:
-        swap: whether actions may run early. Only if each neighbour's tensors come in the order in which they
-            are needed, as with one chunk a stage; otherwise a needed tensor may wait behind others.
+        swap: whether actions may run early. This requires that each neighbour's tensors arrive in the order
+            in which they are needed, as with one chunk per stage. Otherwise a needed tensor may wait behind
+            others.
     """
 
     def __init__(self, order: Order, *, swap: bool) -> None:
         kinds = [action.kind if action.chunk == 0 else None for action in order]
         forwards = [action for action in order if action.chunk == 0 and action.kind is Kind.FORWARD]
         numbers = {(action.microbatch, action.slice): number for number, action in enumerate(forwards)}
-        found = [[p for p, kind in enumerate(kinds) if kind is of] for of in (*Kind, None)]
+        by_kind = [[p for p, kind in enumerate(kinds) if kind is of] for of in (*Kind, None)]
         # Forwards, backwards, the head's actions.
-        self._sequences = found if swap else [list(range(len(order)))]
+        self._sequences = by_kind if swap else [list(range(len(order)))]
         self._begun = [0] * len(self._sequences)
         self._forward_of = [
             numbers[action.microbatch, action.slice]
             for action in order
             if action.chunk == 0 and action.kind is Kind.BACKWARD
         ]
-        """Of each backward, in their sequence: the number of its forward."""
+        """For each backward in its sequence, the number of its forward."""
         self._most_held = held_activations(tuple(action for action in order if action.chunk == 0))
 
     def extended(self, order: Order) -> "Turns":
-        """The turns of an order that has more microbatches behind those of this one, with what has begun."""
+        """The turns of an order that has more microbatches after those of this one. What has begun is
+        kept."""
         more = Turns(order, swap=True)
         more._begun = list(self._begun)
         return more
 
     @property
     def left(self) -> int:
-        """Actions that have not begun."""
+        """The number of actions that have not begun."""
         return sum(map(len, self._sequences)) - sum(self._begun)
 
     @property
     def choices(self) -> Sequence[int]:
-        """What may run once its tensor has arrived: the order's next action, then what may run early."""
+        """The actions that may run once their tensor has arrived: the order's next action, then those that
+        may run early."""
         return [place for place, _ in self._places()]
 
     def upcoming(self, count: int) -> Sequence[int]:
-        """The next `count` actions of the order, and what may run early."""
-        soonest = sorted(place for one, begun in self._pairs() for place in one[begun : begun + count])
+        """The next `count` actions of the order, and those that may run early."""
+        soonest = sorted(
+            place for sequence, begun in self._pairs() for place in sequence[begun : begun + count]
+        )
         return list(dict.fromkeys((*soonest[:count], *self.choices)))
 
     def begin(self, ready: Callable[[int], bool]) -> int | None:
-        """Take the turn of the first of `choices` that is ready; None when all of them wait."""
+        """Take the turn of the first of `choices` that is ready; None if all of them wait."""
         for place, sequence in self._places():
             if ready(place):
                 self._begun[sequence] += 1
@@ -73,10 +79,10 @@ class Turns:
         return None
 
     def _places(self) -> Sequence[tuple[int, int]]:
-        """Each of `choices`, and the number of its sequence."""
+        """Each of `choices` with the number of its sequence."""
         if len(self._begun) > 1 and self._begun[_HEAD] % 2:
             return [(self._sequences[_HEAD][self._begun[_HEAD]], _HEAD)]
-        places = [(one[b], s) for s, (one, b) in enumerate(self._pairs()) if b < len(one)]
+        places = [(sequence[b], s) for s, (sequence, b) in enumerate(self._pairs()) if b < len(sequence)]
         if len(places) < 2:
             return places
         first, _ = min(places)

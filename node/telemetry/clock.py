@@ -1,4 +1,4 @@
-"""A node's clocks: where compute time goes, spans for traces, the offset to the coordinator's clock.
+"""A node's clocks: how compute time is spent, spans for traces, the offset to the coordinator's clock.
 
 A `StageClock` is always in one kind of time. A switch ends the running interval and begins the next at the
 same clock reading, so the kinds sum to wall time.
@@ -16,18 +16,18 @@ from wire.spec import TensorKey
 from wire.telemetry import Span
 
 MOST_SPANS = 20_000
-"""A ring keeps so many spans; a step has a few hundred. Older ones are dropped and counted."""
+"""A ring keeps this many spans; a step has a few hundred. Older ones are dropped and counted."""
 
 
 class WorkKind(StrEnum):
-    """Work on the packing thread; the compute thread waits for it in `encode` and `decode`."""
+    """Work on the packing thread. The compute thread waits for it in `encode` and `decode`."""
 
     PACK = "pack"
     UNPACK = "unpack"
 
 
 class SpanRing:
-    """A bounded buffer of the newest spans. Any thread may record; each span is taken once."""
+    """A bounded buffer of the newest spans. Any thread may record. Each span is taken once."""
 
     def __init__(self, most: int = MOST_SPANS) -> None:
         self._spans: deque[Span] = deque(maxlen=most)
@@ -37,14 +37,14 @@ class SpanRing:
     def record(
         self, kind: str, start: float, end: float, key: TensorKey | None = None, peer_stage: int = -1
     ) -> None:
-        """Times in seconds on the monotonic clock."""
+        """Record a span. Times are in seconds on the monotonic clock."""
         span = Span(kind, start, end - start, key, peer_stage)
         with self._lock:
             self._dropped += len(self._spans) == self._spans.maxlen
             self._spans.append(span)
 
     def take(self) -> tuple[tuple[Span, ...], int]:
-        """Spans since the last call, and how many were dropped."""
+        """The spans since the last call, and how many were dropped."""
         with self._lock:
             spans, dropped = tuple(self._spans), self._dropped
             self._spans.clear()
@@ -63,11 +63,12 @@ class TimeKind(StrEnum):
     WAIT_UPSTREAM = "wait-upstream"
     WAIT_DOWNSTREAM = "wait-downstream"
     WAIT_VOTES = "wait-votes"
-    """For other stages to vote, or to end the step."""
+    """It waits for other stages to vote or to end the step."""
     WAIT_COORDINATOR = "wait-coordinator"
-    """For the coordinator, once every stage has answered it: its disk, its processor and the way to it."""
+    """It waits for the coordinator after every stage has answered: for its disk, its processor or the way to
+    it."""
     SYNC = "sync"
-    """After the last backward: gradient groups are summed, with other rows."""
+    """After the last backward, gradient groups are summed with other rows."""
 
 
 WAITS = frozenset(
@@ -82,13 +83,15 @@ WAITS = frozenset(
 """The kinds in which the stage is idle."""
 
 Times = Mapping[TimeKind, float]
-"""Seconds by kind; all kinds present."""
+"""Seconds by kind. All kinds are present."""
 
 
 class StageClock:
     """Attributes wall time to kinds. One thread switches; any thread may take snapshots.
 
-    `clock` gives monotonic seconds. Time before the first switch counts as `kind`.
+    Args:
+        clock: returns monotonic seconds.
+        kind: the kind of the time before the first switch.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class StageClock:
             self._ring = ring
 
     def switch(self, kind: TimeKind, key: TensorKey | None = None) -> TimeKind:
-        """End the running kind and begin `kind` for the tensor `key`; returns the kind that ran before."""
+        """End the running kind and begin `kind` for the tensor `key`. Returns the kind that ran before."""
         with self._lock:
             now = self._clock()
             previous = self._kind
@@ -122,7 +125,7 @@ class StageClock:
 
     @contextmanager
     def spent(self, kind: TimeKind) -> Iterator[None]:
-        """Count the block as `kind`, then return to the kind that ran before, also after an exception."""
+        """Count the block as `kind`, then return to the previous kind, also after an exception."""
         previous = self.switch(kind)
         try:
             yield
@@ -136,7 +139,8 @@ class StageClock:
 
     @contextmanager
     def beside(self, kind: str, key: TensorKey) -> Iterator[None]:
-        """Record the block, on another thread, as a span; it is no time of this clock."""
+        """Record the block, which runs on another thread, as a span. It does not count as time of this
+        clock."""
         began = self._clock()
         try:
             yield
@@ -145,7 +149,8 @@ class StageClock:
                 self._ring.record(kind, began, self._clock(), key)
 
     def waited_for_votes(self, most: float) -> None:
-        """The coordinator has answered: of the wait for it, up to `most` seconds were for other stages."""
+        """Attribute up to `most` seconds of the wait for the coordinator to other stages. Call it when the
+        coordinator has answered."""
         with self._lock:
             spent = min(max(0.0, most), self._clock() - self._since)
             if self._kind is TimeKind.WAIT_COORDINATOR and spent > 0:
@@ -155,14 +160,15 @@ class StageClock:
                     self._ring.record(TimeKind.WAIT_VOTES, since, self._since, self._key)
 
     def snapshot(self) -> dict[TimeKind, float]:
-        """Seconds by kind since the clock was made, the running kind up to now."""
+        """The seconds by kind since the clock was created, including the running kind up to now."""
         with self._lock:
             seconds = self._seconds.copy()
             seconds[self._kind] += self._clock() - self._since
             return seconds
 
     def settled(self) -> dict[TimeKind, float]:
-        """The same without a wait for the coordinator that still runs: its answer says whom it was for."""
+        """The same without a wait for the coordinator that is still running, because only its answer says for
+        whom it was."""
         with self._lock:
             seconds = self._seconds.copy()
             if self._kind is not TimeKind.WAIT_COORDINATOR:
@@ -171,12 +177,12 @@ class StageClock:
 
 
 def difference(later: Times, earlier: Times) -> dict[TimeKind, float]:
-    """Seconds by kind between two snapshots of one clock."""
+    """The seconds by kind between two snapshots of one clock."""
     return {kind: later[kind] - earlier[kind] for kind in TimeKind}
 
 
 MOST_REPLIES = 16
-"""With a heartbeat every 2 s these span half a minute, in which clocks drift about 1 ms."""
+"""With a heartbeat every 2 s these span half a minute, in which clocks drift by about 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +194,17 @@ class _Reply:
 class ClockSync:
     """Estimates the offset of a node's clock from heartbeats and their replies (RFC 5905, section 8).
 
-    The node reads its monotonic clock when it sends and when the reply comes; the reply carries the
-    coordinator's Unix time. The coordinator read it somewhere in between, so the middle is off by at most
-    half a round trip. Of the newest replies the one with the shortest round trip counts.
+    The node reads its monotonic clock when it sends and when the reply arrives. The reply carries the
+    coordinator's Unix time. The coordinator read it at some moment in between, so the middle is off by at
+    most half a round trip. Of the newest replies, the one with the shortest round trip counts.
     """
 
     def __init__(self) -> None:
         self._replies: deque[_Reply] = deque(maxlen=MOST_REPLIES)
 
     def answer(self, *, sent: float, received: float, at: float) -> None:
-        """Take one reply: `sent` and `received` in monotonic seconds, `at` in Unix seconds. One that was
-        received before it was sent is dropped."""
+        """Add one reply. `sent` and `received` are in monotonic seconds, `at` in Unix seconds. A reply that
+        was received before it was sent is dropped."""
         if received >= sent:
             self._replies.append(_Reply(at - (sent + received) / 2, received - sent))
 
@@ -213,7 +219,7 @@ class ClockSync:
 
     @property
     def error(self) -> float:
-        """Bound on the error of `offset`, seconds; 0 while unknown."""
+        """A bound on the error of `offset` in seconds; 0 while unknown."""
         return self._best.round_trip / 2 if self._replies else 0.0
 
     @property

@@ -1,7 +1,8 @@
-"""What steps cost: figures of one step, sums over steps, and sums over the reports of nodes. Pure.
+"""The costs of steps: figures of one step, sums over steps, and sums over the reports of nodes. All functions
+are pure.
 
-Nodes report totals of their epoch. The difference of two reports goes to the stage that the node hosts and to
-the links that it sends on. So sums only grow, whoever hosts a stage, and however often epochs
+Nodes report totals of their epoch. The difference of two reports is added to the stage that the node hosts,
+and to the links on which it sends. So sums only grow, whichever node hosts a stage, and however often epochs
 and processes change.
 """
 
@@ -23,7 +24,7 @@ _KINDS = tuple(kind.value for kind in TimeKind)
 
 
 def row_costs(costs: StepCosts, replica: int) -> StepCosts:
-    """Those of one row's stages, and of the links among them."""
+    """The costs of one row's stages and of the links among them."""
     return replace(
         costs,
         stages=tuple(stage for stage in costs.stages if stage.replica == replica),
@@ -32,27 +33,27 @@ def row_costs(costs: StepCosts, replica: int) -> StepCosts:
 
 
 def group_seconds(costs: StepCosts, groups: Sequence[int], length: int, slices: int = 1) -> dict[str, float]:
-    """What each node's stage takes for a gradient group, links included, once its pipeline is full. Of
-    several steps it is the mean.
+    """How long each node's stage takes for a gradient group, including links, once its pipeline is full. If
+    there are several steps, it is their mean.
 
     Args:
-        groups: of each row, how many.
-        length: microbatches of a group.
-        slices: of each.
+        groups: the number of groups of each row.
+        length: the microbatches of a group.
+        slices: the slices of each microbatch.
     """
     after = (TimeKind.SYNC, TimeKind.WAIT_VOTES, TimeKind.WAIT_COORDINATOR)
-    found = {}
+    by_node = {}
     stages = Counter(stage.replica for stage in costs.stages)
     for stage in costs.stages:
         spent = max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))
         # A row fills and drains once, however many groups it has.
         fill = (stages[stage.replica] - 1) / slices
-        found[stage.node_id] = spent * length / (groups[stage.replica] * length + fill) / costs.steps
-    return found
+        by_node[stage.node_id] = spent * length / (groups[stage.replica] * length + fill) / costs.steps
+    return by_node
 
 
 def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
-    """Share of its time that each stage waited, 0 to 1."""
+    """The share of its time that each stage waited, from 0 to 1."""
     kinds = [kind.value for kind in WAITS]
     return tuple(
         min(1.0, sum([stage.seconds.get(kind, 0.0) for kind in kinds]) / stage.wall_seconds)
@@ -63,7 +64,7 @@ def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
 
 
 def mbit_by_stage(costs: StepCosts) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mbit/s that each stage sent, and that each received."""
+    """The Mbit/s that each stage sent, and those that each received."""
     places = [(stage.replica, stage.stage) for stage in costs.stages]
     up, down = dict.fromkeys(places, 0), dict.fromkeys(places, 0)
     for link in costs.links:
@@ -74,12 +75,12 @@ def mbit_by_stage(costs: StepCosts) -> tuple[tuple[float, ...], tuple[float, ...
 
 
 def bits_per_element(costs: StepCosts, direction: str) -> float:
-    """Bits an element for this kind of tensor, frames and headers included; 0 if none was sent."""
+    """The bits per element of this kind of tensor, including frames and headers; 0 if none was sent."""
     return flow_sum(costs.links, direction).bits
 
 
 def mean_step(costs: StepCosts) -> StepCosts:
-    """What one step cost, where `costs` are of several; whole numbers are rounded down."""
+    """The mean cost of one step of `costs`. Integers are rounded down."""
     if (count := costs.steps) == 1:
         return costs
     return replace(
@@ -92,7 +93,7 @@ def mean_step(costs: StepCosts) -> StepCosts:
 
 
 def summed(before: StepCosts, costs: StepCosts) -> StepCosts | None:
-    """The costs of steps that follow each other, as the newest step's. None if placements differ or a step
+    """The sum of the costs of consecutive steps, as the newest step's. None if placements differ or a step
     was aborted."""
     if (
         before.aborted
@@ -113,21 +114,21 @@ def summed(before: StepCosts, costs: StepCosts) -> StepCosts | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What nodes spent on steps, as the events of a run tell it, in seconds times nodes."""
+    """The time that nodes spent on steps, according to a run's events, in seconds times nodes."""
 
     spent: float = 0.0
     lost: float = 0.0
-    """Of it: what deaths, aborts and rollbacks undid."""
+    """The part of it that deaths, aborts and rollbacks undid."""
     highest: int = 0
     """The newest step that was ever committed."""
 
     @property
     def goodput(self) -> float | None:
-        """The share that steps on record were made of; None before there was any work."""
+        """The share of the work that the steps on record needed; None before there was any work."""
         return max(0.0, 1.0 - self.lost / self.spent) if self.spent else None
 
     def after(self, event: Event) -> "Work":
-        """With what `event` adds."""
+        """The work including what `event` adds."""
         match event:
             case SeatLost():
                 return replace(self, lost=self.lost + event.lost_seconds)
@@ -144,7 +145,7 @@ class Work:
 
 
 OTHER_CODEC = "other"
-"""Replaces codec names that are not the run's: a node could invent any number of names."""
+"""Replaces codec names that are not the run's, because a node could invent any number of names."""
 
 
 class Growth(NamedTuple):
@@ -153,15 +154,16 @@ class Growth(NamedTuple):
     place: Place
     stage: StageFigures
     links: Sequence[LinkFigures]
-    """Those on which it sends. `rejects` are of frames that came to it."""
+    """The links on which it sends. Their `rejects` count frames that it received."""
     counted: int
-    """Bytes."""
+    """The bytes that the links claim."""
 
 
 class Ledger:
-    """Sums by stage and by direction of link; they only grow.
+    """Sums by stage and by direction of a link. They only grow.
 
-    `codecs`: names that flows may carry, others count as `OTHER_CODEC`; None admits all.
+    Args:
+        codecs: the codec names that flows may have. Others count as `OTHER_CODEC`; None accepts all.
     """
 
     def __init__(self, codecs: Collection[str] | None = None) -> None:
@@ -171,7 +173,7 @@ class Ledger:
 
     @property
     def held_out_bytes(self) -> int:
-        """On all links, those that held-out samples sent."""
+        """The bytes that held-out samples sent on all links."""
         return sum(link.held_out_bytes for link in self.links.values())
 
     @property
@@ -189,11 +191,14 @@ class Ledger:
         *,
         passed: float | None = None,
     ) -> Growth:
-        """What the node of a place did between two reports of one epoch.
+        """What the node of a seat did between two reports of one epoch.
 
         Reports are not trusted: kinds of time sum to at most the wall time, and all links together carry at
-        most `most` bytes. `stages` and `rows`: how many there are. `passed`: seconds of wall time in between;
-        None: what the reports say.
+        most `most` bytes.
+
+        Args:
+            stages, rows: how many there are.
+            passed: the wall seconds in between; None takes them from the reports.
         """
         if passed is None:
             passed = max(0.0, now.wall_seconds - before.wall_seconds)
@@ -219,7 +224,7 @@ class Ledger:
         return Growth(place, stage, links, counted)
 
     def count(self, growth: Growth) -> None:
-        """Add it."""
+        """Add the growth to the sums."""
         place, stages, links = growth.place, self.stages, self.links
         stages[place] = stages[place] + growth.stage if place in stages else growth.stage
         for link in growth.links:
@@ -236,16 +241,15 @@ class Ledger:
     def _believed(
         self, now: LinkFigures, before: LinkFigures, passed: float, most: float
     ) -> tuple[dict[str, Any], int]:
-        """The fields of what a link's totals grew by, each counter within its bounds, and the bytes that they
-        claim."""
-        # Totals begin at zero again when a link is opened again.
+        """The fields of a link's growth, each counter within its bounds, and the bytes that they claim."""
+        # Totals restart at zero when a link is opened again.
         earlier = vars(before if before.bytes <= now.bytes else _NO_LINK)
-        # Totals of a link have one flow of a direction, whose codec may have changed since.
+        # Totals of a link have one flow per direction, whose codec may have changed since.
         earlier_flows = {flow.direction: flow for flow in earlier["flows"]}
         flows, claimed = [], 0
         for flow in now.flows:
             old = earlier_flows.get(flow.direction, _NO_FLOW)
-            # A frame takes at least one byte, an element at least one bit.
+            # A frame takes at least one byte, and an element at least one bit.
             left = most - claimed
             size = _within(flow.bytes - old.bytes, left)
             elements = _within(flow.elements - old.elements, 8 * left)
@@ -253,18 +257,18 @@ class Ledger:
             fields = {"direction": flow.direction, "codec": codec, "bytes": size, "elements": elements}
             flows.append(made(FlowFigures, fields))
             claimed += max(size, elements // 8)
-        found = dict(vars(now))
+        grown = dict(vars(now))
         for name in _LINK_NUMBERS:
-            value = found[name] - earlier[name]
+            value = grown[name] - earlier[name]
             if isinstance(value, float):
-                found[name] = min(max(0.0, value), passed)
+                grown[name] = min(max(0.0, value), passed)
             else:
-                found[name] = value = _within(value, most)
+                grown[name] = value = _within(value, most)
                 claimed = max(claimed, value)
-        found["flows"] = tuple(flows)
-        found["path"] = _known_path(now.path)
-        found["not_together"] = now.not_together if now.not_together in NOT_TOGETHER else ""
-        return found, claimed
+        grown["flows"] = tuple(flows)
+        grown["path"] = _known_path(now.path)
+        grown["not_together"] = now.not_together if now.not_together in NOT_TOGETHER else ""
+        return grown, claimed
 
 
 _LINK_NUMBERS = counters_of(LinkFigures).numbers
@@ -276,7 +280,7 @@ _known_path = lru_cache(maxsize=1024)(known_path)
 
 @lru_cache(maxsize=65_536)
 def _keys(sender: Place, receiver: Place) -> tuple[LinkKey, LinkKey]:
-    """Of both directions of a link: the same ones come every step."""
+    """The keys of both directions of a link. They are cached, because the same ones occur in every step."""
     return (sender, receiver), (receiver, sender)
 
 
@@ -290,7 +294,7 @@ def _unused(sender: Place, receiver: Place) -> LinkFigures:
 
 
 def _within(grown: int, most: float) -> int:
-    """The growth of a counter, clamped to 0 and `most`."""
+    """The growth of a counter, clamped to between 0 and `most`."""
     if grown <= 0:
         return 0
     return grown if grown <= most else int(max(0.0, most))

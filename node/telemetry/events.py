@@ -1,7 +1,7 @@
 """Typed events of a run, in one stream from the coordinator.
 
-All displays of a run (JSON lines, plain text, live display, `thinwire status`, the page) are made from events
-alone. As JSON an event is one object: `event` names its kind, the other keys are its fields.
+All displays of a run (JSON lines, plain text, live display, `thinwire status`, the page) depend only on
+events. In JSON an event is one object: `event` names its kind, and the other keys are its fields.
 """
 
 import json
@@ -20,12 +20,13 @@ from wire.figures import Figures, LinkFigures, StageFigures
 
 _KINDS: dict[str, type["Event"]] = {}
 _newest_line: list[tuple["Event | None", str]] = [(None, "")]
-"""The event that was written last, and its line, as one object: events may be written on any thread."""
+"""The event that was written last, with its line. It is one object, because events may be written on any
+thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Base of all events."""
+    """The base of all events."""
 
     event: ClassVar[str]
     """The kind in JSON."""
@@ -61,19 +62,19 @@ class RunStarted(Event):
     forward_codec: str
     backward_codec: str
     microbatches: int = 0
-    """Microbatches a step; 0 if unknown."""
+    """Microbatches per step; 0 if unknown."""
     chunks: int = 1
-    """Model chunks a stage."""
+    """Model chunks per stage."""
     slices: int = 1
-    """Parts that each microbatch is cut into along the sequence."""
+    """The parts into which each microbatch is cut along the sequence."""
     head_share: float | None = None
-    """The share of the first stage's compute that a tied model's head takes there; None: it is on the last
-    stage."""
+    """The share of the first stage's compute that a tied model's head takes there; None if the head is on the
+    last stage."""
     codec_bits: Mapping[str, float] = field(default_factory=dict)
-    """Bits an element of each codec on this run's links, headers and frames included. Readers use it to
-    estimate the gain of another codec."""
+    """The bits per element of each codec on this run's links, including headers and frames. Readers use them
+    to estimate the gain of another codec."""
     ends_in_blocks: tuple[float, ...] = ()
-    """Compute cost of the embedding and of the head, in blocks; empty if unknown."""
+    """The compute cost of the embedding and of the head, in blocks; empty if unknown."""
     host: str = ""
     """The coordinator's machine."""
     process_id: int = 0
@@ -91,7 +92,7 @@ class JoinLine(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenUses(Event):
-    """How many nodes the run's join tokens still admit; sent when it changes."""
+    """How many nodes the run's join tokens still admit. It is sent when the number changes."""
 
     event: ClassVar[str] = "token-uses"
     left: int
@@ -104,7 +105,8 @@ class PageServed(Event):
     event: ClassVar[str] = "page"
     url: str
     key_file: str
-    """File with the operator's key, which changes on the page need; empty if the page is read-only."""
+    """The file with the operator's key, which is needed for changes on the page; empty if the page is
+    read-only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +115,17 @@ class NodeJoined(Event):
     node_id: str
     device: str
     address: str
-    """Where neighbours dial it; empty if they cannot."""
+    """The address that neighbours dial; empty if they cannot dial it."""
     name: str = ""
-    """What its owner calls it; may be empty."""
+    """The owner's name for it; may be empty."""
     listens: bool = True
     """Whether it opens a port for neighbours."""
 
 
 LEFT = "it left"
-"""The reason of a node that asked to go."""
+"""The reason of a node that asked to leave."""
 QUARANTINED = "quarantined: "
-"""Begins the reason of a node that the run shut out."""
+"""The beginning of the reason of a node that the run shut out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,26 +137,26 @@ class NodeLeft(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementMade(Event):
-    """A new epoch: the node of each stage, and the step that the run continues from."""
+    """A new epoch: the node of each stage, and the step from which the run continues."""
 
     event: ClassVar[str] = "placement"
     epoch: int
     nodes: tuple[str, ...]
-    """Node ids by stage, row after row if there are several rows; "" for an empty seat."""
+    """The node ids by stage, row after row if there are several; "" for an empty seat."""
     resume_step: int
     blocks: tuple[int, ...] = ()
-    """Transformer blocks by stage."""
+    """The number of transformer blocks by stage."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The gradient groups of each row; empty for a run with one group, which has one row."""
 
     @property
     def stages(self) -> int:
-        """Stages of a row."""
+        """The number of stages of a row."""
         return len(self.nodes) // max(1, len(self.groups))
 
     @property
     def placed(self) -> str:
-        """Who is where, for people."""
+        """Which node is in which seat, for display."""
         stages = self.stages
         rows = [self.nodes[first : first + stages] for first in range(0, len(self.nodes), max(1, stages))]
         texts = [", ".join(f"{stage} {node or 'nobody'}" for stage, node in enumerate(row)) for row in rows]
@@ -169,88 +171,89 @@ class PlacementMade(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """A committed step. Tuples are by stage; row after row, if there are several."""
+    """A committed step. Tuples are by stage, row after row if there are several."""
 
     event: ClassVar[str] = "step"
     step: int
-    """Steps done so far, this one included: the first is 1, the last equals `steps`."""
+    """The number of steps done so far, including this one: the first is 1, the last equals `steps`."""
     steps: int
     loss: float
-    """Mean cross-entropy over the step's labels, nats a token; not a number, in JSON null, if no token is
-    one."""
+    """The mean cross-entropy over the step's labels, in nats per token; NaN (null in JSON) without labels."""
     lr: float
     grad_norm: float
-    """Before clipping, over the whole model."""
+    """The gradient norm before clipping, over the whole model."""
     seconds: float
     tokens_per_second: float
     idle: tuple[float, ...]
-    """Share of the step that each stage waited, 0 to 1. Empty, as are all tuples here, if the costs of this
-    step are summed with those of later ones; other figures of costs are then those of the newest sum."""
+    """The share of the step that each stage waited, from 0 to 1. All tuples here are empty if the costs of
+    this step are summed with those of later ones; other cost figures are then those of the newest sum."""
     bits_forward: float
-    """Bits an activation element on the wire in this step, payload and headers."""
+    """The bits per activation element on the wire in this step, for payload and headers."""
     bits_backward: float
     """The same for gradients."""
     up_mbit: tuple[float, ...]
-    """Mbit/s that each stage sent over the step."""
+    """The Mbit/s that each stage sent over the step."""
     down_mbit: tuple[float, ...]
+    """The Mbit/s that each stage received over the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss(Event):
-    """The mean loss over held-out samples with the state of a step, nats a token."""
+    """The mean loss over held-out samples with the state of a step, in nats per token."""
 
     event: ClassVar[str] = "held-out"
     step: int
     loss: float | None
-    """With the run's codecs on the links; None if they cannot carry such samples, or without labels."""
+    """The loss with the run's codecs on the links; None if they cannot carry such samples, or without
+    labels."""
     uncompressed: float
-    """With fp32 on every link; not a number without labels."""
+    """The loss with fp32 on every link; NaN without labels."""
     samples: int
-    """Those with labels."""
+    """The number of samples with labels."""
     best: bool
-    """The least uncompressed loss so far."""
+    """Whether it is the least uncompressed loss so far."""
     seconds: float
-    """Wall time of the measurement."""
+    """The wall time of the measurement."""
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The event in one line, for display."""
         trained = "" if self.loss is None else f", {self.loss:.4f} as trained"
         best = ", the best so far" if self.best else ""
-        found = f"{self.uncompressed:.4f} uncompressed{trained}{best}" if self.samples else NO_LABELS
-        return f"held-out loss at step {self.step}: {found}"
+        result = f"{self.uncompressed:.4f} uncompressed{trained}{best}" if self.samples else NO_LABELS
+        return f"held-out loss at step {self.step}: {result}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMade(Event):
-    """What the model of a snapshot added to one of `data.prompts`."""
+    """The text that a snapshot's model added to one of `data.prompts`."""
 
     event: ClassVar[str] = "sample"
     step: int
     prompt: str
     text: str
-    """Any text at all: escape it."""
+    """It may be any text, so escape it."""
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The event in one line, for display."""
         return f"sample of step {self.step}: {self.prompt} | {self.text}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScores(Event):
-    """What lm-eval found of a snapshot's model."""
+    """The result of lm-eval for a snapshot's model."""
 
     event: ClassVar[str] = "task-scores"
     step: int
     limit: int
-    """Most questions of each task; 0 for all."""
+    """The most questions of each task; 0 for all."""
     scores: Mapping[str, Mapping[str, float]]
-    """By task, what lm-eval calls its metrics; standard errors have `_stderr` in their names."""
+    """lm-eval's metrics by task. Standard errors have `_stderr` in their names."""
 
     @property
     def line(self) -> str:
-        """For people: each task's metrics with their standard errors."""
+        """Each task's metrics with their standard errors in one line, for display."""
         tasks = []
         for task, metrics in self.scores.items():
             words = []
@@ -266,7 +269,7 @@ class TaskScores(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost(StageFigures):
-    """What one stage of a run took, and which node hosted it."""
+    """The cost of one stage of a run, and the node that hosted it."""
 
     stage: int
     node_id: str
@@ -276,49 +279,49 @@ class StageCost(StageFigures):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts(Event):
-    """Cost of a step by stage and link. Comes just before the step's `StepDone` or `StepAborted`.
+    """The cost of a step by stage and link. It comes just before the step's `StepDone` or `StepAborted`.
 
     If the next step began with the commit, the figures are those that came with the votes. What a stage wrote
-    after its vote, and the optimizer's time, count with the next step.
+    after its vote, and the optimizer's time, then count with the next step.
 
     Short steps may come as one sum.
     """
 
     event: ClassVar[str] = "step-costs"
     step: int
-    """Counted like `StepDone.step`; the last of them."""
+    """The step, counted like `StepDone.step`. For a sum it is the last one."""
     seconds: float
-    """Wall time at the coordinator."""
+    """The wall time at the coordinator."""
     aborted: bool
     stages: tuple[StageCost, ...]
     links: tuple[LinkFigures, ...]
     steps: int = 1
-    """How many were summed."""
+    """The number of steps that were summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowsPlanned(Event):
-    """The windows of a row's links change, no sooner than with the next step. The other fields are the
-    measures that they were planned from (`node.tuning.window_plan`)."""
+    """The windows of a row's links change, with the next step at the earliest. The other fields are the
+    measures from which they were planned (`node.tuning.window_plan`)."""
 
     event: ClassVar[str] = "windows-planned"
     epoch: int
     step: int
     """The step that was measured, counted like `StepDone.step`."""
     windows: tuple[int, ...]
-    """Of each link, the first one first."""
+    """The window of each link, first link first."""
     forward: tuple[float, ...]
-    """Seconds of a microbatch on each stage."""
+    """The seconds of a microbatch on each stage."""
     backward: tuple[float, ...]
     activation_bytes: float
     gradient_bytes: float
     round_trips: tuple[float, ...]
-    """Seconds, of each link; 0 while not known."""
+    """The round trip of each link in seconds; 0 while unknown."""
     rates_up: tuple[float, ...]
-    """Bytes a second from a link's lower stage; 0 while not known, as in the next three."""
+    """Bytes per second from a link's lower stage; 0 while unknown, as in the next three fields."""
     rates_down: tuple[float, ...]
     lines_up: tuple[float, ...]
-    """Bytes a second that each stage's machine sends at most."""
+    """The most bytes per second that each stage's machine sends."""
     lines_down: tuple[float, ...]
     replica: int = 0
     """The row of the grid."""
@@ -331,43 +334,45 @@ class StepAborted(Event):
     event: ClassVar[str] = "step-aborted"
     epoch: int
     step: int
-    """Counted like `StepDone.step`."""
+    """The step, counted like `StepDone.step`."""
     reason: str
     kind: str = ""
     """`lost` (node), `failed` (stage), `not-finite` (value), `differs` (rows) or `placement` (changed)."""
 
     @property
     def is_planned(self) -> bool:
-        """The placement changes on purpose: a row comes in, groups move or a node leaves in order."""
+        """Whether the placement changes on purpose: a row enters, groups move, or a node leaves in order."""
         return self.kind == "placement"
 
 
 WAITS = -1
-"""In place of a row: none has the group yet."""
+"""Stands for a row if no row has the group yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeatLost(Event):
-    """A node that hosted a stage is gone, and the steps go on: rows that are whole do its row's work."""
+    """A node that hosted a stage is gone, and the steps continue: complete rows do the work of its row."""
 
     event: ClassVar[str] = "seat-lost"
     epoch: int
     step: int
-    """Counted like `StepDone.step`."""
+    """The step, counted like `StepDone.step`."""
     node_id: str
     row: int
     stage: int
     reason: str
     groups: tuple[int, ...] = ()
-    """That its row had in the step that ran; empty between two steps, or if all of it was done."""
+    """The groups that its row had in the running step; empty between two steps, or if all of them were
+    done."""
     takers: tuple[int, ...] = ()
-    """The row that computes each of these now; `WAITS` for the one that needs more work first."""
+    """For each of these groups, the row that computes it now; `WAITS` for a group that first needs more
+    work."""
     lost_seconds: float = 0.0
-    """What the row's nodes had spent on them, seconds times nodes."""
+    """What the row's nodes had spent on them, in seconds times nodes."""
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The event in one line, for display."""
         whose = f"stage {self.stage} of row {self.row} is empty: {self.reason}"
         if not self.groups:
             return f"{whose}; steps go on"
@@ -380,19 +385,19 @@ class SeatLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SeatFilled(Event):
-    """A node that followed the run has an empty seat; its row works again once it is whole."""
+    """A node that followed the run takes an empty seat. Its row works again once it is complete."""
 
     event: ClassVar[str] = "seat-filled"
     epoch: int
     step: int
-    """The first with it, counted like `StepDone.step`."""
+    """The first step with it, counted like `StepDone.step`."""
     node_id: str
     row: int
     stage: int
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The event in one line, for display."""
         return f"{self.node_id} has stage {self.stage} of row {self.row} from step {self.step} on"
 
 
@@ -408,7 +413,7 @@ class SnapshotStored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Notice(Event):
-    """Anything else worth a line."""
+    """Anything else that is worth a line."""
 
     event: ClassVar[str] = "notice"
     text: str
@@ -428,37 +433,37 @@ class Recovered(Notice):
 
     event: ClassVar[str] = "recovered"
     step: int
-    """Steps done."""
+    """The number of steps done."""
     seconds: float
-    """Since the interruption."""
+    """The seconds since the interruption."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecsPlanned(Notice):
-    """From the next step on, links have these codecs."""
+    """From the next step on, links use these codecs."""
 
     event: ClassVar[str] = "codecs-planned"
     step: int
-    """Steps done."""
+    """The number of steps done."""
     activations: tuple[str, ...]
-    """Of each boundary, the first one first."""
+    """The codec of each boundary, first boundary first."""
     gradients: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoragesPlanned(Notice):
-    """From the next step on, stages store their activations like this."""
+    """From the next step on, stages store their activations in these forms."""
 
     event: ClassVar[str] = "storages-planned"
     step: int
-    """Steps done."""
+    """The number of steps done."""
     storages: tuple[str, ...]
-    """Of each stage, the first one first, as `node.tuning.storage_choice.name_of` names them."""
+    """The storage of each stage, first stage first, as named by `node.tuning.storage_choice.name_of`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskRoom(Notice):
-    """The coordinator's disk is full, and the run pauses; or it has room again."""
+    """The coordinator's disk is full and the run pauses, or the disk has room again."""
 
     event: ClassVar[str] = "disk-room"
     full: bool
@@ -466,11 +471,11 @@ class DiskRoom(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class DataDropped(Notice):
-    """Documents were left out of the training data; the line says why."""
+    """Documents were left out of the training data. The line says why."""
 
     event: ClassVar[str] = "data-dropped"
     reasons: Mapping[str, int]
-    """Documents by reason, of what has been read so far."""
+    """The number of documents by reason, in what has been read so far."""
 
     @classmethod
     def of(cls, reasons: Mapping[str, int]) -> "DataDropped":
@@ -479,17 +484,17 @@ class DataDropped(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSetAside(Notice):
-    """A stored snapshot was found damaged during the run and is no longer used."""
+    """A stored snapshot was found to be damaged during the run and is no longer used."""
 
     event: ClassVar[str] = "snapshot-set-aside"
     step: int
     whole: int
-    """Step of the newest whole snapshot; those after it are set aside too."""
+    """The step of the newest undamaged snapshot. All later ones are set aside too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStored(Notice):
-    """The last step's weights are on the coordinator's disk; the rest of its snapshot follows."""
+    """The last step's weights are on the coordinator's disk. The rest of its snapshot follows."""
 
     event: ClassVar[str] = "model"
     step: int
@@ -504,35 +509,36 @@ class ModelStored(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Totals since this coordinator went on with the run. Bytes are those on all links, both directions, of
-    steps: aborted ones and those that ran again included, held-out samples not."""
+    """Totals since this coordinator continued the run. Bytes are those of steps on all links in both
+    directions, including aborted and repeated steps, but not held-out samples."""
 
     steps: int
-    """Different ones: a step that ran again counts once."""
+    """The number of different steps: a step that ran again counts once."""
     first_loss: float
-    """Of the first step with labels; not a number if no step had any. The last one likewise."""
+    """The loss of the first step with labels, and `last_loss` that of the last one; NaN if no step had
+    labels."""
     last_loss: float
     tokens: int
     seconds: float
     tokens_per_second: float
     link_bytes: int
     link_bytes_fp32: int
-    """The same elements at 4 bytes."""
+    """The bytes of the same elements at 4 bytes each."""
     link_bytes_bf16: int
-    """The same elements at 2 bytes."""
+    """The bytes of the same elements at 2 bytes each."""
     bits_forward: float
     bits_backward: float
     stages: tuple[StageCost, ...]
     snapshot_path: str
     weights_sha256: str
     machines: tuple[str, ...] = ()
-    """What each machine is called, and in how many steps it took part."""
+    """Each machine's name, and in how many steps it took part."""
     since: int = 0
-    """Steps that were done before."""
+    """The number of steps that were done before."""
     again: int = 0
-    """Steps that ran again after a rollback; their time and bytes count."""
+    """The number of steps that ran again after a rollback. Their time and bytes count."""
     held_out_bytes: int = 0
-    """What held-out samples sent, with the run's codecs and without."""
+    """The bytes of held-out samples, with the run's codecs and without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,14 +550,17 @@ class RunFinished(Event):
     failed: bool
     summary: RunSummary | None = None
     resume: str = ""
-    """The command that goes on with the run; empty once all steps are done."""
+    """The command that continues the run; empty once all steps are done."""
 
 
 def from_json(line: str) -> Event:
     """Read one line that `Event.to_json` wrote.
 
-    A missing field takes its default (older writers), and unknown fields are ignored (newer writers). Raises
-    ProtocolViolationError for bad JSON, an unknown kind, a missing field without default, a wrong type.
+    A missing field gets its default (older writers), and unknown fields are ignored (newer writers).
+
+    Raises:
+        ProtocolViolationError: the line is no JSON, or has an unknown kind, a missing field without default,
+            or a wrong type.
     """
     try:
         raw = json.loads(line)
@@ -561,7 +570,7 @@ def from_json(line: str) -> Event:
 
 
 def from_fields(raw: Any) -> Event:
-    """As `from_json`, for a parsed line."""
+    """`from_json` for a parsed line."""
     name = str(raw.get("event")) if isinstance(raw, dict) else ""
     if name not in _KINDS:
         raise ProtocolViolationError(f"an event line has no known kind: {str(raw)[:80]!r}")
@@ -581,11 +590,13 @@ def _required(kind: type) -> frozenset[str]:
 
 
 def read_value(value: Any, hint: Any, name: str) -> Any:
-    """Convert `value`, parsed from JSON, to the type `hint` of the field `name`; objects as in `from_json`.
+    """Convert `value`, parsed from JSON, to the type `hint` of the field `name`. Objects are read as in
+    `from_json`.
 
-    Raises ProtocolViolationError.
+    Raises:
+        ProtocolViolationError: the value does not have this type.
     """
-    # Shortcuts for plain types, here and below: histories are long.
+    # There are shortcuts for plain types, here and below, because histories are long.
     if type(value) is hint:
         return value
     origin = get_origin(hint)
@@ -619,26 +630,27 @@ def read_value(value: Any, hint: Any, name: str) -> Any:
     raise ProtocolViolationError(f"{name} has the wrong type: {str(value)[:80]!r}")
 
 
-def _optional(one: "Field[Any]") -> bool:
-    return one.default is not MISSING or one.default_factory is not MISSING
+def _optional(dataclass_field: "Field[Any]") -> bool:
+    return dataclass_field.default is not MISSING or dataclass_field.default_factory is not MISSING
 
 
 def _dumps(fields: dict[str, Any], separators: tuple[str, str] | None = None) -> str:
     try:
         return json.dumps(fields, allow_nan=False, separators=separators, default=plain_fields)
-    except ValueError:  # there are NaN or infinities, which JSON has not
+    except ValueError:  # there are NaN or infinities, which JSON does not have
         return json.dumps(finite(fields), separators=separators)
 
 
 def plain_fields(value: Any) -> dict[str, Any]:
-    """What JSON's encoder does not know: a dataclass, or a mapping that is no dict."""
+    """The fields of a value that JSON's encoder does not know: a dataclass, or a mapping that is no dict."""
     if isinstance(value, Figures):
         return value.json_fields()
     return vars(value) if is_dataclass(value) else dict(value)
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses as dictionaries, tuples as lists, NaN and infinities as None."""
+    """`value` as JSON can hold it: dataclasses as dictionaries, tuples as lists, NaN and infinities as
+    None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, (list, tuple)):

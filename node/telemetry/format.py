@@ -1,4 +1,4 @@
-"""Numbers, tables and untrusted strings as text for people."""
+"""Formats numbers, tables and untrusted strings for display."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _ADDRESS = re.compile(
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in decimal units, as links are sold: 1532 -> `1.53 kB`."""
+    """Bytes in decimal units, as for links: 1532 -> `1.53 kB`."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"), " ")
 
 
@@ -35,16 +35,16 @@ def counted(count: int, noun: str) -> str:
 
 
 NO_LABELS = "no labels"
-"""Where a loss would stand that none of the tokens counts in."""
+"""Shown instead of a loss if no token counts."""
 
 
 def loss_text(loss: float | None) -> str:
-    """A loss in nats a token; None, or not a number, where no token counts as a label."""
+    """A loss in nats per token. It is None or NaN if no token counts as a label."""
     return NO_LABELS if loss is None or loss != loss else f"{loss:.4f}"
 
 
 def dropped_text(reasons: Mapping[str, int]) -> str:
-    """Documents that were left out, by reason, the most first: `3 (empty), 1 (no messages)`."""
+    """The documents that were left out, by reason, most frequent first: `3 (empty), 1 (no messages)`."""
     most = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} ({printable(shortened(reason))})" for reason, count in most)
 
@@ -63,7 +63,7 @@ def duration_text(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """A time that runs out: 75 -> `1:15`, 3661 -> `1:01:01`."""
+    """A countdown: 75 -> `1:15`, 3661 -> `1:01:01`."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -73,7 +73,7 @@ _UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "hours": 3600, "hour"
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of `10 min`, `90s`, `1.5h` or `2d`; None if it is no length of time."""
+    """The seconds of `10 min`, `90s`, `1.5h` or `2d`; None if the text is no length of time."""
     match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,3})?)\s*([a-z]+)\s*", text)
     if match is None or match[2] not in _UNITS:
         return None
@@ -81,12 +81,12 @@ def parse_duration(text: str) -> float | None:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, without control characters: it may come from another machine."""
+    """`text` on one line, without control characters, because it may come from another machine."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def named(node: str, name: str) -> str:
-    """A node's id, and the name that its owner gave it, if any."""
+    """A node's id, with the name that its owner gave it, if any."""
     return f'{node} "{name}"' if name else node
 
 
@@ -96,7 +96,7 @@ def without_addresses(text: str) -> str:
 
 
 def table_lines(header: list[str], rows: list[list[str]], left: int = 2) -> list[str]:
-    """Rows in aligned columns: the first `left` columns flush left, the others (numbers) flush right."""
+    """Rows in aligned columns. The first `left` columns are flush left, the others (numbers) flush right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     return [
         "  "

@@ -1,16 +1,17 @@
 """The history: all events of a run, in its directory.
 
-One JSON object a line: an event as `Event.to_json` writes it, with `at` (Unix seconds) and, for replayed
-steps, `"replayed": true`. Lines are only appended, and a resume continues them. Readers skip a line that a
-crash cut short; the next writer ends it with a newline.
+Each line is one JSON object: an event as `Event.to_json` writes it, with `at` (Unix seconds) and, for
+replayed steps, `"replayed": true`. Lines are only appended, and a resumed run continues them. Readers skip a
+line that a crash cut short; the next writer ends it with a newline.
 
 **Files.** `history.jsonl` is being written. At `SEGMENT_BYTES` it becomes `history-FIRST-END.jsonl`, which a
-thread compresses to `.jsonl.gz`. FIRST and END are bytes of the whole history, uncompressed: a *position*
-counts them, so it stays valid when files are renamed or compressed.
+thread compresses to `.jsonl.gz`. FIRST and END are byte positions in the whole uncompressed history. A
+*position* counts these bytes, so it stays valid when files are renamed or compressed.
 
-**Growth.** A step takes about 0.4 kB, plus 0.8 kB for each stage with its links. Costs of steps shorter than
-`COSTS_SECONDS` are summed and written together, so a stage adds at most 0.8 kB in that time: 70 MB a
-day, before compression. That time grows with the stages: together they add at most `COSTS_STAGES` times that.
+**Growth.** A step takes about 0.4 kB, plus 0.8 kB for each stage with its links. The costs of steps shorter
+than `COSTS_SECONDS` are summed and written together, so a stage adds at most 0.8 kB in that time: 70 MB a day
+before compression. That time grows with the number of stages: together they add at most `COSTS_STAGES` times
+that.
 
 Join lines contain a secret and are never written.
 """
@@ -36,25 +37,29 @@ from wire.errors import ProtocolViolationError, RunError
 
 HISTORY_FILE = "history.jsonl"
 COSTS_SECONDS = 1.0
-"""Least time between two lines of costs, of up to `COSTS_STAGES` stages in all; of more as much longer."""
+"""The least time between two lines of costs, for up to `COSTS_STAGES` stages in all. It grows with more
+stages."""
 COSTS_STAGES = 100
+"""With more stages, `COSTS_SECONDS` grows in proportion."""
 _BLOCK_BYTES = 1 << 16
 MOST_BYTES = 4 << 20
 """A tail reads at most this much at a time, whatever the length of the history."""
 MOST_WAITING = 10_000
-"""Lines kept in memory while the disk is full; then the oldest are lost."""
+"""The lines kept in memory while the disk is full. Beyond that, the oldest are lost."""
 SEGMENT_BYTES = 32 << 20
+"""The size at which a file becomes a segment."""
 INDEX_BYTES = 1 << 20
-"""Bytes between two calls of a writer's `index`, at least."""
+"""The least number of bytes between two calls of a writer's `index`."""
 INDEX_TIMES = 4
-"""Bytes between two calls, as a multiple of what the last one wrote: an index of many stages is large."""
+"""The least number of bytes between two calls, as a multiple of the last index's size: an index of many
+stages is large."""
 CLOSE_SECONDS = 10.0
 """The longest that `HistoryWriter.close` waits for its thread."""
 _SEGMENT = re.compile(r"history-(\d{15})-(\d{15})\.jsonl(\.gz)?")
 _END = 1 << 62
-"""A position behind every history."""
+"""A position after every history."""
 _DAMAGED: set[Path] = set()
-"""Directories with a history whose damage was reported."""
+"""Directories with a history whose damage has been reported."""
 
 EVICTED = "it was evicted"
 """The reason in the `NodeLeft` of a node that the operator shut out."""
@@ -75,14 +80,14 @@ class Entry:
     """Unix seconds."""
     event: events.Event
     replayed: bool = False
-    """A step that was committed before and ran again after a rollback."""
+    """Whether the step was committed before and ran again after a rollback."""
 
 
 class HistoryWriter:
-    """Called with each event of a run; appends it to the history in the run's directory.
+    """Appends each event with which it is called to the history in the run's directory.
 
-    `RunStarted` comes first and names the directory. The history is a convenience, not state of the run: the
-    first failed write turns it off and is reported once through `warn`.
+    `RunStarted` comes first and names the directory. The run does not depend on its history. While the disk
+    is full, lines wait in memory, and the trouble is reported once through `warn`.
     """
 
     def __init__(
@@ -93,16 +98,16 @@ class HistoryWriter:
     ) -> None:
         """
         Args:
-            index: called on a thread with the run's directory, each time `INDEX_BYTES` were added or more, so
-                that readers need not read the whole history. It gives its size in bytes, and returns early
-                once its second argument gives true.
+            index: called on a thread with the run's directory, whenever at least `INDEX_BYTES` were added, so
+                that readers need not read the whole history. It returns its size in bytes, and returns early
+                once its second argument returns true.
         """
         self._warn = warn
         self._clock = clock
         self._index = index
         self._unindexed = 0
         self._index_bytes = 0
-        """Of the newest index."""
+        """The size of the newest index."""
         self._worker: threading.Thread | None = None
         self._closing = threading.Event()
         self._path: Path | None = None
@@ -111,7 +116,7 @@ class HistoryWriter:
         self._broken = False
         self._told = False
         self._lines: deque[str] = deque(maxlen=MOST_WAITING)
-        """Not written yet, because the disk is full."""
+        """Lines that are not written yet, because the disk is full."""
         self._pending: events.StepCosts | None = None
         self._costs_at = 0.0
 
@@ -133,7 +138,7 @@ class HistoryWriter:
         self._append(event, now, replayed=replayed)
 
     def close(self) -> None:
-        """Write pending costs and close the file; a later event reopens it."""
+        """Write pending costs and close the file. A later event reopens it."""
         self._flush_costs(self._clock())
         self._drop_file()
         self._closing.set()
@@ -142,7 +147,7 @@ class HistoryWriter:
         self._closing.clear()
 
     def begin(self, directory: Path) -> None:
-        """Go on with a run's history: find the highest step of earlier coordinators, to recognise replays."""
+        """Continue a run's history: find the highest step of earlier coordinators, to recognize replays."""
         try:
             self._highest_step = highest_step(directory)
         except RunError as error:
@@ -151,7 +156,7 @@ class HistoryWriter:
         self._path = directory / HISTORY_FILE
 
     def _add_costs(self, costs: events.StepCosts, now: float) -> None:
-        """Sum up the costs of fast steps."""
+        """Sum the costs of fast steps."""
         both = summed(self._pending, costs) if self._pending is not None else None
         if both is None:
             self._flush_costs(now)
@@ -188,7 +193,7 @@ class HistoryWriter:
 
     @property
     def _index_after(self) -> int:
-        """Bytes that are added before the next index."""
+        """The number of bytes to add before the next index."""
         return max(INDEX_BYTES, INDEX_TIMES * self._index_bytes)
 
     @staticmethod
@@ -209,7 +214,8 @@ class HistoryWriter:
             self._unindexed = self._index_after
 
     def _tidy(self, directory: Path) -> None:
-        """On a thread: index what was added, compress whole segments. Failures cost readers time only."""
+        """On a thread: index what was added, and compress whole segments. If it fails, only reading takes
+        longer."""
         try:
             if self._index is not None:
                 self._index_bytes = self._index(directory, self._closing.is_set)
@@ -221,14 +227,15 @@ class HistoryWriter:
 
     def _drop_file(self) -> None:
         file, self._file = self._file, None
-        # Every line was flushed; what could not be written fails again here.
+        # Every line was flushed. What could not be written fails again here.
         with contextlib.suppress(OSError):
             if file is not None:
                 file.close()
 
 
 def append_event(directory: Path, event: events.Event) -> None:
-    """Append an event to the history of a run whose coordinator does not run. Raises RunError."""
+    """Append an event to the history of a run whose coordinator is not running. Raises RunError if it cannot
+    be written."""
     troubles: list[str] = []
     writer = HistoryWriter(troubles.append)
     writer.begin(directory)
@@ -241,7 +248,10 @@ def append_event(directory: Path, event: events.Event) -> None:
 def read_history(directory: Path) -> Iterator[Entry]:
     """The history of the run in `directory`, oldest first; empty if there is none.
 
-    Skips lines that were cut short or are of unknown kinds. Raises RunError when a file cannot be read.
+    Lines that were cut short or are of unknown kinds are skipped.
+
+    Raises:
+        RunError: a file cannot be read.
     """
     for position, line in _lines(directory, 0, None):
         if (entry := _entry(directory, position, line)) is not None:
@@ -251,9 +261,9 @@ def read_history(directory: Path) -> Iterator[Entry]:
 def read_whole_lines(
     directory: Path, start: int, end: int | None = None
 ) -> Iterator[tuple[int, Entry | None]]:
-    """As `read_history`, from the position `start`: each line's entry and the position after it.
+    """`read_history` from the position `start`: each line's entry and the position after it.
 
-    Entries are None for lines that are skipped. Stops at a line that is not finished yet.
+    Entries are None for lines that are skipped. Reading stops at a line that is not finished yet.
 
     Args:
         end: stop at lines that begin at this position (from `history_size`) or later.
@@ -277,7 +287,7 @@ def _lines(directory: Path, position: int, end: int | None) -> Iterator[tuple[in
                 if end is not None and position >= end:
                     return
                 position += len(line)
-                # Nobody finishes the last line of a whole segment.
+                # The last line of a whole segment stays unfinished.
                 yield position, line if stop is None or line.endswith(b"\n") else line + b"\n"
 
 
@@ -285,12 +295,16 @@ class HistoryTail:
     """Reads what was appended to the history of the run in `directory` since the last call."""
 
     def __init__(self, directory: Path, position: int = 0) -> None:
-        """`position`: where to begin, at the start of a line."""
+        """`position` is where to begin, at the start of a line."""
         self._directory = directory
         self._position = position
 
     def read(self) -> list[Entry]:
-        """The next entries in order; empty when all were read. An unfinished line waits. RunError."""
+        """The next entries in order; empty when all were read. An unfinished line is left for later.
+
+        Raises:
+            RunError: a file cannot be read.
+        """
         entries: list[Entry] = []
         began = self._position
         for position, entry in read_whole_lines(self._directory, began):
@@ -310,7 +324,8 @@ def history_size(directory: Path) -> int:
 
 
 def first_line(directory: Path) -> bytes:
-    """The first line of the history of the run in `directory`; empty if there is none. RunError."""
+    """The first line of the history of the run in `directory`; empty if there is none. Raises RunError if it
+    cannot be read."""
     return next((line for _, line in _lines(directory, 0, None)), b"")
 
 
@@ -321,22 +336,27 @@ def history_files(directory: Path) -> list[Path]:
 
 
 def highest_step(directory: Path) -> int:
-    """The highest step in the history of the run in `directory`; 0 if there is none. RunError.
+    """The highest step in the history of the run in `directory`; 0 if there is none.
 
     The newest step that is not a replay is the highest, so only a few lines at the end are read.
+
+    Raises:
+        RunError: a file cannot be read.
     """
     steps = _of_kind(_lines_from_the_end(directory), events.StepDone)
     return next((done.step for entry, done in steps if not entry.replayed), 0)
 
 
 def step_done(directory: Path, step: int) -> events.StepDone | None:
-    """A step in the history of the run in `directory`, as it went last; None if it is not there. RunError."""
+    """The last run of a step in the history of the run in `directory`; None if it is not there. Raises
+    RunError if a file cannot be read."""
     steps = _of_kind(_lines_from_the_end(directory), events.StepDone)
     return next((done for _, done in steps if done.step == step), None)
 
 
 def evicted_nodes(directory: Path) -> dict[str, float]:
-    """Nodes that left the run in `directory` because they were evicted, and when. RunError."""
+    """The nodes that left the run in `directory` because they were evicted, and when. Raises RunError if a
+    file cannot be read."""
     lines = (line for _, line in _lines(directory, 0, None))
     return {
         left.node_id: entry.at for entry, left in _of_kind(lines, events.NodeLeft) if left.reason == EVICTED
@@ -344,13 +364,13 @@ def evicted_nodes(directory: Path) -> dict[str, float]:
 
 
 def plans_made(directory: Path, kind: type[E]) -> list[E]:
-    """The plans of this kind that the run in `directory` had, in the order in which they were made.
-    RunError."""
+    """The plans of this kind that the run in `directory` had, oldest first. Raises RunError if a file cannot
+    be read."""
     return [plan for _, plan in _of_kind((line for _, line in _lines(directory, 0, None)), kind)]
 
 
 def _of_kind(lines: Iterable[bytes], kind: type[E]) -> Iterator[tuple[Entry, E]]:
-    """The lines that hold an event of this kind; others, which most are, are not parsed."""
+    """The lines with an event of this kind. The others, which are most lines, are not parsed."""
     mark = f'"{kind.event}"'.encode()
     for line in lines:
         if mark in line and (entry := parse_line(line)) is not None and isinstance(entry.event, kind):
@@ -362,9 +382,9 @@ def _lines_from_the_end(directory: Path) -> Iterator[bytes]:
     while before is None or before > 0:
         with _opened(directory, _END if before is None else before - 1) as (file, first, _):
             if before is not None and first >= before:
-                return  # the segments before it were deleted
+                return  # the earlier segments were deleted
             before = first
-            # Seeking back in a compressed file is slow: read it whole.
+            # Seeking backwards in a compressed file is slow, so it is read as a whole.
             block = _BLOCK_BYTES if file is None or not isinstance(file, gzip.GzipFile) else SEGMENT_BYTES
             position = 0 if file is None else file.seek(0, os.SEEK_END)
             rest = b""
@@ -382,7 +402,7 @@ def _lines_from_the_end(directory: Path) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A whole file of the history, from the position `first` to `end`."""
+    """A complete file of the history, from the position `first` to `end`."""
 
     path: Path
     first: int
@@ -391,23 +411,25 @@ class _Segment:
 
 
 def _segments(directory: Path) -> list[_Segment]:
-    """Oldest first. While one is being compressed it is there twice: the plain file counts."""
-    found: dict[int, _Segment] = {}
+    """The segments, oldest first. While one is being compressed it exists twice; the plain file counts."""
+    by_start: dict[int, _Segment] = {}
     for path in directory.glob("history-*"):
         if (name := _SEGMENT.fullmatch(path.name)) is None:
             continue
         segment = _Segment(path, int(name[1]), int(name[2]), name[3] is not None)
-        if segment.first not in found or not segment.compressed:
-            found[segment.first] = segment
-    return [found[first] for first in sorted(found)]
+        if segment.first not in by_start or not segment.compressed:
+            by_start[segment.first] = segment
+    return [by_start[first] for first in sorted(by_start)]
 
 
 @contextlib.contextmanager
 def _opened(directory: Path, position: int) -> Iterator[tuple[BinaryIO | None, int, int | None]]:
-    """The file with `position` or, behind all, the one being written; None if that is not there.
+    """The file with `position`, or after all segments the one being written; None if that does not exist.
 
-    Also the positions of its first byte and of its end, which is None for the file being written. Raises
-    RunError when it cannot be read.
+    Also the positions of its first byte and of its end, which is None for the file being written.
+
+    Raises:
+        RunError: it cannot be read.
     """
     try:
         file, first, end = _open_at(directory, position)
@@ -439,10 +461,10 @@ def _open_at(directory: Path, position: int) -> tuple[BinaryIO | None, int, int 
                 try:
                     opened = (gzip.open if segment.compressed else open)(segment.path, "rb")
                 except FileNotFoundError:
-                    break  # compressed in the meantime: look again
+                    break  # it was compressed in the meantime, so look again
                 return cast(BinaryIO, opened), segment.first, segment.end
         else:
-            # A file that was renamed between the two looks is in neither.
+            # A file that was renamed between the two looks appears in neither.
             if current is None or _is_still(current, path):
                 return current, segments[-1].end if segments else 0, None
             current.close()
@@ -457,7 +479,7 @@ def _is_still(file: BinaryIO, path: Path) -> bool:
 
 
 def _rotate(directory: Path) -> None:
-    """Rename the file being written, which ends with a whole line, to a segment."""
+    """Rename the file being written, which ends with a complete line, to a segment."""
     path = directory / HISTORY_FILE
     segments = _segments(directory)
     first = segments[-1].end if segments else 0
@@ -479,7 +501,7 @@ def _compress(path: Path) -> None:
 
 
 def parse_line(line: bytes) -> Entry | None:
-    """One line of a history; None for one that cannot be read."""
+    """One line of a history; None if it cannot be read."""
     try:
         raw = json.loads(line)
         at, replayed = float(raw.pop("at")), bool(raw.pop("replayed", False))
@@ -518,7 +540,7 @@ def _is_cut_or_unknown(line: bytes) -> bool:
 
 
 def _open(path: Path) -> TextIO:
-    """Open for appending at the start of a line, readable by its owner only."""
+    """Open for appending at the start of a line, readable only by its owner."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     file = os.fdopen(descriptor, "a", encoding="utf-8")
     size = os.fstat(descriptor).st_size

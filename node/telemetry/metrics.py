@@ -1,7 +1,8 @@
 """All metrics: names, labels and meanings, and their export by `prometheus_client`.
 
-Base units, ratios from 0 to 1, counters end in `_total`. Labels are bounded: a stage, the two stages of a
-link, a kind of time, a kind of tensor, a codec or a node of the run; never a step, a token or an address.
+Units are base units, ratios are from 0 to 1, and counters end in `_total`. Labels are bounded: a stage, the
+two stages of a link, a kind of time, a kind of tensor, a codec or a node of the run; never a step, a token or
+an address.
 """
 
 from collections.abc import Iterable
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""HTTP content type of Prometheus' text format."""
+"""The HTTP content type of Prometheus' text format."""
 PREFIX = "thinwire_"
 STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
-"""Seconds."""
+"""Upper bounds of step times in seconds."""
 
 
 class MetricKind(StrEnum):
-    """As Prometheus names them."""
+    """The kinds of metrics, with Prometheus' names."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -32,10 +33,10 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True)
 class Definition:
-    """One metric."""
+    """The definition of one metric."""
 
     name: str
-    """Without the prefix."""
+    """The name without the prefix."""
     kind: MetricKind
     labels: tuple[str, ...]
     meaning: str
@@ -51,7 +52,7 @@ def _gauge(name: str, meaning: str, *labels: str) -> Definition:
 
 STAGE = ("stage", "replica")
 LINK = ("source", "target", "replica", "target_replica")
-"""`replica`: the row of the stage that sends."""
+"""`replica` is the row of the sending stage."""
 PEER = ("peer",)
 
 _LINK_COUNTERS = {
@@ -75,7 +76,7 @@ _STATE = {
     "expert_load": "Of a mixture: the busiest expert's tokens over the mean; 0 without experts.",
     "dead_experts": "Experts without tokens in this epoch.",
 }
-"""Metrics by the field of `LinkFigures` and `StageFigures` that they export."""
+"""The metrics, by the field of `LinkFigures` or `StageFigures` that they export."""
 
 
 def _link_metrics(prefix: str, *labels: str) -> tuple[Definition, ...]:
@@ -150,7 +151,8 @@ RUN_METRICS: tuple[Definition, ...] = (
     _gauge("node_clock_skew_seconds", "The node's wall clock minus the coordinator's.", "node"),
     _gauge("node_clock_error_seconds", "Bound on the error of the skew.", "node"),
 )
-"""At the coordinator, for the whole run. `source` and `target` are the stages that send and receive."""
+"""The coordinator's metrics, for the whole run. `source` and `target` are the stages that send and
+receive."""
 
 NODE_METRICS: tuple[Definition, ...] = (
     _gauge("build_info", "1; the version is in the labels.", "version", "protocol"),
@@ -163,12 +165,12 @@ NODE_METRICS: tuple[Definition, ...] = (
     _gauge("local_clock_skew_seconds", "This machine's wall clock minus the coordinator's."),
     _gauge("local_clock_error_seconds", "Bound on the error of the skew."),
 )
-"""At each node started with `--metrics`. Names differ from the coordinator's, so nothing is counted twice.
-`peer` is the neighbour's stage."""
+"""The metrics of each node that was started with `--metrics`. Their names differ from the coordinator's, so
+nothing is counted twice. `peer` is the neighbour's stage."""
 
 
 class Histogram:
-    """Counts of seconds in `STEP_BUCKETS`."""
+    """Counts of step times in `STEP_BUCKETS`."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(STEP_BUCKETS) + 1)
@@ -186,30 +188,36 @@ class Histogram:
 
 
 class Families:
-    """Values of the metrics in `definitions`, in their order: a collector for `prometheus_client`."""
+    """The values of the metrics in `definitions`, in their order. It is a collector for
+    `prometheus_client`."""
 
     def __init__(self, definitions: Iterable[Definition]) -> None:
-        # Most processes are never scraped, and this import takes a twentieth of a second.
+        # Imported here, because most processes are never scraped, and the import takes a twentieth of a
+        # second.
         from prometheus_client.metrics_core import Metric
 
         self._labels: dict[str, tuple[str, ...]] = {}
         self._metrics: dict[str, Metric] = {}
-        for one in definitions:
-            self._labels[one.name] = one.labels
-            # It adds a counter's suffix itself.
-            self._metrics[one.name] = Metric(PREFIX + one.name.removesuffix("_total"), one.meaning, one.kind)
+        for definition in definitions:
+            self._labels[definition.name] = definition.labels
+            # `Metric` adds a counter's suffix itself.
+            self._metrics[definition.name] = Metric(
+                PREFIX + definition.name.removesuffix("_total"), definition.meaning, definition.kind
+            )
 
     def set(self, name: str, value: float | None, *labels: object) -> None:
-        """Add a sample, unless `value` is None. Labels in the order of the definition.
+        """Add a sample, unless `value` is None. Labels are in the order of the definition.
 
-        Raises KeyError for an unknown name, ValueError for another number of labels.
+        Raises:
+            KeyError: the name is unknown.
+            ValueError: the number of labels is wrong.
         """
         labelled = dict(zip(self._labels[name], map(str, labels), strict=True))
         if value is not None:
             self._metrics[name].add_sample(PREFIX + name, labelled, value)
 
     def set_link_totals(self, prefix: str, link: LinkFigures, *labels: object) -> None:
-        """The counters of a link."""
+        """Set the counters of a link."""
         for name, (metric, _) in _LINK_COUNTERS.items():
             self.set(prefix + metric, getattr(link, name), *labels)
         for flow in link.flows:
@@ -217,7 +225,7 @@ class Families:
             self.set(f"{prefix}elements_total", flow.elements, *labels, flow.kind, flow.codec)
 
     def set_link_now(self, prefix: str, link: LinkFigures, *labels: object) -> None:
-        """What a link is like."""
+        """Set the gauges of a link."""
         for name, (metric, _) in _LINK_GAUGES.items():
             value = getattr(link, name)
             self.set(prefix + metric, value or None if name in _UNKNOWN_AT_ZERO else value, *labels)
@@ -227,7 +235,7 @@ class Families:
             self.set(prefix + name, getattr(stage, name), *labels)
 
     def observed(self, name: str, buckets: Iterable[tuple[str, float]], total: float) -> None:
-        """Add a histogram as `Histogram.buckets` gives it."""
+        """Add a histogram from `Histogram.buckets`."""
         metric, count = self._metrics[name], 0.0
         for bound, count in buckets:
             metric.add_sample(f"{PREFIX}{name}_bucket", {"le": bound}, count)
@@ -235,11 +243,11 @@ class Families:
         metric.add_sample(f"{PREFIX}{name}_sum", {}, total)
 
     def collect(self) -> "Iterable[Metric]":
-        """All metrics, those without samples too."""
+        """All metrics, including those without samples."""
         return self._metrics.values()
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format, version 0.0.4."""
+        """All metrics in Prometheus' text format, version 0.0.4."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)

@@ -1,6 +1,6 @@
-"""Points of a run, at which a test's process can have something happen: it sets `hook` or `frame_filter`.
+"""Points in a run at which a test's process can make something happen, by setting `hook` or `frame_filter`.
 
-Both are None in production, and then to pass a point does nothing.
+Both are None in production. Passing a point then does nothing.
 """
 
 from collections.abc import Callable
@@ -15,33 +15,33 @@ ANY = -1
 
 
 class Phase(StrEnum):
-    """When. Most phases have a point at the node and one at the coordinator."""
+    """The phase of a run. Most phases have a point at the node and one at the coordinator."""
 
     ENROLMENT = "enrolment"
-    """Admitted; not yet on the node's disk."""
+    """The node is admitted, but that is not yet on its disk."""
     STATE_FETCH = "state-fetch"
     FORWARD = "forward"
     SENDING = "sending"
     BACKWARD = "backward"
     LOCAL_STEP = "local-step"
-    """After a gradient group's local step; at the node alone."""
+    """A gradient group's local step is done. Only at the node."""
     SYNC = "sync"
-    """Gradient groups are being summed, the first layer unit's are; at the node alone."""
+    """Gradient groups are being summed, and those of the first layer unit are done. Only at the node."""
     VALIDATION = "validation"
-    """Before a held-out microbatch's forward; at the node alone."""
+    """A held-out microbatch's forward is about to begin. Only at the node."""
     VOTING = "voting"
-    """The step's work is done; the vote is not sent yet."""
+    """The step's work is done, and the vote is not sent yet."""
     COMMIT_APPLY = "commit-apply"
     """The commit is recorded (coordinator) or received (node), and not acted on yet."""
     APPLY = "apply"
-    """The optimizer has stepped; nothing is sent yet."""
+    """The optimizer has stepped, and nothing is sent yet."""
     SNAPSHOT = "snapshot"
     DRAIN = "drain"
-    """The node has asked to leave; its state is being saved."""
+    """The node has asked to leave, and its state is being saved."""
 
 
 class At(StrEnum):
-    """Where."""
+    """The process or the moment of a point."""
 
     NODE = "node"
     TENSOR = "tensor"
@@ -50,11 +50,11 @@ class At(StrEnum):
     WRITE = "write"
     """At the coordinator, which is about to write a snapshot file."""
     RENAME = "rename"
-    """At the coordinator; a snapshot file is on disk under its temporary name."""
+    """At the coordinator, when a snapshot file is on disk under its temporary name."""
 
 
 hook: Callable[[At, Phase, int, int, object], None] | None = None
-"""Called with where and when, the stage, the step, and the tensor that was computed, if one was."""
+"""Called with the place, the phase, the stage, the step, and the tensor that was computed, if any."""
 frame_filter: "FrameFilter | None" = None
 """A `wire.link_state.FrameFilter`."""
 
@@ -62,6 +62,6 @@ frame_filter: "FrameFilter | None" = None
 def reach(
     phase: Phase, *, at: At = At.NODE, stage: int = ANY, step: int = ANY, tensor: object = None
 ) -> None:
-    """This process is at this point of its work. Raises what the hook does."""
+    """Mark that this process has reached a point of its work. Raises what the hook raises."""
     if hook is not None:
         hook(at, phase, stage, step, tensor)

@@ -1,6 +1,7 @@
-"""Make a trace for Perfetto and Chrome (Trace Event Format, JSON object form) from a run's spans. Pure.
+"""Converts a run's spans into a trace for Perfetto and Chrome (Trace Event Format, JSON object form). All
+functions are pure.
 
-A stage is a process; its lanes are threads: compute, encode, decode, wait, and send and receive for each
+A stage is a process. Its lanes are threads: compute, encode, decode, wait, and send and receive for each
 neighbour. An arrow follows a tensor from its encoding over its link to its decoding. Times are microseconds
 on the coordinator's clock, from the first span.
 """
@@ -21,7 +22,7 @@ _SEND, _RECEIVE = 100, 200  # and the neighbour's stage
 _ROW = 10_000  # stages of a row at most
 _LANES = {_COMPUTE: "compute", _ENCODE: "encode", _DECODE: "decode", _WAIT: "wait"}
 _WAIT_NAMES = {kind.value for kind in (*WAITS, TimeKind.ENCODE, TimeKind.DECODE)}
-"""Kinds in which the compute thread waits; packing and unpacking run beside it."""
+"""The kinds in which the compute thread waits. Packing and unpacking run beside it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class PlacedSpan:
 
     @property
     def process(self) -> int:
-        """The process that the stage is in the trace."""
+        """The trace's process for the stage."""
         return _ROW * self.replica + self.stage
 
     @property
@@ -67,15 +68,15 @@ class Aligned:
 
     spans: tuple[PlacedSpan, ...]
     clock_error: float
-    """Bound on the error of any node's clock, seconds."""
+    """A bound on the error of any node's clock, in seconds."""
     dropped: int
 
 
 def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
-    """The spans of steps `first` to `last`, counted from 0, by time.
+    """The spans of steps `first` to `last`, counted from 0, in the order of time.
 
-    Each node uses its clock offset with the least error, so distances between its spans stay. Of a step that
-    ran more than once, the last epoch is shown.
+    Each node uses its clock offset with the least error, so the distances between its spans are kept. Of a
+    step that ran more than once, the last epoch is shown.
     """
     batches = list(batches)
     clocks: dict[str, tuple[float, float]] = {}
@@ -96,15 +97,15 @@ def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
                 start = span.start + clocks[batch.node_id][1]
                 placed.append(PlacedSpan(batch.spans.stage, batch.node_id, start, span, batch.replica))
     return Aligned(
-        spans=tuple(sorted(placed, key=lambda one: (one.start, one.process))),
+        spans=tuple(sorted(placed, key=lambda placed_span: (placed_span.start, placed_span.process))),
         clock_error=max((error for error, _ in clocks.values() if error < float("inf")), default=0.0),
         dropped=sum(batch.spans.dropped for batch in batches),
     )
 
 
 def chrome_trace(aligned: Aligned, name: str, slices: int = 1) -> dict[str, Any]:
-    """The trace as one JSON object; `name`: the run's, `slices`: of each microbatch."""
-    # In-flight spans are drawn by their tensor; correct nodes always name it.
+    """The trace as one JSON object. `name` is the run's, `slices` are those of each microbatch."""
+    # In-flight spans are drawn by their tensor, which correct nodes always name.
     spans = [item for item in aligned.spans if item.span.kind != TransferKind.IN_FLIGHT or item.span.key]
     origin = spans[0].start if spans else 0.0
     return {
@@ -153,36 +154,36 @@ def _meta(what: str, process: int, lane: int, **arguments: object) -> dict[str, 
     return {"ph": "M", "name": what, "pid": process, "tid": lane, "args": arguments}
 
 
-def _bar(one: PlacedSpan, origin: float, slices: int) -> dict[str, Any]:
+def _bar(placed: PlacedSpan, origin: float, slices: int) -> dict[str, Any]:
     return {
         "ph": "X",
-        "name": _title(one.span, slices),
-        "cat": one.span.kind,
-        "pid": one.process,
-        "tid": one.lane,
-        "ts": _micro(one.start - origin),
-        "dur": _micro(one.span.seconds),
-        "args": _arguments(one.span, slices),
+        "name": _title(placed.span, slices),
+        "cat": placed.span.kind,
+        "pid": placed.process,
+        "tid": placed.lane,
+        "ts": _micro(placed.start - origin),
+        "dur": _micro(placed.span.seconds),
+        "args": _arguments(placed.span, slices),
     }
 
 
-def _flight(one: PlacedSpan, key: TensorKey, origin: float, slices: int) -> list[dict[str, Any]]:
-    """From the last frame to its acknowledgement; these may overlap."""
+def _flight(placed: PlacedSpan, key: TensorKey, origin: float, slices: int) -> list[dict[str, Any]]:
+    """The time from the last frame to its acknowledgement. Such spans may overlap."""
     shared = {
-        "cat": one.span.kind,
-        "name": f"in flight to {one.span.peer_stage}",
+        "cat": placed.span.kind,
+        "name": f"in flight to {placed.span.peer_stage}",
         "id": _identity(key),
-        "pid": one.process,
-        "tid": _SEND + one.span.peer_stage,
+        "pid": placed.process,
+        "tid": _SEND + placed.span.peer_stage,
     }
     return [
-        {**shared, "ph": "b", "ts": _micro(one.start - origin), "args": _arguments(one.span, slices)},
-        {**shared, "ph": "e", "ts": _micro(one.end - origin)},
+        {**shared, "ph": "b", "ts": _micro(placed.start - origin), "args": _arguments(placed.span, slices)},
+        {**shared, "ph": "e", "ts": _micro(placed.end - origin)},
     ]
 
 
 def _arrows(spans: Sequence[PlacedSpan], origin: float) -> list[dict[str, Any]]:
-    """An arrow for every tensor that was packed and unpacked, over its link."""
+    """An arrow over its link for every tensor that was packed and unpacked."""
     parts: dict[TensorKey, dict[str, PlacedSpan]] = {}
     for placed in spans:
         if placed.span.key is not None:

@@ -1,8 +1,9 @@
-"""Spans on disk: `trace/` in the run's directory, compressed, of bounded size. Also the steps to trace.
+"""Spans on disk: `trace/` in the run's directory, compressed and of bounded size. Also the choice of steps to
+trace.
 
-A segment is a gzip file of JSON lines; a line holds what one stage sent after a step. Lines are buffered
-briefly and appended as one gzip member, so a crash loses that member only. A restarted coordinator begins a
-new segment. When all segments exceed the limit, the oldest are removed.
+A segment is a gzip file of JSON lines. A line has what one stage sent after a step. Lines are buffered
+briefly and appended as one gzip member, so a crash loses only that member. A restarted coordinator begins a
+new segment. When all segments together exceed the limit, the oldest are removed.
 """
 
 import json
@@ -20,15 +21,15 @@ from wire.telemetry import SPAN_COLUMNS, SpanColumns, StepSpans
 TRACE_DIRECTORY = "trace"
 SEGMENT_BYTES = 4 * 1024 * 1024
 MOST_WAITING = 16 * 1024 * 1024
-"""Most bytes of lines in memory; more is dropped while the disk is slow."""
+"""The most bytes of lines in memory. While the disk is slow, further lines are dropped."""
 _GZIP = 31  # makes zlib use a gzip header
 _PLACE = re.compile(rb'\{"epoch":(\d+),"step":(\d+),"stage":(\d+),')
-"""The start of a line, which is all that is needed to find a step."""
+"""The start of a line, which is enough to find a step."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Spans that a node sent after a step, or part of them."""
+    """The spans that a node sent after a step, or a part of them."""
 
     node_id: str
     spans: StepSpans
@@ -37,13 +38,17 @@ class Batch:
 
 
 class TraceWriter:
-    """Buffers batches with `add` and `take`; `write` appends them, perhaps on another thread.
+    """Buffers batches with `add` and `take`. `write` appends them, perhaps on another thread.
 
-    The first failed write ends the trace: `broken` says why, and the run goes on.
+    The first failed write ends the trace: `broken` says why, and the run continues.
     """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
-        """`directory`: the run's. `limit_bytes`: most bytes on disk."""
+        """
+        Args:
+            directory: the run's directory.
+            limit_bytes: the most bytes on disk.
+        """
         self._directory = directory / TRACE_DIRECTORY
         self._limit = limit_bytes
         self._waiting: list[bytes] = []
@@ -65,7 +70,7 @@ class TraceWriter:
         return lines
 
     def write(self, lines: list[bytes]) -> None:
-        """Append lines. Does not raise; see `broken`."""
+        """Append lines. It does not raise; see `broken`."""
         if not lines or self.broken:
             return
         packer = zlib.compressobj(6, zlib.DEFLATED, _GZIP)
@@ -104,9 +109,12 @@ def segments(directory: Path) -> list[Path]:
 
 
 def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
-    """Batches that were sent after steps `first` to `last`, counted from 0, of the run in `directory`.
+    """The batches that were sent after steps `first` to `last`, counted from 0, of the run in `directory`.
 
-    Skips what a crash cut short. Raises RunError when files cannot be read.
+    Lines that a crash cut short are skipped.
+
+    Raises:
+        RunError: a file cannot be read.
     """
     for path in segments(directory / TRACE_DIRECTORY):
         for line in _lines(path):
@@ -121,15 +129,18 @@ def read_batches(directory: Path, first: int, last: int) -> Iterator[Batch]:
 def newest_whole_step(directory: Path) -> int | None:
     """The newest step, counted from 0, with spans from every stage; None if there is none.
 
-    Newest means run last: a rollback may leave steps with higher numbers. Raises RunError as above.
+    Newest means run last: a rollback may leave steps with higher numbers.
+
+    Raises:
+        RunError: a file cannot be read.
     """
     stages: dict[int, dict[int, set[int]]] = {}
     for path in reversed(segments(directory / TRACE_DIRECTORY)):
         for line in _lines(path):
-            if found := _PLACE.match(line):
-                epoch, step, stage = map(int, found.groups())
+            if place := _PLACE.match(line):
+                epoch, step, stage = map(int, place.groups())
                 stages.setdefault(epoch, {}).setdefault(step, set()).add(stage)
-        # The newest segment may have just begun, and one step does not tell how many stages there are.
+        # The newest segment may have just begun, and a single step does not show how many stages there are.
         if sum(map(len, stages.values())) > 1:
             break
     for epoch, steps in sorted(stages.items(), reverse=True):
@@ -144,7 +155,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return  # the oldest are removed during a run
+        return  # the oldest segments are removed during a run
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     for member in _members(data):
@@ -152,7 +163,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _members(data: bytes) -> Iterator[bytes]:
-    """Contents of the concatenated gzip members, up to the first damaged one."""
+    """The contents of the concatenated gzip members, up to the first damaged one."""
     while data:
         unpacker = zlib.decompressobj(_GZIP)
         try:
@@ -189,28 +200,28 @@ def _from_line(line: bytes) -> Batch:
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """Steps to trace: `off`, `all`, or `a:b`, first and last step counted from 1.
+    """The steps to trace: `off`, `all`, or `a:b` with the first and last step counted from 1.
 
-    `step in traced` takes steps counted from 0, as in messages. False if empty.
+    `step in traced` takes steps counted from 0, as in messages. The object is false if it contains no steps.
     """
 
     first: int
     last: int | None
-    """None: no last step."""
+    """The last step; None for no end."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ConfigError."""
+        """Parse the text. Raises ConfigError if it names no steps."""
         if text == "off":
             return cls(0, 0)
         if text == "all":
             return cls(1, None)
-        found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(
                 f"{text!r} names no steps: write off, all, or the first and last step as in 3:5"
             )
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def __contains__(self, step: int) -> bool:
         return self.first <= step + 1 and (self.last is None or step + 1 <= self.last)
