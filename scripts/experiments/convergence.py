@@ -21,6 +21,11 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
     mixture   900 steps of a mixture of eight experts, of which a token has two
     compute        900 steps of the one stage of a run with `stages = 1`, as a node computes it: CUDA graphs,
                    matrix products in bf16 or in FP8
+    small          AdamW and Muon in a model of 0.49 million parameters, for CPUs: 2,048 bytes a step in
+                   float32, through codecs, with momentum in FP8, and in rounds of local steps
+
+Without GPUs `--runs-a-gpu` processes run beside one another. The token ids of the suite `small` are the
+text's bytes.
 """
 
 import argparse
@@ -47,10 +52,11 @@ from node.config.schema import (
     RunConfig,
     RunSection,
     StorageSection,
+    SyncSection,
     TrainingSection,
 )
 from node.data.data import document_starts
-from node.lab.results import commit
+from node.lab.results import commit, hardware
 from node.model.chunk import compute_precision
 from node.model.rng import generator
 from node.model.rng import salt as rng_salt
@@ -64,17 +70,19 @@ from node.stage.step_passes import put_group_sums, sum_own_tie
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.tuning.memory import stage_storages
 from scripts.experiments.convergence_runs import (
-    BLOCKS,
     COMPUTE,
     EPOCH_WINDOWS,
+    EXACT_STEPS,
     GLOBAL_BATCH,
+    GROUPS,
     MEMORY,
     MIXTURE,
     MIXTURE_MODEL,
-    MODEL,
     NAIVE,
     RUNS,
     SEQUENCE,
+    SMALL,
+    SMALL_WARMUP,
     STAGES,
     VALIDATION_WINDOWS,
     Run,
@@ -103,12 +111,18 @@ class Windows:
     """
 
     def __init__(
-        self, tokens: np.ndarray, *, limit: int | None = None, seed: int, global_batch: int = GLOBAL_BATCH
+        self,
+        tokens: np.ndarray,
+        *,
+        limit: int | None = None,
+        seed: int,
+        global_batch: int = GLOBAL_BATCH,
+        sequence: int = SEQUENCE,
     ) -> None:
-        """`tokens` [N] uint16; the first `limit` windows of `SEQUENCE` are used, or all."""
+        """`tokens` [N] of whole numbers; the first `limit` windows of `sequence` are used, or all."""
         self._tokens = tokens
-        self._global_batch = global_batch
-        count = (len(tokens) - 1) // SEQUENCE
+        self._global_batch, self._sequence = global_batch, sequence
+        count = (len(tokens) - 1) // sequence
         self.count = count if limit is None else min(count, limit)
         self._seed = seed
 
@@ -120,15 +134,15 @@ class Windows:
         )
 
     def batch(self, step: int) -> np.ndarray:
-        """Tokens [global_batch, SEQUENCE + 1] uint16."""
-        return windows(self._tokens, self.samples(step))
+        """Tokens [global_batch, sequence + 1]."""
+        return windows(self._tokens, self.samples(step), self._sequence)
 
     def labels(self, step: int) -> np.ndarray:
-        """Labels of a step, [global_batch, SEQUENCE]: every token counts."""
+        """Labels of a step, [global_batch, sequence]: every token counts."""
         return self.batch(step)[:, 1:]
 
     def documents(self, step: int) -> np.ndarray:
-        """Where documents begin, bool [global_batch, SEQUENCE]: a window is one."""
+        """Where documents begin, bool [global_batch, sequence]: a window is one."""
         return document_starts(self.batch(step)[:, :-1], None)
 
     @cache  # noqa: B019  # lives as long as its run
@@ -136,9 +150,9 @@ class Windows:
         return generator(self._seed, step=number, purpose="data order").permutation(self.count)
 
 
-def windows(tokens: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """[n, SEQUENCE + 1] for n window numbers."""
-    chosen: np.ndarray = tokens[samples[:, None] * SEQUENCE + np.arange(SEQUENCE + 1)]
+def windows(tokens: np.ndarray, samples: np.ndarray, sequence: int) -> np.ndarray:
+    """[n, sequence + 1] for n window numbers."""
+    chosen: np.ndarray = tokens[samples[:, None] * sequence + np.arange(sequence + 1)]
     return chosen
 
 
@@ -233,23 +247,29 @@ def _naive(tensor: Tensor, _: TensorKey) -> Tensor:
 def run_config(run: Run, *, stages: int) -> RunConfig:
     storage, training = MEMORY[run.memory]
     # For the run's stages; a window has not been measured here.
-    split = {"split": BLOCKS} if stages == STAGES else {}
+    split = {"split": run.blocks} if stages == STAGES else {}
+    is_small = run.suite == SMALL
+    every = run.every
+    sync = SyncSection(every=every, warmup=EXACT_STEPS // every) if every > 1 else SyncSection()
     config = RunConfig(
-        run=RunSection(seed=run.seed, steps=run.steps),
+        run=RunSection(seed=run.seed, steps=run.steps // every),
         model=run.model,
         training=TrainingSection(
-            global_batch=GLOBAL_BATCH,
+            global_batch=run.global_batch * every,
             microbatch=run.microbatch,
             optimizer=run.optimizer,
             muon_iterations=run.iterations,
             lr=run.lr,
             min_lr_ratio=0.1,
-            warmup_steps=30,
-            precision="bfloat16",
+            warmup_steps=SMALL_WARMUP // every if is_small else 30,
+            precision="float32" if is_small else "bfloat16",
             **training,
         ),
         storage=StorageSection(**storage),
-        pipeline=PipelineSection(stages=stages, window=0, **split),
+        pipeline=PipelineSection(
+            stages=stages, window=0, groups=GROUPS if every > 1 else 1, sync_codec="fp32", **split
+        ),
+        sync=sync,
     )
     validate(config, run.name)
     return config
@@ -265,15 +285,36 @@ def make_trainer(
     trainer = ReferenceTrainer(
         config,
         text,  # type: ignore[arg-type]  # has all that the trainer asks of a corpus
-        groups=split_units(config.model, STAGES, BLOCKS),
+        groups=split_units(config.model, STAGES, run.blocks),
         boundary=boundary,
         device=device,
     )
-    if not storage and run.suite != MIXTURE:
+    if not storage and run.suite not in (MIXTURE, SMALL):
         for chunk in trainer.chunks:
             for layer in chunk.layers:
                 layer.compile()
     return trainer
+
+
+def after_exact_steps(run: Run, tokens: np.ndarray, trainer: ReferenceTrainer) -> list[float]:
+    """Have a trainer of rounds go on from exact steps over the same samples; returns their losses."""
+    exact = make_trainer(replace(run, every=1), _text(replace(run, every=1), tokens), None, trainer.device)
+    losses = [step.loss for step in exact.train(EXACT_STEPS)]
+    for unit in trainer.optimizer.units:
+        trainer.optimizer.load_unit_state(unit, exact.optimizer.unit_state(unit))
+    trainer.optimizer.weights_changed()
+    trainer.step = EXACT_STEPS // run.every
+    return losses
+
+
+def _text(run: Run, tokens: np.ndarray) -> Windows:
+    return Windows(
+        tokens,
+        limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
+        seed=run.seed,
+        global_batch=run.global_batch * run.every,
+        sequence=run.model.sequence,
+    )
 
 
 class StageTrainer:
@@ -347,44 +388,52 @@ class StageTrainer:
 
 def train(run: Run, tokens: Path, out: Path) -> None:
     """Do one run and write its result to the folder `out`."""
-    text = Windows(
-        np.load(tokens / "books-train.npy", mmap_mode="r"),
-        limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
-        seed=run.seed,
-    )
-    boundary, device = Boundaries(run, text), torch.device("cuda", 0)
+    ids = np.load(tokens / "books-train.npy", mmap_mode="r")
+    text = _text(run, ids)
+    on_gpu = torch.cuda.is_available()
+    boundary, device = Boundaries(run, text), torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     trainer: StageTrainer | ReferenceTrainer
+    losses: list[float] = []
     if run.suite == COMPUTE:
         fix_order(device)
         trainer = StageTrainer(run_config(run, stages=1), text, device)
     else:
         trainer = make_trainer(run, text, boundary, device)
+        if run.every > 1:
+            losses += after_exact_steps(run, ids, trainer)
     valid = np.load(tokens / "books-valid.npy", mmap_mode="r")
-    held_out = windows(valid, np.arange(VALIDATION_WINDOWS))
-    losses: list[float] = []
-    torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    for step in range(run.steps):
+    sequence = run.model.sequence
+    # A small model's windows are short: evenly spaced ones are of more than one book.
+    apart = len(valid) // sequence // VALIDATION_WINDOWS if run.suite == SMALL else 1
+    held_out = windows(valid, np.arange(VALIDATION_WINDOWS) * apart, sequence)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    began, taken = time.perf_counter(), 0
+    while trainer.step < trainer.config.run.steps:
         losses.append(trainer.train_step().loss)
-        if step == 9:
-            torch.cuda.synchronize()
+        taken += 1
+        if taken == 10:
+            _wait(on_gpu)
             steady = time.perf_counter()
-        if step % 50 == 49:
-            print(f"{run.name}: {step + 1}/{run.steps} {losses[-1]:.4f}", flush=True)
+        if trainer.step % 50 == 0:
+            print(f"{run.name}: {trainer.step}/{trainer.config.run.steps} {losses[-1]:.4f}", flush=True)
         if not np.isfinite(losses[-1]):
             break
-    torch.cuda.synchronize()
+    _wait(on_gpu)
     seconds = time.perf_counter() - began
-    per_step = (time.perf_counter() - steady) / max(1, len(losses) - 10) if len(losses) > 10 else seconds
-    through = None if run.forward.startswith("aqsgd-") else trainer.validation_loss(held_out)
+    per_step = (time.perf_counter() - steady) / (taken - 10) if taken > 10 else seconds
+    # Codecs on CPUs take longer than the small model.
+    without = run.suite == SMALL or run.forward.startswith("aqsgd-")
+    through = None if without else trainer.validation_loss(held_out)
     boundary.open = True
     record = {
         **asdict(run),
+        "commit": commit(),
         "loss_valid": trainer.validation_loss(held_out),
         "loss_valid_through_codecs": through,
         "loss_last": float(np.mean(losses[-20:])),
         "relative_error": boundary.error,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "seconds": seconds,
         "seconds_a_step": per_step,
         "runs_a_gpu": int(os.environ.get(RUNS_A_GPU, "1")),
@@ -399,6 +448,11 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         f"{run.name}: held out {record['loss_valid']:.4f}, {seconds:.0f} s, {per_step:.3f} s a step",
         flush=True,
     )
+
+
+def _wait(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
 
 
 class Dealer:
@@ -505,18 +559,19 @@ def gather(parts: Path, out: Path) -> None:
     kept = sorted(
         (record for key, record in records.items() if key in order), key=lambda record: order[name(record)]
     )
+    first = Run(**{key: value for key, value in kept[0].items() if key in fields})
     report: dict[str, Any] = {
         "experiment": "convergence",
         "commit": commit(),
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else hardware(),
         "versions": {
             "thinwire": VERSION,
             "python": platform.python_version(),
             "torch": torch.__version__,
         },
-        "model": asdict(MODEL),
+        "model": asdict(first.model),
         "mixture_model": asdict(MIXTURE_MODEL),
-        "tokens_a_step": GLOBAL_BATCH * SEQUENCE,
+        "tokens_a_step": first.global_batch * first.model.sequence,
         "validation_windows": VALIDATION_WINDOWS,
         "runs": kept,
     }

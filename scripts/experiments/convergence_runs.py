@@ -9,7 +9,6 @@ SEQUENCE = 1024
 GLOBAL_BATCH = 64
 MICROBATCH = 64
 STAGES = 4
-BLOCKS = (3, 3, 3, 3)
 MODEL = ModelSection(
     family="llama",
     layers=12,
@@ -25,6 +24,14 @@ MODEL = ModelSection(
 MIXTURE = "mixture"
 MIXTURE_MODEL = replace(MODEL, family="mixture", experts=8, experts_per_token=2, balance_loss=0.01)
 """The same with eight experts in place of each feed-forward, of which a token has two."""
+SMALL = "small"
+SMALL_MODEL = replace(
+    MODEL, layers=4, hidden=96, heads=3, kv_heads=3, ffn=256, vocab=256, sequence=256, tied=False
+)
+"""Of the suite `small`, for CPUs: 0.49 million parameters, bytes as tokens."""
+GROUPS, SMALL_WARMUP, EXACT_STEPS = 4, 32, 96
+"""Of the suite `small`: gradient groups of a round, steps in which the learning rate rises, and exact steps
+before the first round. The longest round, of 16 local steps, divides both."""
 EPOCH_WINDOWS = 4960
 """Windows of the suite `epochs`: 310 steps see each of them four times."""
 VALIDATION_WINDOWS = 256
@@ -50,11 +57,14 @@ class Run:
     lr: float = 6e-4
     iterations: int = 5
     """Muon's."""
+    every: int = 1
+    """Local steps in a round of four gradient groups, in the suite `small`; 1 is exact."""
 
     @property
     def name(self) -> str:
         kept = "" if self.memory == "plain" else f"-{self.memory}"
-        if self.suite == OPTIMIZER:
+        if self.suite in (OPTIMIZER, SMALL):
+            kept += "" if self.every == 1 else f"-every-{self.every}"
             fewer = "" if self.iterations == 5 else f"{self.iterations}-"
             way = f"{self.optimizer}-{fewer}{self.lr:g}-{self.forward}-{self.backward}"
             return f"{self.suite}-{self.steps}-{way}{kept}-{self.seed}"
@@ -62,10 +72,22 @@ class Run:
 
     @property
     def model(self) -> ModelSection:
-        return MIXTURE_MODEL if self.suite == MIXTURE else MODEL
+        return {MIXTURE: MIXTURE_MODEL, SMALL: SMALL_MODEL}.get(self.suite, MODEL)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return (self.model.layers // STAGES,) * STAGES
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an optimizer step."""
+        return 8 if self.suite == SMALL else GLOBAL_BATCH
 
     @property
     def microbatch(self) -> int:
+        if self.suite == SMALL:
+            return self.global_batch if self.every == 1 else self.global_batch // GROUPS
         return 8 if self.suite in (*MEMORY_SUITES, MIXTURE) else MICROBATCH
 
 
@@ -119,6 +141,44 @@ def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
     usual = run(PAIRS[0], *ways[2], seeds[0], RATES["muon"][0])
     again = [replace(usual, memory="moments"), *(replace(usual, iterations=count) for count in (3, 4))]
     return (*first, *others, *again)
+
+
+SMALL_RATES = {"adamw": 3e-3, "muon": 6e-3}
+"""The better ones of those that 112 steps try."""
+
+
+def _small() -> tuple[Run, ...]:
+    """Rates; Muon's momentum in FP8; local rounds of both; codecs with Muon in 0.72 of AdamW's steps."""
+
+    def run(optimizer: str, steps: int, seed: int, pair: tuple[str, str] = PAIRS[0]) -> Run:
+        forward, backward = pair
+        return Run(
+            suite=SMALL,
+            forward=forward,
+            backward=backward,
+            steps=steps,
+            seed=seed,
+            optimizer=optimizer,
+            lr=SMALL_RATES[optimizer],
+        )
+
+    rates = [
+        replace(run(optimizer, 112, 0), lr=lr) for lr in (3e-3, 6e-3, 1.2e-2) for optimizer in SMALL_RATES
+    ]
+    muon = [run("muon", 240, seed) for seed in (0, 1, 2)]
+    exact = [run(optimizer, 240, seed) for seed in (0, 1) for optimizer in SMALL_RATES]
+    longer = [
+        run(optimizer, steps, seed, pair)
+        for seed in (0, 1)
+        for pair in (PAIRS[0], PAIRS[2], PAIRS[3])
+        for optimizer, steps in (("adamw", 336), ("muon", 240))
+    ]
+    rounds = [replace(each, every=every) for every in (4, 16) for each in exact]
+    return tuple(
+        dict.fromkeys(
+            (*rates, *muon, *(replace(each, memory="moments") for each in muon), *exact, *rounds, *longer)
+        )
+    )
 
 
 RUNS = (
@@ -193,6 +253,7 @@ RUNS = (
     ),
     *_of_optimizers(200, (0,)),
     *_of_optimizers(900, (0, 1, 2)),
+    *_small(),
     # More seeds show how far runs differ by their seed alone.
     *(Run(suite="memory-long", forward="fp32", backward="fp32", seed=seed, steps=900) for seed in (3, 4)),
 )
