@@ -436,6 +436,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "seconds": seconds,
         "seconds_a_step": per_step,
+        "rounds": _rounds(trainer.config) if run.every > 1 else None,
         "runs_a_gpu": int(os.environ.get(RUNS_A_GPU, "1")),
         "remembered": str(REMEMBERED) if run.forward.startswith("aqsgd-") else None,
         "stage_bits": [storage.norm_input for storage in stage_storages(trainer.config, STAGES)],
@@ -448,6 +449,10 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         f"{run.name}: held out {record['loss_valid']:.4f}, {seconds:.0f} s, {per_step:.3f} s a step",
         flush=True,
     )
+
+
+def _rounds(config: RunConfig) -> dict[str, Any]:
+    return {"groups": config.pipeline.groups, "exact_steps": EXACT_STEPS, "codec": config.sync.codec}
 
 
 def _wait(on_gpu: bool) -> None:
