@@ -21,7 +21,7 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
     mixture   900 steps of a mixture of eight experts, of which a token has two
     compute        900 steps of the one stage of a run with `stages = 1`, as a node computes it: CUDA graphs,
                    matrix products in bf16 or in FP8
-    small          AdamW and Muon in a model of 0.49 million parameters, for CPUs: 2,048 bytes a step in
+    small          AdamW and Muon in a model of 0.23 million parameters, for CPUs: 2,048 bytes a step in
                    float32, through codecs, with momentum in FP8, and in rounds of local steps
 
 Without GPUs `--runs-a-gpu` processes run beside one another. The token ids of the suite `small` are the
