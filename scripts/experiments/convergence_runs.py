@@ -143,8 +143,8 @@ def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
     return (*first, *others, *again)
 
 
-SMALL_RATES = {"adamw": 3e-3, "muon": 6e-3}
-"""The better ones of those that 112 steps try."""
+SMALL_RATES = {"adamw": (6e-3, 3e-3, 1.2e-2), "muon": (1.2e-2, 3e-3, 6e-3, 2.4e-2)}
+"""The best of each optimizer after 112 steps, then the others."""
 
 
 def _small() -> tuple[Run, ...]:
@@ -152,6 +152,7 @@ def _small() -> tuple[Run, ...]:
 
     def run(optimizer: str, steps: int, seed: int, pair: tuple[str, str] = PAIRS[0]) -> Run:
         forward, backward = pair
+        lr = SMALL_RATES[optimizer][0]
         return Run(
             suite=SMALL,
             forward=forward,
@@ -159,26 +160,22 @@ def _small() -> tuple[Run, ...]:
             steps=steps,
             seed=seed,
             optimizer=optimizer,
-            lr=SMALL_RATES[optimizer],
+            lr=lr,
         )
 
-    rates = [
-        replace(run(optimizer, 112, 0), lr=lr) for lr in (3e-3, 6e-3, 1.2e-2) for optimizer in SMALL_RATES
-    ]
-    muon = [run("muon", 240, seed) for seed in (0, 1, 2)]
-    exact = [run(optimizer, 240, seed) for seed in (0, 1) for optimizer in SMALL_RATES]
-    longer = [
-        run(optimizer, steps, seed, pair)
-        for seed in (0, 1)
-        for pair in (PAIRS[0], PAIRS[2], PAIRS[3])
-        for optimizer, steps in (("adamw", 336), ("muon", 240))
-    ]
+    rates = [replace(run(name, 112, 0), lr=lr) for name, each in SMALL_RATES.items() for lr in each]
+    muon = [run("muon", 288, seed) for seed in (0, 1, 2)]
+    moments = [replace(each, memory="moments") for each in muon]
+    exact = [run(name, 288, seed) for seed in (0, 1) for name in SMALL_RATES]
     rounds = [replace(each, every=every) for every in (4, 16) for each in exact]
-    return tuple(
-        dict.fromkeys(
-            (*rates, *muon, *(replace(each, memory="moments") for each in muon), *exact, *rounds, *longer)
-        )
-    )
+    # Three bits last.
+    packed = [
+        run(name, steps, seed, pair)
+        for pair in (PAIRS[0], *PAIRS[2:])
+        for seed in (0, 1)
+        for name, steps in (("muon", 288), ("adamw", 400))
+    ]
+    return tuple(dict.fromkeys((*rates, *muon, *moments, *exact, *rounds, *packed)))
 
 
 RUNS = (
