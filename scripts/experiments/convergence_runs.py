@@ -143,7 +143,7 @@ def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
     return (*first, *others, *again)
 
 
-SMALL_RATES = {"adamw": (6e-3, 3e-3, 1.2e-2), "muon": (1.2e-2, 3e-3, 6e-3, 2.4e-2)}
+SMALL_RATES = {"adamw": (6e-3, 3e-3, 1.2e-2), "muon": (4.8e-2, 3e-3, 6e-3, 1.2e-2, 2.4e-2, 9.6e-2)}
 """The best of each optimizer after 112 steps, then the others."""
 
 
