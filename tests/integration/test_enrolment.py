@@ -501,35 +501,33 @@ async def test_strangers_with_made_up_tokens_shut_out_no_holder_behind_their_add
             version=VERSION, protocol=PROTOCOL, run_id="run-a", token_id="zzzzzzzz", secret=bytes(16)
         )
 
-        async def ask() -> None:
-            try:
-                reply = await call(request)
-            except grpc.aio.AioRpcError as error:
-                codes.append(error.code())
-            else:
-                assert reply.refusal.code == RefusalCode.TOKEN_UNKNOWN.value
-                codes.append(grpc.StatusCode.OK)
+        async def flood() -> None:
+            while True:
+                try:
+                    reply = await call(request)
+                except grpc.aio.AioRpcError as error:
+                    codes.append(error.code())
+                    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        exhausted.set()
+                else:
+                    assert reply.refusal.code == RefusalCode.TOKEN_UNKNOWN.value
+                    codes.append(grpc.StatusCode.OK)
 
+        exhausted = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            # Eight are answered at a time, each after one look at the database that all wait for.
-            for _ in range(80):
-                group.create_task(ask())
-            while grpc.StatusCode.RESOURCE_EXHAUSTED not in codes:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            identities = []
-            for number in range(6):
-                for _ in range(4):
-                    group.create_task(ask())
-                # Nobody has asked with this token yet. One attempt each: `_ROUNDS`.
-                identities.append(
-                    (await enrol(coordinator.token(), tmp_path / f"node-{number}", HARDWARE))[0]
-                )
+            strangers = [group.create_task(flood()) for _ in range(8)]
+            await exhausted.wait()
+            # Nobody has asked with these tokens yet. One attempt each: `_ROUNDS`.
+            identities = [
+                (await enrol(coordinator.token(), tmp_path / f"node-{number}", HARDWARE))[0]
+                for number in range(6)
+            ]
+            for stranger in strangers:
+                stranger.cancel()
     expected = {identity.node_id for identity in identities}
     assert {member.node_id for member in coordinator.store.members()} == expected and len(expected) == 6
     assert len(admitted) == 6, "no stranger costs a transaction or a signature"
-    # gRPC itself turns away calls beyond its streams of one connection, so fewer than 50 may be answered.
-    assert len(codes) == 104 and 0 < codes.count(grpc.StatusCode.OK) <= 50
-    assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
+    assert codes.count(grpc.StatusCode.OK) <= 50 < len(codes)
 
 
 async def test_a_long_message_is_turned_away(coordinator: Coordinator, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from node.cli.main import main
 from node.telemetry.events import HeldOutLoss, RunStarted
@@ -40,6 +41,7 @@ def make_model(folder: Path) -> None:
     """A small model of random weights beside its tokenizer, which has a chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=300,
         hidden_size=64,
@@ -107,7 +109,9 @@ def test_a_model_answers_as_it_was_taught(
                 once = ["--once"] if command[0] == "top" else []
                 assert main([*(values.get(word, word) for word in command), *once]) == 0, command
         capsys.readouterr()
-        talk = spoken(run, quoted("chat", str(run.run_dir)), [*TAUGHT, "!exit"])
+        # The chat samples by default, and the model was taught questions that begin a conversation.
+        lines = ["!set do_sample=False", *(line for asked in TAUGHT for line in (asked, "!clear")), "!exit"]
+        talk = spoken(run, quoted("chat", str(run.run_dir)), lines)
         assert all(told in talk for told in TAUGHT.values())
 
         serve = quoted("serve", str(run.run_dir))
