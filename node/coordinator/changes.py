@@ -53,7 +53,7 @@ class Changes:
 
     def ask(self, overrides: Sequence[str]) -> str:
         """After this step and a snapshot, continue with these settings. Returns a line that says what will
-        happen. Raises UserError if they cannot be used.
+        happen.
 
         Raises UserError if they cannot be used.
         """

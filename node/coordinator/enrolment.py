@@ -50,7 +50,20 @@ class EnrolmentHandler:
 
     def refuse_cheaply(self, request: JoinRequest) -> Refusal | None:
         """Refuse another version's or run's request; without database or cryptography."""
-        return self._refuse_peer(request)
+        # The version first: other versions may give the other fields another meaning.
+        if (request.version, request.protocol) != (VERSION, PROTOCOL):
+            return Refusal(
+                RefusalCode.VERSION_MISMATCH,
+                f"the coordinator runs thinwire {VERSION} (protocol {PROTOCOL}) and this node "
+                f"{request.version[:40]!r} (protocol {request.protocol}): install thinwire {VERSION}",
+            )
+        if request.run_id != self._authority.run_id:
+            return Refusal(
+                RefusalCode.WRONG_RUN,
+                f"this coordinator serves run {self._authority.run_id} and the join token is for "
+                f"{request.run_id[:40]!r}: ask for a token of this run",
+            )
+        return None
 
     def unknown_token(self) -> Refusal:
         """The answer to an unknown token id or a wrong secret."""
@@ -74,7 +87,7 @@ class EnrolmentHandler:
         What was granted is in the database first. If the reply is lost, the same request gets a new
         certificate for the same node and uses up nothing.
         """
-        if (refusal := self._refuse_peer(request)) is not None:
+        if (refusal := self.refuse_cheaply(request)) is not None:
             return refusal
         if (refusal := _refuse_hardware(request.hardware)) is not None:
             return refusal
@@ -104,7 +117,7 @@ class EnrolmentHandler:
 
         The request's key proves whose use it is. A node that has come has spent it.
         """
-        if (refusal := self._refuse_peer(request)) is not None:
+        if (refusal := self.refuse_cheaply(request)) is not None:
             return refusal
         try:
             key_hash = public_key_hash(csr_public_key(request.csr_der))
@@ -133,22 +146,6 @@ class EnrolmentHandler:
                 RefusalCode.BAD_REQUEST, f"{node_id} joined with another key than this request's: join again"
             )
         return self._authority.issue_node(key, node_id, self._lifetime, self._clock())
-
-    def _refuse_peer(self, request: JoinRequest) -> Refusal | None:
-        # The version first: other versions may give the other fields another meaning.
-        if (request.version, request.protocol) != (VERSION, PROTOCOL):
-            return Refusal(
-                RefusalCode.VERSION_MISMATCH,
-                f"the coordinator runs thinwire {VERSION} (protocol {PROTOCOL}) and this node "
-                f"{request.version[:40]!r} (protocol {request.protocol}): install thinwire {VERSION}",
-            )
-        if request.run_id != self._authority.run_id:
-            return Refusal(
-                RefusalCode.WRONG_RUN,
-                f"this coordinator serves run {self._authority.run_id} and the join token is for "
-                f"{request.run_id[:40]!r}: ask for a token of this run",
-            )
-        return None
 
 
 class KnownTokens:

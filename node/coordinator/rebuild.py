@@ -61,7 +61,7 @@ _COMPANIONS = ("", "-wal", "-shm")
 
 def damage(directory: Path) -> str | None:
     """What is wrong with the database of the run in `directory`; None if nothing is, or if there are no
-    snapshots. Call it only while no coordinator has the run. A database of another version is not damaged.
+    snapshots.
 
     Call it only while no coordinator has the run. A database of another version is not damaged.
     """

@@ -34,7 +34,6 @@ from node.stage.step_passes import (
     sum_own_tie,
     tied_spec,
 )
-from node.stage.step_samples import cut_samples, numbered
 from node.stage.tensor_transfer import TensorTransfer, example_tensor
 from node.state.serialization import cache_of, without_cache
 from node.state.unit_state import has_weights_alone, has_weights_first
@@ -294,10 +293,12 @@ class StageExecutor:
         self.model.begin_step(weight)
         if self._caches is not None:
             self._caches.rollback()
-        given = {
-            part: numbered(self._cut(part, batch), self.config.microbatches, self.microbatch_numbers)
-            for part, batch in samples.items()
-        }
+        given: dict[BatchPart, Mapping[int, Tensor]] = {}
+        for part, batch in samples.items():
+            found = self._cut(part, batch)
+            is_whole = len(found) == self.config.microbatches
+            own = range(len(found)) if is_whole else sorted(self.microbatch_numbers)
+            given[part] = dict(zip(own, found, strict=False))
         compared = self.config.audit.rate > 0.0 or self.wants_digests or bool(self._order.audited)
         self._digests = StepDigests(self.config) if compared and self._share.rows > 1 else None
         self._scale = scale
@@ -489,7 +490,11 @@ class StageExecutor:
         return self._codecs.of(key, uncompressed=self.uncompressed)
 
     def _cut(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
-        return cut_samples(part, batch, self.config.training.microbatch, self.device)
+        """Microbatches on the stage's device of a part of the samples, [n, sequence]."""
+        whole = torch.from_numpy(batch)
+        if part is not BatchPart.DOCUMENTS:  # which are listed on the CPU
+            whole = whole.to(self.device)
+        return torch.split(whole, self.config.training.microbatch)
 
     def _cached_boundaries(self) -> dict[int, str]:
         """The unit before each boundary of this stage, by the boundary's number; empty if the codec has no

@@ -19,9 +19,6 @@ from wire.errors import ProtocolViolationError
 from wire.figures import Figures, LinkFigures, StageFigures
 
 _KINDS: dict[str, type["Event"]] = {}
-_newest_line: list[tuple["Event | None", str]] = [(None, "")]
-"""The event that was written last, with its line. It is one object, because events may be written on any
-thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +33,7 @@ class Event:
 
     def to_json(self) -> str:
         """One line of ASCII, without the newline. NaN and infinities (a diverged loss) become null."""
-        # The history and `--json` write the same event, one after the other.
-        newest = _newest_line[0]
-        if newest[0] is not self:
-            newest = _newest_line[0] = self, _dumps({"event": self.event, **vars(self)})
-        return newest[1]
+        return _dumps({"event": self.event, **vars(self)})
 
     def to_line(self, **first: object) -> str:
         """`to_json` without spaces, after these fields."""
