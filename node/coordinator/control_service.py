@@ -27,8 +27,9 @@ from node.coordinator.sessions import (
     MessageLimits,
     SessionDesk,
     SessionHandler,
+    check_limits,
+    each,
     hello_from,
-    within_limits,
 )
 from node.coordinator.snapshot_handler import ServedLayer, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
@@ -164,7 +165,8 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         async def read() -> None:
             try:
                 async for request in requests:
-                    for message in within_limits(request, self.desk.limits_of(session.node_id)):
+                    for message in each(request):
+                        check_limits(message, self.desk.limits_of(session.node_id))
                         self.handler.heard(session, node_message_from_proto(message))
             except DecodeError:
                 self.desk.wrong(session, NO_MESSAGE)

@@ -34,8 +34,9 @@ from node.coordinator.sessions import (
     NO_HELLO,
     Greetings,
     MessageLimits,
+    check_limits,
+    each,
     parsed,
-    within_limits,
 )
 from node.run_file.loader import from_json
 from wire import event_loop
@@ -241,7 +242,8 @@ class Gateway:
             limits = self._limits[node_id] = self._make_limits()
         try:
             async for request in requests:
-                for one in within_limits(parsed(request), limits):
+                for one in each(parsed(request)):
+                    check_limits(one, limits)
                     self._link.write(frame(Kind.SAID, number, one.SerializeToString()))
                 await self._link.room()
         except ProtocolViolationError as error:

@@ -477,15 +477,11 @@ def measured(message: control_pb2.NodeMessage) -> Measured:
     return Measured(kind, size, len(getattr(message, kind).telemetry.links) if kind in REPORTING else 0)
 
 
-def within_limits(
-    request: control_pb2.NodeMessage, limits: MessageLimits | None
-) -> Iterator[control_pb2.NodeMessage]:
-    """Each message that came as one. Raises ProtocolViolationError at the first beyond the limits."""
-    for one in each(request):
-        why = None if limits is None else limits.refusal(measured(one), time.monotonic())
-        if why is not None:
-            raise ProtocolViolationError(why)
-        yield one
+def check_limits(message: control_pb2.NodeMessage, limits: MessageLimits | None) -> None:
+    """Raises ProtocolViolationError for a message beyond the limits."""
+    why = None if limits is None else limits.refusal(measured(message), time.monotonic())
+    if why is not None:
+        raise ProtocolViolationError(why)
 
 
 def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:

@@ -380,9 +380,9 @@ class EpochTask:
             await self._run_step(begin)
         elif vote.generation != begin.generation:
             await self._run_more(begin)
-        if self._vote is not None:
-            # The newest totals, also where the vote is repeated: they only grow.
-            self._services.post(replace(self._vote, telemetry=self._services.telemetry()))
+        else:
+            # With the newest totals: they only grow.
+            self._services.post(replace(vote, telemetry=self._services.telemetry()))
 
     async def _run_step(self, begin: Begin) -> None:
         services, executor, step = self._services, self._services.executor, begin.step
@@ -437,7 +437,8 @@ class EpochTask:
         await self._voted(lambda: executor.run_more(change))
 
     async def _voted(self, attempt: Callable[[], Vote | None]) -> None:
-        """Compute the vote, and tell the compute thread meanwhile who else has to compute what."""
+        """Compute the vote and send it, and tell the compute thread meanwhile who else has to compute
+        what."""
         services, step = self._services, self._running
         computing = asyncio.ensure_future(services.compute(attempt))
         news = asyncio.ensure_future(self._news.wait())
@@ -468,6 +469,8 @@ class EpochTask:
         newest = self._newest
         if newest is not None and newest.step == step and newest.generation != vote.generation:
             await self._run_more(newest, late)
+        else:
+            services.post(replace(vote, telemetry=services.telemetry()))
 
     def _change(self, begin: Begin) -> StepChange:
         """Which row computes which groups in a step."""

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from node.coordinator import sessions
+from node.coordinator import control_service
 from node.coordinator.control_service import ControlService
 from node.coordinator.sessions import ControlSession
 from node.model.labels import BatchPart
@@ -126,7 +126,7 @@ async def test_messages_that_came_together_are_heard_one_after_another() -> None
 
 
 async def test_messages_that_wait_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    each, came = sessions.each, list[int]()
+    each, came = control_service.each, list[int]()
 
     def counted(request: control_pb2.NodeMessage) -> Sequence[control_pb2.NodeMessage]:
         found = each(request)
@@ -137,7 +137,7 @@ async def test_messages_that_wait_are_sent_together(monkeypatch: pytest.MonkeyPa
         if handler.messages == said:
             all_heard.set()
 
-    monkeypatch.setattr(sessions, "each", counted)
+    monkeypatch.setattr(control_service, "each", counted)
     handler, all_heard = FakeHandler(), asyncio.Event()
     said: list[NodeMessage] = [Heartbeat(telemetry=Telemetry(epoch=epoch)) for epoch in (3, 1, 2)]
     outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
