@@ -44,15 +44,16 @@ def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:
     """Serve the finished run's page at its usual address until Ctrl-C or SIGTERM, for service managers that
     restart what ends."""
     from node.coordinator.store import Store
-    from node.dashboard.pages import listen_address, page_tls, serve_recorded
+    from node.dashboard.pages import page_tls, serve_recorded
     from node.processes.locks import run_lock
+    from node.run_file.addresses import page_listen
     from node.run_file.loader import from_json
     from node.telemetry.events import PageServed
     from wire.identity.authority import CertificateAuthority
 
     with Store.open(directory) as store:
         config = from_json(store.run().config_json)
-    listen = listen_address(config)
+    listen = page_listen(config)
     if listen is None:
         return 0
     tls = None

@@ -23,7 +23,7 @@ from node.dashboard.feed import Feed
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Controls, Operator, OperatorKey
 from node.dashboard.server import Page, page_front, serve_page
 from node.display.status import COORDINATOR_GONE, coordinator_is_gone
-from node.run_file.addresses import parse_listen
+from node.run_file.addresses import page_listen, parse_listen, shares_port
 from node.telemetry import events
 from node.telemetry.history import HistoryTail
 from node.view.checkpoint import read_view
@@ -36,7 +36,6 @@ from wire.identity.names import join_address
 
 log = logging.getLogger(__name__)
 
-AUTO = "auto"
 FOLLOW_SECONDS = 1.0
 """How often a history that grows is read."""
 CERTIFICATE_LIFETIME = timedelta(days=365)
@@ -101,7 +100,7 @@ async def live_page(
     At the coordinator's own port it is there with TLS and, unless the run file demands TLS, without. A
     browser warns of the run's certificate until it is given the CA's.
     """
-    listen = listen_address(config)
+    listen = page_listen(config)
     if listen is None:
         yield
         return
@@ -188,25 +187,6 @@ async def _catch_up(feed: Feed, tail: HistoryTail, stopped: asyncio.Event) -> No
 
 
 # ---- address and certificate
-
-
-def listen_address(config: RunConfig) -> tuple[str, int] | None:
-    """Host and port of the page; port 0 means any free one; None when the page is off."""
-    listen = config.dashboard.listen
-    if not listen:
-        return None
-    if listen != AUTO:
-        return parse_listen(listen)
-    host, port = parse_listen(config.coordinator.listen)
-    if config.coordinator.one_port:
-        return host, port
-    # Port + 1 is the one for nodes that hold a certificate.
-    return host, port + 2 if port else 0
-
-
-def shares_port(config: RunConfig) -> bool:
-    """Whether the page is at the coordinator's own port."""
-    return config.coordinator.one_port and config.dashboard.listen == AUTO
 
 
 def page_url(host: str, port: int, *, tls: bool) -> str:

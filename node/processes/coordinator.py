@@ -46,7 +46,7 @@ from node.coordinator.reporter import Emit, codec_bits
 from node.coordinator.sessions import MessageLimits
 from node.coordinator.store import StepRecord, Store
 from node.dashboard.feed import Feed
-from node.dashboard.pages import listen_address, live_page, reading_past, shares_port
+from node.dashboard.pages import live_page, reading_past
 from node.data.shards import TrainingData, load_data
 from node.display.status import process_start
 from node.display.terminal import ending_signals
@@ -54,6 +54,7 @@ from node.display.top import path_sentences
 from node.model.units import ends_in_blocks
 from node.processes.cycles import rare_full_collections
 from node.processes.locks import run_lock
+from node.run_file.addresses import page_listen, shares_port
 from node.run_file.loader import change_config, from_json, to_json, to_toml
 from node.run_state.epoch import PROOF_STEPS, Committed
 from node.run_state.run_plan import Past
@@ -123,7 +124,7 @@ def run_coordinator(
         if resume:
             # First: if this run's ports are taken, its own coordinator probably runs.
             held.enter_context(run_lock(run_dir))
-        check_ports(config.coordinator, None if shares_port(config) else listen_address(config))
+        check_ports(config.coordinator, None if shares_port(config) else page_listen(config))
         if resume:
             authority = CertificateAuthority.load(run_dir / "authority")
             with _nodes_wait(config, authority):

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 
-from node.config.schema import CoordinatorSection, DashboardSection
+from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from wire.errors import ConfigError
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
@@ -29,6 +29,25 @@ def parse_listen(address: str) -> tuple[str, int]:
             f"{shown} names no host: between its dots must be 1 to 63 letters, digits and hyphens each"
         )
     return bare, int(port)
+
+
+def page_listen(config: RunConfig) -> tuple[str, int] | None:
+    """Host and port of the page; port 0 means any free one; None when the page is off."""
+    listen = config.dashboard.listen
+    if not listen:
+        return None
+    if listen != "auto":
+        return parse_listen(listen)
+    host, port = parse_listen(config.coordinator.listen)
+    if config.coordinator.one_port:
+        return host, port
+    # Port + 1 is the one for nodes that hold a certificate.
+    return host, port + 2 if port else 0
+
+
+def shares_port(config: RunConfig) -> bool:
+    """Whether the page is at the coordinator's own port."""
+    return config.coordinator.one_port and config.dashboard.listen == "auto"
 
 
 def can_be_looked_up(host: str) -> bool:

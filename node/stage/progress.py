@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.config.schema import RunConfig
-from node.run_file.addresses import parse_listen
+from node.run_file.addresses import page_listen, shares_port
 from node.telemetry.format import bytes_text, count_text, duration_text
 from wire.identity.names import join_address, split_address
 
@@ -197,18 +197,13 @@ class Progress:
 
 def page_address(config: RunConfig, control_address: str) -> str:
     """The URL of the run's page, as this node reaches the coordinator; empty if it does not."""
-    listen = config.dashboard.listen
-    scheme = "https" if config.dashboard.tls else "http"
-    if not listen:
+    listen = page_listen(config)
+    if listen is None:
         return ""
     host, port = split_address(control_address)
-    if listen == "auto":
-        if config.coordinator.one_port:
-            return f"{scheme}://{join_address(host, port)}/"
-        own_host, own_port = parse_listen(config.coordinator.listen)
-        page = own_host, own_port + 2 if own_port else 0
-    else:
-        page = parse_listen(listen)
-    if not page[1] or (page[0] in ("127.0.0.1", "::1", "localhost") and host not in ("127.0.0.1", "::1")):
-        return ""
-    return f"{scheme}://{join_address(host, page[1])}/"
+    if not shares_port(config):
+        own_host, port = listen
+        is_local = own_host in ("127.0.0.1", "::1", "localhost") and host not in ("127.0.0.1", "::1")
+        if not port or is_local:
+            return ""
+    return f"{'https' if config.dashboard.tls else 'http'}://{join_address(host, port)}/"

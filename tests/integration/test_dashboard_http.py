@@ -25,9 +25,9 @@ from node.coordinator.store import Store
 from node.dashboard import connections, server
 from node.dashboard.feed import Feed, apply_patch
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
-from node.dashboard.pages import listen_address, live_page, page_url, shares_port
+from node.dashboard.pages import live_page, page_url
 from node.dashboard.server import POLICY, Page, serve_page
-from node.run_file.addresses import parse_listen
+from node.run_file.addresses import page_listen, parse_listen, shares_port
 from node.run_file.loader import to_json
 from node.telemetry import events
 from node.view.view_builder import RunViewBuilder
@@ -508,13 +508,13 @@ async def test_an_address_that_is_taken_is_one_line() -> None:
 def test_where_the_page_listens(coordinator: str, dashboard: str, expected: tuple[str, int] | None) -> None:
     page = DashboardSection(listen=dashboard)
     separate = CoordinatorSection(listen=coordinator, one_port=False)
-    assert listen_address(RunConfig(coordinator=separate, dashboard=page)) == expected
+    assert page_listen(RunConfig(coordinator=separate, dashboard=page)) == expected
     config = RunConfig(coordinator=CoordinatorSection(listen=coordinator), dashboard=page)
     assert shares_port(config) == (dashboard == "auto")
     if shares_port(config):
-        assert listen_address(config) == parse_listen(coordinator)
+        assert page_listen(config) == parse_listen(coordinator)
     else:
-        assert listen_address(config) == expected
+        assert page_listen(config) == expected
 
 
 def test_the_pages_address_can_be_typed() -> None:
