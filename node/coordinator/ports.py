@@ -107,7 +107,7 @@ async def open_ports(
         door.serve_protocol(PROTOCOL_NAME, relay.front)
     mirror = make_mirror()
     door.serve_mirror(mirror)
-    host, port = split_listen(settings.listen)
+    host, port = parse_listen(settings.listen)
     try:
         for own, server in ((front, control), (layers_front, layers)):
             await start_behind(own, server, mutual_tls(lambda: credentials, authority.certificate_pem))
@@ -163,13 +163,6 @@ def _make_relay(credentials: tuple[bytes, bytes], authority: CertificateAuthorit
     return Relay(lambda: context, lambda why: log.info("the relay refused a connection: %s", why))
 
 
-def split_listen(listen: str) -> tuple[str, int]:
-    """Host and port of `[coordinator] listen`; port 0 is any free one."""
-    if listen.endswith(":0"):
-        return split_address(f"{listen[:-1]}1")[0], 0
-    return split_address(listen)
-
-
 def check_ports(settings: CoordinatorSection, page: tuple[str, int] | None = None) -> None:
     """Raise UserError unless the coordinator's ports and the page's are free.
 
@@ -189,7 +182,7 @@ def check_ports(settings: CoordinatorSection, page: tuple[str, int] | None = Non
 
 def control_ports(settings: CoordinatorSection) -> tuple[int, ...]:
     """The fixed ports where nodes join and, last, where nodes with a certificate go."""
-    _, port = split_listen(settings.listen)
+    _, port = parse_listen(settings.listen)
     return (port,) if settings.one_port else (port, port + 1)
 
 

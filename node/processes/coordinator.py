@@ -39,7 +39,6 @@ from node.coordinator.ports import (
     nodes_wait,
     open_ports,
     own_addresses,
-    split_listen,
     where_reached,
 )
 from node.coordinator.reporter import Emit, codec_bits
@@ -54,7 +53,7 @@ from node.display.top import path_sentences
 from node.model.units import ends_in_blocks
 from node.processes.cycles import rare_full_collections
 from node.processes.locks import run_lock
-from node.run_file.addresses import page_listen, shares_port
+from node.run_file.addresses import page_listen, parse_listen, shares_port
 from node.run_file.loader import change_config, from_json, to_json, to_toml
 from node.run_state.epoch import PROOF_STEPS, Committed
 from node.run_state.run_plan import Past
@@ -154,7 +153,7 @@ def run_coordinator(
             # As by `resume`, but nodes come back by themselves, to the port that they know.
             again = True
             recorded = change_config(config, served.changes, (*SETTABLE, *DECIDED))
-            listen = join_address(split_listen(config.coordinator.listen)[0], served.port)
+            listen = join_address(parse_listen(config.coordinator.listen)[0], served.port)
             config = replace(recorded, coordinator=replace(recorded.coordinator, listen=listen))
             with _nodes_wait(config, run.authority):
                 corpus = _load_corpus(config, tell)
@@ -170,7 +169,7 @@ def _load_corpus(config: RunConfig, tell: Tell) -> TrainingData:
 
 def _nodes_wait(config: RunConfig, authority: CertificateAuthority) -> AbstractContextManager[None]:
     """Ask nodes to wait while the block runs, unless the port is chosen at start and they cannot know it."""
-    host, port = split_listen(config.coordinator.listen)
+    host, port = parse_listen(config.coordinator.listen)
     if not port:
         return contextlib.nullcontext()
     return nodes_wait(join_address(host, control_ports(config.coordinator)[-1]), authority)
@@ -535,10 +534,10 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
             ports.looks.relayed = True
         ports.looks.links = paths
         ports.looks.precision, ports.looks.compute = config.training.precision, config.training.compute
-        addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
+        addresses = settings.advertise or own_addresses(parse_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
         emit(_started(config, directory, run))
-        if not again and not settings.advertise and split_listen(settings.listen)[0] in ("0.0.0.0", "::"):
+        if not again and not settings.advertise and parse_listen(settings.listen)[0] in ("0.0.0.0", "::"):
             emit(events.Notice(text=where_reached(addresses)))
         if run.news:
             emit(events.Notice(text=run.news))

@@ -176,10 +176,6 @@ class Ledger:
         """The bytes that held-out samples sent on all links."""
         return sum(link.held_out_bytes for link in self.links.values())
 
-    @property
-    def link_bytes(self) -> int:
-        return sum(link.bytes for link in self.links.values())
-
     def growth(
         self,
         place: Place,
