@@ -434,7 +434,7 @@ class EpochTask:
         change = (await self._with_samples(self._change(begin))).after(late)
         if self._io is not None and not change.work.groups:
             self._io.leave_row()
-        await self._voted(lambda: executor.run_more(change))
+        await self._voted(lambda: executor.vote(change))
 
     async def _voted(self, attempt: Callable[[], Vote | None]) -> None:
         """Compute the vote and send it, and tell the compute thread meanwhile who else has to compute

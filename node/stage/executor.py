@@ -308,17 +308,16 @@ class StageExecutor:
             self._sync.begin(plan, epoch, step, io, work=work, keep=self.keep_sums, digests=self._digests)
         passes = self._passes(epoch, step, io, given, change)
         passes.loss_weight = weight
-        return self._complete(passes)
+        self._running = passes
+        return self.vote()
 
-    def run_more(self, change: StepChange) -> Vote:
-        """The vote on the step that was voted for, with other work in it. Raises as `run_step`."""
+    def vote(self, change: StepChange | None = None) -> Vote:
+        """The vote on the step that runs, or with a `change` again on the step that was voted for, with other
+        work in it. Raises as `run_step`."""
         passes = self._running
         if passes is None:
             raise ProtocolViolationError("the coordinator shares the work of a step that does not run")
         self.voted = False
-        return self._complete(passes, change)
-
-    def _complete(self, passes: StepPasses, change: StepChange | None = None) -> Vote:
         digests, io, is_done = self._digests, passes.io, False
         self._transfer.digests, self._running = digests, None
         try:

@@ -282,12 +282,12 @@ async def test_work_that_comes_when_the_vote_is_computed_has_its_samples() -> No
         assert go_on.wait(SECONDS)
         return Vote(epoch=4, step=0, norms={1: 2.0}, loss=None)
 
-    def run_more(change: StepChange) -> Vote:
+    def vote(change: StepChange) -> Vote:
         stage.log.append(change.samples)
         return Vote(epoch=4, step=0, norms={1: 3.0}, loss=None, generation=change.generation)
 
     node.batches = cast(Any, Samples())
-    stage.run_step, stage.run_more = too_soon, run_more  # type: ignore[method-assign, attr-defined]
+    stage.run_step, stage.vote = too_soon, vote  # type: ignore[method-assign, attr-defined]
     rows = tuple(PlacedRow(node=STAGES[1], groups=(group,)) for group in (0, 1))
     task = EpochTask(replace(PLACEMENT, rows=rows), node)
     running = asyncio.create_task(task.run())

@@ -103,7 +103,7 @@ class Deaths:
 
     def more(self, place: int) -> None:
         executor, change = self.stages.executors[place], self.change(place)
-        self.running[self.stages.submit(lambda: executor.run_more(change))] = place
+        self.running[self.stages.submit(lambda: executor.vote(change))] = place
 
     def run(self) -> list[Vote]:
         for place in set(range(len(self.stages.executors))) - self.dead:
