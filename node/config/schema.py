@@ -1,4 +1,4 @@
-"""The run file's sections as frozen dataclasses; `node/run_file` reads and checks them.
+"""The run file's sections as frozen dataclasses. `node/run_file` reads and checks them.
 
 The docstring below a field is its text in the run file's reference. Units are in the name or the docstring.
 """
@@ -9,20 +9,20 @@ from typing import Literal
 from wire.codecs.formats import codec_format, known_format, ladder
 
 PLANNED = "auto"
-"""In place of a codec's name: the coordinator plans the codecs of each link. In place of a precision: it
-decides when all nodes are there."""
+"""Instead of a codec's name: the coordinator plans the codecs of each link. Instead of a precision: the
+coordinator decides when all nodes are there."""
 FIRST_BITS = 4.41
-"""Bits an element of planned codecs until something is measured; or the fewest that the run allows."""
+"""The bits per element of planned codecs until something is measured, if the run allows so few."""
 Every = int | str
-"""Steps, or a length of time as text."""
+"""A number of steps, or a length of time as text."""
 MOST_LAYERS = 1024
-"""Blocks of a model."""
+"""The most blocks of a model."""
 MOST_EXPERTS = 4096
-"""Experts of a block."""
+"""The most experts of a block."""
 MOST_SIZE = 1 << 24
-"""A model's widths, heads, tokens of a vocabulary or of a sample: more than any has."""
+"""The most of a model's widths, heads, tokens of a vocabulary or tokens of a sample. No model has more."""
 MOST_POSITIONS = 1 << 40
-"""Positions that a checkpoint is made for."""
+"""The most positions for which a checkpoint is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class RunSection:
     steps: int = 300
     """Steps in the whole run: optimizer steps, or rounds of local ones (see `sync.every`)."""
     tokens: int = 0
-    """Tokens in the whole run, rounded up to whole steps, in place of `steps`; 0 takes `steps`."""
+    """Tokens in the whole run, rounded up to whole steps, instead of `steps`; 0 uses `steps`."""
     snapshot_every: Every = 100
     """Steps between snapshots, or a time such as `"10 min"`; the last step always writes one."""
     keep_snapshots: int = 3
     """Complete snapshots to keep; older ones are deleted."""
     keep_best: bool = True
     """With `data.valid_every`: also keep the snapshot with the least held-out loss. A new best is saved at
-    once where a snapshot takes 5 seconds at most, or a tenth of the time since the last one; over slower
-    lines the next due one is measured too, and may be the best."""
+    once if a snapshot takes at most 5 seconds, or a tenth of the time since the last one. Over slower lines
+    the next regular snapshot is measured too, and may be the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ModelSection:
 
     family: str = "llama"
     """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU), `mixture` (the same with a mixture of experts
-    in place of the feed-forward) or `gpt2` (LayerNorm, positions, GELU)."""
+    instead of the feed-forward) or `gpt2` (LayerNorm, positions, GELU)."""
     from_: str = ""
     """Start from a Hugging Face checkpoint: a folder, or `hf://owner/name@revision`. Its `config.json` sets
     the other keys of this section, except `sequence`."""
@@ -68,14 +68,14 @@ class ModelSection:
     head_width: int = 0
     """Width of a head (llama only); 0 means `hidden` / `heads`."""
     ffn: int = 688
-    """Inner width of the feed-forward layer; with experts, of each."""
+    """Inner width of the feed-forward layer; with experts, of each expert."""
     experts: int = 0
     """Experts in each block (mixture only)."""
     experts_per_token: int = 0
-    """How many of them compute a token: those with the largest logits of the router (mixture only)."""
+    """Experts that compute each token: those with the largest logits of the router (mixture only)."""
     normalized_routing: bool = True
-    """The weights of a token's experts add up to 1 (mixture only); without it they are their shares of the
-    softmax over all experts (OLMoE)."""
+    """The weights of a token's experts add up to 1 (mixture only). Otherwise they are shares of the softmax
+    over all experts (OLMoE)."""
     balance_loss: float = 0.0
     """Factor of a term that each block adds to the loss to balance its experts: the number of experts, times
     the sum over them of their share of the tokens times their mean probability (mixture only)."""
@@ -86,7 +86,7 @@ class ModelSection:
     """Experts clamp gate and input to this and scale the gate's sigmoid by 1.702; 0 is plain SwiGLU (mixture
     only; gpt-oss)."""
     sinks: bool = False
-    """A head may attend to nothing, with a trained logit for it (mixture only; gpt-oss)."""
+    """Each head has a trained logit for attending to nothing (mixture only; gpt-oss)."""
     all_biases: bool = False
     """Attention's output, the router and the experts have biases too (mixture only; gpt-oss)."""
     vocab: int = 256
@@ -94,7 +94,7 @@ class ModelSection:
     sequence: int = 256
     """Tokens in a sample."""
     tied: bool = False
-    """The output head shares the embedding's weight; `pipeline.head` says what crosses the network for it."""
+    """The output head shares the embedding's weight. `pipeline.head` determines what is sent for it."""
     norm_eps: float = 1e-5
     """Epsilon of the norms."""
     rope_theta: float = 10000.0
@@ -110,13 +110,13 @@ class ModelSection:
     rope_original: int = 8192
     """`llama3` and `yarn`: context length before scaling."""
     rope_beta_fast: float = 32.0
-    """`yarn`: frequencies that turn more often than this within `rope_original` are not scaled."""
+    """`yarn`: frequencies that rotate more often than this within `rope_original` are not scaled."""
     rope_beta_slow: float = 1.0
-    """`yarn`: those that turn less often than this are scaled fully."""
+    """`yarn`: frequencies that rotate less often than this are scaled fully."""
     rope_truncate: bool = True
-    """`yarn`: the bounds between these are whole numbers of channels."""
+    """`yarn`: round the bounds between these to whole channels."""
     rope_attention: float = 0.0
-    """`yarn`: queries and keys are multiplied by this; 0 is 0.1 ln(`rope_factor`) + 1."""
+    """`yarn`: the factor of queries and keys; 0 is 0.1 ln(`rope_factor`) + 1."""
     no_rope: tuple[int, ...] = ()
     """Blocks without rotary position embedding (SmolLM3), counted from 0."""
     qkv_bias: bool = False
@@ -129,15 +129,15 @@ class ModelSection:
     norm_offset: bool = False
     """RMSNorm multiplies by 1 + its weight, which starts at 0 (llama only; Gemma 3)."""
     window: int = 0
-    """A query sees this many keys, its own and those just before it; 0 is all (llama only; Mistral, Gemma
-    3)."""
+    """A query sees this many keys, its own and those just before it; 0 for all keys (llama only; Mistral,
+    Gemma 3)."""
     no_window: tuple[int, ...] = ()
-    """Blocks that see all keys in spite of `window`, counted from 0 (Gemma 3)."""
+    """Blocks that see all keys despite `window`, counted from 0 (Gemma 3)."""
     window_theta: float = 0.0
-    """Base of the rotary embedding, without scaling, of the blocks with a window; 0 is as the others (Gemma
-    3)."""
+    """Base of the rotary embedding, without scaling, in blocks with a window; 0 for that of other blocks
+    (Gemma 3)."""
     query_scale: int = 0
-    """Scores are divided by the square root of this; 0 is the width of a head (llama only; Gemma 3)."""
+    """Scores are divided by the square root of this; 0 for the width of a head (llama only; Gemma 3)."""
     activation: str = "silu"
     """The activation of the feed-forward's gate: `silu`, or `gelu` in its tanh form (llama only; Gemma 3)."""
     scaled_embedding: bool = False
@@ -147,18 +147,18 @@ class ModelSection:
 
     @property
     def width(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         return self.head_width or self.hidden // self.heads
 
     @property
     def q_width(self) -> int:
-        """Width of all queries of a position."""
+        """The width of all queries of a position."""
         return self.heads * self.width
 
     @property
     def is_plain(self) -> bool:
-        """Whether blocks have SwiGLU or are GPT-2's, without norms of queries, keys or outputs: those that a
-        GPU runs fused with nothing packed, and whose products may be in FP8."""
+        """Whether blocks are GPT-2's, or have SwiGLU without norms of queries, keys or outputs. A GPU runs
+        such blocks fused even if nothing is packed, and their products may be in FP8."""
         own = self.norm_offset or self.activation != "silu" or self.query_scale > 0 or self.experts > 0
         return self.qk_norm == "none" and self.norm_place == "input" and not own
 
@@ -175,27 +175,28 @@ class DataSection:
     """A text or JSON file, a folder of them, or `stdlib` (the sources of Python's standard library). A
     relative path starts where the coordinator is started; the run stores it as an absolute path."""
     sources: tuple[str, ...] = ()
-    """Several files or folders in place of `path`, mixed by `weights`."""
+    """Several files or folders instead of `path`, mixed by `weights`."""
     weights: tuple[float, ...] = ()
     """The share of samples from each of `sources`, in any unit; empty weighs them equally."""
     format: str = "text"
-    """`text`, or `chat`: conversations in `messages` (OpenAI's form) or `conversations` (ShareGPT's), or a
-    question and its answer in `instruction`, `input` and `output` (Alpaca's) or in `prompt` and `completion`;
-    rendered by the tokenizer's chat template, with loss on the assistant's tokens only."""
+    """`text`, or `chat`: conversations in `messages` (OpenAI's format) or `conversations` (ShareGPT's), or a
+    question and its answer in `instruction`, `input` and `output` (Alpaca's) or in `prompt` and `completion`.
+    They are rendered by the tokenizer's chat template, with loss on the assistant's tokens only."""
     response_marker: str = ""
-    """With `format` chat: rows are whole texts in `jsonl_field`, and the answer is what follows the last of
+    """With `format` chat: rows are whole texts in `jsonl_field`, and the answer is the text after the last of
     these marks, such as `### Response:`. The loss is on the answer and on the tokenizer's end of text, which
-    is added; no chat template is needed."""
+    is added. No chat template is needed."""
     chat_template: str = ""
-    """A Jinja file to use in place of the tokenizer's chat template."""
+    """A Jinja file to use instead of the tokenizer's chat template."""
     jsonl_field: str = "text"
     """The field of JSON rows, or the column of parquet and Arrow files, that holds the text."""
     order: str = "auto"
-    """`whole`: hold all tokens and shuffle all samples. `shards`: tokenize in shards beside training, shuffle
-    shards and the samples in them. `auto` is `whole` for one text source of less than 2 GB, else `shards`."""
+    """`whole`: hold all tokens and shuffle all samples. `shards`: tokenize in shards during training, shuffle
+    the shards and the samples in them. `auto` is `whole` for one text source of less than 2 GB, else
+    `shards`."""
     separate_documents: bool = False
-    """Attention does not cross documents that are packed into one sample, and GPT-2's positions begin again
-    with each."""
+    """Attention does not cross the borders of documents in one sample, and GPT-2's positions restart with
+    each document."""
     shift: bool = True
     """Cut each pass over the text at another offset. `aqsgd-b` needs `false`."""
     valid: str = ""
@@ -203,13 +204,14 @@ class DataSection:
     valid_every: int = 0
     """Measure the held-out loss every this many steps and after the last; 0 never does."""
     valid_samples: int = 64
-    """Held-out samples to measure the loss on; more samples take longer and give a steadier loss."""
+    """Held-out samples for measuring the loss. More samples take longer and give a steadier loss."""
     tokenizer: str = "bytes"
     """`bytes` (a token per byte, vocabulary 256), or a folder or file with `tokenizer.json`, GPT-2 style
     BPE tables or `tokenizer.model`."""
     prompts: tuple[str, ...] = ()
-    """Texts that the coordinator has the model continue from snapshots on its disk while the run is on, as
-    `thinwire sample` does: questions, with `format` chat. The page shows them to all who reach it."""
+    """Texts that the coordinator lets the model continue from snapshots on its disk during the run, as
+    `thinwire sample` does; questions, with `format` chat. The page shows them to everyone who can reach
+    it."""
     prompts_every: int = 1
     """Continue them at every n-th snapshot, and at the last."""
 
@@ -228,31 +230,31 @@ class TrainingSection:
     microbatch: int = 2
     """Samples in a microbatch; must divide `global_batch`."""
     lr: float = 1e-3
-    """Peak learning rate, after warmup."""
+    """Peak learning rate, after the warm-up."""
     min_lr_ratio: float = 0.1
     """The schedule ends at this share of `lr`."""
     schedule: str = "cosine"
-    """Learning rate after warmup: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear
+    """Learning rate after the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear
     decay)."""
     warmup_steps: int = 20
-    """Steps over which the learning rate rises."""
+    """Steps of the warm-up, in which the learning rate rises."""
     warmup_tokens: int = 0
-    """The same in tokens, in place of `warmup_steps`; 0 takes `warmup_steps`."""
+    """The same in tokens, instead of `warmup_steps`; 0 uses `warmup_steps`."""
     decay_steps: int = 0
     """Steps of the decay of `wsd`; 0 is a fifth of the run."""
     decay_tokens: int = 0
-    """The same in tokens, in place of `decay_steps`; 0 takes `decay_steps`."""
+    """The same in tokens, instead of `decay_steps`; 0 uses `decay_steps`."""
     optimizer: str = "adamw"
-    """Step with `adamw`, or with `muon`: matrices of blocks move by the mean of their gradient made
-    orthogonal (queries, keys and values each by itself), all else by AdamW. Updates are scaled so that one
-    `lr` and `weight_decay` serve both. Muon keeps half of AdamW's state; a round of local steps sends its
-    momentum too, which is as much again."""
+    """`adamw`, or `muon`: matrices of blocks move by the orthogonalized mean of their gradient (queries, keys
+    and values separately), and all other parameters by AdamW. Updates are scaled so that one `lr` and
+    `weight_decay` suit both. Muon keeps half of AdamW's state; a round of local steps also sends its
+    momentum, which doubles its bytes."""
     adapter_optimizer: str = "adamw"
     """The same for adapters (`[lora]`), which are matrices of blocks too: `adamw` or `muon`."""
     momentum: float = 0.95
-    """Muon's momentum, Nesterov's."""
+    """Muon's momentum (Nesterov)."""
     muon_iterations: int = 5
-    """Iterations by which Muon makes a matrix orthogonal: 5 of K. Jordan's polynomial, or 3 or 4 of Polar
+    """Iterations with which Muon orthogonalizes a matrix: 5 of K. Jordan's polynomial, or 3 or 4 of Polar
     Express, which take three or four fifths of the time."""
     beta1: float = 0.9
     """AdamW's decay rate of the first moment."""
@@ -265,33 +267,33 @@ class TrainingSection:
     clip: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     precision: str = "float32"
-    """Compute in `float32`, or in `bfloat16` (autocast), or in `float16` (autocast too), which GPUs without
-    bfloat16 have: then the loss is scaled, and a step whose gradients overflow is skipped. `auto` is bfloat16
-    if all machines have it that are there when the first stages could be placed, else float16; it is decided
-    then, written into the run's file, and holds for machines that come later."""
+    """Compute in `float32`, in `bfloat16` (autocast), or in `float16` (autocast), for GPUs without bfloat16.
+    In float16 the loss is scaled, and a step whose gradients overflow is skipped. `auto` is bfloat16 if all
+    machines that are there when the first stages can be placed support it, else float16. It is decided at
+    that moment, written into the run's file, and also holds for machines that join later."""
     loss_scale: float = 65536.0
-    """With `precision` float16: the loss's first factor, a power of two. It halves after a skipped step."""
+    """With `precision` float16: the initial loss scale, a power of two. It halves after a skipped step."""
     loss_scale_steps: int = 1000
-    """With `precision` float16: the factor doubles after this many steps without a skipped one."""
+    """With `precision` float16: the loss scale doubles after this many steps without a skipped one."""
     compute: str = "precision"
-    """Multiply blocks' matrices in `precision`, or in `fp8`: forward and for inputs' gradients in e4m3, with
-    a scale a row; attention, embedding and head stay in bfloat16. Needs `precision` bfloat16, and GPUs of
-    compute capability 8.9 or later; CPUs emulate it, slowly."""
+    """Multiply blocks' matrices in `precision`, or in `fp8`: in e4m3 with a scale per row, in forward and for
+    inputs' gradients. Attention, embedding and head stay in bfloat16. It needs `precision` bfloat16, and GPUs
+    of compute capability 8.9 or later; CPUs emulate it, slowly."""
     weight_gradients: str = "precision"
-    """Multiply for the gradients of blocks' matrices in `precision`, or in `fp8` (needs `compute` fp8): a
-    third of all products, faster, but their errors add up in the weights."""
+    """Compute the gradients of blocks' matrices in `precision`, or in `fp8` (needs `compute` fp8). They are a
+    third of all products. It is faster, but the errors add up in the weights."""
     deterministic: bool = True
-    """Sum in a fixed order, so that a step has the same bits however often it runs. `false` lets attention's
-    backward on GPUs add in any order, which is faster (of slices, by `pipeline.sequence_chunks`, in a
-    sample's first alone); a run that loses a node still goes on, but not with the bits that it would have
-    had, and no run repeats another's."""
+    """Sum in a fixed order, so that a step has the same bits however often it runs. With `false`, attention's
+    backward on GPUs sums in any order, which is faster (with `pipeline.sequence_chunks`, only in a sample's
+    first slice). A run that loses a node then still continues, but with other bits, and no run repeats
+    another one bit for bit."""
     weights: str = "float32"
     """Store weights in `float32`, or in `bfloat16` with stochastic rounding (needs `precision` bfloat16 and
     `moments` fp8)."""
     gradients: str = "float32"
     """Accumulate gradients in `float32`, or in `fp8` (e4m3 in blocks of 128; matrices only)."""
     moments: str = "float32"
-    """Store the optimizer's moments of matrices in `float32`, in `bfloat16` (but for squares of gradients,
+    """Store the optimizer's moments of matrices in `float32`, in `bfloat16` (except squares of gradients,
     which stay in float32), or in `fp8` (e4m3 in blocks of 128 with range expansion)."""
     export_every: int = 0
     """Write a Hugging Face folder at every n-th snapshot, in the run directory's `exports`; 0 writes none."""
@@ -307,9 +309,9 @@ class StorageSection:
     """`off` (as autograd does), `agoq` (the paper's: 4 bits, attention in BF16) or `compact` (attention in 8
     bits too). The keys below override the preset for one kind of tensor."""
     norm_input: str = "preset"
-    """Both norms' input: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128;
-    `4+outliers` keeps one channel of 64, those with the largest magnitudes, in bf16 beside 4 bits, for
-    pretrained models. Everything recomputed starts from it, so it cannot be recomputed."""
+    """The input of both norms: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128.
+    `4+outliers` keeps 1 of 64 channels, those with the largest magnitudes, in bf16 besides 4 bits, for
+    pretrained models. It cannot be recomputed, because everything that is recomputed starts from it."""
     ffn_input: str = "preset"
     """The inputs of SwiGLU or GELU: the same forms, `3`, or `recompute` (from the norm's input)."""
     attention: str = "preset"
@@ -317,10 +319,10 @@ class StorageSection:
     attention_output: str = "preset"
     """Attention's output: the same forms; `recompute` runs attention again."""
     allow: tuple[str, ...] = ()
-    """What else a stage may store its activations in, as `"kind:form"` (for example
-    `["ffn_input:8", "ffn_input:4", "attention:8"]`), or a form alone for norm and FFN inputs (`["8", "4"]`).
-    The coordinator decides when it places a stage, by what its nodes measured: the fastest with which it
-    fits, of equals the most bits. The choice is recorded and kept."""
+    """Other forms in which a stage may store its activations, as `"kind:form"` (for example `["ffn_input:8",
+    "ffn_input:4", "attention:8"]`), or a form alone for norm and FFN inputs (`["8", "4"]`). The coordinator
+    decides when it places a stage, by its nodes' measurements: it takes the fastest form with which the stage
+    fits, and among equals the one with the most bits. The choice is recorded and kept."""
     bits_by_stage: bool = False
     """Stages that hold fewer microbatches store norm and FFN inputs in more bits, within the same memory."""
 
@@ -332,15 +334,14 @@ class LoraSection:
     rank: int = 0
     """Rank of the adapters; 0 trains the whole model."""
     alpha: float = 16.0
-    """What an adapter adds is multiplied by `alpha / rank`."""
+    """The adapter's result is multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = ()
     """Projections with adapters, for example `["query", "value"]`; empty is all projections of the blocks."""
     dropout: float = 0.0
-    """Share of an adapter's input that is dropped while training."""
+    """The share of an adapter's input that is dropped during training."""
     base: str = "bf16"
     """How the blocks' frozen matrices are kept: `float32`, `bf16`, or `8`, `6`, `5`, `4` or `3` bits in
-    blocks of
-    128. Embedding and head are kept in bf16."""
+    blocks of 128. Embedding and head are kept in bf16."""
 
 
 Window = int | Literal["auto"]
@@ -356,39 +357,41 @@ class PipelineSection:
     stages: int = 4
     """Pipeline stages, one node each; at most `model.layers`."""
     min_stages: int = 0
-    """When nodes are missing, continue with as few stages as this; 0 pauses until every stage has a node."""
+    """If nodes are missing, continue with no fewer stages than this; 0 pauses until every stage has a
+    node."""
     chunks: int = 1
     """Model chunks in a stage; above 1 the schedule is interleaved 1F1B."""
     sequence_chunks: SequenceChunks = 1
     """Cut each sample along the sequence into this many slices, which pass through the stages one after
     another. The result is exact, and no link carries more bytes. The times to fill and drain the pipeline,
-    and what a stage keeps for backward, shrink by this number. `auto` takes the fewest slices for which
-    filling and draining take at most 4 % of a step, apart from links. The number of slices determines
-    bits."""
+    and what a stage keeps for backward, shrink by this factor. `auto` takes the fewest slices with which fill
+    and drain take at most 4 % of a step, without links. The number of slices determines bits."""
     window: Window = "auto"
     """Extra microbatches in flight on each link, or slices (see `sequence_chunks`), to overlap compute with
     transfers; `auto` plans it from measured times."""
     window_gb: float = 0.0
-    """With `window = "auto"`: the most memory, in GB, that the extra microbatches of a stage may take; 0 is
-    what the node has left."""
+    """With `window = "auto"`: the most memory, in GB, for the extra microbatches of a stage; 0 for all that
+    the node has left."""
     split: tuple[int, ...] = ()
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty balances them by cost."""
     placement: str = "order"
-    """How stages are assigned: in the `order` in which nodes join, or `measured`, by their speed and memory
-    and the lines between them, which nodes measure. Then stages move, and `split` changes, if a step becomes
-    a tenth shorter and 200 steps make up for the cost. A split determines bits, so it is on record."""
+    """How stages are assigned: in the `order` in which nodes join, or `measured`, by the nodes' speed and
+    memory and the lines between them, which nodes measure. Then stages move, and `split` changes, if a step
+    becomes a tenth shorter and this pays for the move within 200 steps. A split determines bits, so it is on
+    record."""
     head: str = "auto"
     """The stage of a tied model's head. `first`: with the embedding, so that the last stage sends its hidden
-    states there. `last`: the two send each other the weight's gradient; also where the first stage is short
-    of memory. `auto`: what sends fewer bytes."""
+    states there. `last`: the last stage and the first exchange the weight's gradient; choose it also if the
+    first stage is short of memory. `auto`: whichever sends fewer bytes."""
     forward_codec: str = "tah"
     """Codec of activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`,
-    `dither-2` to `-10`, `aqsgd-2` to `-8`; or `auto`, for both kinds of tensor at once: each link and
-    direction gets the most bits that hide behind compute, as measured."""
+    `dither-2` to `-10`, `aqsgd-2` to `-8`; or `auto` for both kinds of tensors: each link and direction gets
+    the most bits that hide behind compute, as measured."""
     backward_codec: str = "fixed-8"
     """Codec of their gradients: the same names, without `aqsgd-b`."""
     min_bits: float = 4.41
-    """With codec `auto`: the fewest bits per element, 2 to 8, for a link that limits the step in any case."""
+    """With codec `auto`: the fewest bits per element, from 2 to 8, for a link that limits the step in any
+    case."""
     cache_gb: float = 4.0
     """With `aqsgd-b`: the most memory, in GB, of a stage's sample cache."""
     groups: int = 1
@@ -413,7 +416,7 @@ class PipelineSection:
 
     @property
     def measures_places(self) -> bool:
-        """Whether nodes get their stages by what was measured."""
+        """Whether stages are assigned by measurements."""
         return self.placement == "measured"
 
     @property
@@ -423,7 +426,8 @@ class PipelineSection:
 
     @property
     def first_codecs(self) -> tuple[str, str]:
-        """Codecs of activations and gradients until others are planned; the run file's if none ever are."""
+        """The codecs of activations and gradients until others are planned; the run file's if none are
+        planned."""
         if not self.plans_codecs:
             return self.forward_codec, self.backward_codec
         first = ladder(max(FIRST_BITS, self.min_bits))[0]
@@ -431,7 +435,7 @@ class PipelineSection:
 
     @property
     def most_rows(self) -> int:
-        """Rows of nodes that a step can be shared among."""
+        """The most rows of nodes that may share a step."""
         return self.groups if self.replicas == "auto" else min(self.groups, self.replicas)
 
 
@@ -444,16 +448,16 @@ class SyncSection:
     gradient group are divided into this many parts, the group takes its own optimizer step on each, and then
     all groups continue from the mean of their weights. Must divide the microbatches of a group."""
     warmup: int = 100
-    """With `every` above 1: steps at the start of the run that are exact all the same, with one optimizer
-    step each. Local steps from initial weights cost far more loss."""
+    """With `every` above 1: the number of steps at the start of the run that are exact nevertheless, with one
+    optimizer step each. Local steps from initial weights cost far more loss."""
     outer_lr: float = 1.0
-    """Outer learning rate: how far weights go towards, or beyond, the groups' mean."""
+    """Outer learning rate: how far weights move towards the groups' mean, or beyond it."""
     outer_momentum: float = 0.0
-    """Outer momentum, Nesterov's; 0 turns it off. Local steps have the run's momentum by themselves: with 0.9
-    weights go up to ten times `outer_lr` as far, which short rounds do not stand."""
+    """Outer momentum (Nesterov); 0 turns it off. Local steps already have the run's momentum. With 0.9,
+    weights move up to ten times as far as with `outer_lr` alone, which is too far for short rounds."""
     codec: str = "fixed-4"
-    """Codec of how a group's weights changed, and of the sums: the same names as `pipeline.sync_codec`, which
-    is that of exact steps."""
+    """Codec of the changes of a group's weights, and of their sums. The names are those of
+    `pipeline.sync_codec`, which applies to exact steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -461,25 +465,25 @@ class SnapshotsSection:
     """`[snapshots]`: where the layers of snapshots are kept."""
 
     keep: str = "auto"
-    """`coordinator` (on its disk), `nodes` (each layer on the disks of two machines, and none of it passes
-    through the coordinator), `auto` (at the coordinator while its line takes a snapshot in a minute), or an
-    object store's URL such as `s3://BUCKET/FOLDER`, where nodes write and read layers themselves, with the
-    credentials of their own environment."""
+    """`coordinator` (on its disk), `nodes` (each layer on the disks of two machines, and none passes through
+    the coordinator), `auto` (at the coordinator if its line takes a snapshot within a minute, else at nodes),
+    or an object store's URL such as `s3://BUCKET/FOLDER`, where nodes write and read layers themselves, with
+    the credentials of their own environment."""
     last_here: bool = True
-    """With `keep = "nodes"` or a URL: the snapshot of the last step goes to the coordinator all the same."""
+    """With `keep = "nodes"` or a URL: send the last step's snapshot to the coordinator nevertheless."""
     last: str = "all"
-    """What the snapshot of the run's last step holds: `all`, of which the weights come first, so that the
-    model can be exported while the rest follows; or `weights`, a third of it with AdamW, so that the run ends
-    sooner. Such a run cannot go on to more steps; its export starts another run."""
+    """What the snapshot of the run's last step contains: `all`, with the weights first, so that the model can
+    be exported while the rest follows; or `weights`, a third of it with AdamW, so that the run ends sooner.
+    Such a run cannot be extended; its export can start another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSection:
-    """`[audit]`: find a node that computes wrong values, by having another one compute the same."""
+    """`[audit]`: find a node that computes wrong values, by letting another node compute the same."""
 
     rate: float = 0.0
-    """Share of steps in which a second row repeats one of another row's gradient groups, and the results are
-    compared bit for bit. Needs rows of like nodes (see `pipeline.groups`)."""
+    """The share of steps in which a second row repeats one of another row's gradient groups, and the results
+    are compared bit for bit. It needs rows of equal nodes (see `pipeline.groups`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,34 +501,35 @@ class CoordinatorSection:
     advertise: tuple[str, ...] = ()
     """host:port pairs that join tokens carry; empty takes this machine's addresses."""
     heartbeat_seconds: float = 2.0
-    """Seconds between two heartbeats of a node; with many nodes longer, up to a few in `silent_seconds`."""
+    """Seconds between two heartbeats of a node. With many nodes it is longer, up to a few per
+    `silent_seconds`."""
     silent_seconds: float = 14.0
-    """Seconds of silence after which a node counts as dead. One that neighbours do not hear either, and whose
-    work others can do, does so after 3 or 4 seconds, or at once if its connections closed."""
+    """Seconds of silence after which a node counts as dead. If its neighbours do not hear it either, and
+    others can do its work, it counts as dead after 3 or 4 seconds, or at once if its connections closed."""
     regroup_seconds: float = 10.0
     """Seconds to wait for a missing node before fewer nodes share the model (see `pipeline.min_stages`)."""
     outage_seconds: float = 60.0
-    """Seconds that nodes wait for a coordinator that has gone. They wait longer while one that resumes still
-    reads its data, if its port is fixed."""
+    """Seconds for which nodes wait for a coordinator that is gone. They wait longer while a resumed
+    coordinator is still reading its data, if its port is fixed."""
     certificate_hours: float = 24.0
-    """Hours that a node's certificate is valid; nodes renew theirs in time."""
+    """Hours for which a node's certificate is valid. Nodes renew theirs in time."""
     gateways: Gateways = "auto"
-    """Processes beside the coordinator that keep the control sessions of a large run; 0: it keeps them
-    itself. `auto` starts none for up to 128 nodes, and one for every 64 of more, at most half as many as the
-    machine has cores."""
+    """Processes beside the coordinator that keep the control sessions of a large run; with 0 the coordinator
+    keeps them itself. `auto` starts none for up to 128 nodes, else one for every 64 nodes, but at most half
+    as many as the machine has cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DashboardSection:
-    """`[dashboard]`: the run's page. It shows no address, token or text of the run to whoever reaches it,
-    except `data.prompts` and what the model makes of them."""
+    """`[dashboard]`: the run's page. It shows no address, token or text of the run to those who reach it,
+    except `data.prompts` and the model's continuations."""
 
     listen: str = "auto"
-    """host:port of the page and of `/metrics`; `auto` is the coordinator's own port, or with separate ports
-    the one two up; empty turns it off."""
+    """host:port of the page and of `/metrics`. `auto` is the coordinator's own port, or with separate ports
+    the one two above it; empty turns the page off."""
     tls: bool = False
-    """Serve it over TLS alone, with a certificate of the run's CA, so that it can be operated from other
-    machines. The coordinator's own port serves it over TLS in any case."""
+    """Serve the page only over TLS, with a certificate of the run's CA, so that it can be operated from other
+    machines. The coordinator's own port always serves it over TLS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -568,25 +573,25 @@ class RunConfig:
         return self.training.global_batch // self.training.microbatch
 
     def is_round(self, step: int) -> bool:
-        """Whether each gradient group takes local steps in a step."""
+        """Whether each gradient group takes local steps in this step."""
         return self.sync.every > 1 and step >= self.sync.warmup
 
     @property
     def has_outer_momentum(self) -> bool:
-        """Whether states after a round have one."""
+        """Whether states after a round contain outer momentum."""
         return self.sync.every > 1 and self.sync.outer_momentum > 0.0
 
     def parts_of(self, step: int) -> int:
-        """Parts that a row computes a gradient group of this step in: one a local step."""
+        """The number of parts in which a row computes a gradient group of this step: one per local step."""
         return self.sync.every if self.is_round(step) else 1
 
     def sync_codec_of(self, step: int) -> str:
-        """Codec of what gradient groups send of a step, and of the sums."""
+        """The codec of what gradient groups send in this step, and of the sums."""
         return self.sync.codec if self.is_round(step) else self.pipeline.sync_codec
 
     @property
     def sync_codecs(self) -> tuple[str, ...]:
-        """Those of all steps; empty without gradient groups."""
+        """The codecs of `sync_codec_of` for all steps; empty without gradient groups."""
         if self.pipeline.groups == 1:
             return ()
         codecs = (self.pipeline.sync_codec, *((self.sync.codec,) if self.sync.every > 1 else ()))
@@ -594,16 +599,16 @@ class RunConfig:
 
     @property
     def weighs_loss(self) -> bool:
-        """Whether a step has a factor of its loss: the weight of its labels, or a scale, in float16."""
+        """Whether a step's loss has a factor: the weight of its labels, or in float16 a loss scale."""
         return self.data.masks_labels or self.training.precision == "float16"
 
     @property
     def sums_tied_gradients(self) -> bool:
-        """Whether both copies of a tied weight are trained, so that their gradients are added up."""
+        """Whether both copies of a tied weight are trained, so that their gradients are summed."""
         return self.model.tied and self.lora.rank == 0
 
     @property
     def validation_passes(self) -> int:
-        """Most passes over held-out samples of one measurement (`wire.messages.Validate`)."""
+        """The most passes over held-out samples in one measurement (`wire.messages.Validate`)."""
         data = self.data
         return 2 * -(-data.valid_samples // self.training.global_batch) if data.valid_every else 0

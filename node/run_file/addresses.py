@@ -1,4 +1,4 @@
-"""Addresses in run files and options: how they are written, and the rules between those of one run."""
+"""Addresses in run files and options: their form, and the rules between the addresses of one run."""
 
 import errno
 import math
@@ -10,13 +10,13 @@ from wire.errors import ConfigError
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
 MAX_GATEWAYS = 256
-"""Processes."""
+"""The most gateway processes."""
 MAX_CERTIFICATE_HOURS = 3650 * 24
 """Ten years, the lifetime of the run's CA."""
 
 
 def parse_listen(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port`. Raises ConfigError."""
+    """Split `host:port` or `[v6]:port`. Raises ConfigError for any other text."""
     shown = repr(address) if len(address) <= 80 else repr(address[:77] + "...")
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -51,7 +51,7 @@ def shares_port(config: RunConfig) -> bool:
 
 
 def can_be_looked_up(host: str) -> bool:
-    """Whether `host` can be resolved at all; a look-up of other names raises UnicodeError or ValueError."""
+    """Whether `host` can be resolved at all. Looking up other names raises UnicodeError or ValueError."""
     try:
         host.encode("idna")
     except UnicodeError:
@@ -60,13 +60,13 @@ def can_be_looked_up(host: str) -> bool:
 
 
 def why_not_bound(error: OSError) -> str:
-    """The system's reason why an address cannot be bound, without asyncio's own words around it."""
-    # From Python 3.13 on asyncio skips addresses of other machines, and gives no number.
+    """The system's reason why an address cannot be bound, without asyncio's text around it."""
+    # From Python 3.13 on, asyncio skips addresses of other machines and gives no error number.
     return os.strerror(error.errno or errno.EADDRNOTAVAIL)
 
 
 def coordinator_problems(coordinator: CoordinatorSection) -> Iterator[str]:
-    """What is wrong with its addresses and times."""
+    """What is wrong with the coordinator's addresses and times, one line each."""
     for name, address in (
         ("coordinator.listen", coordinator.listen),
         *(("coordinator.advertise", address) for address in coordinator.advertise),
@@ -119,7 +119,7 @@ def coordinator_problems(coordinator: CoordinatorSection) -> Iterator[str]:
 
 
 def dashboard_problems(dashboard: DashboardSection, coordinator: CoordinatorSection) -> Iterator[str]:
-    """What is wrong with its address."""
+    """What is wrong with the page's address, one line each."""
     if not dashboard.listen:
         if dashboard.tls:
             yield "dashboard.tls is true, but dashboard.listen is empty: there is no page to serve"
@@ -145,7 +145,7 @@ def dashboard_problems(dashboard: DashboardSection, coordinator: CoordinatorSect
 
 
 def positive(values: dict[str, float]) -> Iterator[str]:
-    """A problem for each value, by name, that is not finite and above 0."""
+    """A problem for each value that is not finite and above 0. Keys are the values' names."""
     for name, value in values.items():
         if not 0 < value < math.inf:
             yield f"{name} must be a finite number above 0, got {value}"

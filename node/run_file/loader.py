@@ -1,7 +1,9 @@
-"""Read run files: TOML and `key=value` overrides in, a checked `RunConfig` out; and back to JSON and TOML.
+"""Reads run files: TOML and `key=value` overrides give a checked `RunConfig`; also writes it as JSON and
+TOML.
 
-Reading is strict: an unknown section or key is an error with the nearest name, a value of the wrong type is
-an error with the expected type. Two conversions are made: a whole number to a float, and a list to a tuple.
+Reading is strict. An unknown section or key is an error that names the nearest one, and a value of the wrong
+type is an error that names the expected type. Only two conversions are made: a whole number to a float, and a
+list to a tuple.
 """
 
 import json
@@ -46,20 +48,21 @@ PATHS = {
     ("data", "chat_template"): "",
     ("model", "from"): "",
 }
-"""Keys that name files or folders, and the word that each takes instead."""
+"""Keys that name files or folders, and the word that each accepts instead."""
 
 EXPECTED_LISTS = (tuple[int, ...], tuple[float, ...], tuple[str, ...])
 HUB = "hf://"
-"""Begins a `model.from` that names a repository of the hub."""
+"""The prefix of a `model.from` that names a repository of the hub."""
 
 MOST_TOML_BYTES = 1 << 20
+"""The most bytes of a TOML file."""
 MOST_WRONG = 1000
-"""Faults of a file after which no more are looked for."""
+"""After this many errors in a file, no more are looked for."""
 INTEGER_BITS = 64
-"""TOML's whole numbers fit; Python's have any length."""
+"""The bits of TOML's whole numbers. Python's have any length."""
 
 LENGTHS = {("run", "steps"): "tokens", ("training", "decay_steps"): "decay_tokens"}
-"""Lengths in steps, and the keys that give the same in tokens."""
+"""Lengths in steps, and the keys that give the same lengths in tokens."""
 
 Values = dict[str, dict[str, Any]]
 """Checked values by section and key."""
@@ -67,19 +70,21 @@ Values = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Read:
-    """A run file's sections, as far as names and types go."""
+    """The sections of a run file whose names and types have been checked."""
 
     values: Values = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     """What is wrong with names and types."""
     doubtful: set[str] = field(default_factory=set)
-    """Keys, and sections with their dot, whose values are not known for that."""
+    """Keys, and sections with their dot, whose values are unknown because of these errors."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file, or a recipe by its name, apply overrides such as `training.lr=3e-4`, check everything.
+    """Read a run file, or a recipe by its name, apply overrides such as `training.lr=3e-4`, and check
+    everything.
 
-    Raises ConfigError, in one line that names the file or the override, the key and what was expected.
+    Raises:
+        ConfigError: in one line that names the file or the override, the key and what was expected.
     """
     path = Path(path)
     if path.name == str(path) and str(path) in recipes() and not path.exists():
@@ -93,7 +98,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def recipes() -> tuple[str, ...]:
-    """Names of the run files that are installed with the program, to start from."""
+    """The names of the run files that are installed with the program as starting points."""
     return tuple(sorted(path.stem for path in _RECIPES.glob("*.toml")))
 
 
@@ -105,10 +110,15 @@ def recipe(name: str) -> Path:
 
 
 def change_config(config: RunConfig, overrides: Sequence[str], changeable: Collection[str]) -> RunConfig:
-    """Apply overrides to the config of a run that goes on. Paths become absolute.
+    """Apply overrides to the config of a run that continues. Paths become absolute.
 
-    Raises ConfigError as `load_config` does, and for a key that `changeable` (sections and section.keys) does
-    not cover. An override with the key's present value is no change: a service repeats its command line.
+    An override with the key's present value is no change, because a service repeats its command line.
+
+    Args:
+        changeable: the sections and section.keys that may change.
+
+    Raises:
+        ConfigError: as for `load_config`, or a key may not change.
     """
     values = to_fields(config)
     for override in overrides:
@@ -123,28 +133,31 @@ def change_config(config: RunConfig, overrides: Sequence[str], changeable: Colle
             )
         values[section][key] = value
         if (section, key) in LENGTHS:
-            values[section][LENGTHS[section, key]] = 0  # the one given last counts
+            values[section][LENGTHS[section, key]] = 0  # the length that was given last counts
     changed = _build(values)
     validate(changed, where="the changed run file")
     return changed
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """`config` with absolute paths, so that a run can be resumed from any folder."""
+    """The config with absolute paths, so that a run can be resumed from any folder."""
     data = {key: _absolute("data", key, value) for key, value in vars(config.data).items()}
     model = replace(config.model, from_=_absolute("model", "from", config.model.from_))
     return replace(config, data=replace(config.data, **data), model=model)
 
 
 def default_config(overrides: Sequence[str] = ()) -> RunConfig:
-    """The defaults with overrides applied. Raises ConfigError as `load_config` does."""
+    """The defaults with overrides applied. Raises ConfigError as `load_config`."""
     return _overridden({}, overrides, where="the run file")
 
 
 def parse_override(text: str) -> tuple[str, str, Any]:
-    """Read one `section.key=value` into (section, key, value of the field's type).
+    """Parse one `section.key=value` into (section, key, value of the field's type).
 
-    Strings need no quotes and lists may be written with commas alone: `pipeline.split=2,2,3,1`.
+    Strings need no quotes, and lists may be written with commas alone: `pipeline.split=2,2,3,1`.
+
+    Raises:
+        ConfigError: the text has another form, the key is unknown, or the value has another type.
     """
     name, equals, raw = text.partition("=")
     name, raw = name.strip(), raw.strip()
@@ -162,7 +175,7 @@ def parse_override(text: str) -> tuple[str, str, Any]:
 
 def to_fields(config: RunConfig) -> Values:
     """The resolved config as values by section and key."""
-    # `from` is a keyword of Python, so its field is `from_`.
+    # `from` is a keyword of Python, so its field is called `from_`.
     return {
         name: {key.rstrip("_"): value for key, value in vars(getattr(config, name)).items()}
         for name in section_types()
@@ -175,7 +188,8 @@ def to_json(config: RunConfig) -> str:
 
 
 def from_json(text: str) -> RunConfig:
-    """The inverse of `to_json`. Unknown, missing and mistyped keys and broken rules raise ConfigError."""
+    """The inverse of `to_json`. Raises ConfigError for unknown, missing and mistyped keys and for broken
+    rules."""
     where = "the run's resolved config"
     try:
         raw = json.loads(text)
@@ -197,7 +211,7 @@ def from_json(text: str) -> RunConfig:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The resolved config as a run file that `load_config` reads back to an equal config."""
+    """The resolved config as a run file, which `load_config` reads back to an equal config."""
     blocks = []
     for section, values in to_fields(config).items():
         lines = [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
@@ -210,7 +224,7 @@ def toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML's escapes are JSON's, and DEL must be escaped too.
+        # TOML has JSON's escapes, but DEL must be escaped too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(toml_value(item) for item in value)}]"
@@ -219,7 +233,7 @@ def toml_value(value: object) -> str:
 
 @cache
 def section_types() -> Mapping[str, type]:
-    """The schema's sections: name to dataclass, in order."""
+    """The schema's sections in order, with the dataclass of each name."""
     return get_type_hints(RunConfig)
 
 
@@ -244,7 +258,7 @@ def _build(values: Values) -> RunConfig:
 
 
 def _resolved(config: RunConfig) -> RunConfig:
-    """`config` with lengths that are given in tokens as steps, rounded up."""
+    """The config with lengths that are given in tokens converted to steps, rounded up."""
     run, training = config.run, config.training
 
     def steps(tokens: int, given: int) -> int:
@@ -262,15 +276,18 @@ def _resolved(config: RunConfig) -> RunConfig:
 
 
 def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
-    """Parse a TOML file. Raises ConfigError.
+    """Parse a TOML file.
 
     Args:
         kind: what to call the file in messages, such as "run file".
         samples: what has or writes examples.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed.
     """
     try:
         if not path.is_file() and not path.is_dir() and path.exists() and not path.is_relative_to("/dev"):
-            # To open a pipe that nobody writes to would never return; a shell's own are in /dev.
+            # Opening a pipe to which nobody writes would never return. A shell's own pipes are in /dev.
             raise ConfigError(f"{path} is no regular file; a {kind} (TOML) is expected here")
         with path.open("rb") as file:
             text = file.read(MOST_TOML_BYTES + 1)
@@ -327,8 +344,10 @@ def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConf
 
 
 def _further_problems(read: _Read, overrides: Sequence[str]) -> list[str]:
-    """What else is wrong with a file whose names and types are, so that it needs one correction and not two.
-    Rules that name a key whose value is not known are left out: it may be what breaks them."""
+    """All further problems of a file with wrong names or types, so that one correction is enough.
+
+    Rules that name a key whose value is unknown are left out, because that value may be what breaks them.
+    """
     values, wrong, doubtful = (
         {name: dict(section) for name, section in read.values.items()},
         [],
@@ -348,11 +367,12 @@ def _further_problems(read: _Read, overrides: Sequence[str]) -> list[str]:
             "data.tokenizer",
         }  # the checkpoint sets these, and is not read for this
     config = _with_short_warmup(_build(values), say=False)
-    return [*wrong, *(one for one in problems(config) if not any(name in one for name in doubtful))]
+    further = [line for line in problems(config) if not any(name in line for name in doubtful)]
+    return [*wrong, *further]
 
 
 def _with_short_warmup(config: RunConfig, *, say: bool = True) -> RunConfig:
-    """A warm-up longer than the run is cut to a tenth of it, with a warning."""
+    """Shorten a warm-up that is longer than the run to a tenth of the run, with a warning."""
     steps, training = config.run.steps, config.training
     if not 0 < steps < training.warmup_steps:
         return config
@@ -365,7 +385,7 @@ def _with_short_warmup(config: RunConfig, *, say: bool = True) -> RunConfig:
 
 
 def _with_checkpoint(values: Values) -> Values:
-    """The values with the keys that the checkpoint in `model.from` sets."""
+    """The values together with the keys that the checkpoint in `model.from` sets."""
     given = dict(values.get("model", {}))
     if not (name := given.pop("from", "")):
         return values
@@ -388,7 +408,7 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
         if len(read.wrong) >= MOST_WRONG:
             break
         if section not in section_types():
-            # A key outside its section is the likeliest mistake.
+            # A key outside its section is the most likely mistake.
             owners = [full for full in full_keys() if full.endswith(f".{section}")]
             if owners and not isinstance(table, dict):
                 owner = owners[0].partition(".")[0]
@@ -398,7 +418,7 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
                 read.wrong.append(
                     f"unknown section [{shortened(section)}]{nearest(section, section_types())}"
                 )
-                read.doubtful.update(f"{one}." for one in close_to(section, section_types()))
+                read.doubtful.update(f"{near}." for near in close_to(section, section_types()))
         elif not isinstance(table, dict):
             read.wrong.append(f"[{section}] must be a section of keys, got {_shown(table)}")
             read.doubtful.add(f"{section}.")
@@ -414,7 +434,7 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
                     read.wrong.append(str(error).removeprefix(": "))
                     named = key in _key_types(section)
                     alike = [key] if named else close_to(key, _key_types(section))
-                    read.doubtful.update(f"{section}.{one}" for one in alike)
+                    read.doubtful.update(f"{section}.{near}" for near in alike)
                     read.doubtful.update(full for full in full_keys() if full.endswith(f".{key}"))
     return read
 
@@ -435,7 +455,7 @@ def _field_type(section: str, key: str, where: str) -> Any:
 
 
 def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
-    """`value` as the field type `kind`. Raises ConfigError."""
+    """`value` converted to the field type `kind`. Raises ConfigError if it has another type."""
     if any(type(item) is int and item.bit_length() > INTEGER_BITS for item in _items(value)):
         raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]} of at most {INTEGER_BITS} bits")
     if not all(is_text(item) for item in _items(value)):
@@ -458,7 +478,7 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """Whether `value` can be stored: a command line may contain bytes that are not UTF-8."""
+    """Whether `value` can be stored. A command line may contain bytes that are not UTF-8."""
     return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
 
 
@@ -478,16 +498,16 @@ def _parse_override_value(raw: str, kind: Any) -> Any:
 
 
 def toml_scalar(raw: str, default: Any = None) -> Any:
-    """Parse one TOML value; `default` if it is not one."""
+    """Parse one TOML value; `default` if the text is none."""
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except (ValueError, RecursionError):
-        return default  # RecursionError, ValueError: thousands of brackets or digits
+        return default  # RecursionError or ValueError: thousands of brackets or digits
     return parsed["value"] if len(parsed) == 1 else default
 
 
 def _shown(value: object) -> str:
-    """A value and its type in words, shortened."""
+    """A value, shortened, and its type in words."""
     words = {str: "a string", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
     described = words.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
     try:

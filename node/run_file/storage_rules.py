@@ -16,7 +16,7 @@ def name_problem(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
 
 
 def storage_problems(config: RunConfig) -> Iterator[str]:
-    """Every broken rule, one line each."""
+    """All broken rules of `[storage]`, one line each."""
     yield from _storage(config.storage, config.pipeline)
 
 

@@ -1,6 +1,6 @@
-"""Check a run file beyond types: ranges, names, and rules between keys.
+"""Checks a run file beyond types: ranges, names, and rules between keys.
 
-`problems` lists every broken rule, a line each that says what to change; `validate` raises for them.
+`problems` lists every broken rule in a line that says what to change. `validate` raises if there are any.
 """
 
 import math
@@ -51,36 +51,37 @@ ORDERS = ("auto", "whole", "shards")
 LOGGERS = ("tensorboard", "wandb")
 
 MOST_SHOWN = 8
-"""Problems of a run file that are named at once."""
+"""The most problems of a run file that are named in one message."""
 MOST_VALID_SAMPLES = 65_536
 MOST_PROMPTS = 16
 MOST_PROMPT = 1000
-"""Characters: prompts stand in the page, which every reader gets."""
+"""The most characters of a prompt. Prompts are part of the page, which every reader loads."""
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
 MAX_MICROBATCHES = 16_384
-"""In a step. Estimates list the actions of all stages several times: this many take a second."""
+"""The most microbatches in a step. Estimates list the actions of all stages several times, which takes a
+second with this many."""
 
 
 MOST_OF_ONE = 500
-"""Characters of one problem, which may quote a value of any size."""
+"""The most characters of one problem, which may quote a value of any size."""
 
 
 def validate(config: RunConfig, where: str) -> None:
-    """Raise ConfigError with all problems in one line. `where` names their source."""
-    if found := problems(config):
-        raise ConfigError(f"{where}: {together(found)}")
+    """Raise ConfigError with all problems in one line. `where` names the checked text in the message."""
+    if broken := problems(config):
+        raise ConfigError(f"{where}: {together(broken)}")
 
 
-def together(found: Sequence[str]) -> str:
-    """Several problems in one line; beyond `MOST_SHOWN` only their number."""
-    rest = len(found) - MOST_SHOWN
-    shown = (shortened(one, MOST_OF_ONE) for one in found[:MOST_SHOWN])
+def together(broken: Sequence[str]) -> str:
+    """Several problems in one line. Beyond `MOST_SHOWN`, only their number is given."""
+    rest = len(broken) - MOST_SHOWN
+    shown = (shortened(problem, MOST_OF_ONE) for problem in broken[:MOST_SHOWN])
     return "; also: ".join(shown) + (f" (and {rest} more)" if rest > 0 else "")
 
 
 def problems(config: RunConfig) -> list[str]:
-    """Every broken rule, one line each, in the order of the file."""
+    """All broken rules, one line each, in the order of the file."""
     if beyond := list(_beyond(config)):
         return beyond  # some of the other rules take time and memory with such sizes
     return [
@@ -110,7 +111,7 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def _beyond(config: RunConfig) -> Iterator[str]:
-    """Sizes that no run has."""
+    """Problems with sizes that no run has."""
     most = {
         **dict.fromkeys(("hidden", "heads", "kv_heads", "head_width", "ffn", "vocab", "sequence"), MOST_SIZE),
         **dict.fromkeys(("experts", "experts_per_token"), MOST_EXPERTS),
@@ -189,7 +190,7 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
 
 
 def _compute(config: RunConfig) -> Iterator[str]:
-    """What products in FP8 need."""
+    """What products in FP8 require."""
     model = config.model
     if config.training.compute != "fp8":
         if config.training.weight_gradients == "fp8":
@@ -323,7 +324,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
 
 
 def _float16(config: RunConfig) -> Iterator[str]:
-    """What a run in float16 needs, and one that may become one."""
+    """What a run in float16 requires, and a run that may use float16."""
     training = config.training
     if not LEAST <= training.loss_scale <= MOST or math.frexp(training.loss_scale)[0] != 0.5:
         yield f"training.loss_scale must be a power of two from 1 to {MOST:.0f}, got {training.loss_scale}"
@@ -342,9 +343,7 @@ def _float16(config: RunConfig) -> Iterator[str]:
             "scale of the loss"
         )
     if config.sync.every > 1:
-        yield (
-            f"{chosen} needs sync.every = 1: whether a step in float16 is skipped is decided for all stages"
-        )
+        yield f"{chosen} needs sync.every = 1: a step in float16 is skipped by all stages or by none"
 
 
 def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
@@ -468,7 +467,7 @@ def _local_steps(config: RunConfig) -> Iterator[str]:
     if wrong or sync.every == 1 or min(pipeline.groups, training.microbatch) < 1:
         return
     if pipeline.groups == 1:
-        yield "sync.every above 1 is of gradient groups: set pipeline.groups to 2 or more"
+        yield "sync.every above 1 needs gradient groups: set pipeline.groups to 2 or more"
         return
     own = training.global_batch // training.microbatch // pipeline.groups
     if own % sync.every:
@@ -480,7 +479,7 @@ def _local_steps(config: RunConfig) -> Iterator[str]:
         if getattr(training, key) != "float32":
             yield f'sync.every above 1 needs training.{key} = "float32", got {getattr(training, key)!r}'
     if config.audit.rate > 0.0:
-        yield "audit.rate compares exact steps alone: set it to 0, or sync.every to 1"
+        yield "audit.rate compares only exact steps: set it to 0, or sync.every to 1"
     if config.sums_tied_gradients and pipeline.stages > 1 and pipeline.head != "first":
         yield (
             'sync.every above 1 needs a tied model\'s head on the first stage: set pipeline.head = "first", '
@@ -539,7 +538,7 @@ def _planned_codecs(pipeline: PipelineSection) -> Iterator[str]:
 
 
 def _tensors(config: RunConfig) -> Iterator[str]:
-    """Tensors between stages must fit in a link message even uncompressed (the `fp32` codec)."""
+    """Tensors between stages must fit into a link message even uncompressed (the `fp32` codec)."""
     model, training = config.model, config.training
     boundary = {"training.microbatch": training.microbatch, "model.sequence": model.sequence}
     sent = [{**boundary, "model.hidden": model.hidden}]

@@ -118,9 +118,9 @@ class Llama(Family):
         if model.heads % model.kv_heads:
             yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
         if model.rope_factor != 1 and model.rope_scaling == "none":
-            yield f"model.rope_factor ({model.rope_factor}) is of model.rope_scaling: set that one, too"
+            yield f"model.rope_factor ({model.rope_factor}) needs model.rope_scaling: set it too"
         if model.no_window and not model.window:
-            yield "model.no_window names blocks without the window that model.window gives: set that one, too"
+            yield "model.no_window names blocks without the window: set model.window too"
         for key in ("no_rope", "no_window"):
             if any(not 0 <= block < model.layers for block in getattr(model, key)):
                 yield f"model.{key} must name blocks from 0 to {model.layers - 1}, got {getattr(model, key)}"

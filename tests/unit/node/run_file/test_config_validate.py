@@ -85,7 +85,7 @@ def test_the_most_that_is_allowed() -> None:
             "audit.rate compares bits, which training.deterministic = false gives up",
         ),
         ({"sync.every": 0}, "sync.every must be at least 1"),
-        ({"sync.every": 2}, "sync.every above 1 is of gradient groups: set pipeline.groups to 2 or more"),
+        ({"sync.every": 2}, "sync.every above 1 needs gradient groups: set pipeline.groups to 2 or more"),
         (
             {"sync.every": 3, "pipeline.groups": 2},
             "sync.every (3) must divide the 4 microbatches of a gradient group",
@@ -96,7 +96,7 @@ def test_the_most_that_is_allowed() -> None:
         ),
         (
             {"sync.every": 2, "pipeline.groups": 2, "audit.rate": 0.1},
-            "audit.rate compares exact steps alone: set it to 0, or sync.every to 1",
+            "audit.rate compares only exact steps: set it to 0, or sync.every to 1",
         ),
         (
             {"sync.every": 2, "pipeline.groups": 2, "model.tied": True},
@@ -293,7 +293,7 @@ def test_addresses_that_are_none(address: str) -> None:
         (["data.sources=a,b", "data.weights=1"], "data.weights has 1 numbers for 2 data.sources"),
         (["data.sources=a", "data.weights=0"], "data.weights must be finite numbers above 0"),
         (["data.sources=a", "data.path=b"], "data.sources takes the place of data.path"),
-        (["model.rope_factor=4"], "model.rope_factor (4.0) is of model.rope_scaling"),
+        (["model.rope_factor=4"], "model.rope_factor (4.0) needs model.rope_scaling"),
         (["model.no_window=1"], "model.no_window names blocks without the window"),
         (["model.window=9", "model.no_window=8"], "model.no_window must name blocks from 0 to 7, got (8,)"),
         (["model.no_rope=-1"], "model.no_rope must name blocks from 0 to 7, got (-1,)"),
