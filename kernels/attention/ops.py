@@ -1,18 +1,22 @@
-"""Causal attention as forward and backward calls, so that the caller decides how to keep what lies between
-them.
+"""Causal attention with separate calls forward and backward: the caller decides how to keep what lies
+between.
 
 Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S sequence, D head width.
-Torch's FlashAttention operators (FlashAttention-2, arXiv 2307.08691) run on CPUs and most GPUs. On sm_90
-forward is cuDNN's, which repeats its bits. Its backward does not, so backward is our own
-(`kernels.attention.triton`).
 
-With a `Reach` that is limited, FlashAttention-2 runs on GPUs, by the list of documents and the window, so
-that what no query sees costs nothing; on CPUs and elsewhere the scores are masked.
+Which implementation runs:
 
-Backward takes queries, keys, values and result that may have been stored and restored in between; the
-log-sum-exp belongs to those that went forward. Where torch has no such operator (fp32 on a GPU, odd head
-widths) only queries, keys and values are used, and backward runs forward again. Keys and values that queries
-share are repeated there, because torch's other implementations make S x S matrices of groups.
+* On CPUs and most GPUs, torch's FlashAttention operators (FlashAttention-2, arXiv 2307.08691).
+* On sm_90, cuDNN's forward, which repeats its bits. Its backward does not, so our own runs
+  (`kernels.attention.triton`).
+* With a limited `Reach`, FlashAttention-2 on GPUs. It takes the list of documents and the window, so keys
+that
+  no query sees cost nothing. CPUs and other devices mask the scores.
+
+Queries, keys, values and the result may have been stored and restored before they are passed to backward. The
+log-sum-exp must be the one of the original forward. Where torch has no such operator (float32 on a GPU, odd
+head widths), only queries, keys and values are used, and backward repeats forward. Keys and values that
+several queries share are repeated there, because torch's other implementations make S x S matrices for
+groups.
 """
 
 from collections.abc import Iterator
@@ -48,9 +52,10 @@ def has_flash(query_bhsd: Tensor) -> bool:
 
 
 def has_fixed_order_kernels(query_bhsd: Tensor) -> bool:
-    """Whether cuDNN's forward and our own backward run, which are the fastest where sums have an order.
+    """Whether cuDNN's forward and our own backward run. They are the fastest with a fixed order of sums on
+    sm_90.
 
-    Measured on sm_90 (scripts/results/compute.json): elsewhere FlashAttention-2 runs.
+    Source: measurements in scripts/results/compute.json. Other GPUs run FlashAttention-2.
     """
     return (
         dispatch.has_kernels(query_bhsd.device, "attention")
@@ -61,7 +66,7 @@ def has_fixed_order_kernels(query_bhsd: Tensor) -> bool:
 
 
 def repeat_shared(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, S, D]: one of each for every query head."""
+    """Keys and values as [B, H, S, D]: one of each for every query head."""
     shared = query_bhsd.shape[1] // key_bksd.shape[1]
     if shared == 1:
         return key_bksd, value_bksd
@@ -75,16 +80,18 @@ def attention(
     reach: Reach = EVERYTHING,
     sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result [B, H, S, D] and its log-sum-exp in fp32; that is empty where nothing can use it.
+    """The result [B, H, S, D] and its log-sum-exp in float32, which is empty where no backward can use it.
 
-    The log-sum-exp is [B, H, S], or with documents on a GPU [H, B S]. The result's transpose to [B, S, H, D]
-    is contiguous where `has_flash`.
+    The log-sum-exp is [B, H, S], or [H, B S] with documents on a GPU. The result's transpose to [B, S, H, D]
+    is
+    contiguous where `has_flash`.
 
     Args:
-        query_bhsd: of all keys' positions, or of the last Q of them, a chunk of the sequence. `reach` is
-            always that of all keys.
-        sinks_h: a logit a head (`kernels.attention.reference`). With it, and for a chunk, the log-sum-exp is
-            [B, H, Q] wherever this runs.
+        query_bhsd: The queries of all keys' positions, or of a chunk: the last Q of them.
+        key_bksd, value_bksd: The keys and values of all positions so far, [B, K, S, D].
+        reach: Which of all keys each query sees, also for a chunk.
+        sinks_h: A logit per head (`kernels.attention.reference`), or None. With sinks, and for a chunk, the
+            log-sum-exp is [B, H, Q] on every device.
     """
     if _is_general(query_bhsd, key_bksd, reach, sinks_h):
         return _general(query_bhsd, key_bksd, value_bksd, reach, sinks_h)
@@ -120,13 +127,15 @@ def attention_backward(
     fixed_order: bool = True,
     sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, summed in a fixed order: equal inputs give equal bits.
+    """Gradients of queries, keys and values, in their dtypes.
+
+    Sums have a fixed order by default: equal inputs give equal bits.
 
     Args:
-        grad_bhsd: of the result.
-        out_bhsd, sums: what `attention` gave; unused where it gave no log-sum-exp.
+        grad_bhsd: The result's gradient.
+        out_bhsd, sums: What `attention` returned. They are unused where its log-sum-exp is empty.
         fixed_order: False lets GPUs add in any order where that is faster.
-        sinks_h: as `attention` had them; their own gradient is `sinks_gradient`.
+        sinks_h: The sinks that `attention` got. `sinks_gradient` computes their gradient.
     """
     if _is_general(query_bhsd, key_bksd, reach, sinks_h):
         parts = _gradients(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums, reach, None)
@@ -152,7 +161,7 @@ def attention_backward(
 
         return triton.backward(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums)
     length = query_bhsd.shape[-2]
-    # The state of a generator that only dropout would use.
+    # FlashAttention uses the state of a random generator only for dropout.
     unused = torch.zeros(2, dtype=torch.uint64, device=query_bhsd.device)
     with _order(fixed=fixed_order):
         query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -186,15 +195,19 @@ def chunk_backward(
     reach: Reach = EVERYTHING,
     sinks_h: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of a chunk's queries, in their dtype; those of keys and values are added to sums.
+    """The gradient of a chunk's queries, in their dtype. Those of keys and values are added to running sums.
 
-    Every element of the sums gets one addition in float32, so they depend on the order of calls alone: chunks
-    go backward from the last to the first. There is no `fixed_order` to give up: each program of the kernels
-    owns the elements that it sums.
+    Every element of the sums gets one float32 addition per call, so the sums depend only on the order of
+    calls:
+    chunks go backward from the last to the first. There is no `fixed_order`, because each program of the
+    kernels
+    owns the elements that it sums, and nothing is faster without an order.
 
     Args:
-        of_key_bksd, of_value_bksd: float32 [B, K, S, D], like keys and values of all positions so far.
-        reach, sinks_h: as `attention` had them.
+        of_key_bksd, of_value_bksd: The sums, float32 [B, K, S, D], for the keys and values of all positions
+            so
+            far.
+        reach, sinks_h: As `attention` got them.
     """
     parts = grad_bhqd, query_bhqd, key_bksd, value_bksd, out_bhqd, sums
     if not _is_general(query_bhqd, key_bksd, reach, sinks_h):
@@ -207,7 +220,7 @@ def chunk_backward(
 
 
 def sinks_gradient(grad_bhqd: Tensor, out_bhqd: Tensor, sums: Tensor, sinks_h: Tensor) -> Tensor:
-    """The gradient of `attention`'s sinks, float32 [H], from that of its result."""
+    """The gradient of `attention`'s sinks, float32 [H], from the gradient of its result."""
     if _has_kernels(out_bhqd):
         from kernels.attention import triton
 
@@ -246,22 +259,24 @@ def differentiable(
     reach: Reach,
     sinks_h: Tensor | None = None,
 ) -> Tensor:
-    """`attention`'s result alone, for autograd."""
+    """The result of `attention` without its log-sum-exp, for autograd."""
     args = query_bhsd, key_bksd, value_bksd, reach, sinks_h
     made: Tensor = _ReachAttention.apply(*args)  # type: ignore[no-untyped-call]
     return made
 
 
 def _is_general(query: Tensor, key: Tensor, reach: Reach, sinks: Tensor | None) -> bool:
-    """Whether torch's operators lack it: sinks, or a chunk's queries; of the first chunk, documents that go
-    on behind it."""
+    """Whether torch's operators cannot compute it.
+
+    They lack sinks and the queries of a chunk. They also lack the first chunk if documents go on after it.
+    """
     length = key.shape[-2]
     longer = reach.documents is not None and reach.documents.first_bs.shape[1] != length
     return sinks is not None or query.shape[-2] != length or longer
 
 
 def _has_kernels(query: Tensor) -> bool:
-    """Whether our own kernels take such heads."""
+    """Whether our own kernels support these heads."""
     return dispatch.has_kernels(query.device, "attention") and query.shape[-1] <= _WIDEST
 
 
@@ -294,7 +309,8 @@ def _gradients(
     reach: Reach,
     onto: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values; with `onto` the last two are added to its tensors, which it gives back."""
+    """Gradients of queries, keys and values. With `onto` the last two are added to its tensors and
+    returned."""
     if _has_kernels(query):
         from kernels.attention import triton
 
@@ -312,7 +328,7 @@ def _gradients(
 
 
 def _mask(query: Tensor, key: Tensor, reach: Reach) -> dict[str, Tensor]:
-    """The CPU operator's argument."""
+    """The CPU operator's mask argument, if it needs one."""
     length = key.shape[-2]
     first = length - query.shape[-2]
     return {"attn_mask": reach.added(length, query, first)} if reach.is_limited or first else {}
@@ -326,7 +342,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> Tensor:
 
 
 def _limits(length: int, reach: Reach) -> tuple[Tensor | None, dict[str, int]]:
-    """FlashAttention's list of documents and its window, which counts the keys before a query's own."""
+    """FlashAttention's list of documents and its window, which does not count a query's own key."""
     ends = None if reach.documents is None else reach.documents.ends
     window = {"window_size_left": min(reach.window, length) - 1, "window_size_right": 0}
     return ends, window if reach.window else {}
@@ -339,7 +355,7 @@ def _rows(part: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _heads(rows: Tensor, batch: int, ends: Tensor | None) -> Tensor:
-    """The reverse of `_rows`."""
+    """The inverse of `_rows`."""
     return (rows if ends is None else torch.unflatten(rows, 0, (batch, -1))).transpose(1, 2)
 
 
@@ -366,7 +382,7 @@ def _limited_backward(
     batch, _, length, _ = query.shape
     ends, window = _limits(length, reach)
     parts = (_rows(part, ends) for part in (grad, query, key, value, out))
-    # The state of a generator that only dropout would use.
+    # FlashAttention uses the state of a random generator only for dropout.
     unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
     with _order(fixed=fixed_order):
         grads = torch.ops.aten._flash_attention_backward(
@@ -379,9 +395,9 @@ def _limited_backward(
 def _backward_of_cudnn(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds the queries' gradients with atomics."""
+    """Adds the queries' gradients with atomics, in any order."""
     length = query.shape[-2]
-    # The state of a generator that only dropout would use.
+    # cuDNN uses the state of a random generator only for dropout.
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad,
@@ -407,7 +423,7 @@ def _backward_on_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, reach: Reach
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = query.shape[1], key.shape[1]
-    # Not every version of torch sums over the queries of a head inside the operator.
+    # Not every version of torch sums inside the operator over the queries that share a head.
     key, value = repeat_shared(query, key, value)
     mask = _mask(query, key, reach)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -421,14 +437,16 @@ def _backward_on_cpu(
 
 @contextmanager
 def _order(*, fixed: bool) -> Iterator[None]:
-    """Make torch deterministic, or not. Not, and in its warn-only mode, FlashAttention adds the queries'
-    gradients with atomics."""
+    """Turn torch's deterministic mode on or off.
+
+    While it is off or only warns, FlashAttention adds the queries' gradients with atomics.
+    """
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if (enabled and not warns) == fixed:
         yield
         return
-    # A module whose one setting is a property, which mypy does not see.
+    # The module's one setting is a property, which mypy does not see.
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(fixed)

@@ -1,4 +1,4 @@
-"""What causal attention is limited to besides: a window of the latest keys, and the query's own document.
+"""The limits of causal attention: a window of the latest keys, and the query's own document.
 
 Shape legend: B batch, S sequence, N documents of all samples.
 """
@@ -11,17 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Documents:
-    """Where documents that are packed into samples begin. Every sample begins one."""
+    """Where the documents that are packed into samples begin. A document begins at every sample's first
+    token."""
 
     first_bs: Tensor
     """int32 [B, S]: the position in its sample at which a token's document begins."""
     ends: Tensor
-    """int32 [N + 1]: where documents begin in the samples laid end to end, then B S, repeated to a length
-    that many microbatches share (`padded`)."""
+    """int32 [N + 1]: where documents begin in the samples laid end to end.
+
+    It is filled up with B S to a length that many microbatches share (`padded`).
+    """
 
     @classmethod
     def of(cls, starts_bs: Tensor, device: torch.device) -> "Documents":
-        """From bool [B, S] on the CPU, which is true where a document begins."""
+        """From bool [B, S] on the CPU, which is True where a document begins."""
         starts = starts_bs.clone()
         starts[:, 0] = True
         batch, length = starts.shape
@@ -33,7 +36,7 @@ class Documents:
         return cls(first_bs=first.to(device), ends=ends.to(device))
 
     def copy_(self, other: "Documents") -> None:
-        """Take over another's values, which must have the same shapes."""
+        """Copy another's values, which must have the same shapes."""
         self.first_bs.copy_(other.first_bs)
         self.ends.copy_(other.ends)
 
@@ -41,15 +44,16 @@ class Documents:
         return Documents(first_bs=self.first_bs.clone(), ends=self.ends.clone())
 
     def like(self, other: "Documents") -> bool:
-        """Whether `copy_` may be called with it."""
+        """Whether the shapes allow `copy_`."""
         return self.first_bs.shape == other.first_bs.shape and self.ends.shape == other.ends.shape
 
 
 def padded(documents: int, batch: int, length: int) -> int:
-    """To how many documents their list is filled up, with empty ones.
+    """The number of documents to which their list is filled up with empty ones.
 
-    The order of sums in a FlashAttention backward depends on it, so it follows from the samples alone. All
-    microbatches have the same one unless documents are shorter than 64 tokens on average.
+    The order of sums in a FlashAttention backward depends on it, so it is a function of the samples only. It
+    is
+    the same for all microbatches unless documents are shorter than 64 tokens on average.
     """
     usual = max(1, batch * length // 64)
     while usual < documents:
@@ -59,10 +63,10 @@ def padded(documents: int, batch: int, length: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reach:
-    """The keys that a query sees, besides that none comes after it."""
+    """Which keys a query sees among its own and the earlier ones."""
 
     window: int = 0
-    """Only so many: its own and those just before it. 0 is all of them."""
+    """The number of keys that a query sees: its own and those just before it. 0 means all."""
     documents: Documents | None = None
 
     @property
@@ -70,8 +74,8 @@ class Reach:
         return self.window > 0 or self.documents is not None
 
     def allowed(self, length: int, device: torch.device, first: int = 0) -> Tensor:
-        """bool [B or 1, 1, S - first, S]: whether a query (rows, from position `first` on) sees a key
-        (columns)."""
+        """bool [B or 1, 1, S - first, S]: whether a query (row, from position `first` on) sees a key
+        (column)."""
         positions = torch.arange(length, device=device)
         keys, queries = positions[None, None], positions[None, first:, None]
         seen = keys <= queries
@@ -82,7 +86,7 @@ class Reach:
         return seen[:, None]
 
     def added(self, length: int, like: Tensor, first: int = 0) -> Tensor:
-        """The same as what is added to scores, 0 or minus infinity, with the dtype and device of `like`."""
+        """`allowed` as a term to add to scores: 0 or minus infinity, with the dtype and device of `like`."""
         seen = self.allowed(length, like.device, first)
         return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
 

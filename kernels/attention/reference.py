@@ -1,10 +1,10 @@
-"""Attention of the last queries of a sequence to all keys before them, in plain torch and float32.
+"""Attention of a sequence's last queries to all keys before them, in plain torch and float32.
 
 Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S keys, Q <= S queries,
 which are those of the last Q positions, D head width.
 
-A sink is a logit a head that takes part in the softmax and has no value (gpt-oss): queries may attend to
-nothing. The log-sum-exp includes it, so gradients of queries, keys and values do not ask for it.
+A sink is a logit per head that takes part in the softmax and has no value, so that a query can attend to
+nothing (gpt-oss). The log-sum-exp includes it, so the gradients of queries, keys and values do not need it.
 """
 
 import torch
@@ -34,7 +34,7 @@ def attention_backward(
     sums: Tensor,
     reach: Reach,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, float32, from what `attention` gave."""
+    """Gradients of queries, keys and values, in float32, from what `attention` returned."""
     heads, kv_heads = query_bhqd.shape[1], key_bksd.shape[1]
     scale = query_bhqd.shape[-1] ** -0.5
     weights = (_scores(query_bhqd, key_bksd, reach) - sums[..., None]).exp()
@@ -48,12 +48,12 @@ def attention_backward(
 
 
 def inner_products(grad_bhqd: Tensor, out_bhqd: Tensor) -> Tensor:
-    """The product of each query's result and its gradient, float32 [B, H, Q]."""
+    """The dot product of each query's result with its gradient, float32 [B, H, Q]."""
     return (grad_bhqd.float() * out_bhqd.float()).sum(-1)
 
 
 def _scores(query: Tensor, key: Tensor, reach: Reach) -> Tensor:
-    """Scaled, float32 [B, H, Q, S]; minus infinity where a query does not see a key."""
+    """Scaled scores, float32 [B, H, Q, S]. They are minus infinity where a query does not see a key."""
     length = key.shape[2]
     scores: Tensor = query.float() @ _repeated(key, query.shape[1]).mT * query.shape[-1] ** -0.5
     return scores.masked_fill(~reach.allowed(length, query.device, length - query.shape[2]), -torch.inf)

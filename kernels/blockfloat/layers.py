@@ -1,6 +1,6 @@
-"""Layers that keep their input stored in blocks: the reference in torch for `kernels.blockfloat.triton`.
+"""Layers that store their input in blocks: the reference in torch for `kernels.blockfloat.triton`.
 
-Every implementation stores the same bits; results computed from them agree to rounding.
+All implementations store the same bits. Results computed from them agree to rounding.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kernels.common import layers
 def norm_store(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The norm of x (`layers.norm`) in `dtype`, and x stored in `bits`."""
+    """The norm of x (`kernels.common.layers.norm`) in `dtype`, and x stored in `bits`."""
     return layers.norm(x, weight, bias, eps).to(dtype), blockfloat.pack(x, bits)
 
 
@@ -28,7 +28,7 @@ def norm_from_stored(
     bits: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The norm, in `dtype`, of the stored input."""
+    """The norm of the stored input, in `dtype`."""
     x = blockfloat.unpack(packed, shape, bits, torch.float32)
     return layers.norm(x, weight, bias, eps).to(dtype)
 
@@ -45,11 +45,13 @@ def norm_backward(
     """Gradients of the norm of the stored input.
 
     Args:
-        grad: of the norm's result, `[..., C]`.
-        residual: the gradient that passes by the norm, added to that of its input; gives the dtype.
+        grad: The gradient of the norm's result, `[..., C]`.
+        residual: The gradient that bypasses the norm. It is added to the input's gradient, which gets its
+            dtype.
 
     Returns:
-        Of the input; of the weight and the bias, fp32 (empty without a bias).
+        The gradients of the input, of the weight and of the bias. The last two are float32; the last is empty
+        without a bias.
     """
     x = blockfloat.unpack(packed, grad.shape, bits, torch.float32)
     of_input, of_weight, of_bias = layers.norm_gradient(grad, x, weight, bias, eps)
@@ -60,8 +62,11 @@ def norm_backward(
 def ffn_store(
     gate: Tensor, up: Tensor | None, bits: int, gelu: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up, with `gelu` gelu(gate) * up, or gelu(gate) without `up`; and the inputs
-    stored (the second empty without `up`)."""
+    """The activation and its inputs as stored: silu(gate) * up; gelu(gate) * up with `gelu`; gelu(gate)
+    without `up`.
+
+    The second stored input is empty without `up`.
+    """
     packed = blockfloat.pack(gate, bits)
     if up is None:
         return layers.gelu(gate), packed, packed.new_empty(0)
@@ -71,10 +76,11 @@ def ffn_store(
 def ffn_backward(
     grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int, gelu: bool = False
 ) -> Tensor:
-    """Gradients of the stored inputs, in grad's dtype: [..., 2 F], the gate's and then up's; [..., F] without
-    `packed_up`.
+    """Gradients of the stored inputs in grad's dtype, `[..., 2 F]`: the gate's, then up's.
 
-    `grad`, contiguous, is overwritten with the inner activations, computed again from what was stored.
+    Without `packed_up` the shape is `[..., F]`. `grad` must be contiguous. It is overwritten with the
+    activations,
+    which are computed again from the stored inputs.
     """
     gate = blockfloat.unpack(packed_gate, grad.shape, bits, grad.dtype)
     if packed_up is None:

@@ -1,6 +1,6 @@
-"""Stored tensors by device: the reference on a CPU, Triton's kernels on a GPU, the same stored bits.
+"""Stored tensors by device: the reference on a CPU, Triton's kernels on a GPU, with the same stored bits.
 
-They never wait for the device. A GPU without Triton runs the reference.
+These functions never wait for the device. A GPU without Triton runs the reference.
 """
 
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def ffn_store(
 def ffn_backward(
     grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int, gelu: bool = False
 ) -> Tensor:
-    """`kernels.blockfloat.layers.ffn_backward`: `grad` becomes the inner activations."""
+    """`kernels.blockfloat.layers.ffn_backward`. Overwrites `grad` with the activations."""
     if dispatch.has_kernels(grad.device, "storage"):
         from kernels.blockfloat.triton import ffn as triton_store_ffn
 

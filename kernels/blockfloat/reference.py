@@ -1,19 +1,21 @@
 """Stored tensors in blocks of 128, in plain torch. Other implementations give the same bits.
 
-In fp32, each operation rounded by itself to nearest even; m the largest |x_k| of a block, L the limit of its
-format (`kernels.blockfloat.layout`, which has the layout and the formats):
+All arithmetic is fp32, and each operation rounds on its own, to nearest even. m is the largest |x_k| of a
+block,
+L the limit of its format (`kernels.blockfloat.layout` has the layout and the formats):
 
-1. s = m * (1 / L), rounded to bf16; 0 if m < 2**-100; NaN if m >= 2**126 or the block holds a NaN;
-2. a = min(|x_k| * (1 / s), L), 0 where s is 0;
-3. magnitude code, e2m, with M = 2**mantissa: the least of rint(a * 2**-k) + k M for k = 0, 1, 2, which is the
-   nearest; 3 bits: the number of thresholds below a;
-4. code: magnitude code, x's sign bit on top;
-5. back: e = code div M, times s, rounded to the output's dtype: the code itself if e = 0, else
-   (M + code mod M) * 2**(e - 1).
+1. s = m * (1 / L), rounded to bf16; 0 if m < 2**-100; NaN if m >= 2**126 or the block holds a NaN.
+2. a = min(|x_k| * (1 / s), L), and 0 where s is 0.
+3. The magnitude code of an e2m format, with M = 2**mantissa, is the least of rint(a * 2**-k) + k M for k = 0,
+1,
+   2, which is the nearest. With 3 bits it is the number of thresholds below a.
+4. The code is the magnitude code with x's sign bit above it.
+5. Decoding, with e = magnitude code div M: the value is the magnitude code itself if e = 0, else
+   (M + code mod M) * 2**(e - 1). It is multiplied by s and rounded to the output's dtype.
 
-A block that is not finite comes back as NaNs, so the gradient's norm shows it and nothing has to wait for a
-check. Padding never leaves the buffer. (Block-wise FP4 for stored activations: AGoQ, arXiv 2605.00539,
-section 4.1.2.)
+A block that is not finite decodes to NaNs. The gradient's norm shows that, so nothing has to wait for a
+check.
+Padding never leaves the buffer. Block-wise FP4 for stored activations: AGoQ, arXiv 2605.00539, section 4.1.2.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,20 +40,20 @@ from kernels.blockfloat.layout import (
     payload_offset,
 )
 
-# Blocks worked on at once on a CPU: the scratch stays in cache.
+# Blocks that a CPU works on at once, so that the scratch memory stays in cache.
 _CPU_BLOCKS = 2048
 
 
 def pack(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Store x (fp32, bf16 or fp16, `[..., C]`) in `bits` (3, 4, 5, 6, 8 or 16, or with `APART`): uint8, 1-D.
 
-    Its size is `packed_bytes(x.shape, bits)`. Never waits for the device.
+    The size is `packed_bytes(x.shape, bits)`. Never waits for the device.
     """
     if bits >= APART:
         return outliers.pack(x, bits, outliers.channel_sums, _pack_rest)
     rows = _block_rows(x)
     if bits == 16:
-        # Copied even if x is bf16: an operator may not return its input.
+        # Copied even if x is bf16, because an operator may not return its input.
         return rows.to(torch.bfloat16, copy=True).view(-1).view(torch.uint8)
     # Zeros also fill the gap after the scales, so that equal tensors have equal bytes.
     packed = torch.zeros(packed_bytes(x.shape, bits), dtype=torch.uint8, device=x.device)
@@ -66,7 +68,7 @@ def pack(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, shape: Sequence[int], bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `pack` stored, as a new contiguous tensor of `shape` and `dtype`."""
+    """The tensor that `pack` stored, as a new contiguous tensor of `shape` and `dtype`."""
     if bits >= APART:
         return outliers.put_back(unpack(packed, shape, bits - APART, dtype), packed, bits)
     count, width = blocks_of(shape), shape[-1]
@@ -83,7 +85,7 @@ def unpack(packed: torch.Tensor, shape: Sequence[int], bits: int, dtype: torch.d
             values = table.index_select(0, codes.view(-1).int()).view(-1, BLOCK)
             rows[block] = values.mul_(scales[block, None].float())
     whole = rows.view(-1, -(-width // BLOCK) * BLOCK)[:, :width]
-    # Copied, so that changing the result leaves the stored tensor as it is.
+    # Copied, so that changes to the result do not reach the stored tensor.
     restored = whole.clone(memory_format=torch.contiguous_format) if bits == 16 else whole.contiguous()
     return restored.view(tuple(shape))
 
@@ -93,7 +95,7 @@ def _pack_rest(x: torch.Tensor, bits: int, apart: torch.Tensor) -> torch.Tensor:
 
 
 def _block_rows(x: torch.Tensor) -> torch.Tensor:
-    """`[..., C]` to `[blocks, 128]`."""
+    """`[..., C]` as `[blocks, 128]`, filled up with zeros."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     if short := -width % BLOCK:
@@ -108,7 +110,7 @@ def _ranges(blocks: int, device: torch.device) -> Iterator[slice]:
 
 
 def _sections(packed: torch.Tensor, blocks: int, bits: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The scales, bf16 `[blocks]`, and the shards, uint8 `[blocks, bytes]`: views of the buffer."""
+    """The scales, bf16 `[blocks]`, and the shards, uint8 `[blocks, bytes]`, as views of the buffer."""
     scales = packed[: 2 * blocks].view(torch.bfloat16)
     shards = []
     start = payload_offset(blocks, bits)
@@ -130,7 +132,7 @@ def _encode(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.where(largest >= TOO_LARGE_BITS, nan, scale)
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale.float())
     scaled = magnitudes.mul_(inverse[:, None])
-    # A NaN fails the comparison, so it becomes the limit wherever this runs.
+    # The comparison is False for a NaN, so it becomes the limit on every device.
     scaled = torch.where(scaled < top, scaled, top)
     if bits == 3:
         codes = torch.zeros(rows.shape, dtype=torch.uint8, device=rows.device)
@@ -147,7 +149,7 @@ def _encode(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _magnitudes(bits: int, device: torch.device) -> torch.Tensor:
-    """The value of every code, in scales, fp32."""
+    """The value of every code in units of the scale, fp32."""
     if bits == 3:
         positive = list(SMALL_MAGNITUDES)
     else:
@@ -172,7 +174,7 @@ def _pack_shard(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack_shard(shard: torch.Tensor, width: int) -> torch.Tensor:
-    """Inverse of `_pack_shard`: uint8 `[n, 128]`, new."""
+    """The inverse of `_pack_shard`: a new uint8 `[n, 128]`."""
     if width == 8:
         return shard.clone()
     each = 8 // width

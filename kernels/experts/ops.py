@@ -1,16 +1,19 @@
 """Mixtures of experts for autograd: Triton's kernels on a GPU, the reference elsewhere.
 
-Shape legend: T tokens, E experts, k experts a token, S = T k slots, N outputs, K inputs.
+Shape legend: T tokens, E experts, k experts per token, S = T k slots, N outputs, K inputs.
 
 A routed feed-forward is
 
     weights, chosen = route(logits, k, normalize)
     order = group(chosen, E)
     both = grouped_matmul(x, gate_and_up, order, gathers=True)
-    made = combine(grouped_matmul(activation(both), down, order), weights, order)
+    result = combine(grouped_matmul(activation(both), down, order), weights, order)
 
-Nothing waits for the device, every size follows from T, k and E alone, and sums have a fixed order: equal
-inputs give equal bits. An expert's rows do not depend on how many tokens the other experts have.
+These functions do not wait for the device, except that the reference reads an order's offsets. All sizes
+depend
+only on T, k and E. Sums have a fixed order: equal inputs give equal bits. An expert's rows do not depend on
+how
+many tokens the other experts have.
 """
 
 from typing import Any, cast
@@ -53,8 +56,11 @@ def grouped_matmul(
     """`kernels.experts.reference.matmul`: [S, N] in x's dtype, with gradients of x, weights and biases.
 
     Args:
-        x: sorted rows [S, K], or with `gathers` those of tokens [T, K].
-        weights: [E, N, K] of any float dtype, or packed, which have no gradient. Also low-rank adapters.
+        x: Sorted rows [S, K], or with `gathers` the tokens' rows [T, K].
+        weights: [E, N, K] of any float dtype, or packed; packed ones have no gradient. Low-rank adapters can
+            be
+            passed too.
+        bias_en: The experts' biases, or None.
     """
     dense = weights if isinstance(weights, Tensor) else None
     args = x, dense, bias_en, weights, order, gathers
@@ -66,20 +72,21 @@ def combine(y_sn: Tensor, weights_tk: Tensor, order: Order) -> Tensor:
     return cast(Tensor, _Combine.apply(y_sn, weights_tk, order))  # type: ignore[no-untyped-call]
 
 
-# ---- the arithmetic, without autograd, for callers that decide what is kept for backward
+# ---- the arithmetic without autograd, for callers that decide what backward keeps
 
 
 def matmul(
     x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None, *, gathers: bool = False
 ) -> Tensor:
-    """As `grouped_matmul`."""
+    """`grouped_matmul` without autograd."""
     with torch.autocast(x.device.type, enabled=False):
         product: Tensor = _kernels(x).matmul(x, weights, order, bias_en, gathers=gathers)
     return product
 
 
 def input_gradient(grad_sn: Tensor, weights: Weights, order: Order, *, gathers: bool = False) -> Tensor:
-    """Of the sorted rows, [S, K]; with `gathers` of the tokens', [T, K], the sum over each one's choices."""
+    """The gradient of the sorted rows, [S, K]. With `gathers`, of the tokens' rows, [T, K]: the sum over
+    choices."""
     kernels = _kernels(grad_sn)
     with torch.autocast(grad_sn.device.type, enabled=False):
         of_input: Tensor = kernels.input_gradient(grad_sn, weights, order)
@@ -136,7 +143,7 @@ class _Route(torch.autograd.Function):
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Keeps x where the weights have a gradient, and no copy of the weights."""
+    """Keeps x where the weights need a gradient, and no copy of the weights."""
 
     @staticmethod
     def forward(

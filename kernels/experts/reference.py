@@ -1,10 +1,11 @@
-"""Mixtures of experts in plain torch: routing, grouping, products by expert, and the sum of their results.
+"""Mixtures of experts in plain torch: routing, grouping, products per expert, and the sum of their results.
 
-Shape legend: T tokens, E experts, k experts a token, S = T k slots, N outputs, K inputs. Slot t k + j is the
-j-th choice of token t. Rows that are sorted lie expert by expert, and within an expert in the order of slots.
+Shape legend: T tokens, E experts, k experts per token, S = T k slots, N outputs, K inputs. Slot t k + j is
+the
+j-th choice of token t. Sorted rows lie expert by expert, and in the order of slots within an expert.
 
-Products are one `torch.mm` an expert, so an expert's results do not depend on the tokens of the others. The
-CPU runs these functions; they read an order's offsets, for which a GPU would have to wait.
+There is one `torch.mm` per expert, so an expert's results do not depend on the tokens of the others. The
+functions read an order's offsets, which a GPU would have to wait for; they are meant for the CPU.
 """
 
 from collections.abc import Iterator
@@ -24,11 +25,11 @@ class Order:
     slots: Tensor
     """int32 [S]: the slot whose row lies at each place."""
     places: Tensor
-    """int32 [T, k]: the place of each slot's row, the reverse of `slots`."""
+    """int32 [T, k]: the place of each slot's row. The inverse of `slots`."""
     offsets: Tensor
-    """int32 [E + 1]: where the rows of each expert begin, and where the last one's end."""
+    """int32 [E + 1]: where each expert's rows begin, then where the last one's end."""
     is_part: bool = False
-    """Some rows may belong to none of these experts (`part`)."""
+    """Whether some rows may belong to none of these experts (`part`)."""
 
     @property
     def choices(self) -> int:
@@ -36,9 +37,9 @@ class Order:
         return self.places.shape[1]
 
     def part(self, first: int, count: int) -> "Order":
-        """The same rows for `count` experts from `first` on, whose weights alone are there.
+        """The same rows for the `count` experts from `first` on, if only their weights are in memory.
 
-        Products give zeros in the rows of other experts, so what parts give adds up to the whole.
+        Products give zeros in the rows of other experts, so the parts' results add up to the whole.
         """
         return replace(self, offsets=self.offsets[first : first + count + 1], is_part=True)
 
@@ -48,14 +49,14 @@ class PackedExperts:
     """Weights of experts that are not trained, each packed like any frozen matrix (`kernels.blockfloat`)."""
 
     packed: Tensor
-    """uint8 [E, bytes]: an expert's `kernels.blockfloat.reference.pack` a row."""
+    """uint8 [E, bytes]: each row is an expert's `kernels.blockfloat.reference.pack`."""
     outputs: int
     inputs: int
     bits: int
 
     @classmethod
     def of(cls, weights_enk: Tensor, bits: int) -> "PackedExperts":
-        """From float weights [E, N, K] in 8, 6, 5, 4 or 3 bits."""
+        """Pack float weights [E, N, K] in 8, 6, 5, 4 or 3 bits."""
         packed = torch.stack([blockfloat.store(weight, bits) for weight in weights_enk])
         return cls(packed=packed, outputs=weights_enk.shape[1], inputs=weights_enk.shape[2], bits=bits)
 
@@ -65,25 +66,27 @@ class PackedExperts:
         return torch.Size((len(self.packed), self.outputs, self.inputs))
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """One expert's weights [N, K]."""
+        """One expert's weights [N, K] in `dtype`."""
         matrix: Tensor = blockfloat.restore(self.packed[expert], self.shape[1:], self.bits, dtype)
         return matrix
 
 
 Weights = Tensor | PackedExperts
-"""The weights of experts are [E, N, K]."""
+"""The weights of experts, [E, N, K]."""
 
 
 def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The weights of each token's experts, float32 [T, k], and the experts, int64 [T, k].
+    """The weights of each token's experts, float32 [T, k], and the experts' indices, int64 [T, k].
 
-    The largest logits win, in falling order; of equal ones the lower expert comes first.
+    The experts with the largest logits are chosen, in falling order. Ties go to the lower expert.
 
     Args:
         logits_te: float32 [T, E].
-        normalize: the weights are the softmax over the k logits, so they sum to 1: also what Mixtral and
-            Qwen3-MoE give, who divide the k largest of all probabilities by their sum. Without it they are
-            these probabilities themselves (OLMoE).
+        choices: k, the number of experts per token.
+        normalize: True makes the weights the softmax over the k logits, so they sum to 1. Mixtral and
+            Qwen3-MoE,
+            which divide the k largest probabilities by their sum, have the same weights. False makes them the
+            probabilities themselves, as in OLMoE.
     """
     ordered, experts = logits_te.sort(dim=1, descending=True, stable=True)
     experts = experts[:, :choices].contiguous()
@@ -98,7 +101,7 @@ def route_backward(
     """The gradient of the logits, float32 [T, E], from that of the weights.
 
     Args:
-        weights_tk, experts_tk: what `route` gave.
+        weights_tk, experts_tk: The results of `route`.
     """
     weighted = grad_tk * weights_tk
     inner = weighted.sum(1, keepdim=True)
@@ -106,12 +109,12 @@ def route_backward(
         gradient = torch.zeros_like(logits_te)
         return gradient.scatter_(1, experts_tk, weighted - weights_tk * inner)
     gradient = logits_te.softmax(1).mul_(-inner)
-    # A token's experts differ, so no two of its sums are added to the same place.
+    # A token's experts differ, so no two values are added to the same place.
     return gradient.scatter_(1, experts_tk, gradient.gather(1, experts_tk) + weighted)
 
 
 def group(experts_tk: Tensor, experts: int) -> Order:
-    """Sort slots by expert, in the order of slots within one.
+    """Sort slots by expert, and in the order of slots within an expert.
 
     Args:
         experts_tk: integers [T, k] below `experts`.
@@ -130,8 +133,8 @@ def matmul(
     """Each sorted row times its expert's weights, plus its bias: [S, N] in x's dtype.
 
     Args:
-        x: sorted rows [S, K], or with `gathers` those of tokens [T, K].
-        weights: rounded to x's dtype.
+        x: Sorted rows [S, K], or with `gathers` the tokens' rows [T, K].
+        weights: Rounded to x's dtype for the product.
     """
     out = x.new_zeros(order.places.numel(), weights.shape[1])
     for expert, rows in _experts(order):
@@ -152,10 +155,10 @@ def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
 def weight_gradient(
     grad_sn: Tensor, x: Tensor, order: Order, dtype: torch.dtype, *, gathers: bool = False
 ) -> Tensor:
-    """The gradient of the weights, [E, N, K] in `dtype`: zeros for experts without tokens.
+    """The gradient of the weights, [E, N, K] in `dtype`. It is zero for experts without tokens.
 
     Args:
-        x: as `matmul` had it.
+        x: As `matmul` got it.
     """
     shape = len(order.offsets) - 1, grad_sn.shape[1], x.shape[1]
     gradient = torch.zeros(shape, dtype=dtype, device=x.device)
@@ -175,10 +178,10 @@ def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
 def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
     """The sum of each token's rows times their weights, [T, N] in y's dtype.
 
-    From the first choice to the last, each product and each sum rounded to float32.
+    The sum runs from the first choice to the last. Each product and each sum is rounded to float32.
 
     Args:
-        weights_tk: float32; None are ones.
+        weights_tk: float32 [T, k]. None means ones.
     """
     sums = torch.zeros(len(order.places), y_sn.shape[1], device=y_sn.device)
     for choice in range(order.choices):
@@ -199,7 +202,7 @@ def combine_backward(
 
 
 def _experts(order: Order) -> Iterator[tuple[int, slice]]:
-    """Experts that have tokens, and where their rows lie."""
+    """The experts that have tokens, with the slice of their rows."""
     offsets = order.offsets.tolist()
     for expert, (first, last) in enumerate(pairwise(offsets)):
         if last > first:

@@ -1,7 +1,7 @@
-"""`kernels.fixed.reference` on a CPU, the same bits, by compiled loops.
+"""`kernels.fixed.reference` on a CPU, with the same bits, by compiled loops.
 
-A tile is packed or unpacked in the innermost cache, so memory is read and written once, after one read for
-the tensor's exponent.
+A tile is packed or unpacked in the innermost cache. So memory is read and written once, after one pass that
+reads the tensor's exponent.
 """
 
 import numpy as np
@@ -170,8 +170,7 @@ def _unpack(scales, planes, width, first, last, constant, near, far, limit, half
 
 
 def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Tensor:
-    """`kernels.fixed.reference.encode`. Tensors on a GPU go to the reference. Writes nothing if x is not
-    finite."""
+    """`kernels.fixed.reference.encode`. GPUs run the reference. Writes nothing if x is not finite."""
     if x.device.type != "cpu":
         return fixed.encode(x, out, constant=constant)
     words, width = bits_to_read(x), x.shape[-1]

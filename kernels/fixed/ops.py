@@ -1,7 +1,7 @@
 """The fixed-point quantizer as torch operators: Triton's kernels on a GPU, numba's loops on a CPU, same bits.
 
-`torch.ops.thinwire.fixed_encode` and `fixed_decode` never wait for the device, and a CUDA graph can capture
-them once they have run. Scratch memory comes from torch's allocator.
+`torch.ops.thinwire.fixed_encode` and `fixed_decode` never wait for the device. A CUDA graph can capture them
+once they have run. Scratch memory comes from torch's allocator.
 """
 
 import torch
@@ -16,8 +16,8 @@ from kernels.fixed.reference import FixedSections
 def encode(
     x: torch.Tensor, scales: torch.Tensor, planes: torch.Tensor, exponent: torch.Tensor, constant: float
 ) -> None:
-    """Run `kernels.fixed.reference.encode` into the sections; the exponent goes to `exponent` (int32, 1
-    element)."""
+    """Run `kernels.fixed.reference.encode` into the sections, and write the exponent to `exponent` (int32,
+    [1])."""
     if dispatch.has_kernels(x.device, "fixed"):
         from kernels.fixed import triton
 
@@ -30,7 +30,8 @@ def encode(
 def decode(
     scales: torch.Tensor, planes: torch.Tensor, out: torch.Tensor, exponent: torch.Tensor, constant: float
 ) -> torch.Tensor:
-    """`kernels.fixed.reference.decode` of the sections into `out`; faults as in `kernels.tah.ops.decode`."""
+    """Run `kernels.fixed.reference.decode` on the sections into `out`. Returns faults like
+    `kernels.tah.ops.decode`."""
     if dispatch.has_kernels(out.device, "fixed"):
         from kernels.fixed import triton
 

@@ -1,12 +1,14 @@
 """The fixed-point quantizer's arithmetic in torch: symmetric, b bits, a scale for each tile of 64.
 
-`g -> Q(c g) / c` (TAH-Quant, eq. 24). In fp32, each operation rounded by itself to nearest even; y is the
-normalised c * g (`kernels.common.tiles`), m the largest |y_k| of a tile, L = 2**(b - 1) - 1:
+`g -> Q(c g) / c` (TAH-Quant, eq. 24). All arithmetic is fp32, and each operation rounds on its own, to
+nearest
+even. y is the normalised c * g (`kernels.common.tiles`), m the largest |y_k| of a tile, L = 2**(b - 1) - 1:
 
-1. s = the smallest fp16 >= max(m / L, 2**-24);
-2. q = rint(y * (1 / s)), which lies in -L .. L;
-3. stored is q + L, from 0 to 2 L, in b bit-planes; 0 for the filling of a short tile;
-4. back: q * s (exact), times 2**e, divided by c, clamped to the output dtype's finite range, rounded to it.
+1. s = the smallest fp16 >= max(m / L, 2**-24).
+2. q = rint(y * (1 / s)), from -L to L.
+3. The stored code is q + L, from 0 to 2 L, in b bit-planes. It is 0 where a short tile is filled up.
+4. Decoding: q * s (exact), times 2**e, divided by c, clamped to the output dtype's finite range, rounded to
+it.
 """
 
 from typing import NamedTuple
@@ -37,7 +39,7 @@ class FixedSections(NamedTuple):
 def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Tensor:
     """Quantize x (fp32, bf16 or fp16, `[..., C]`) into `out`; return its exponent (int32 0-d, on x's device).
 
-    If the exponent is `tiles.NON_FINITE`, what was written is meaningless. Never waits for the device.
+    If the exponent is `tiles.NON_FINITE`, the contents of `out` are meaningless. Never waits for the device.
     """
     bits = out.planes.shape[0]
     limit = _limit(bits)
@@ -60,9 +62,9 @@ def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Ten
 
 
 def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constant: float) -> None:
-    """Fill `out` (`[..., C]`, contiguous, fp32, bf16 or fp16) with what `sections` hold.
+    """Decode `sections` into `out` (`[..., C]`, contiguous, fp32, bf16 or fp16).
 
-    Scales must be finite and above zero: the caller has checked.
+    The caller must have checked that scales are finite and above zero.
     """
     limit = _limit(sections.planes.shape[0])
     step = sections.scales.float()

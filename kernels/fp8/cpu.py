@@ -1,4 +1,5 @@
-"""Sums of e4m3 gradients on a CPU: the bits of `kernels.fp8.reference`, in pieces that fit its cache.
+"""Sums of e4m3 gradients on a CPU, in pieces that fit its cache, with the same bits as
+`kernels.fp8.reference`.
 
 The reference allocates a dozen tensors as long as the gradient. Getting fresh memory from the system takes
 longer than the arithmetic. Here all results go to a few short buffers.
@@ -26,11 +27,11 @@ PIECE = 1 << 16
 PIECE_BLOCKS = 1024
 """Blocks to sum at a time: 131,072 elements, 1.3 MB of buffers."""
 _MOST_EXPONENT = 119
-"""Up to here 2**(e + 8) is an fp32 number."""
+"""The largest exponent e for which 2**(e + 8) is an fp32 number."""
 
 
 class _Buffers:
-    """For one piece of `blocks` blocks."""
+    """Scratch memory for a piece of `blocks` blocks."""
 
     def __init__(self, blocks: int) -> None:
         elements = blocks * BLOCK
@@ -57,7 +58,7 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
     plain = whole > 0 and bool(((exponents > NON_FINITE) & (exponents <= _MOST_EXPONENT)).all())
     done = 0
     if plain:
-        # What the fp16 numbers lack of e4m3's range is in the scale.
+        # The scale includes the factor 2**8 by which the fp16 numbers are too small.
         scales = power_of_two(exponents.int().clamp(min=SMALLEST_EXPONENT) + 8)
         buffers = _Buffers(min(PIECE_BLOCKS, whole))
         while done < whole:
@@ -66,7 +67,7 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
                 break
             done = end
     if done < len(into.exponents):
-        # A block that is not full, or sums that are not finite.
+        # A last block that is not full, or sums that are not finite.
         rest = slice(done * BLOCK, None)
         reference.sum_gradients(
             codes[:, rest], exponents[:, done:], Fp8Gradient(into.codes[rest], into.exponents[done:])
@@ -101,8 +102,8 @@ def _sum_piece(
 
 
 def _decode(codes: Tensor, wide: Tensor, into: Tensor) -> None:
-    """fp32 of e4m3 codes over 2**8: their bits are an fp16 number's."""
+    """e4m3 codes in fp32, divided by 2**8: their bits are read as those of an fp16 number."""
     wide.copy_(codes)
-    # The sign is shifted out, and in again beside the bit that its copy would take.
+    # The sign is shifted out, and then in again as two copies, of which the mask removes the lower one.
     wide.bitwise_left_shift_(8).bitwise_right_shift_(1).bitwise_and_(-0x4080)
     into.copy_(wide.view(torch.float16))

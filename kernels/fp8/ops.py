@@ -1,4 +1,5 @@
-"""e4m3 gradients and AdamW by device: Triton's kernels on a GPU, pieces on a CPU, else the reference."""
+"""e4m3 gradients and AdamW by device: Triton's kernels on a GPU, pieces on a CPU, and otherwise the
+reference."""
 
 from torch import Tensor
 
@@ -8,7 +9,7 @@ from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
 
 
 def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None = None) -> None:
-    """`kernels.fp8.reference.accumulate_gradient`, the same bits."""
+    """`kernels.fp8.reference.accumulate_gradient`, with the same bits."""
     if dispatch.has_kernels(addend.device, "fp8"):
         from kernels.fp8 import triton
 
@@ -20,7 +21,7 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None
 
 
 def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
-    """`kernels.fp8.reference.sum_gradients`, the same bits."""
+    """`kernels.fp8.reference.sum_gradients`, with the same bits."""
     if dispatch.has_kernels(codes.device, "fp8"):
         from kernels.fp8 import triton
 
@@ -34,7 +35,7 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
 def momentum_step(
     gradient: Tensor | Fp8Gradient, mean: Moment, momentum: float, clip_coefficient: float
 ) -> Tensor:
-    """`kernels.fp8.reference.momentum_step`; on a GPU, it may differ in the last bits of logarithms."""
+    """`kernels.fp8.reference.momentum_step`. On a GPU the last bits of logarithms may differ."""
     if dispatch.has_kernels(mean.codes.device, "fp8"):
         from kernels.fp8 import triton
 
@@ -45,7 +46,7 @@ def momentum_step(
 def adamw_step(
     parameter: Tensor, gradient: Tensor | Fp8Gradient, mean: Moment, square: Moment, step: AdamWStep
 ) -> None:
-    """`kernels.fp8.reference.adamw_step`; on a GPU, moments may differ in the last bits of logarithms."""
+    """`kernels.fp8.reference.adamw_step`. On a GPU the last bits of the moments' logarithms may differ."""
     if dispatch.has_kernels(parameter.device, "fp8"):
         from kernels.fp8 import triton
 

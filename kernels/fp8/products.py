@@ -42,8 +42,10 @@ def code_halved_rows(x: Tensor) -> tuple[Tensor, Coded]:
 
 
 def code_columns(x: Tensor) -> Coded:
-    """The columns of x [T, columns] in e4m3, [columns, T up to a multiple of 16]
-    (`kernels.fp8.rows.code_columns`)."""
+    """The columns of x [T, columns] in e4m3: codes [columns, T rounded up to a multiple of 16].
+
+    See `kernels.fp8.rows.code_columns`.
+    """
     tokens, columns = x.shape
     into = Coded.empty(columns, -(-tokens // MULTIPLE) * MULTIPLE, x.device)
     if dispatch.has_kernels(x.device, "fp8"):
@@ -59,7 +61,7 @@ def product(a: Coded, b: Coded, dtype: torch.dtype, *, fast: bool = False) -> Te
     """a @ b.T in `dtype`, of a [T, K] and b [N, K] (`kernels.fp8.rows.product`).
 
     Args:
-        fast: let the tensor cores sum with fewer digits, which Hopper's do faster.
+        fast: Let the tensor cores sum with fewer digits, which is faster on Hopper.
     """
     if a.codes.device.type != "cuda" or not dispatch.kind_of(a.codes.device).fp8_products:
         return rows.product(a, b, dtype)
@@ -69,7 +71,11 @@ def product(a: Coded, b: Coded, dtype: torch.dtype, *, fast: bool = False) -> Te
 
 
 def weight_gradient(grads: Tensor | Coded, rows: Tensor | Coded, dtype: torch.dtype) -> Tensor:
-    """grads.t() @ rows [N, K] in `dtype`, of grads [T, N] and rows [T, K] or of their columns' codes."""
+    """grads.t() @ rows, [N, K] in `dtype`.
+
+    Args:
+        grads, rows: [T, N] and [T, K], or both as the codes of their columns (`code_columns`).
+    """
     if isinstance(grads, Coded):
         assert isinstance(rows, Coded)
         return product(grads, rows, dtype)
@@ -79,7 +85,8 @@ def weight_gradient(grads: Tensor | Coded, rows: Tensor | Coded, dtype: torch.dt
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A weight [N, K] for both ways: its rows, and those of its transpose, each with scales of their own."""
+    """A weight [N, K] for both passes: the codes of its rows and of its transpose's rows, each with their
+    scales."""
 
     forward: Coded
     back: Coded
@@ -89,6 +96,6 @@ class CodedWeight:
         return cls(Coded.empty(outputs, inputs, device), Coded.empty(inputs, outputs, device))
 
     def write(self, weight: Tensor) -> None:
-        """Code `weight` again, in place."""
+        """Encode `weight` again, in place."""
         code_rows(weight, self.forward)
         code_rows(weight.t().contiguous(), self.back)

@@ -1,27 +1,33 @@
 """e4m3 numbers in blocks of 128, in plain torch: gradients, optimizer moments, and AdamW on them.
 
-The reference for `kernels.fp8.ops`. `kernels.fp8.cpu` gives the same bits; `kernels.fp8.triton` too, except
-that moments may differ in the last bits of logarithms.
+This is the reference for `kernels.fp8.ops`. `kernels.fp8.cpu` gives the same bits. `kernels.fp8.triton` does
+too,
+except that moments may differ in the last bits of logarithms.
 
-Gradients. A block has one exponent e; its values are code * 2**e, with the largest code
-from 224 to 448. Scaling by a power of two is exact. So a value that an addition does not change keeps its
-code however often the block is packed again, as long as its exponent stays.
+Gradients. A block has one exponent e, its values are code * 2**e, and its largest code is from 224 to 448.
+Scaling by a power of two is exact. So a value that an addition does not change keeps its code however often
+the
+block is packed again, as long as its exponent stays.
 
-Rounding to nearest loses many small addends: beside a sum that is 16 times as large, an addend is less than
-half a code's step, every time. `accumulate_gradient` can therefore round stochastically, by a hash
+Rounding to nearest loses many small addends: if a sum is 16 times as large as an addend, the addend is less
+than
+half a code's step every time. `accumulate_gradient` can therefore round stochastically, by a hash
 (`kernels.common.random_bits`), so that a sum is right on average however many addends it has.
 
-Moments (papers/coat.txt, section 4.2). A block's magnitudes x up to its largest M are stored as
-448 (x / M)**k. k maps the smallest to 448 * 2 / 448**2, near e4m3's own smallest: an optimizer's moments span
-far less than e4m3 can, and k divides the error on the way back. k is a multiple of 1/16 from 1/16 to 255/16,
-so that a block of equal magnitudes (where COAT's formula gives infinity) works.
+Moments (COAT, arXiv 2410.19313, section 4.2). A block's magnitudes x up to its largest M are stored as
+448 (x / M)**k. k maps the smallest to 448 * 2 / 448**2, near e4m3's own smallest. An optimizer's moments span
+a
+much smaller range than e4m3, so k is above 1 and divides the error when values are decoded. k is a multiple
+of
+1/16 from 1/16 to 255/16, so that a block of equal magnitudes works, where COAT's formula gives infinity.
 
-AdamW (Loshchilov and Hutter 2019). The update uses the moments before they are packed (papers/coat.txt,
-section 3). bf16 weights are rounded stochastically, with 16 bits an element from a hash of (salt, element).
-The caller makes the salt from seed, step and parameter, so a step has the same bits however often it runs.
+AdamW (Loshchilov and Hutter 2019). The update uses the moments before they are packed (COAT, section 3). bf16
+weights are rounded stochastically, with 16 bits per element from a hash of (salt, element). The caller makes
+the
+salt from seed, step and parameter, so a step has the same bits however often it runs.
 
-Tensors are flat. A last block shorter than 128 is a block of its own. torch's conversion to e4m3 saturates or
-not by version, so values are clamped first.
+Tensors are flat. A last block shorter than 128 is a block of its own. Whether torch's conversion to e4m3
+saturates depends on its version, so values are clamped first.
 """
 
 import math
@@ -36,17 +42,18 @@ from kernels.fp8.layout import BLOCK, POWER_UNIT, blocks
 LARGEST = 448.0
 """e4m3's largest number."""
 NON_FINITE = -128
-"""The exponent of a block that holds infinities or NaNs; it decodes to NaNs, so that the step fails."""
+"""The exponent of a block that holds infinities or NaNs. It decodes to NaNs, so that the step fails."""
 SMALLEST_EXPONENT = -126
-"""Its power of two and its inverse are normal fp32 numbers."""
+"""The smallest exponent whose power of two and its inverse are normal fp32 numbers."""
 _MOMENT_RANGE_LOG2 = 16.614709844115207  # log2(448**2 / 2)
 _MOST_POWER = 255
 ROUNDED_BITS = 20
-"""What fp32's mantissa has beyond e4m3's: so many random bits make rounding exactly right on average."""
+"""The mantissa bits that fp32 has and e4m3 lacks. With this many random bits rounding is exact on average."""
 _SMALLEST_NORMAL = 2.0**-6
 _SMALLEST_NORMAL_BITS = 0x3C800000
 _BIAS_BITS = 0x3C000000
-"""An fp32 number's bits less these are its e4m3 code and `ROUNDED_BITS` more, if the code is a normal one."""
+"""Subtracted from an fp32 number's bits: the rest is its e4m3 code, if normal, and `ROUNDED_BITS` more
+bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +75,18 @@ class Fp8Gradient:
         return self.codes.nbytes + self.exponents.nbytes
 
     def clear(self) -> None:
-        """Make it zero."""
+        """Set it to zero."""
         self.codes.zero_()
         self.exponents.fill_(SMALLEST_EXPONENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What random bits are drawn from: a microbatch's salt and a parameter's, 32 bits each.
+    """The source of random bits: a microbatch's salt and a parameter's, of 32 bits each.
 
-    The microbatch's is read by the device when it adds, because additions are captured into CUDA graphs: a
-    number in the call would be that of the capture at every replay.
+    The device reads the microbatch's salt when it adds, because CUDA graphs capture the additions. A number
+    in the
+    call would stay that of the capture at every replay.
     """
 
     microbatch: Tensor
@@ -87,15 +95,15 @@ class Draw:
 
     @property
     def salt(self) -> int:
-        """Of both. Waits for the device."""
+        """The salt of both. Waits for the device."""
         return mixed(int(self.microbatch.item()) ^ self.parameter)
 
 
 def pack_gradient(values: Tensor, into: Fp8Gradient, noise: Tensor | None = None) -> None:
-    """Write fp32 `values` [n] over `into`, rounded to nearest, ties to even.
+    """Write fp32 `values` [n] to `into`, rounded to nearest, ties to even.
 
     Args:
-        noise: int32 [n], `ROUNDED_BITS` random bits each: round stochastically by these instead.
+        noise: int32 [n] with `ROUNDED_BITS` random bits each, to round stochastically instead.
     """
     rows = _rows(values)
     largest = rows.abs().amax(dim=1)
@@ -105,7 +113,7 @@ def pack_gradient(values: Tensor, into: Fp8Gradient, noise: Tensor | None = None
     # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
     exponent = exponent - 9 + (mantissa > LARGEST / 512).int()
     exponent = torch.where(largest > 0, exponent, SMALLEST_EXPONENT).clamp(min=SMALLEST_EXPONENT)
-    # The exponent keeps what is finite in range.
+    # The exponent keeps finite values in range.
     scaled = rows * power_of_two(-exponent)[:, None]
     if not all_finite:
         scaled.clamp_(-LARGEST, LARGEST)
@@ -120,14 +128,18 @@ def pack_gradient(values: Tensor, into: Fp8Gradient, noise: Tensor | None = None
 
 
 def _round_stochastically(scaled: Tensor, noise: Tensor) -> Tensor:
-    """e4m3 codes, uint8, of fp32 up to 448: away from zero as often as what is cut off is long.
+    """e4m3 codes, uint8, of fp32 values up to 448, rounded stochastically.
 
-    In integers, so that every device gives the same bits: a code and `ROUNDED_BITS` more, which say how far
-    the number is on its way to the next code.
+    A value is rounded away from zero with a probability that is the share of a step that would be cut off.
+    The
+    arithmetic is on integers, so every device gives the same bits: a code with `ROUNDED_BITS` more bits,
+    which say how
+    far the value is on its way to the next code.
     """
     magnitude = scaled.abs()
-    # Of the two the right one is the larger: below the smallest normal code, steps no longer shrink with what
-    # they are steps of.
+    # Both are computed and the larger one is right: below the smallest normal code, the step no longer
+    # shrinks with
+    # the value.
     fine = (magnitude + _SMALLEST_NORMAL).view(torch.int32).sub_(_SMALLEST_NORMAL_BITS)
     torch.maximum(fine, magnitude.view(torch.int32).sub_(_BIAS_BITS), out=fine)
     sign = (scaled.view(torch.int32) >> 24).bitwise_and_(0x80)
@@ -135,23 +147,23 @@ def _round_stochastically(scaled: Tensor, noise: Tensor) -> Tensor:
 
 
 def unpack_gradient(gradient: Fp8Gradient) -> Tensor:
-    """fp32 [n]."""
+    """The values, fp32 [n]."""
     values = _decode(_rows(gradient.codes)).mul_(_scales(gradient)[:, None])
     return values.flatten()[: gradient.codes.numel()]
 
 
 def _scales(gradient: Fp8Gradient) -> Tensor:
-    """What each block's codes are multiplied by, fp32 [blocks]; not a number for a block of no values."""
+    """The factor of each block's codes, fp32 [blocks]. It is NaN for a block that is not finite."""
     exponent = gradient.exponents.int()
     powers = power_of_two(exponent.clamp(min=SMALLEST_EXPONENT))
     return torch.where(exponent == NON_FINITE, torch.nan, powers)
 
 
 def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None = None) -> None:
-    """Add `addend` [n], any float dtype: unpack, add in fp32, pack (papers/agoq.txt, section 5).
+    """Add `addend` [n], any float dtype: unpack, add in fp32, pack (AGoQ, arXiv 2605.00539, section 5).
 
     Args:
-        draw: round stochastically by these bits; to nearest without.
+        draw: The source of bits to round stochastically. None rounds to nearest.
     """
     noise = None
     if draw is not None:
@@ -160,7 +172,8 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None
 
 
 def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
-    """Pack the sum of several gradients: uint8 [k, n] and int8 [k, blocks], summed in fp32 in their order."""
+    """Pack the sum of k gradients: codes uint8 [k, n] and exponents int8 [k, blocks], summed in fp32 in
+    order."""
     total: Tensor | None = None
     for row, exponent in zip(codes, exponents, strict=True):
         values = unpack_gradient(Fp8Gradient(row, exponent))
@@ -171,7 +184,8 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A flat moment: codes uint8 [n] (e4m3), scales bf16 [blocks] and powers uint8 [blocks], in 1/16."""
+    """A flat moment: codes uint8 [n] (e4m3), scales bf16 [blocks] and powers uint8 [blocks], in units of
+    1/16."""
 
     codes: Tensor
     scales: Tensor
@@ -192,10 +206,11 @@ class Moment:
 
 
 def pack_moment(values: Tensor, into: Moment) -> None:
-    """Write fp32 `values` [n] over `into`."""
+    """Write fp32 `values` [n] to `into`."""
     rows = _rows(values)
     magnitude = rows.abs()
-    # What bf16 rounds down is clamped: an error of 2**-9 of the largest element, at most.
+    # If bf16 rounds the scale down, larger values are clamped: an error of at most 2**-9 of the largest
+    # element.
     scale = magnitude.amax(dim=1).to(torch.bfloat16)
     largest = scale.float()[:, None]
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(dim=1, keepdim=True)
@@ -213,7 +228,7 @@ def pack_moment(values: Tensor, into: Moment) -> None:
 
 
 def unpack_moment(moment: Moment) -> Tensor:
-    """fp32 [n]."""
+    """The values, fp32 [n]."""
     codes = _decode(_rows(moment.codes))
     power = moment.powers.float()[:, None] / POWER_UNIT
     logarithm = torch.log2(codes.abs() / LARGEST) / power + torch.log2(moment.scales.float())[:, None]
@@ -223,7 +238,7 @@ def unpack_moment(moment: Moment) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWStep:
-    """What one step does to a parameter; everything but `salt` is the same for all of a group."""
+    """The numbers of one step for a parameter. All but `salt` and `first` are the same for a whole group."""
 
     lr: float
     beta1: float
@@ -231,17 +246,18 @@ class AdamWStep:
     eps: float
     weight_decay: float
     step: int
-    """Counted from 1."""
+    """The step's number, from 1."""
     clip_coefficient: float
     """Gradients are multiplied by it first."""
     salt: int
     """32 bits, for stochastic rounding."""
     first: int = 0
-    """Of a part of a parameter: its first element there, at a block's begin. It decides the random bits."""
+    """For a part of a parameter: its first element in the whole, at a block's start. It selects the random
+    bits."""
 
     @property
     def keep(self) -> float:
-        """What weight decay leaves of a weight."""
+        """The factor that weight decay applies to a weight."""
         return 1 - self.lr * self.weight_decay
 
     @property
@@ -250,7 +266,7 @@ class AdamWStep:
 
     @property
     def root_correction(self) -> float:
-        """What the second moment's root is divided by."""
+        """The divisor of the second moment's root."""
         return math.sqrt(1 - self.beta2**self.step)
 
 
@@ -260,7 +276,7 @@ def adamw_step(
     """Update `parameter` (contiguous, fp32 or bf16, n elements), `mean` and `square` in place.
 
     Args:
-        gradient: [n] or of the parameter's shape, any float dtype, or e4m3 codes.
+        gradient: Any float dtype, [n] or of the parameter's shape, or e4m3 codes.
     """
     g = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient.flatten().float()
     g = g * step.clip_coefficient
@@ -277,11 +293,16 @@ def adamw_step(
 def momentum_step(
     gradient: Tensor | Fp8Gradient, mean: Moment, momentum: float, clip_coefficient: float
 ) -> Tensor:
-    """Nesterov's momentum: add a gradient to its mean, in place; returns the mean that comes next, fp32 [n].
+    """Nesterov's momentum: add a gradient to the mean of gradients in place, and return the mean that comes
+    next.
 
     Args:
-        gradient: [n] or of the parameter's shape, fp32, or e4m3 codes; times `clip_coefficient`.
-        mean: times `momentum`.
+        gradient: fp32, [n] or of the parameter's shape, or e4m3 codes. It is multiplied by
+            `clip_coefficient`.
+        mean: The mean of gradients; it is multiplied by `momentum`.
+
+    Returns:
+        The update before it is scaled, fp32 [n].
     """
     g = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient.flatten()
     g = g * clip_coefficient
@@ -291,10 +312,15 @@ def momentum_step(
 
 
 def round_stochastically(values: Tensor, salt: int, first: int = 0) -> Tensor:
-    """bf16 of fp32 `values` [n], which are elements from `first` on: up or down with the odds that make the
-    mean right."""
+    """fp32 `values` [n] in bf16, rounded up or down with the probabilities that make the mean right.
+
+    Args:
+        salt: 32 bits that select the random bits.
+        first: The number of the first element of `values`.
+    """
     bits = values.view(torch.int32).long() & 0xFFFFFFFF
-    # Adding below the last kept bit and cutting off rounds a magnitude up as often as its rest is long.
+    # Adding random bits below the last kept bit and cutting them off rounds a magnitude up with the right
+    # probability.
     rounded = (bits + random_bits(values.numel(), salt, values.device, first=first)) >> 16
     special = (bits & 0x7F800000) == 0x7F800000
     halves = torch.where(special, bits >> 16, rounded & 0xFFFF)
@@ -302,7 +328,7 @@ def round_stochastically(values: Tensor, salt: int, first: int = 0) -> Tensor:
 
 
 def _rows(values: Tensor) -> Tensor:
-    """[blocks, 128], the last one filled up with zeros."""
+    """The values as [blocks, 128]; the last block is filled up with zeros."""
     count = blocks(values.numel())
     if values.numel() == count * BLOCK:
         return values.reshape(count, BLOCK)
@@ -312,12 +338,13 @@ def _rows(values: Tensor) -> Tensor:
 
 
 def _decode(codes: Tensor) -> Tensor:
-    """fp32 of e4m3 codes: their bits in an fp16 number's, times 2**8. Torch's own conversion is slower.
+    """e4m3 codes in fp32: their bits are read as an fp16 number's, times 2**8. Torch's own conversion is
+    slower.
 
-    Not a number comes out as 480: nothing here stores it.
+    The code of NaN decodes to 480; nothing here stores it.
     """
     wide = codes.to(torch.int16)
-    # A sign that is shifted out and in again, with the bits between.
+    # The sign is shifted out, and then in again as two copies, of which the mask removes the lower one.
     wide = wide.bitwise_left_shift_(8).bitwise_right_shift_(1).bitwise_and_(-0x4080)
     return wide.view(torch.float16).float().mul_(256.0)
 

@@ -1,13 +1,17 @@
-"""Matrices in e4m3 with a scale a row, and their products, in plain torch.
+"""Matrices in e4m3 with a scale per row, and their products, in plain torch.
 
-The reference for `kernels.fp8.products`. Operands of a product are rows that are multiplied with rows, as
-`torch._scaled_mm` takes them: of activations [T, K] a row is a token, of weights [N, K] an output. A row's
-scale is the smallest power of two, from 2**-126 on, that leaves its largest magnitude at most 448: it follows
-from the row alone, without a history, and dividing by it is exact. A row with values that are not finite has
-a scale that is not a number, and so have its products.
+This is the reference for `kernels.fp8.products`. A product multiplies rows with rows, as `torch._scaled_mm`
+does:
+a row of activations [T, K] is a token, a row of weights [N, K] is an output. A row's scale is the smallest
+power
+of two, from 2**-126 on, with which its largest magnitude is at most 448. It depends only on the row and not
+on
+earlier steps, and dividing by it is exact. A row with values that are not finite gets the scale NaN, and so
+do its
+products.
 
-COAT (papers/coat.txt, section 5.2) has a scale a tensor, which takes a pass of its own to find. A scale a row
-needs none, errs less, and cuBLAS multiplies by it as fast (scripts/results/compute_parts.json).
+COAT (arXiv 2410.19313, section 5.2) has a scale per tensor, which takes another pass to find. A scale per row
+needs no pass, has a smaller error, and cuBLAS multiplies by it as fast (scripts/results/compute_parts.json).
 
 Shape legend: T tokens, N outputs, K inputs.
 """
@@ -37,7 +41,7 @@ class Coded:
 
 
 def code_rows(x: Tensor, into: Coded) -> None:
-    """Write x [rows, columns], of any float dtype, over `into`, rounded to nearest, ties to even."""
+    """Write x [rows, columns], of any float dtype, to `into`, rounded to nearest, ties to even."""
     wide = x.float()
     largest = wide.abs().amax(dim=1, keepdim=True)
     finite = torch.isfinite(largest)
@@ -52,8 +56,11 @@ def code_rows(x: Tensor, into: Coded) -> None:
 
 
 def code_columns(x: Tensor, into: Coded) -> None:
-    """Write the columns of x [T, columns] over `into` [columns, T or more], each with a scale; codes beyond
-    T are 0. So gradients and inputs are operands of a weight's gradient, a sum over tokens."""
+    """Write the columns of x [T, columns] to `into` [columns, T or more], each with a scale.
+
+    Codes beyond T are 0. In this form gradients and inputs are the operands of a weight's gradient, a sum
+    over tokens.
+    """
     tokens = len(x)
     into.codes[:, tokens:] = 0
     columns = Coded(into.codes[:, :tokens], into.scales)
@@ -61,11 +68,12 @@ def code_columns(x: Tensor, into: Coded) -> None:
 
 
 def decoded(x: Coded) -> Tensor:
-    """float32 [rows, columns]."""
+    """The values, float32 [rows, columns]."""
     return x.codes.float() * x.scales
 
 
 def product(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
-    """a @ b.T in `dtype`, of a [T, K] and b [N, K]: codes multiplied and summed in float32, then scaled."""
+    """a @ b.T in `dtype`, of a [T, K] and b [N, K]: codes are multiplied and summed in float32, then
+    scaled."""
     sums = (a.codes.float() @ b.codes.float().t()) * a.scales * b.scales.t()
     return sums.to(dtype)

@@ -1,8 +1,9 @@
-"""Norms, activations, losses, rotary embedding and dropout on any device: one Triton kernel each on a GPU,
-torch elsewhere.
+"""Norms, activations, losses, rotary embedding and dropout by device: Triton kernels on a GPU, torch
+elsewhere.
 
-Kernels compute in float32 and round once; they agree with `kernels.common.layers` to rounding, rotary
-and dropout bit for bit. None of them waits for the device.
+Kernels compute in float32 and round once. They agree with `kernels.common.layers` to rounding; rotary
+embedding
+and dropout agree bit for bit. None of them waits for the device.
 """
 
 import torch
@@ -28,7 +29,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torc
 def coded_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
 ) -> tuple[Coded, Tensor]:
-    """The codes of the rows of `norm` (`kernels.fp8.rows`), and x stored in `bits`, or as it is with 0."""
+    """The codes of the rows of `norm` (`kernels.fp8.rows`), and x stored in `bits`, or x itself with 0
+    bits."""
     if dispatch.has_kernels(x.device, "layers") and bits < APART:
         from kernels.blockfloat.triton import norm as triton_norm
 
@@ -44,7 +46,12 @@ def coded_norm(
 def norm_backward(
     grad: Tensor, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `norm`: of x, plus the residual stream's, in its dtype; of weight and bias, float32."""
+    """Gradients of `norm`.
+
+    Returns:
+        The gradient of x plus the residual stream's, in the residual's dtype; those of weight and bias,
+        float32.
+    """
     if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import norm as triton_norm
 
@@ -66,9 +73,9 @@ def activation(gate: Tensor, up: Tensor | None, gelu: bool = False) -> Tensor:
 def activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, gelu: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """The activation again, and the gradients of its inputs, on a GPU columns of one tensor.
+    """The activation, computed again, and the gradients of its inputs.
 
-    May overwrite `grad`, which is contiguous.
+    On a GPU the gradients are columns of one tensor. `grad` must be contiguous and may be overwritten.
     """
     if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import ffn
@@ -81,8 +88,12 @@ def activation_backward(
 
 
 def coded_activation(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Coded, list[Tensor]]:
-    """The codes of `activation`'s rows (`kernels.fp8.rows`), which alone need no pass of their own, and its
-    inputs stored in `bits`: none with 0, as many as there are otherwise."""
+    """The codes of the activation's rows (`kernels.fp8.rows`), and its inputs stored in `bits`.
+
+    The codes take no pass of their own. The list of stored inputs is empty with 0 bits, and otherwise has one
+    entry
+    for each input.
+    """
     if dispatch.has_kernels(gate.device, "layers"):
         from kernels.blockfloat.triton import coded_ffn
 
@@ -96,8 +107,12 @@ def coded_activation(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Coded,
 def coded_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, bits: int
 ) -> tuple[Tensor, list[Tensor], Coded]:
-    """As `activation_backward`, of inputs stored in `bits` or with 0 as they were; and the codes of the rows
-    of their gradients, side by side."""
+    """`activation_backward` of inputs stored in `bits`, or not stored with 0 bits.
+
+    Returns:
+        The activation, the gradients of its inputs, and the codes of the rows of these gradients side by
+        side.
+    """
     if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import coded_ffn
 
@@ -113,8 +128,10 @@ def coded_activation_backward(
 
 
 def residual(x: Tensor, made: Tensor) -> Tensor:
-    """x + made, of any float dtypes, in x's. On a GPU torch adds tensors of two dtypes at half of memory's
-    speed."""
+    """x + made, of any float dtypes, in x's dtype.
+
+    On a GPU torch adds tensors of two dtypes at half the memory's speed; the kernel is faster.
+    """
     if dispatch.has_kernels(x.device, "layers") and x.is_contiguous() and made.is_contiguous():
         from kernels.layers import triton
 

@@ -10,9 +10,9 @@ from kernels.orthogonal.reference import ITERATIONS
 
 
 def orthogonal(matrices: Sequence[Tensor], iterations: int = ITERATIONS) -> Tensor:
-    """`kernels.orthogonal.reference.orthogonal`; on a GPU in bfloat16.
+    """`kernels.orthogonal.reference.orthogonal`, in bfloat16 on a GPU.
 
-    A matrix has the same bits whichever others come with it.
+    A matrix's result has the same bits whichever other matrices are passed with it.
     """
     if dispatch.has_kernels(matrices[0].device, "orthogonal"):
         from kernels.orthogonal import triton

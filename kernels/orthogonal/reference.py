@@ -1,6 +1,6 @@
-"""Newton-Schulz's iteration of degree 5, by which Muon makes updates orthogonal, in plain torch.
+"""The Newton-Schulz iteration of degree 5, which makes Muon's updates orthogonal, in plain torch.
 
-Each matrix goes through it by itself, so the order of all sums follows from its shape alone.
+Each matrix is computed separately, so the order of all sums depends only on its shape.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,30 @@ POLYNOMIALS: dict[int, tuple[tuple[float, float, float], ...]] = {
     ),
     5: ((3.4445, -4.7750, 2.0315),) * 5,
 }
-"""Factors of x, x^3 and x^5 in each iteration, by how many there are.
+"""The factors of x, x^3 and x^5 in each iteration, by the number of iterations.
 
-Of a matrix over its norm, five iterations of K. Jordan's polynomial bring singular values from 0.0008 on to
-between 0.68 and 1.21. The others are Polar Express (arXiv 2505.16932, theorem 3.1 and section 3.4), the best
-for singular values from a least one on, all but the last for values up to 1.02, since in bfloat16 they may
-come to more than 1: four bring those from 0.003 on to between 0.76 and 1.2, three those from 0.01 on to
-between 0.70 and 1.27.
+A matrix is divided by its norm first. Five iterations of K. Jordan's polynomial map singular values from
+0.0008
+on to values between 0.68 and 1.21. The other polynomials are Polar Express (arXiv 2505.16932, theorem 3.1 and
+section 3.4), the best for singular values above a lower bound. All but the last are made for values up to
+1.02,
+because values may exceed 1 in bfloat16. Four iterations map values from 0.003 on to between 0.76 and 1.2,
+three
+map values from 0.01 on to between 0.70 and 1.27.
 """
 LEAST_NORM = 1e-7
 
 
 def orthogonal(matrices: Sequence[Tensor], iterations: int = ITERATIONS) -> Tensor:
-    """About the orthogonal matrix nearest to each of some float32 [rows, columns]: float32 [matrices, rows,
-    columns]. `iterations` is a key of `POLYNOMIALS`."""
+    """Approximate the orthogonal matrix nearest to each matrix.
+
+    Args:
+        matrices: float32 [rows, columns], all of one shape.
+        iterations: A key of `POLYNOMIALS`.
+
+    Returns:
+        float32 [matrices, rows, columns].
+    """
     nearest = [_orthogonal(matrix, iterations) for matrix in matrices]
     return nearest[0].unsqueeze(0) if len(nearest) == 1 else torch.stack(nearest)
 

@@ -1,8 +1,9 @@
 """TAH-Quant as torch operators: Triton's kernels on a GPU, numba's loops on a CPU, with the same bits.
 
-`torch.ops.thinwire.tah_encode` and `tah_decode` never wait for the device, and a CUDA graph can capture them
-once they have run. Scratch memory comes from torch's allocator. `wire.codecs.tah` runs the reference on a GPU
-without Triton.
+`torch.ops.thinwire.tah_encode` and `tah_decode` never wait for the device. A CUDA graph can capture them once
+they
+have run. Scratch memory comes from torch's allocator. On a GPU without Triton, `wire.codecs.tah` runs the
+reference.
 """
 
 import torch
@@ -39,8 +40,8 @@ def encode(
     four_bit: int,
     tau: float,
 ) -> None:
-    """`kernels.tah.reference.encode` of x into its sections, and the exponent into `exponent` (int32, 1
-    element)."""
+    """Run `kernels.tah.reference.encode` on x into its sections, and write the exponent to `exponent` (int32,
+    [1])."""
     if dispatch.has_kernels(x.device, "tah"):
         from kernels.tah.triton import encode as triton_encode
 
@@ -75,11 +76,13 @@ def decode(
     samples: int,
     four_bit: int,
 ) -> torch.Tensor:
-    """`kernels.tah.reference.decode` of the sections into `out`, with the exponent (int32, 1 element) on the
+    """Run `kernels.tah.reference.decode` on the sections into `out`. The exponent (int32, [1]) is on the
     device.
 
-    Returns int32 `[k]`: the largest is the fault that Triton's kernels found (`kernels.common.dispatch`), or
-    0. On a CPU the caller checks the sections first.
+    Returns:
+        int32 [k]. The largest is the fault that Triton's kernels detected (`kernels.common.dispatch`), or 0.
+        On a CPU
+        the caller must check the sections first.
     """
     if dispatch.has_kernels(out.device, "tah"):
         from kernels.tah.triton import decode as triton_decode

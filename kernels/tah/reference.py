@@ -1,30 +1,43 @@
 """TAH-Quant's arithmetic in torch: the reference that every other implementation reproduces bit for bit.
 
-Source: TAH-Quant, sections 3.1 to 3.4, with the sign of eq. 2 put right; G = A = 64
+Source: TAH-Quant, sections 3.1 to 3.4, with the sign of eq. 2 corrected; G = A = 64
 (`kernels.common.tile_layout.TILE`).
 
-**The exact arithmetic.** All values are IEEE fp32 and every operation below rounds by itself, to nearest
-even: no fused multiply-add, no product with a reciprocal where a division is written. Sums are of integers
-below 2**24, so they are exact in any order. The normalised elements y come from `kernels.common.tiles`; a
-tile is y_0 .. y_63 (a short one filled up with zeros), m its largest |y_k|.
+**The exact arithmetic.** All values are IEEE fp32, and every operation below rounds on its own, to nearest
+even:
+there is no fused multiply-add, and no product with a reciprocal where a division is written. Sums are of
+integers
+below 2**24, so they are exact in any order. The normalised elements y come from `kernels.common.tiles`. A
+tile is
+y_0 .. y_63 (a short one is filled up with zeros), and m is its largest |y_k|.
 
-1. *Entropy (eq. 1, 2).* With 2**k <= m < 2**(k + 1), k being at least -63, let the integers
-   n_j = rint(|y_j| * 2**(13 - k)), at most 2**14, S = sum n_j and T = sum rint(n_j * log2(n_j)). Then
-   H = log2(S) - T / S, which is -sum p_j log2 p_j for p_j = n_j / S; it is 0 if S is 0. No epsilons are
-   needed: a term with n_j = 0 is 0.
-   `_log2` is exponent bits plus f + f (1 - f) P(f), f the fraction. Ranked is the integer
-   max(0, rint(H * 2**20)): the higher first, among equals the lower index.
+1. *Entropy (eq. 1, 2).* Let 2**k <= m < 2**(k + 1), with k at least -63, and let n_j = rint(|y_j| * 2**(13 -
+k)),
+   integers of at most 2**14. Let S = sum n_j and T = sum rint(n_j * log2(n_j)). Then H = log2(S) - T / S,
+   which is
+   -sum p_j log2 p_j for p_j = n_j / S. H is 0 if S is 0. No epsilons are needed, because a term with n_j = 0
+   is 0.
+   `_log2` is the exponent bits plus f + f (1 - f) P(f), where f is the fraction. Tiles are ranked by the
+   integer
+   max(0, rint(H * 2**20)): the higher first, ties to the lower index.
 2. *Bits (3.2).* The first `four_bit` tiles of every sample get 4 bits (15 steps), the others 3 (7 steps).
-3. *Outliers (eq. 3).* A tile is one if exactly one |y_k| >= m / tau - 2**-24. That is r > tau with 2**-24 for
-   the epsilon, which is relative to the tensor, y being normalised.
-4. *Rotation (eq. 4).* Swap y_0 and y_pivot; for h = 1, 2, 4 .. 32 replace each pair (y_i, y_{i+h}), i without
-   bit h, by (y_i + y_{i+h}, y_i - y_{i+h}); multiply by 1/8. Back: the same butterfly, then the swap.
-5. *Scale and zero-point.* z = the largest fp16 <= min; s = the smallest fp16 >= (max - z) / steps, but at
-   least 2**-24: z + steps * s reaches max, but for fp32's rounding. In a short tile that is not rotated, min
-   and max are those of its real elements. A min below 2**-100 in magnitude counts as 0. The scale is stored
-   as -s for a rotated tile.
-6. *Codes.* q = rint((y - z) * (1 / s)), in 0 .. steps; 0 for the filling of a short tile not rotated.
-7. *Back.* y = q * s + z (q * s is exact), rotated back if the scale was negative, times 2**e, clamped to the
+3. *Outliers (eq. 3).* A tile is an outlier tile if exactly one |y_k| >= m / tau - 2**-24. That is r > tau
+with
+   2**-24 as epsilon. It is relative to the tensor, because y is normalised.
+4. *Rotation (eq. 4).* Swap y_0 and y_pivot. For h = 1, 2, 4 .. 32 replace each pair (y_i, y_{i+h}), i without
+bit
+   h, by (y_i + y_{i+h}, y_i - y_{i+h}). Multiply by 1/8. The inverse is the same butterfly, then the swap.
+5. *Scale and zero-point.* z is the largest fp16 <= min. s is the smallest fp16 >= (max - z) / steps, but at
+least
+   2**-24. So z + steps * s reaches max, except for fp32's rounding. In a short tile that is not rotated, min
+   and
+   max are those of its real elements. A min below 2**-100 in magnitude counts as 0. The scale of a rotated
+   tile is
+   stored as -s.
+6. *Codes.* q = rint((y - z) * (1 / s)), in 0 .. steps. It is 0 where a short tile that is not rotated is
+filled up.
+7. *Decoding.* y = q * s + z (q * s is exact), rotated back if the scale is negative, times 2**e, clamped to
+the
    output dtype's finite range, rounded to it.
 """
 
@@ -73,8 +86,12 @@ class TahSections(NamedTuple):
 def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, tau: float) -> torch.Tensor:
     """Quantize x (fp32, bf16 or fp16, `[..., C]`) into `out`; return its exponent (int32 0-d, on x's device).
 
-    `samples`: equal parts of the rows, in order; `four_bit`: 4-bit tiles in each. If the exponent is
-    `tiles.NON_FINITE`, what was written is meaningless.
+    If the exponent is `tiles.NON_FINITE`, the contents of `out` are meaningless.
+
+    Args:
+        samples: The number of equal parts of the rows, in order.
+        four_bit: The number of 4-bit tiles in each sample.
+        tau: The ratio above which a tile's largest element is an outlier (eq. 3).
     """
     exponent = tensor_exponent(x)
     factors = powers_of_two(-exponent)
@@ -112,7 +129,7 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
         base = zero_point.float()
         step = step_for(high[block] - base, steps[block])
         y.sub_(base[:, None]).mul_((1.0 / step.float())[:, None]).round_()
-        # Only the filling of short tiles lies outside; its codes are erased below.
+        # Only the elements that fill up short tiles lie outside; their codes are erased below.
         codes = y.clamp_(0, 15).to(torch.int32).to(torch.uint8)
         planes = bitplanes.pack_planes(codes, LOW_PLANES + 1)
         out.zero_points[block] = zero_point
@@ -131,10 +148,11 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
 
 
 def decode(sections: TahSections, out: torch.Tensor, exponent: int) -> None:
-    """Fill `out` (`[..., C]`, contiguous, fp32, bf16 or fp16) with what `sections` hold.
+    """Decode `sections` into `out` (`[..., C]`, contiguous, fp32, bf16 or fp16).
 
-    Scales must be finite and not zero, zero-points finite, and the bit-map must have as many set bits as
-    there are fourth planes: the caller has checked.
+    The caller must have checked that scales are finite and not zero, that zero-points are finite, and that
+    the bit-map
+    has as many set bits as there are fourth planes.
     """
     n = sections.scales.numel()
     four = bitplanes.unpack_flags(sections.bit_map, n)
@@ -158,7 +176,7 @@ def decode(sections: TahSections, out: torch.Tensor, exponent: int) -> None:
 
 
 def rotate(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move each tile's largest element to position 0 and transform. fp32 `[m, 64]`, left as it was.
+    """Move each tile's largest element to position 0 and transform. y is fp32 `[m, 64]` and is not changed.
 
     Returns the rotated tiles and the pivots, int64 `[m]`.
     """
@@ -172,7 +190,8 @@ def unrotate(y: torch.Tensor, pivot: torch.Tensor) -> torch.Tensor:
 
 
 def entropy_bits(n: torch.Tensor) -> torch.Tensor:
-    """Entropy of tiles of integer magnitudes (fp32 `[t, 64]`, at most 2**14), in 2**-20 bits: int32 `[t]`."""
+    """The entropy of tiles of integer magnitudes (fp32 `[t, 64]`, at most 2**14), in units of 2**-20 bits,
+    int32 `[t]`."""
     total = n.sum(1)
     weighted = _log2(n).mul_(n).round_().sum(1)
     bits = torch.where(total > 0, _log2(total) - weighted / total, 0.0)
@@ -190,13 +209,15 @@ def _outliers_and_entropy(
     # Both sides carry the same power of two, so the comparison is that of the unscaled values.
     threshold = (largest / largest.new_full((1,), tau) - EPSILON) * factor
     near = (magnitude >= threshold[:, None]).view(torch.int64).sum(1)
-    # Each byte of `near` counts an eighth of the tile: one in all is a single bit, the lowest of a byte.
+    # Each byte of `near` counts an eighth of the tile. A total of one is a single set bit, the lowest of a
+    # byte.
     single = ((near & (near - 1)) == 0) & ((near & 0x0101010101010101) == near)
     return single, entropy_bits(magnitude.round_())
 
 
 def _log2(n: torch.Tensor) -> torch.Tensor:
-    """log2 of integers from 1 to 2**20 in fp32, within 3e-5, without a library's last bit; finite for 0."""
+    """log2 of integers from 1 to 2**20 in fp32, within 3e-5. It is finite for 0, and no library call rounds
+    it."""
     log = n.view(torch.int32).to(torch.float32).mul_(2.0**-23).sub_(127.0)
     f = log - log.floor()
     c0, c1, c2, c3 = _LOG2
@@ -205,11 +226,12 @@ def _log2(n: torch.Tensor) -> torch.Tensor:
 
 
 def _highest(rank: torch.Tensor, count: int) -> torch.Tensor:
-    """Flags of the `count` highest of each row of `[samples, tiles]`, ties to the lower index; flat bool."""
+    """Flags of the `count` highest of each row of `[samples, tiles]`, flat bool. Ties go to the lower
+    index."""
     if count == 0:
         return torch.zeros_like(rank, dtype=torch.bool).view(-1)
     tiles = rank.shape[1]
-    # Unique keys: no dependence on how a sort treats equals.
+    # The keys are unique, so the result does not depend on how a sort treats equal ones.
     keys = (rank << 32) | torch.arange(tiles - 1, -1, -1, device=rank.device)
     threshold = torch.kthvalue(keys, tiles - count + 1, dim=1, keepdim=True).values
     return (keys >= threshold).view(-1)

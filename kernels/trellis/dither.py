@@ -1,16 +1,20 @@
-"""Dither that both ends know: it makes the `trellis` codec's error independent of what is coded.
+"""Dither that encoder and decoder know: it makes the `trellis` codec's error independent of the values.
 
-Before the search for a path every element gets a dither, from -1 to 1 steps; the decoder subtracts it. So
-small values are not lost: the mean of what is decoded is the value itself, and errors of many tensors average
-out. (Subtractive dither: Schuchman, 1964; of lattices: Zamir and Feder, 1996.)
+The encoder adds a dither from -1 to 1 steps to every element before it searches for a path. The decoder
+subtracts
+it. So small values are not lost: the mean of the decoded values is the value itself, and the errors of many
+tensors average out. (Subtractive dither: Schuchman, 1964; of lattices: Zamir and Feder, 1996.)
 
-A width of two steps is right for this trellis. Its paths are a lattice of one point in 2**E unit cubes, as
-each quantizer is as coarse as two steps. No two points of the half-open cube [-1, 1)**E differ by a point of
-it: both quantizers are 0 at a lane's start and only an odd index leads to the other one, so the first
-coordinate of a path that is not zero is even. Hence the cube tiles space, and dither that is even over it
-leaves an error that does not depend on the elements (Zamir and Feder, theorem 1).
+A width of two steps is right for this trellis. Its paths are a lattice with one point in 2**E unit cubes,
+because
+each quantizer is as coarse as two steps. No two points of the half-open cube [-1, 1)**E differ by a lattice
+point:
+both quantizers are 0 at a lane's start and only an odd index leads to the other one, so the first nonzero
+coordinate of a path is even. Hence the cube tiles space, and dither that is uniform over it leaves an error
+that
+does not depend on the elements (Zamir and Feder, theorem 1).
 
-The dither is a function of the salt and the element's place: 16 bits of `kernels.common.random_bits`.
+The dither is a function of the salt and the element's position: 16 bits of `kernels.common.random_bits`.
 """
 
 import torch
@@ -18,7 +22,7 @@ import torch
 from kernels.common.random_bits import random_bits
 from kernels.trellis.loops import dither as dither_loops
 
-# Of 64ths of a step, in the unit of `dithers`.
+# 64ths of a step in a step, the unit of `dithers`.
 _SIXTY_FOURTHS = 64.0
 
 

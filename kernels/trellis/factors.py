@@ -51,8 +51,10 @@ _AT_ONCE = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A prediction, on the device of its matrix. u: int8 `[R, K]`, v: int8 `[C, K]`, both symmetric with
-    `bits` bits including the sign."""
+    """A prediction, on the device of its matrix.
+
+    u is int8 `[R, K]` and v is int8 `[C, K]`. Both are symmetric with `bits` bits including the sign.
+    """
 
     bits: int
     u: torch.Tensor
@@ -264,7 +266,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return trellis_space_loops.product(a, b) if a.device.type == "cpu" else a.double() @ b
 
 
-# Numpy on a CPU: torch would wake its threads, which then spin for a while.
+# Numpy computes these on a CPU: torch would wake its threads, which then spin for a while.
 def _first(x: torch.Tensor, columns: int) -> torch.Tensor:
     """The first columns, contiguous."""
     if x.device.type == "cpu":

@@ -1,25 +1,27 @@
 """How the elements of a tensor are spread over the lanes of the `trellis` codec.
 
-A group is a run of elements coded by itself, into a stream of its own; its lanes share the run step by step,
-so that neighbours in memory are in neighbouring lanes: element i of a group is step i // lanes of lane
-i % lanes. A GPU gives every group a warp and every lane a thread.
+A group is a run of elements that is coded separately, into its own stream. Its lanes share the run step by
+step,
+so that neighbours in memory are in neighbouring lanes: element i of a group is step i // lanes of lane i %
+lanes. A
+GPU gives every group a warp and every lane a thread.
 """
 
 from dataclasses import dataclass
 
 LANES = 32
-# Elements a lane has at most; and at least, which decides the number of lanes of a small tensor.
+# The most and the fewest elements of a lane. The fewest decide the number of lanes of a small tensor.
 _STEPS = 2048
 _FEWEST = 1152
 # Lanes of a trial encoding are shorter by this factor.
 _SHORTER = 8
-# Bits of one element that a lane cannot exceed: a symbol of one slot, and below it 26 bits of an escape.
+# The most bits of one element in a lane: a symbol of one slot, and an escape's 26 bits below it.
 _BITS = 12 + 26
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """`groups` of `steps` x `lanes` elements; the last one may have fewer."""
+    """`groups` of `steps` x `lanes` elements; the last group may have fewer."""
 
     elements: int
     groups: int
@@ -32,7 +34,7 @@ class Grid:
 
     @property
     def capacity(self) -> int:
-        """Words that a group takes at most."""
+        """The most words that a group can take."""
         return self.lanes * (-(-self.steps * _BITS // 16) + 2)
 
     def bounds(self, group: int) -> tuple[int, int]:
@@ -42,13 +44,15 @@ class Grid:
 
 
 def grid(elements: int) -> Grid:
-    """The grid of a tensor of so many elements."""
+    """The grid of a tensor of this many elements."""
     return _grid(elements, _STEPS, _FEWEST)
 
 
 def trial_grid(elements: int) -> Grid:
-    """The grid of a trial encoding, which is counted and not sent. Shorter lanes take less time on a GPU; the
-    bits they cost more do not matter."""
+    """The grid of a trial encoding, which is counted and not sent.
+
+    Shorter lanes take less time on a GPU. The bits that they cost do not matter.
+    """
     return _grid(elements, _STEPS // _SHORTER, _FEWEST // _SHORTER)
 
 

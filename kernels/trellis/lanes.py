@@ -1,7 +1,7 @@
 """The `trellis` codec's path and code (`kernels.trellis.code`) on a CPU, group by group.
 
-`kernels.trellis.triton.lanes` does the same on a GPU; every number is an integer or rounded once an
-operation, so the words are the same.
+`kernels.trellis.triton.lanes` does the same on a GPU. Every number is an integer, or each operation rounds it
+once, so the words are the same.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,11 @@ def encode(
     family: int,
     salt: int | None = None,
 ) -> Coded:
-    """Code fp32 `[E]` with the classes uint8 `[E]`; `gain` is 64 over the step, an fp32 number.
+    """Code fp32 `[E]` with the classes uint8 `[E]`.
 
-    With a salt, elements get their dither (`kernels.trellis.dither`).
+    Args:
+        gain: 64 divided by the step, an fp32 number.
+        salt: Selects the elements' dither (`kernels.trellis.dither`). None adds no dither.
     """
     if salt is not None:
         residual, gain = dither.added(residual, gain, salt), 1.0
@@ -65,10 +67,13 @@ def decode(
     where: Grid,
     family: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """n, int32 `[E]`, and whether the code is valid, bool `[]`; if it is not, n is meaningless.
+    """n, int32 `[E]`, and whether the code is valid, bool `[]`. If it is not, n is meaningless.
 
-    states int32 `[groups, lanes]` in [2**15, 2**31), word counts int64 `[groups]` that add up to no more than
-    the words, int16 `[W]`, of all groups one after the other.
+    Args:
+        states: int32 `[groups, lanes]`, in [2**15, 2**31).
+        counts: int64 `[groups]`, the number of words of each group. They add up to at most W.
+        words: int16 `[W]`, those of all groups one after the other.
+        classes: uint8 `[E]`.
     """
     out = np.empty(classes.numel(), dtype=np.int32)
     numbers, slots = classes.numpy(), tables(family).slots

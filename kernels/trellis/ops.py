@@ -1,6 +1,6 @@
-"""The `trellis` codec's loops by device: numba's on a CPU, Triton's on a GPU, the same bits.
+"""The `trellis` codec's loops by device: numba's on a CPU, Triton's on a GPU, with the same bits.
 
-Without Triton, the CPU codes the lanes of tensors on a GPU.
+Without Triton, the CPU codes the lanes of tensors that are on a GPU.
 """
 
 import torch
@@ -21,7 +21,7 @@ def encode(
     family: int,
     salt: int | None = None,
 ) -> Coded:
-    """`kernels.trellis.lanes.encode`, on the device of `residual`, without waiting for it."""
+    """`kernels.trellis.lanes.encode` on the device of `residual`. Triton's kernels do not wait for it."""
     if dispatch.has_kernels(residual.device, "trellis"):
         from kernels.trellis.triton import lanes as triton_trellis
 
@@ -38,7 +38,8 @@ def decode(
     where: Grid,
     family: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.trellis.lanes.decode`; on a GPU with kernels for any states and counts, without waiting."""
+    """`kernels.trellis.lanes.decode`. Triton's kernels accept any states and counts, and do not wait for the
+    device."""
     if dispatch.has_kernels(classes.device, "trellis"):
         from kernels.trellis.triton import decode as triton_trellis_decode
 
@@ -48,14 +49,15 @@ def decode(
 
 
 def join(coded: Coded, out: torch.Tensor) -> None:
-    """Write the words of all groups one after the other to int16 `out`, which has exactly their length."""
+    """Write the words of all groups one after the other to int16 `out`, which must have exactly their
+    length."""
     if dispatch.has_kernels(out.device, "trellis"):
         from kernels.trellis.triton import lanes as triton_trellis
 
         triton_trellis.join(coded, out)
         return
     whole = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
-    # By numpy: torch's copy may wake its threads, which keep cores busy for a while afterwards.
+    # Numpy copies: torch's copy may wake its threads, which keep cores busy for a while afterwards.
     words, joined = coded.words.cpu().numpy(), whole.numpy()
     used = 0
     for group, count in enumerate(coded.counts.tolist()):
@@ -82,8 +84,14 @@ def restore(
     out: torch.Tensor,
     salt: int | None = None,
 ) -> None:
-    """Fill contiguous `out` `[..., C]`: reconstruct n, int32 `[E]`, by a step's code and a prediction, less a
-    salt's dither, times 2**exponent. Overwrites n."""
+    """Reconstruct n, int32 `[E]`, into contiguous `out` `[..., C]`. Overwrites n.
+
+    Args:
+        code: The code of the step (`kernels.trellis.reference.step_of`).
+        factors: The prediction to add, or None.
+        exponent: The result is multiplied by 2**exponent.
+        salt: Selects the dither to subtract, or None.
+    """
     if dispatch.has_kernels(n.device, "trellis"):
         from kernels.trellis.triton import restore as triton_trellis_restore
 

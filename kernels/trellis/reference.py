@@ -75,8 +75,8 @@ def sixteenths(code: int) -> int:
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a matrix's rows and columns (`kernels.trellis.scales`), on the host, and the expected
-    bits of its elements."""
+    """The scales of a matrix's rows and columns (`kernels.trellis.scales`) on the host, and the elements'
+    expected bits."""
 
     row: Int32Array
     column: Int32Array
@@ -130,8 +130,12 @@ class Scales:
 
     @cached_property
     def _counts(self) -> list[tuple[Int64Array, int]]:
-        """Histogram of the sums of row and column class, and the smallest sum, for each of the four offsets
-        within a class that a step can have. A convolution gives it without reading the elements."""
+        """Histograms of the sums of row and column class, each with the smallest sum.
+
+        There is one for each of the four offsets within a class that a step can have. A convolution computes
+        it without
+        reading the elements.
+        """
         low = self._bounds[0]
         column = (self.column + np.int32(2)) >> 2
         left = int(column.min())

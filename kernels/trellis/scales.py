@@ -1,8 +1,10 @@
 """How large a matrix's elements are, by row and by column: the `trellis` codec's estimate of their spread.
 
-A scale is the logarithm of a mean magnitude, an integer in 16ths of an octave; an element's is its row's plus
-its column's. Sums are of integers, exact in any order, and logarithms compare with constants, so that every
-device finds the same scales.
+A scale is the logarithm of a mean magnitude, an integer in 16ths of an octave. An element's scale is its
+row's plus
+its column's. Sums are of integers and exact in any order, and logarithms are found by comparison with
+constants, so
+that every device finds the same scales.
 """
 
 from decimal import Decimal
@@ -16,9 +18,9 @@ from kernels.trellis.loops import residuals as trellis_left_loops
 from kernels.trellis.loops.residuals import Logarithms
 
 OCTAVE = 16
-# Elements count in these parts; normalised ones lie below 2**14, so that the integers are exact in fp32.
+# Elements are counted in units of 2**-9. Normalised ones lie below 2**14, so the integers are exact in fp32.
 _PART_BITS = 9
-# Parts of an element that has its row's mean magnitude.
+# The weighted size, in units, of an element that has its row's mean magnitude.
 _WEIGHTED = 1 << 16
 # The logarithm of a mean of zero.
 _NOTHING = -20
@@ -49,7 +51,7 @@ def scales(
 
 
 def in_turn(x: torch.Tensor, by_row: bool, by_column: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scales`, first all rows', then the columns'."""
+    """`scales`, first of all rows, then of the columns."""
     rows, columns = x.shape
     sums = _row_sums(x)
     if by_row:
@@ -68,7 +70,7 @@ def in_turn(x: torch.Tensor, by_row: bool, by_column: bool) -> tuple[torch.Tenso
 
 
 def of_sums(row: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows' scales, and columns' by the sums of their weighted parts, fp64 `[C]`."""
+    """The rows' scales, and the columns' from the sums of their weighted parts, fp64 `[C]`."""
     return row, logarithm(sums / sums.new_full((1,), row.numel() * _WEIGHTED))
 
 
@@ -79,21 +81,22 @@ def row_scales(x: torch.Tensor) -> torch.Tensor:
 
 
 def _row_sums(x: torch.Tensor) -> torch.Tensor:
-    """Of the magnitudes in parts, fp64 `[R]`."""
+    """The sums of each row's magnitudes in parts, fp64 `[R]`."""
     return (
         trellis_matrix_loops.row_sums(x) if x.device.type == "cpu" else parts(x).sum(1, dtype=torch.float64)
     )
 
 
 def _column_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Of the magnitudes in parts times fp32 `[R]`, rounded, fp64 `[C]`."""
+    """The sums of each column's magnitudes in parts times the rows' weights, fp32 `[R]`, rounded; fp64
+    `[C]`."""
     if x.device.type == "cpu":
         return trellis_matrix_loops.column_sums(x, weight)
     return parts(x).mul_(weight.unsqueeze(1)).round_().sum(0, dtype=torch.float64)
 
 
 def parts(x: torch.Tensor) -> torch.Tensor:
-    """Magnitudes as integers."""
+    """Magnitudes as integers, in units of 2**-9."""
     return x.abs().mul_(2.0**_PART_BITS).round_()
 
 
@@ -104,7 +107,7 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 @cache
 def logarithms() -> Logarithms:
-    """The same for loops on a CPU."""
+    """The constants of the logarithms, for loops on a CPU."""
     device = torch.device("cpu")
     return Logarithms(
         2.0**_NOTHING,
@@ -117,14 +120,14 @@ def logarithms() -> Logarithms:
 
 @cache
 def roots(device: torch.device) -> torch.Tensor:
-    """2**(j / 16)."""
+    """2**(j / 16) for j from 0 to 15, fp64."""
     root = Decimal(2).sqrt().sqrt().sqrt().sqrt()
     return torch.tensor([float(root**j) for j in range(OCTAVE)], dtype=torch.float64, device=device)
 
 
 @cache
 def thresholds(device: torch.device) -> torch.Tensor:
-    """2**((j + 1/2) / 16)."""
+    """2**((j + 1/2) / 16) for j from 0 to 15, fp64."""
     root = Decimal(2).sqrt().sqrt().sqrt().sqrt().sqrt()
     halves = [float(root ** (2 * j + 1)) for j in range(OCTAVE)]
     return torch.tensor(halves, dtype=torch.float64, device=device)

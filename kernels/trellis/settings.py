@@ -1,24 +1,23 @@
-"""The settings of a `trellis` encoding: they follow from the tensor's shape and the rate, not from its
-values."""
+"""The settings of a `trellis` encoding. They depend on the tensor's shape and the rate, not on its values."""
 
 from dataclasses import dataclass
 
 from kernels.trellis.grid import Grid, grid
 
-# A lane's state takes 32 bits and saves 8 of its words' on average.
+# A lane's state takes 32 bits and saves 8 bits of its words on average.
 LANE_BITS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of an encoding."""
+    """The settings of an encoding."""
 
     rows: int
     columns: int
     size: int
     """Bytes of the payload."""
     every: int
-    """Every plan is tried on one row in this many."""
+    """Each plan is tried on one row in this many."""
     measured: int
     """One row in this many is coded to measure what elements cost."""
     shared_scales: bool
@@ -26,7 +25,7 @@ class Settings:
     kinds: tuple[tuple[int, int], ...]
     """(rank, bits) of the predictions to try; ranks up to 32."""
     attempts: int
-    """Steps to try, at most."""
+    """The most steps to try."""
     enough: int
     """Attempts after which the search ends if one has fitted."""
     free: float
@@ -34,7 +33,7 @@ class Settings:
     too_free: int
     """With more bytes than this left over, another attempt is made."""
     first_family: int = 0
-    """Of `kernels.trellis.tables`, those with dither or those without."""
+    """The first table family to use: those of `kernels.trellis.tables` with or without dither."""
 
     @property
     def grid(self) -> Grid:
@@ -55,11 +54,11 @@ class Settings:
 
     @property
     def plain(self) -> int:
-        """Number of plans without a prediction."""
+        """The number of plans without a prediction."""
         return 4 if self.shared_scales else 1
 
     @property
     def plans(self) -> list[tuple[int, int, int, int]]:
-        """Rank, bits, and whether every row and every column has its own scale."""
+        """Each plan's rank and bits, and whether every row and every column has its own scale."""
         sides = [(1, 1), (1, 0), (0, 1), (0, 0)][: self.plain]
         return [*((0, 0, *pair) for pair in sides), *((*kind, 1, 1) for kind in self.kinds)]

@@ -1,12 +1,14 @@
-"""Static frequency tables of the `trellis` codec. No table crosses the wire.
+"""Static frequency tables of the `trellis` codec. No table is sent over the wire.
 
 A *class* says how wide the quantizer's indices are spread: class c has a standard deviation of
-2**((c - 12) / 4) indices. Classes from `CLASSES` on have no tables: the lowest `shift` bits of their indices
-travel as they are, and what is left belongs to a class of the last octave.
+2**((c - 12) / 4) indices. Classes from `CLASSES` on have no tables of their own: the lowest `shift` bits of
+their
+indices are sent as they are, and the rest belongs to a class of the last octave.
 
-A table gives each index in `[-reach, reach]`, and the escape, a frequency of at least one in `TOTAL`. Symbol
-= index + `MIDDLE`, so a symbol has its index's parity; the escape's index is even. Every number here comes
-from integers and decimal arithmetic with 50 digits: no library's last bit is in it.
+A table gives each index in `[-reach, reach]`, and the escape, a frequency of at least one in `TOTAL`. A
+symbol is
+index + `MIDDLE`, so it has its index's parity; the escape's index is even. Every number here is computed with
+integers or with decimals of 50 digits, so none depends on how a library rounds.
 """
 
 from dataclasses import dataclass
@@ -24,21 +26,21 @@ MIDDLE = 44
 ESCAPE = 2 * MIDDLE + 2
 SYMBOLS = ESCAPE + 1
 MAX_SHIFT = 20
-# Symbols of a row of `Tables.codes`: a power of two.
+# The number of symbols in a row of `Tables.codes`, a power of two.
 ROW = 128
-# Of an entry of `divided_codes`, behind 12 bits of start and 13 of frequency.
+# The position of the shift in an entry of `divided_codes`, above 12 bits of start and 13 of frequency.
 SHIFT_AT = 25
 MAX_CLASS = CLASSES + 4 * MAX_SHIFT - 1
 
-# Shapes that a tensor's elements may have, one for all of it: normal, or with longer tails.
+# The distributions that a tensor's elements may have, one for the whole tensor: normal, or with longer tails.
 GAUSSIAN, LAPLACE = range(2)
 FAMILIES = 2
-# The same shapes for elements with dither (`kernels.trellis.dither`): families from here on.
+# The families of the same distributions with dither (`kernels.trellis.dither`) start at this one.
 DITHERED = FAMILIES
 
 # The class of standard deviation 1.
 _UNIT_CLASS = 12
-# Bits of a cost behind the binary point.
+# Bits of a cost after the binary point.
 COST_BITS = 16
 
 Int32Array = NDArray[np.int32]
