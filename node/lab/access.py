@@ -1,9 +1,9 @@
-"""Ways of being joined to the internet, as namespaces, `ip` commands and rules of nftables. Pure.
+"""Ways of connecting to the internet, as namespaces, `ip` commands and nftables rules. Has no side effects.
 
     coordinator ── internet ── router ── node 0
                       └─────── router ── router ── node 1
 
-Site 0 is the coordinator's, site n + 1 node n's. A site's outermost machine has the public addresses
+Site 0 is the coordinator's, site n + 1 is node n's. A site's outermost machine has the public addresses
 198.18.SITE.2 and, where it has IPv6, 2001:db8:SITE::2.
 """
 
@@ -18,7 +18,7 @@ COORDINATOR = "coordinator"
 COORDINATOR_PORT = 443
 PROXY_PORT = 3128
 IDLE_SECONDS = 30
-"""The firewall of that kind drops a flow after so long."""
+"""Seconds after which the firewall of the kind `idle` drops a silent flow."""
 
 Command = tuple[str, str, tuple[str, ...]]
 """(namespace, program, arguments)"""
@@ -28,11 +28,11 @@ Setting = tuple[str, str, str]
 
 @dataclass
 class Site:
-    """One machine and what stands between it and the internet."""
+    """One machine and the routers between it and the internet."""
 
     number: int
     machine: str
-    """Its namespace."""
+    """The machine's namespace."""
     commands: list[Command] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
     namespaces: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Site:
 
     @property
     def moved(self) -> str:
-        """The public address after a change; the coordinator's second one."""
+        """The public address after a change. For the coordinator it is a second address."""
         return f"198.18.{self.number}.3"
 
     @property
@@ -59,7 +59,7 @@ class Site:
     # ---- parts
 
     def uplink(self, namespace: str, *, four: bool = True, six: bool = False) -> None:
-        """Join `namespace` to the internet by its device `wan`."""
+        """Connect `namespace` to the internet by its device `wan`."""
         there = f"site{self.number}"
         self._wire(namespace, "wan", INTERNET, there)
         if four:
@@ -74,13 +74,13 @@ class Site:
     def router(
         self, name: str, inner: str, network: str, *, out: str = "", how: str = "", maps: bool = False
     ) -> None:
-        """A machine `name` between `inner` (by its device `wan`) and the internet, without its uplink.
+        """Add a machine `name` between `inner` (by its device `wan`) and the internet, without its uplink.
 
         Args:
-            network: the first three numbers of the inner network.
-            out: the condition of nftables for what is let out; empty: all, "drop": nothing.
-            how: words after `masquerade`.
-            maps: its map `ports` leads ports inside.
+            network: The first three numbers of the inner network's address.
+            out: The nftables condition for outgoing packets. Empty lets everything out, "drop" nothing.
+            how: Options after `masquerade`.
+            maps: Whether its nftables map `ports` forwards ports to machines inside.
         """
         self._new(name)
         self._wire(inner, "wan", name, "lan")
@@ -127,10 +127,10 @@ class Site:
         self.namespaces.append(name)
         self._ip(name, "link", "set", "lo", "up")
 
-    def _wire(self, one: str, device: str, other: str, far: str) -> None:
-        ends = ("name", device, "netns", one, "type", "veth", "peer", "name", far, "netns", other)
+    def _wire(self, near: str, device: str, other: str, far: str) -> None:
+        ends = ("name", device, "netns", near, "type", "veth", "peer", "name", far, "netns", other)
         self._ip(LAB, "link", "add", *ends)
-        for namespace, name in ((one, device), (other, far)):
+        for namespace, name in ((near, device), (other, far)):
             self._ip(namespace, "link", "set", name, "up")
 
     def _address(self, namespace: str, device: str, address: str, *words: str) -> None:
@@ -174,7 +174,7 @@ def _only_proxy(site: Site) -> None:
 
 
 def _mapping(site: Site) -> None:
-    # Its random ports leave no other direct path.
+    # Its random ports leave no direct path except a mapped port.
     router = _nat(site, "random,fully-random", maps=True)
     site.helper = router, "lab.router", f"192.168.{site.number}.1:{NAT_PMP_PORT}"
 
@@ -201,7 +201,7 @@ KINDS: dict[str, tuple[str, Callable[[Site], object]]] = {
     "idle": (f"NAT that forgets a flow after {IDLE_SECONDS} s of silence", _idle),
     "moving": ("NAT whose public address changes in mid-run", _nat),
 }
-"""By name: what it is, and what builds it."""
+"""For each name, a description and the function that builds it."""
 
 
 def node_name(number: int) -> str:
@@ -209,10 +209,10 @@ def node_name(number: int) -> str:
 
 
 def lay_out_sites(kinds: Sequence[str]) -> list[Site]:
-    """The coordinator's site, which is open, and one for a node of each kind."""
+    """The coordinator's site, which is open, and a site for a node of each kind."""
     desk = Site(0, COORDINATOR)
     _open(desk)
-    # Whoever looks for a NAT needs two machines to dial, or one with two addresses.
+    # A node that tests for NAT needs two machines to dial, or one with two addresses.
     desk.commands.append((COORDINATOR, "ip", ("address", "add", f"{desk.moved}/24", "dev", "wan")))
     sites = [desk]
     for number, kind in enumerate(kinds):
@@ -223,7 +223,7 @@ def lay_out_sites(kinds: Sequence[str]) -> list[Site]:
 
 
 def moves(site: Site) -> list[Command]:
-    """Give the site's outermost machine another public address; its flows break."""
+    """The commands that give the site's outermost machine another public address. Its flows break."""
     router, gateway = f"router{site.number}", f"198.18.{site.number}.1"
     return [
         (router, "ip", ("address", "flush", "dev", "wan")),

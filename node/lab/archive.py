@@ -16,9 +16,10 @@ SECRETS = ("token_bindings", "tokens")
 
 
 def keep_run(run: Path, place: Path) -> bool:
-    """Copy history, trace and database of the run directory `run` to `place`, enough for `thinwire trace` and
-    `thinwire compare`: no snapshots, no CA, no operator's key.
+    """Copy history, trace and database of the run directory `run` to `place`, without secrets.
 
+    The copy is enough for `thinwire trace` and `thinwire compare`. It has no snapshots, no CA and no
+    operator's key.
     The coordinator must have ended. Replaces `place`. Returns False if there is no run.
     """
     if not (run / DATABASE_FILE).exists():
@@ -26,7 +27,7 @@ def keep_run(run: Path, place: Path) -> bool:
     if place.exists():
         shutil.rmtree(place)
     (place / TRACE_DIRECTORY).mkdir(parents=True)
-    # A plain copy would miss what is still in the write-ahead log.
+    # A plain copy would lack what is still in the write-ahead log.
     with closing(sqlite3.connect(run / DATABASE_FILE)) as database:
         database.execute("VACUUM INTO ?", (str(place / DATABASE_FILE),))
     with closing(sqlite3.connect(place / DATABASE_FILE)) as copy:
@@ -42,7 +43,7 @@ def keep_run(run: Path, place: Path) -> bool:
 
 
 def pack_logs(out: Path) -> Path | None:
-    """Move the `FOLDERS` of an output directory into one `logs.tar.xz`; None if there are none.
+    """Move the `FOLDERS` of an output directory into a file `logs.tar.xz`; return None if there are none.
 
     A later call writes `logs-2.tar.xz`. The folders are deleted once the archive is complete.
     """

@@ -2,12 +2,18 @@
 
 Each pair of nodes sends bulk data over its own connection, with the lab's congestion control, one direction
 after the other. All links are measured at once, to detect a machine that cannot carry them together. The
-first stretch is discarded: the shaper's bucket is full, and TCP is still finding the rate. The payload that
-arrives per second is compared with `PAYLOAD_SHARE` of the rate asked for: a bulk transfer fills its packets,
-so the share of headers is known exactly. Packets count as they arrive. What a program can read says less: a
-packet that the shaper's queue drops holds back all that follow it, for a queue's length or two, although the
-link is never idle; at 4 Mbit/s that is half of a slice, and the queue drops one every two seconds. The round
-trip is measured with single bytes on the idle wire and compared with the delay asked for.
+first
+stretch is discarded, because the shaper's bucket is full and TCP is still finding the rate.
+
+The payload that arrives per second is compared with `PAYLOAD_SHARE` of the configured rate: a bulk transfer
+fills
+its packets, so the share of headers is known exactly. Packets are counted when they arrive, not when a
+program can
+read them. A packet that the shaper's queue drops holds back all that follow it, for one or two queue lengths,
+although the link is never idle. At 4 Mbit/s that is half of a slice, and the queue drops a packet every two
+seconds.
+
+The round trip is measured with single bytes on the idle wire and compared with the configured delay.
 """
 
 import socket
@@ -29,26 +35,29 @@ PINGS = 15
 LEAST_SECONDS = 1.5
 SETTLE_SECONDS = 0.5
 SETTLE_ROUND_TRIPS = 12
-"""Time, plus round trips, for TCP's congestion control to find the rate."""
+"""TCP's congestion control gets this many round trips, plus `SETTLE_SECONDS`, to find the rate."""
 BURSTS = 10
-"""Measure at least this many buckets of the shaper, so its bucket is at most 1/10, whatever the rate."""
+"""Measure at least this many of the shaper's buckets, so that its bucket is at most 1/10, whatever the
+rate."""
 RTT_SLACK_MS = 1.0
-"""A shared machine wakes processes up to this late."""
+"""A shared machine may wake processes up this late."""
 SLICES = 6
-"""Slices of a measurement. It continues while their rates differ by more than the share `UNEVEN`."""
+"""The number of slices of a measurement. It continues while their rates differ by more than `UNEVEN`."""
 UNEVEN = 0.1
 UNSTEADY_LENGTHS = 4.0
 ATTEMPTS = 3
 CONNECT_SECONDS = 10.0
 CHUNK = 1 << 18
 _MSS, _DATA_SEGMENTS = 16, 152
-"""Where Linux's `tcp_info` has `tcpi_snd_mss` and `tcpi_data_segs_in` (include/uapi/linux/tcp.h); the latter
-since Linux 4.6."""
+"""Offsets of `tcpi_snd_mss` and `tcpi_data_segs_in` in Linux's `tcp_info` (include/uapi/linux/tcp.h).
+
+The latter exists since Linux 4.6.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One direction between two neighbours: the values asked for and measured."""
+    """One direction between two neighbours: the configured values and the measured ones."""
 
     sender: int
     receiver: int
@@ -59,13 +68,13 @@ class Measured:
     asked_rtt_ms: float
     rtt_ms: float
     seconds: float
-    """Length of the measurement, without the first stretch."""
+    """Length of the measurement without the first stretch."""
     congestion_control: str
-    """The sender's."""
+    """The sender's congestion control."""
 
     @property
     def share(self) -> float:
-        """Measured payload rate over the one that the shaper's rate allows: 1 is perfect."""
+        """The measured payload rate divided by the one that the shaper's rate allows: 1 is perfect."""
         return self.payload_mbit / (self.asked_mbit * PAYLOAD_SHARE)
 
     def fault(self, tolerance: float) -> str | None:
@@ -112,10 +121,12 @@ class Calibration:
 def calibrate(
     network: Network, shape: Shape, ends: Sequence[tuple[int, int]], *, tolerance: float
 ) -> Calibration:
-    """Measure a network that has `shape`, up to `ATTEMPTS` times: other work on the machine may disturb one.
+    """Measure a network that has `shape`, up to `ATTEMPTS` times, because other work may disturb a
+    measurement.
 
     Args:
-        ends: the pairs of neighbours.
+        ends: The pairs of neighbours.
+        tolerance: The largest relative difference that is accepted.
 
     Raises RunError that names the first direction that is off and the measured value.
     """
@@ -136,7 +147,7 @@ def calibrate(
 def measure(network: Network, shape: Shape, ends: Sequence[tuple[int, int]]) -> list[Measured]:
     """Measure both directions of every pair of neighbours.
 
-    Links are measured all at once. Pairs share interfaces, so they are measured one after the other.
+    Links are measured at once. With interfaces pairs share wires, so they are measured one after the other.
     """
     shared = any(wire.higher < 0 for wire in network.topology.wires)
     turns = [[pair] for pair in ends] if shared else [list(ends)]
@@ -193,7 +204,7 @@ def _job(
 
 
 def _asked(network: Network, shape: Shape, sender: int, receiver: int) -> tuple[float, float]:
-    """Mbit/s and round trip in ms of this direction in the shape."""
+    """Configured Mbit/s and round trip in ms of this direction in the shape."""
     rates, trips = [], []
     for wire, link in zip(network.topology.wires, shape.links, strict=True):
         if wire.higher < 0:
@@ -230,7 +241,7 @@ def _connect(lower: int, higher: int) -> tuple[socket.socket, socket.socket]:
 
 
 def _round_trip(near: socket.socket, far: socket.socket) -> float:
-    """Seconds: the median of `PINGS` round trips after one warm-up."""
+    """The median of `PINGS` round trips after one warm-up, in seconds."""
     trips = []
     for _ in range(PINGS + 1):
         began = time.perf_counter()
@@ -245,7 +256,7 @@ def _round_trip(near: socket.socket, far: socket.socket) -> float:
 def _transfer(
     sender: socket.socket, receiver: socket.socket, settle: float, length: float
 ) -> tuple[int, float]:
-    """Bytes that arrived and the seconds they took, once the rate is steady."""
+    """The bytes that arrived and the seconds that they took, once the rate is steady."""
     done = threading.Event()
 
     def push() -> None:
@@ -297,8 +308,11 @@ def _slice(
 
 
 def arrived(sender: socket.socket, receiver: socket.socket) -> int:
-    """Bytes of payload in all packets that the receiver got so far, a retransmission that it had no use for
-    included. Packets of a bulk transfer are full."""
+    """Bytes of payload in all packets that the receiver has got, including retransmissions that it did not
+    need.
+
+    Packets of a bulk transfer are full.
+    """
     (segments,) = struct.unpack_from("=I", _tcp_info(receiver), _DATA_SEGMENTS)
     (full,) = struct.unpack_from("=I", _tcp_info(sender), _MSS)
     return int(segments * full)
@@ -319,7 +333,7 @@ def _drain(receiver: socket.socket, buffer: bytearray) -> None:
 
 
 def _at_once(jobs: Sequence[Callable[[], Measured]]) -> list[Measured]:
-    """Run all jobs in threads; raises RunError for the first that fails."""
+    """Run all jobs in threads. Raises RunError with the first error."""
     results: list[Measured | None] = [None] * len(jobs)
     errors: list[OSError] = []
 

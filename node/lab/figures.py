@@ -1,8 +1,8 @@
-"""Compute a cell's figures from the steps of a phase. Pure.
+"""Compute a cell's figures from the steps of a phase. Has no side effects.
 
 A phase is a part of one run over one shape of the network. A cell's floor comes from the links' payload
-rates, the bytes of its own tensors, and the least compute times of its steps and of the run's unthrottled
-phase.
+rates,
+the bytes of its own tensors, and the least compute times of its steps and of the run's unthrottled phase.
 """
 
 import statistics
@@ -27,7 +27,7 @@ class PhaseSteps:
     costs: tuple[StepCosts, ...]
     wires: tuple[WireBytes, ...]
     seconds: float
-    """Between the two readings of the counters."""
+    """The time between the two readings of the counters."""
 
     @property
     def step_seconds(self) -> float:
@@ -36,13 +36,14 @@ class PhaseSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Compute time of a microbatch by stage, and of a step after its last backward: the least of some steps.
+    """Compute time of a microbatch by stage, and of a step after its last backward: the least over some
+    steps.
 
-    The least, because a floor cannot be beaten, and a busy machine only adds time.
+    It is the least because no step can be faster than its floor, and a busy machine only adds time.
     """
 
     forward: tuple[float, ...]
-    """Seconds; half of encoding and decoding counts here, half in `backward`."""
+    """Seconds per stage. Half of encoding and decoding counts here, half in `backward`."""
     backward: tuple[float, ...]
     after: float
     """Seconds of the slowest stage's optimizer."""
@@ -78,7 +79,8 @@ def cell_floor(
 ) -> Floor:
     """The lower bound on this cell's step time.
 
-    Rates are the payload's: of links as measured, of interfaces as configured, which calibration checks.
+    Rates are those of the payload: measured for links, and for interfaces as configured and checked by
+    calibration.
     """
     stages = len(compute.forward)
     joints = stages - 1 + ((chunks > 1 or head_share is not None) and stages > 2)
@@ -141,12 +143,12 @@ def cell_figures(
 
 
 def idle_shares(phase: PhaseSteps) -> list[float]:
-    """Each stage's share of time spent waiting, mean of the measured steps."""
+    """Each stage's share of time spent waiting, averaged over the measured steps."""
     return [statistics.fmean(shares) for shares in zip(*map(idle_by_stage, phase.costs), strict=True)]
 
 
 def stage_seconds(phase: PhaseSteps) -> list[dict[str, float]]:
-    """Each stage's seconds per step by kind of work, mean of the measured steps."""
+    """Each stage's seconds per step by kind of work, averaged over the measured steps."""
     stages = range(len(phase.costs[0].stages))
     return [
         {
@@ -162,8 +164,9 @@ def stage_seconds(phase: PhaseSteps) -> list[dict[str, float]]:
 def wire_figures(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> list[dict[str, Any]]:
     """Each direction of each wire: the kernel's bytes, the program's bytes, and the share of the rate used.
 
-    `overhead` is what the kernel counted over what the program wrote to its sockets, less 1: TCP's, TLS's and
-    gRPC's headers, and the acknowledgements of the other direction.
+    `overhead` is the bytes that the kernel counted divided by the bytes that the program wrote to its
+    sockets, minus 1.
+    It consists of TCP's, TLS's and gRPC's headers and the acknowledgements of the other direction.
     """
     figures = []
     for wire, counted, link in zip(wires, phase.wires, shape.links, strict=True):
@@ -196,7 +199,7 @@ def transfer_seconds(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> 
     """Seconds that a step's bytes take over the busiest direction of `shape`, without compute.
 
     Args:
-        phase: steps with the same codecs, over any shape.
+        phase: Steps with the same codecs, over any shape.
     """
     figures = wire_figures(phase, shape, wires)
     busiest = max(8e-6 * each["own_bytes"] / each["asked_mbit"] for each in figures)
@@ -204,7 +207,7 @@ def transfer_seconds(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> 
 
 
 def floor_figures(floor: Floor, phase: PhaseSteps, compute: Compute) -> dict[str, Any]:
-    """The floor, what binds it, and the share of it that was reached."""
+    """The floor, what binds it, and the floor as a share of the measured step time."""
     return {
         "seconds": floor.seconds,
         "share": floor.share(phase.step_seconds),
@@ -214,26 +217,28 @@ def floor_figures(floor: Floor, phase: PhaseSteps, compute: Compute) -> dict[str
 
 
 def plans_of(plans: Sequence[WindowsPlanned], first: int, last: int) -> list[WindowsPlanned]:
-    """Those that steps `first` to `last` may have had: the newest from before them, and all up to the one
-    that was made from the last but one."""
+    """The plans that steps `first` to `last` may have used.
+
+    These are the newest plan from before the steps, and all up to the one made from the last step but one.
+    """
     before = [plan for plan in plans if plan.step < first]
     return [*before[-1:], *(plan for plan in plans if first <= plan.step < last)]
 
 
 def plan_figures(plan: WindowsPlanned) -> dict[str, Any]:
-    """The windows, and what they were planned from."""
+    """The windows, and the values that they were planned from."""
     return {key: value for key, value in asdict(plan).items() if key not in ("epoch", "replica")}
 
 
 def _passes(wire: Wire, source: int, target: int, upward: bool) -> bool:
-    """Whether what `source` sends `target` goes over this wire in this direction."""
+    """Whether data that `source` sends to `target` goes over this wire in this direction."""
     if wire.higher < 0:
         return (source if upward else target) == wire.lower
     return (source, target) == ((wire.lower, wire.higher) if upward else (wire.higher, wire.lower))
 
 
 def _tensor_bytes(phase: PhaseSteps, direction: str, tensors: int) -> float:
-    """Bytes of one tensor in frames: the busiest link carries `tensors` of them a step."""
+    """Bytes of one tensor in frames. The busiest link carries `tensors` of them per step."""
     sums: dict[tuple[int, int], int] = {}
     for step in phase.costs:
         for link in step.links:

@@ -53,18 +53,20 @@ async def run_laboratory(
     Runs inside private namespaces. Results are written to `out` after every cell.
 
     Args:
-        time_limit: seconds; a cell that would not end in time is skipped. 0 takes the profile's.
-        only: as `node.lab.plan.plan_runs` takes it.
+        time_limit: Seconds; a cell that would not end in time is skipped. 0 uses the profile's limit.
+        only: The cells to measure, as for `node.lab.plan.plan_runs`.
 
-    Raises RunError for a link that is off and for a run that fails; earlier results stay.
+    Raises RunError for a link that is off and for a run that fails. Earlier results are kept.
     """
     lab = _Laboratory(profile, out, time_limit or profile.lab.time_limit_seconds, tell, only)
     return await lab.run()
 
 
 async def end_with_stdin() -> None:
-    """Cancel the calling task's program when stdin ends: whoever started the lab wants it to
-    stop, or has ended."""
+    """Cancel the calling task's program when stdin ends.
+
+    Then the process that started the lab wants it to stop, or has ended.
+    """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -82,12 +84,12 @@ async def end_with_stdin() -> None:
 
 
 def _with_text(config: RunConfig, size: int, directory: Path) -> RunConfig:
-    """The config with a text of `size` bytes in the run's new directory; 0 changes nothing."""
+    """The config with a text of `size` bytes in the run's new directory. 0 changes nothing."""
     directory.mkdir(parents=True)
     if size == 0:
         return config
     text = directory / "text.txt"
-    # One text, even if the data is several; a character that the cut splits is dropped.
+    # It is one text even if the data has several. A character that the cut splits is dropped.
     start = read_text(config.data)[:size].replace(SEPARATOR, b"\n")
     text.write_text(start.decode(errors="ignore"), encoding="utf-8", newline="")
     return replace(config, data=replace(config.data, path=str(text)))
@@ -181,28 +183,28 @@ class _Laboratory:
             if self.over():
                 return
             await asyncio.to_thread(network.shape, shape)
-            found = await asyncio.to_thread(
+            calibration = await asyncio.to_thread(
                 calibrate, network, shape, self._ends, tolerance=self._profile.network.tolerance
             )
-            self._calibrations[shape.label] = found
+            self._calibrations[shape.label] = calibration
             relayed = await asyncio.to_thread(network.relayed)
             results.values["calibrations"].append(
                 {
-                    **found.as_json(),
+                    **calibration.as_json(),
                     "shaper": describe_shapers(shape),
                     "delay_method": network.method,
                     "relay": relayed,
                 }
             )
-            off = max(found.links, key=lambda link: abs(link.share - 1))
+            off = max(calibration.links, key=lambda link: abs(link.share - 1))
             self._tell(
                 f"calibrated {shape.label} Mbit/s: at most {100 * abs(off.share - 1):.2f} % off, round trip "
-                f"{max(link.rtt_ms for link in found.links):.2f} ms"
+                f"{max(link.rtt_ms for link in calibration.links):.2f} ms"
             )
         results.write()
 
     def over(self, seconds: float = 0.0) -> bool:
-        """Whether something that takes `seconds` would end after the time limit."""
+        """Whether work that takes `seconds` would end after the time limit."""
         return self._limit > 0 and time.monotonic() - self._began + seconds > self._limit
 
     def started(self, seconds: float) -> None:
@@ -226,7 +228,7 @@ class _Run:
         self._tokens = config.training.global_batch * config.model.sequence
 
     async def measure(self) -> None:
-        """Run from the start to the last cell. The run's history and trace are kept, however it ends."""
+        """Run from the start to the last cell. The run's history and trace are kept however it ends."""
         section = self._lab._profile.lab
         logs, scratch = self._lab._out / "logs" / self.name, namespaces.SCRATCH / str(self._number)
         logs.mkdir(parents=True, exist_ok=True)
@@ -286,7 +288,7 @@ class _Run:
                         await self._cell(phases, cell, phase, record, processes)
 
     def _expected_seconds(self, cell: Cell, unthrottled: PhaseSteps | None) -> float:
-        """About how long the cell takes; 0 where nothing was measured yet."""
+        """About how long the cell takes, in seconds; 0 if nothing has been measured yet."""
         if unthrottled is None:
             return 0.0
         step = max(

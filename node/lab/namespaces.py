@@ -1,11 +1,14 @@
 """Private network, mount and process namespaces for the whole lab, held by one process.
 
 The lab starts itself again as the first process of a process namespace. When that process ends, the kernel
-kills everything in the namespace and removes its network namespaces, devices and the memory file system at
-/run with all run directories. It is killed with its parent, so nothing survives a `kill -9` of any of them.
-The host's network is never touched: the lab cannot see it.
+kills
+everything in the namespace and removes its network namespaces, its devices, and the memory file system at
+/run
+with all run directories. The process is killed with its parent, so nothing survives a `kill -9` of either.
+The
+lab cannot see the host's network and never changes it.
 
-Ordinary users need user namespaces, where the kernel allows them; root does not.
+Ordinary users need user namespaces, which the kernel must allow. Root does not need them.
 """
 
 import ctypes
@@ -20,7 +23,7 @@ from node.lab.tools import NAMESPACES, SBIN, call, tool
 from wire.errors import RunError, UserError
 
 STOP_SECONDS = 20.0
-"""The lab is killed so long after it was asked to end."""
+"""Seconds after which the lab is killed if it has been asked to end."""
 SCRATCH = Path("/run/thinwire")
 _PR_SET_PDEATHSIG = 1
 _FLAGS = ("--net", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc")
@@ -53,7 +56,7 @@ def working_flags() -> tuple[str, ...]:
 def run_inside(arguments: Sequence[str]) -> int:
     """Run `thinwire ARGUMENTS` in private namespaces and return its exit code.
 
-    Ctrl-C and SIGTERM close its stdin, which asks it to end; what is left after `STOP_SECONDS` is killed.
+    Ctrl-C and SIGTERM close its stdin, which asks it to end. Processes left after `STOP_SECONDS` are killed.
     """
     flags = working_flags()
     command = [tool("unshare"), *flags, *program("cli.main"), *arguments]
@@ -83,7 +86,7 @@ def run_inside(arguments: Sequence[str]) -> int:
 
 
 def furnish() -> None:
-    """Mount a private /run, so that named network namespaces leave no trace. Call first inside."""
+    """Mount a private /run, so that named network namespaces leave no trace. Must be called first inside."""
     mount("tmpfs", "/run")
     NAMESPACES.mkdir()
     SCRATCH.mkdir(mode=0o700)

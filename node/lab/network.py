@@ -1,4 +1,4 @@
-"""Build the lab's network from a `Topology`, shape it, read it back. All calls block: use a thread."""
+"""Build the lab's network from a `Topology`, shape it, and read it back. All calls block: use a thread."""
 
 import json
 import subprocess
@@ -29,12 +29,12 @@ class WireBytes:
 
 
 class Network:
-    """A context manager inside the private namespaces; everything disappears with them.
+    """The lab's network, as a context manager inside the private namespaces. It disappears with them.
 
     Args:
-        method: `none`, `netem` or `relay`: how packets are delayed.
-        socket_buffer: the most bytes of a TCP socket's buffers.
-        slow_start_after_idle: whether TCP begins slowly again after a pause.
+        method: How packets are delayed: `none`, `netem` or `relay`.
+        socket_buffer: The most bytes of a TCP socket's buffers.
+        slow_start_after_idle: Whether TCP starts slowly again after a pause.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove devices and namespaces, for another network."""
+        """Remove devices and namespaces, so that another network can be built."""
         if self._relay is not None:
             self._relay.end()
         for name in self.topology.lab_devices:
@@ -74,8 +74,11 @@ class Network:
             tools.ip(LAB, "netns", "del", name)
 
     def _set_tcp(self) -> None:
-        """In a node's namespace: raise the limit of socket buffers, so that TCP can fill a link with a long
-        round trip. The default size stays."""
+        """Raise the limit of socket buffers in a node's namespace, so that TCP can fill a link with a long
+        round trip.
+
+        The default size stays.
+        """
         settings = Path("/proc/sys/net/ipv4")
         for name in ("tcp_rmem", "tcp_wmem"):
             least, default, largest = map(int, (settings / name).read_text().split())
@@ -102,29 +105,27 @@ class Network:
         """Compare the kernel's shapers with `shape`. Raises RunError if one differs."""
         for wire, link in zip(self.topology.wires, shape.links, strict=True):
             for device, mbit in ((wire.up, link.up_mbit), (wire.down, link.down_mbit)):
-                found = self._rate(device)
-                if found is None or abs(found / mbit - 1) > 0.001:
+                actual = self._rate(device)
+                if actual is None or abs(actual / mbit - 1) > 0.001:
                     raise RunError(
-                        f"the shaper of {wire.name} is at {found or 0:g} Mbit/s, not at {mbit:g}: something "
+                        f"the shaper of {wire.name} is at {actual or 0:g} Mbit/s, not at {mbit:g}: something "
                         "else changes this laboratory's links"
                     )
 
     def relayed(self) -> Mapping[str, float]:
-        """The relay's counters since the last call or change of shape: see `node.lab.relay`.
-
-        Empty where there is none.
-        """
+        """The relay's counters since the last call or change of shape (`node.lab.relay`). Empty without a
+        relay."""
         return self._relay.ask({}) if self._relay is not None else {}
 
     def counters(self) -> tuple[WireBytes, ...]:
-        """By wire, since its shaper was made."""
+        """The bytes of each wire since its shaper was created."""
         return tuple(
             WireBytes(tools.sent_bytes(wire.up), tools.sent_bytes(wire.down)) for wire in self.topology.wires
         )
 
     def _shape_device(self, wire: Wire, device: Device, link: LinkShape) -> None:
         up = device is wire.up
-        # Between two interfaces a packet passes two shapers: delay it once, as it leaves its node.
+        # Between two interfaces a packet passes two shapers. It is delayed only once, as it leaves its node.
         netem = self.method == "netem" and (up or wire.higher >= 0)
         mbit = link.up_mbit if up else link.down_mbit
         for command in shaper_commands(device.name, mbit, link.rtt_ms, netem=netem):
@@ -137,7 +138,7 @@ class Network:
 
 
 def describe_shapers(shape: Shape) -> dict[str, Any]:
-    """For the results: each wire's parameters as given to the kernel."""
+    """Each wire's parameters as given to the kernel, for the results."""
     return {
         "qdisc": QDISC,
         "label": shape.label,
@@ -154,7 +155,7 @@ def describe_shapers(shape: Shape) -> dict[str, Any]:
 
 
 def _delays(topology: Topology, shape: Shape | None) -> list[float]:
-    """Seconds one way, by the relay's ways."""
+    """One-way seconds of each of the relay's ways."""
     if shape is None:
         return [0.0] * len(topology.ways)
     return [max(shape.links[wire].rtt_ms for wire in way.wires) / 2e3 for way in topology.ways]
@@ -192,5 +193,5 @@ class _RelayProcess:
         finally:
             watch.cancel()
         if not answer:
-            raise RunError("the delay relay ended or hung; what it said is above")
+            raise RunError("the delay relay ended or hung; its output is above")
         return dict(json.loads(answer))

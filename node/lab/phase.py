@@ -17,7 +17,7 @@ RECORD = 0.03
 
 
 class Links(Protocol):
-    """The part of `node.lab.network.Network` that phases use. Blocks: called in a thread."""
+    """The part of `node.lab.network.Network` that phases use. It blocks, so it is called in a thread."""
 
     def shape(self, shape: Shape | None) -> None: ...
 
@@ -36,13 +36,15 @@ class Phases:
     """Measures one phase after the other.
 
     Args:
-        warmup_steps: discarded after each change of the links.
-        warmup_round_trips: discard steps for at least this many round trips, then until a step is no faster
-            than all before it: TCP finds its rate in round trips, not in steps.
-        spare_steps: steps of the run beyond the planned ones; they replace steps that ran while links changed
-            and extra warmup steps.
-        step_seconds: time limit of a step.
-        log: for the events of all steps.
+        warmup_steps: The steps discarded after each change of the links.
+        warmup_round_trips: Steps are discarded for at least this many round trips, and then until a step is
+            no faster
+            than all before it. TCP finds its rate in round trips, not in steps.
+        spare_steps: Steps of the run beyond the planned ones. They replace steps that ran while links
+            changed, and
+            extra warm-up steps.
+        step_seconds: Time limit of a step.
+        log: Receives the events of all steps.
     """
 
     def __init__(
@@ -65,9 +67,9 @@ class Phases:
         self._log = log
 
     async def measure(self, shape: Shape | None, count: int) -> tuple[PhaseSteps, list[Step]]:
-        """Change the links, discard steps, measure `count` more. Returns all steps of the phase too.
+        """Change the links, discard steps, and measure `count` more. Also returns all steps of the phase.
 
-        Raises RunError when more steps ran while the links changed than there are warmup and spare steps.
+        Raises RunError if more steps ran while the links changed than there are warm-up and spare steps.
         """
         await asyncio.to_thread(self._links.shape, shape)
         shaped = time.monotonic()

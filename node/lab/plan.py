@@ -1,7 +1,8 @@
-"""Plan a profile: its runs in order, and the cells of each. Pure.
+"""Plan a profile: its runs in order, and the cells of each. Has no side effects.
 
 Starting a run takes 10 to 60 seconds, so cells that differ only in their links share a run, and the links
-change between its phases. Runs are in the profile's order, so a time limit cuts off the last ones.
+change
+between its phases. Runs are in the profile's order, so a time limit cuts off the last ones.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +14,7 @@ from node.lab.shape import Shape
 from wire.errors import ConfigError
 
 SPARE_STEPS = 20
-"""Per change of the links, for steps that run meanwhile: half a second of steps of 25 ms."""
+"""Spare steps per change of the links, for steps that run meanwhile: half a second of steps of 25 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """One run: its config, and the shapes it goes through."""
+    """One run: its config, and the shapes that it goes through."""
 
     name: str
     """Used in file names and messages."""
@@ -65,14 +66,15 @@ class PlannedRun:
 def plan_runs(
     profile: Profile, done: Collection[CellKey] = (), only: Sequence[str] = ()
 ) -> tuple[PlannedRun, ...]:
-    """Every run with cells left to measure. A cell of two sweeps is measured once.
+    """Every run with cells left to measure. A cell that is in two sweeps is measured once.
 
-    A run begins with the cells that have most bytes in flight (rate times round trip).
+    A run begins with the cells that have the most bytes in flight (rate times round trip).
 
     Args:
-        only: the cells wanted, each as `CODECS`, `@SHAPE` or `CODECS@SHAPE`; empty: all.
+        done: The cells that have been measured.
+        only: The cells to plan, each as `CODECS`, `@SHAPE` or `CODECS@SHAPE`. Empty means all.
 
-    Raises ConfigError when one of `only` names no cell of the profile.
+    Raises ConfigError if one of `only` names no cell of the profile.
     """
     check_only(profile, only)
     runs: list[PlannedRun] = []
@@ -109,15 +111,17 @@ def all_shapes(runs: Collection[PlannedRun]) -> tuple[Shape, ...]:
 
 
 def planned_steps(profile: Profile, cells: Collection[Cell]) -> int:
-    """Steps of a run of these cells."""
+    """The steps of a run of these cells."""
     lab = profile.lab
     unthrottled = lab.warmup_steps + lab.unthrottled_steps if lab.unthrottled_steps else 0
     return unthrottled + sum(lab.warmup_steps + cell.steps for cell in cells)
 
 
 def spare_steps(profile: Profile, cells: Collection[Cell]) -> int:
-    """Spare steps of such a run. None for a single phase: its loss matters, and the schedule ends with the
-    steps."""
+    """The spare steps of such a run.
+
+    There are none for a single phase: its loss matters, and the schedule ends with the steps.
+    """
     phases = len(cells) + (profile.lab.unthrottled_steps > 0)
     return SPARE_STEPS * phases if phases > 1 else 0
 

@@ -1,6 +1,7 @@
-"""Figures of results: tokens a second by bandwidth, loss against time, link use. Needs matplotlib.
+"""Figures of results: tokens per second by bandwidth, loss against time, link use. Needs matplotlib.
 
-SVG files, light and readable in print. One line a codec pair; the same pair has the same colour in all
+The figures are SVG files, small and readable in print. Each codec pair is one line, with the same colour in
+all
 figures.
 """
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
-"""Okabe and Ito's, which colour-blind readers can tell apart."""
+"""The colours of Okabe and Ito, which colour-blind readers can tell apart."""
 STYLE: Mapping[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -28,16 +29,17 @@ STYLE: Mapping[Any, Any] = {
 }
 
 LEAST_CURVE = 10
-"""Fewest steps of a run to draw as a curve."""
+"""The fewest steps of a run that are drawn as a curve."""
 
 Cell = Mapping[str, Any]
 
 
 def draw(results: Mapping[str, Any], directory: Path, tell: Callable[[str], None]) -> list[Path]:
-    """Write every figure that one results file gives; makes `directory`, returns the files, and reports
-    figures that it skips.
+    """Write every figure that one results file gives, and return the files.
 
-    Raises UserError when matplotlib is missing, or when there is nothing to draw.
+    Creates `directory`, and reports figures that it skips. Raises UserError if matplotlib is missing, or if
+    there is
+    nothing to draw.
     """
     try:
         import matplotlib

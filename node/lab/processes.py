@@ -1,7 +1,8 @@
 """Run a coordinator and its nodes as processes in their network namespaces.
 
-They are `thinwire` itself, joined by the run's join line over mutual TLS. The coordinator's events arrive as
-JSON lines. The run's directories are in the namespace's memory file system and disappear with it.
+The processes are `thinwire` itself. Nodes join with the run's join line, over mutual TLS. The coordinator's
+events
+arrive as JSON lines. The run's directories are in the namespace's memory file system and disappear with it.
 """
 
 import asyncio
@@ -41,13 +42,13 @@ E = TypeVar("E", bound=Event)
 START_SECONDS = 180.0
 """Time limit for the coordinator's join line, and for each node to join."""
 RESTORE_SECONDS = 600.0
-"""Time limit from the last join to the placement: initial weights of a large model take a while."""
+"""Time limit from the last join to the placement. The initial weights of a large model take a while."""
 PORT = 7700
-"""The coordinator's first port; it also uses the next ones."""
+"""The coordinator's first port. It also uses the next ones."""
 GRACE_SECONDS = 5.0
 MAX_EVENT_BYTES = 1 << 22
 PROXIES = ("https_proxy", "no_proxy")
-"""Variables of the environment that no process of the lab gets from outside."""
+"""Environment variables that no process of the lab inherits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +58,14 @@ class Step:
     done: StepDone
     costs: StepCosts
     at: float
-    """`time.monotonic()`."""
+    """The arrival, as `time.monotonic()`."""
 
 
 class LabProcesses:
-    """A run's processes in their network namespaces, and what its coordinator reports. An async context
-    manager; all processes have ended when it exits."""
+    """A run's processes in their network namespaces, and the reports of its coordinator.
+
+    It is an async context manager. All processes have ended when it exits.
+    """
 
     def __init__(self, directory: Path, logs: Path, threads: int) -> None:
         """
@@ -73,7 +76,7 @@ class LabProcesses:
         """
         self._directory = directory
         self.run_directory = directory / "run"
-        """The coordinator's."""
+        """The coordinator's run directory."""
         self._logs = logs
         self._threads = threads
         self._children: dict[str, Process] = {}
@@ -113,7 +116,7 @@ class LabProcesses:
         stdin: int = DEVNULL,
         stdout: int | None = None,
     ) -> Process:
-        """`name`: what it is called here, if not as its namespace."""
+        """Start `command` in a namespace. `name` is its name here, by default that of the namespace."""
         kept = {key: value for key, value in os.environ.items() if key.lower() not in PROXIES}
         if self._threads:
             kept["OMP_NUM_THREADS"] = str(self._threads)
@@ -146,10 +149,10 @@ class LabProcesses:
         try:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
                 watchers = [group.create_task(self._watch(*pair)) for pair in self._children.items()]
-                found = await self._first(kind)
+                event = await self._first(kind)
                 for watcher in watchers:
                     watcher.cancel()
-                return found
+                return event
         except TimeoutError:
             raise RunError(f"the lab's coordinator did not report {what}; logs are in {self._logs}") from None
         except ExceptionGroup as errors:
@@ -167,15 +170,15 @@ class LabProcesses:
         raise RunError(f"the lab's coordinator closed its output; see {self._logs / 'coordinator.log'}")
 
     async def _watch(self, name: str, child: Process) -> None:
-        """Fail when a process ends before it is killed."""
+        """Raise RunError when a process ends before it is killed."""
         code = await child.wait()
-        # If the coordinator reports an error of its own, that error comes first.
+        # If the coordinator reports an error, that one should be raised first.
         await asyncio.sleep(GRACE_SECONDS / 5)
         path = self._logs / f"{name}.log"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        words = next((line for line in reversed(lines) if line.strip()), "it wrote no output")
         words = words.removeprefix("thinwire: ").removeprefix("error: ")
-        raise RunError(f"{words} ({name} in the lab ended with exit code {code}; all it said is in {path})")
+        raise RunError(f"{words} ({name} in the lab ended with exit code {code}; its output is in {path})")
 
     async def _read_events(self) -> AsyncIterator[Event]:
         stdout = self._children[COORDINATOR].stdout
@@ -188,8 +191,8 @@ class RunProcesses(LabProcesses):
     """A run over shaped links.
 
     Args:
-        device: `cpu`, or `cuda`: stage i on GPU i modulo `gpus`.
-        gpus: 0 is one a stage.
+        device: `cpu`, or `cuda`, where stage i uses GPU i modulo `gpus`.
+        gpus: The number of GPUs. 0 means one per stage.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class RunProcesses(LabProcesses):
         self._stages = config.pipeline.stages
         self._costs: StepCosts | None = None
         self.plans: list[WindowsPlanned] = []
-        """All so far."""
+        """All plans of windows so far."""
 
     async def _start(self) -> None:
         """Start all processes; nodes wait before they join."""
@@ -229,7 +232,7 @@ class RunProcesses(LabProcesses):
         await self._kill()
 
     async def _end_coordinator(self) -> None:
-        """End the coordinator so that it flushes history and trace; two signals skip the snapshot."""
+        """End the coordinator so that it flushes history and trace. Two signals make it skip the snapshot."""
         child = self._children[COORDINATOR]
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             child.send_signal(signal.SIGTERM)
@@ -238,7 +241,8 @@ class RunProcesses(LabProcesses):
                 await child.wait()
 
     async def next_step(self, seconds: float) -> Step:
-        """The next committed step. Raises RunError when it takes longer, or anything goes wrong."""
+        """The next committed step. Raises RunError if it takes longer than `seconds`, or if anything
+        fails."""
         deadline = time.monotonic() + seconds
         while True:
             what = f"the next step, within {seconds:g} s"
@@ -271,7 +275,7 @@ class RunProcesses(LabProcesses):
             raise RunError("the coordinator seated the nodes in another order than they joined in")
 
     async def _join(self, stage: int, token: str) -> str:
-        """Let node `stage` join; returns its id once the coordinator has admitted it."""
+        """Let node `stage` join; return its id once the coordinator has admitted it."""
         listen = f"{node_address(stage)}:0"
         self._send_join(
             node_name(stage), token, stage, "--listen", listen, "--device", self._device_of(stage)

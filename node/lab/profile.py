@@ -1,7 +1,9 @@
-"""Laboratory profiles: strict TOML in, a checked `Profile` out. No torch, but for the check of codec names.
+"""Laboratory profiles: read strict TOML and return a checked `Profile`. Only the check of codec names uses
+torch.
 
 A profile holds `[lab]`, `[network]`, one or more `[[sweep]]`, and any section of a run file, which changes
-the base run file of `lab.base`. The docstring below each field describes it.
+the base
+run file of `lab.base`. The docstring below each field describes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,82 +33,90 @@ class LabSection:
     """`[lab]`: what is measured, and how often."""
 
     name: str = "lab"
-    """Names the output directory and the figures."""
+    """The name of the output directory and of the figures."""
     base: str = ""
-    """A run file, relative to the profile, that the profile's own run sections change; empty: the
+    """A run file, relative to the profile, that the profile's own run sections change. Empty means the
     defaults."""
     steps: int = 5
     """Steps measured in each cell."""
     warmup_steps: int = 2
     """Steps discarded after each change of the links."""
     warmup_round_trips: int = 120
-    """Also discard steps for at least this many round trips, then until one is no faster than those before:
-    TCP finds its rate in round trips, not in steps."""
+    """Also discard steps for at least this many round trips, and then until one is no faster than those
+    before. TCP
+    finds its rate in round trips, not in steps."""
     unthrottled_steps: int = 3
-    """Steps measured without shaping at the start of each run, for the compute time; 0 skips them."""
+    """Steps measured without shaping at the start of each run, for the compute time. 0 skips them."""
     seeds: tuple[int, ...] = (0,)
-    """Repeat every run with each of these as `run.seed`."""
+    """Every run is repeated with each of these as `run.seed`."""
     text_bytes: int = 0
-    """Train on only the first bytes of the text, so that samples repeat (`aqsgd-b` packs nothing before they
-    do); 0 is all of it."""
+    """Train on only this many bytes from the start of the text, so that samples repeat (`aqsgd-b` packs
+    nothing before
+    they do). 0 means the whole text."""
     device: str = "cpu"
-    """`cpu`, or `cuda`: stage i computes on GPU i."""
+    """`cpu` or `cuda`. With `cuda`, stage i computes on GPU i."""
     gpus: int = 0
-    """With `device = "cuda"`: stage i computes on GPU i modulo this, for links so slow that stages can take
-    turns on a GPU; 0 gives each its own."""
+    """With `device = "cuda"`, stage i computes on GPU i modulo this. It is for links so slow that stages can
+    take turns
+    on a GPU. 0 gives each stage its own."""
     threads: int = 1
-    """CPU threads of each node; 0 is torch's default."""
+    """CPU threads of each node. 0 means torch's default."""
     time_limit_seconds: float = 0.0
-    """Begin no cell after this many seconds; 0 is no limit."""
+    """Begin no cell after this many seconds. 0 means no limit."""
     step_seconds: float = 600.0
     """Time limit of a step, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSection:
-    """`[network]`: how the nodes are joined."""
+    """`[network]`: how the nodes are connected."""
 
     topology: str = "links"
     """`links`: each pair of neighbours has its own link. `interfaces`: each node has one line for all its
-    neighbours, as at home."""
+    neighbours, as
+    at home."""
     delay: str = "auto"
-    """Delay by `netem`, by the lab's own packet `relay`, or `auto`: netem where the kernel has it."""
+    """How packets are delayed: by `netem`, by the lab's own packet `relay`, or `auto`, which is netem where
+    the kernel
+    has it."""
     matrix: str = ""
     """A file of rates and round trips between regions, relative to the profile."""
     regions: tuple[str, ...] = ()
     """With `matrix`: each stage's region."""
     tolerance: float = 0.05
-    """Refuse links that are off by more than this share; at most 0.05."""
+    """Refuse links that are off by more than this share, which is at most 0.05."""
     socket_buffer_mb: float = 32.0
-    """The kernel's limit of TCP socket buffers inside the lab, in MB (10^6 bytes); it bounds the bytes in
-    flight of a connection."""
+    """The kernel's limit of TCP socket buffers inside the lab, in MB (10^6 bytes). It bounds a connection's
+    bytes in
+    flight."""
     congestion_control: str = ""
-    """TCP's between nodes: `cubic`, as on most machines, `bbr`, or another that the kernel has; empty: the
-    kernel's default."""
+    """The congestion control of TCP between nodes: `cubic`, as on most machines, `bbr`, or another that the
+    kernel has.
+    Empty means the kernel's default."""
     slow_start_after_idle: bool = True
-    """Whether TCP begins slowly again after a pause: the kernel's default,
-    `net.ipv4.tcp_slow_start_after_idle`."""
+    """Whether TCP starts slowly again after a pause, which is the kernel's default
+    (`net.ipv4.tcp_slow_start_after_idle`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSection:
-    """`[[sweep]]`: every combination of these is a cell; sweeps and their values run in the order given."""
+    """`[[sweep]]`: every combination of these is a cell. Sweeps and their values run in the order given."""
 
     rates: tuple[str, ...] = ()
-    """Mbit/s, `"100"` or `"UP/DOWN"` as in `"100/20"`. On links up is from the lower stage to the higher, on
-    interfaces out of the node."""
+    """Mbit/s, `"100"` or `"UP/DOWN"` as in `"100/20"`. On links, up is from the lower stage to the higher. On
+    interfaces, up is out of the node."""
     matrix_shares: tuple[float, ...] = ()
-    """With `network.matrix`, in place of `rates`: shares of the matrix's rates."""
+    """With `network.matrix`, instead of `rates`: shares of the matrix's rates."""
     delays_ms: tuple[float, ...] = (0.0,)
-    """Round trips in milliseconds; with `network.matrix` they come from there."""
+    """Round trips in milliseconds. With `network.matrix` they come from the matrix."""
     codecs: tuple[str, ...] = ("fp32/fp32", "tah/fixed-6")
     """Codec pairs, `"FORWARD/BACKWARD"`."""
     microbatches: tuple[int, ...] = ()
-    """Values of `training.microbatch`; empty takes the run file's."""
+    """Values of `training.microbatch`. Empty uses the run file's."""
     windows: tuple[str, ...] = ()
-    """Values of `pipeline.window`, `"auto"` or a number as in `"4"`; empty takes the run file's."""
+    """Values of `pipeline.window`, `"auto"` or a number as in `"4"`. Empty uses the run file's."""
     steps: int = 0
-    """Steps measured in each cell of this sweep; 0 takes `lab.steps`. Two are enough where a link is the
+    """Steps measured in each cell of this sweep. 0 uses `lab.steps`. Two are enough where a link is the
     limit."""
 
 
@@ -119,7 +129,7 @@ class Sweep:
     microbatches: tuple[int, ...]
     windows: tuple[Window, ...]
     steps: int
-    """Measured in each cell."""
+    """Steps measured in each cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +142,12 @@ class Profile:
     config: RunConfig
     """The run file that every run varies."""
     sha256: str
-    """Digest of the profile, its overrides, run file and matrix: results of different ones do not mix."""
+    """Digest of the profile, its overrides, run file and matrix. Results with different digests are not
+    combined."""
     file: str
     """The profile's file name."""
     overrides: tuple[str, ...]
-    """As given, without the folders of absolute paths."""
+    """The overrides as given, without the folders of absolute paths."""
 
 
 Section = TypeVar("Section")
@@ -147,7 +158,7 @@ CHOICES = {
     "network.delay": ("auto", "netem", "relay"),
 }
 MOST_TOLERATED = 0.05
-"""The largest `network.tolerance`: the lab reports no figures of links that are further off."""
+"""The largest `network.tolerance`. The lab reports no figures of links that are further off."""
 OWNED = ("run.steps", "run.seed", "run.snapshot_every", "pipeline.forward_codec", "pipeline.backward_codec")
 """Run-file keys that the lab sets itself; a profile must not set them."""
 
@@ -155,7 +166,7 @@ OWNED = ("run.steps", "run.seed", "run.snapshot_every", "pipeline.forward_codec"
 def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
     """Read a profile and the files that it names, and apply overrides such as `lab.steps=10`.
 
-    Raises ConfigError, in one line that names the file, the key and what was expected.
+    Raises ConfigError in one line that names the file, the key and the expected value.
     """
     raw = read_toml(path, "profile", "see deploy/lab/")
     where = str(path)
@@ -200,12 +211,13 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
 
 
 def _override(raw: dict[str, Any], override: str) -> None:
-    """Put `section.key=value` into the parsed TOML; its section is checked later."""
+    """Put `section.key=value` into the parsed TOML. Its section is checked later."""
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or section == "sweep":
         raise ConfigError(
-            f"override {override!r}: expected section.key=value, as in lab.steps=10; sweeps stay"
+            f"override {override!r}: expected section.key=value, as in lab.steps=10; sweeps "
+            "cannot be overridden"
         )
     table = raw.setdefault(section, {})
     if isinstance(table, dict):
@@ -213,7 +225,8 @@ def _override(raw: dict[str, Any], override: str) -> None:
 
 
 def _without_folders(override: str) -> str:
-    """`data.path=/some/where/text.txt` as `data.path=text.txt`; anything else as it is."""
+    """`data.path=/some/where/text.txt` becomes `data.path=text.txt`. Other overrides are returned
+    unchanged."""
     name, equals, value = override.partition("=")
     path = value.strip().strip("\"'")
     return f"{name}{equals}{Path(path).name}" if path.startswith(("/", "~")) else override
@@ -241,9 +254,9 @@ def read_section(kind: type[Section], table: Any, name: str, where: str) -> Sect
 def read_run_sections(
     raw: Mapping[str, Any], base: Path | None, where: str, owned: Sequence[str] = OWNED
 ) -> RunConfig:
-    """The base run file with the profile's run sections applied, by the run file's own strict reader.
+    """The base run file with the profile's run sections applied, read by the run file's own strict reader.
 
-    Raises ConfigError, also for a key of `owned`, which the lab sets itself.
+    Raises ConfigError, also for a key in `owned`, which the lab sets itself.
     """
     overrides = []
     for section in section_types():
@@ -288,7 +301,7 @@ def _check_network(network: NetworkSection, stages: int, where: str) -> None:
             "above 0 and at most 1000"
         )
     if bool(network.matrix) != bool(network.regions):
-        raise ConfigError(f"{where}: network.matrix and network.regions come together or not at all")
+        raise ConfigError(f"{where}: network.matrix and network.regions need each other: set both or neither")
     if network.matrix and network.topology != "links":
         raise ConfigError(f'{where}: a matrix gives each pair a rate: set network.topology = "links"')
     if network.regions and len(network.regions) != stages:

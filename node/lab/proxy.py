@@ -1,8 +1,8 @@
-"""An HTTP proxy that knows the method CONNECT alone: the only way out of one of the lab's networks.
+"""An HTTP proxy that supports only the method CONNECT: the only way out of one of the lab's networks.
 
     python -m node.lab.proxy HOST:PORT
 
-It says "ready" on stdout once it listens.
+It writes "ready" to stdout once it listens.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from wire.identity.names import split_address
 
 @dataclass
 class HttpProxy:
-    """What one proxy allows, and what it did."""
+    """What one proxy allows, and what it has done."""
 
     port: int = 0
     user: str = ""
-    """user:password that it wants; empty: none."""
+    """The user:password that it requires; empty requires none."""
     ports: frozenset[int] | None = None
-    """Ports that it connects to; None: all."""
+    """The ports that it connects to; None means all."""
     connected: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     tasks: set["asyncio.Task[object]"] = field(default_factory=set)
@@ -84,7 +84,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def http_proxy(
     user: str = "", ports: frozenset[int] | None = None, listen: str = "127.0.0.1:0"
 ) -> AsyncIterator[HttpProxy]:
-    """A proxy that serves inside the block; `listen` is host:port."""
+    """A proxy that serves inside the block. `listen` is host:port."""
     host, _, number = listen.rpartition(":")
     proxy = HttpProxy(user=user, ports=ports)
     server = await asyncio.start_server(proxy.serve, host, int(number))

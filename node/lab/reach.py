@@ -1,8 +1,10 @@
-"""Train between every two ways of being joined to the internet, and note which path the neighbours came to.
+"""Train between every two ways of connecting to the internet, and record which path the neighbours used.
 
 Runs inside the private namespaces of `node.lab.namespaces`. For each pair of kinds (`node.lab.access`) the
-internet is built anew; a coordinator and two nodes run in it as real processes, joined by the join line
-alone; and the weights at the end must be those of the run between two open machines.
+internet
+is built anew. A coordinator and two nodes run in it as real processes that know only the join line. The
+weights at
+the end must be those of the run between two open machines.
 """
 
 import asyncio
@@ -35,21 +37,21 @@ from wire.identity.names import join_address
 FORMAT = "thinwire-reach-1"
 RESULTS_FILE = "results.json"
 PATH_CHECKS = ("nat", "direct path", "simultaneous open", "relay")
-"""What `thinwire doctor` says of paths, in the order of its report."""
+"""The checks of `thinwire doctor` that concern paths, in the order of its report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReachSection:
-    """`[reach]`: which ways of being joined to the internet are tried."""
+    """`[reach]`: which ways of connecting to the internet are tried."""
 
     name: str = "nat"
-    """Names the output directory."""
+    """The name of the output directory."""
     kinds: tuple[str, ...] = tuple(KINDS)
-    """Every two of these are joined, each also with itself."""
+    """Every two of these are paired, and each also with itself."""
     idle_seconds: float = 35.0
-    """How long the first node waits for the second where a firewall forgets silent flows."""
+    """Seconds that the second node waits before it joins, where a firewall forgets silent flows."""
     start_seconds: float = 120.0
-    """Time limit for each start: the coordinator's, a node's."""
+    """Time limit for each start, of the coordinator and of a node."""
     run_seconds: float = 180.0
     """Time limit from the last join to the end of the run."""
 
@@ -65,7 +67,8 @@ class ReachProfile:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The first with itself first: its weights are those that the others must have."""
+        """All pairs. The first kind is paired with itself first: the others must train to the same
+        weights."""
         return list(combinations_with_replacement(self.reach.kinds, 2))
 
 
@@ -103,7 +106,7 @@ async def run_reach(
     """Train every pair that `out` does not hold yet, and write results after each.
 
     Args:
-        only: pairs such as `nat-symmetric`, or single kinds; empty: all.
+        only: Pairs such as `nat-symmetric`, or single kinds. Empty means all.
 
     Returns whether all of them trained to the same weights.
     """
@@ -127,11 +130,11 @@ async def run_reach(
     for pair in profile.pairs:
         if not _wanted(pair, only) or any(tuple(row["pair"]) == pair for row in values["pairs"]):
             continue
-        found = await _train_pair(profile, pair, out)
-        values["pairs"].append(found)
+        outcome = await _train_pair(profile, pair, out)
+        values["pairs"].append(outcome)
         reference = next((row["weights"] for row in values["pairs"] if row["pair"] == ["open", "open"]), "")
-        found["same_weights"] = bool(found["weights"]) and found["weights"] == reference
-        tell(f"{' - '.join(pair)}: {pair_words(found)}")
+        outcome["same_weights"] = bool(outcome["weights"]) and outcome["weights"] == reference
+        tell(f"{' - '.join(pair)}: {pair_words(outcome)}")
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return all(row["same_weights"] for row in values["pairs"])
 
@@ -141,23 +144,23 @@ def _wanted(pair: tuple[str, str], only: Sequence[str]) -> bool:
 
 
 def names_of(pair: tuple[str, str]) -> tuple[str, ...]:
-    """Words of `--only` that mean this pair."""
+    """The words of `--only` that select this pair."""
     return "-".join(pair), "-".join(reversed(pair)), *pair
 
 
-def pair_words(found: dict[str, Any]) -> str:
-    if found["failure"]:
-        return f"FAILED: {found['failure']}"
-    same = "the same weights" if found["same_weights"] else "OTHER WEIGHTS"
-    why = f" ({found['why_not_direct']})" if found["why_not_direct"] else ""
-    return f"{found['path']}{why}, {same}, {found['seconds']:.0f} s"
+def pair_words(outcome: dict[str, Any]) -> str:
+    if outcome["failure"]:
+        return f"FAILED: {outcome['failure']}"
+    same = "the same weights" if outcome["same_weights"] else "OTHER WEIGHTS"
+    why = f" ({outcome['why_not_direct']})" if outcome["why_not_direct"] else ""
+    return f"{outcome['path']}{why}, {same}, {outcome['seconds']:.0f} s"
 
 
 async def _train_pair(profile: ReachProfile, pair: tuple[str, str], out: Path) -> dict[str, Any]:
     logs = out / "logs" / "-".join(pair)
     logs.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    found: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         "pair": list(pair),
         "path": "",
         "why_not_direct": "",
@@ -169,18 +172,18 @@ async def _train_pair(profile: ReachProfile, pair: tuple[str, str], out: Path) -
     try:
         with built(lay_out_sites(pair)) as sites:
             async with PairRun(profile, pair, sites, directory, logs) as run:
-                found |= await run.train()
+                outcome |= await run.train()
     except RunError as error:
-        found["failure"] = str(error)
+        outcome["failure"] = str(error)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    found["seconds"] = round(time.monotonic() - began, 1)
-    return found
+    outcome["seconds"] = round(time.monotonic() - began, 1)
+    return outcome
 
 
 @contextlib.contextmanager
 def built(sites: list[Site]) -> Iterator[list[Site]]:
-    """The internet with these sites, inside the block."""
+    """Builds the internet with these sites for the duration of the block."""
     names = [INTERNET, *(name for site in sites for name in site.namespaces)]
     try:
         for name in names:
@@ -234,7 +237,7 @@ class PairRun(LabProcesses):
         )
 
     async def train(self) -> dict[str, Any]:
-        """Train to the end; path, reason and weights. Raises RunError."""
+        """Train to the end; return path, reason and weights. Raises RunError."""
         for site in self._sites:
             if site.helper is not None:
                 await self._start_helper(*site.helper)
@@ -259,11 +262,12 @@ class PairRun(LabProcesses):
             raise RunError(finished.reason)
         links = HistoryWatch(self.run_directory).view().links
         path, why = next(((link.path, link.why_not_direct) for link in links), ("", ""))
-        found = {"path": path, "why_not_direct": why, "weights": finished.summary.weights_sha256}
-        return found | ({"doctor": doctor} if doctor else {})
+        outcome = {"path": path, "why_not_direct": why, "weights": finished.summary.weights_sha256}
+        return outcome | ({"doctor": doctor} if doctor else {})
 
     async def _ask_doctor(self, token: str) -> dict[str, str]:
-        """What `thinwire doctor` says of paths at the first site, by its checks' names. Raises RunError."""
+        """What `thinwire doctor` reports of paths at the first site, by the names of its checks. Raises
+        RunError."""
         site = self._sites[0]
         state = str(self._directory / "state0")
         arguments = [*program("cli.main"), "doctor", token, "--state-dir", state, "--json"]
@@ -292,7 +296,7 @@ class PairRun(LabProcesses):
                 for site, kind in zip(self._sites, self._pair, strict=True):
                     if kind == "moving":
                         await asyncio.to_thread(execute, moves(site))
-        raise RunError("the coordinator ended without a word")
+        raise RunError(f"the coordinator ended before the run did; see {self._logs}")
 
     async def _start_helper(self, namespace: str, module: str, address: str) -> None:
         helper = await self._spawn(namespace, [*program(module), address], stdout=PIPE)
@@ -302,16 +306,17 @@ class PairRun(LabProcesses):
 
 
 def read_reach_results(path: Path) -> dict[str, Any] | None:
-    """Results of `run_reach`, of a file or the folder that it wrote to; None if there are others or none."""
+    """The results of `run_reach` in a file or in the folder that it wrote to. None if there are none."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((path / RESULTS_FILE if path.is_dir() else path).read_text(encoding="utf-8"))
-        if isinstance(found, dict) and found.get("format") == FORMAT:
-            return found
+        values = json.loads((path / RESULTS_FILE if path.is_dir() else path).read_text(encoding="utf-8"))
+        if isinstance(values, dict) and values.get("format") == FORMAT:
+            return values
     return None
 
 
 def doctor_table(values: dict[str, Any]) -> list[list[str]]:
-    """Rows of a table: what `thinwire doctor` says in each kind of network, the first row the head."""
+    """The rows of a table of what `thinwire doctor` reports in each kind of network. The first row is the
+    head."""
     by_kind = {row["pair"][0]: row["doctor"] for row in values["pairs"] if row.get("doctor")}
     return [
         ["", *PATH_CHECKS],
@@ -320,7 +325,7 @@ def doctor_table(values: dict[str, Any]) -> list[list[str]]:
 
 
 def reach_table(values: dict[str, Any]) -> list[list[str]]:
-    """Rows of a table: the path of each pair of kinds, the first row the head."""
+    """The rows of a table of the path of each pair of kinds. The first row is the head."""
     kinds = list(values["kinds"])
     paths = {}
     for row in values["pairs"]:

@@ -1,13 +1,17 @@
 """Delay packets between devices in user space, without netem. `python -m node.lab.relay`.
 
 The relay receives frames on packet sockets and sends them on others, in order, after a set delay. Segments
-that the kernel has batched stay batched, with their virtio header, so a gigabit needs only some thousand
-system calls a second and the relay costs no rate. It does not terminate TCP: congestion control sees the
-whole path.
+that the
+kernel has batched stay batched, with their virtio header. So a gigabit needs only some thousand system calls
+per
+second, and the relay does not limit the rate. It does not terminate TCP: congestion control sees the whole
+path.
 
-Stdin: a line of JSON, {"ways": [{"source", "target", "mac"}…]}, then a line {"delays": [seconds, …]}, one per
-way, for each change of the delays, or {} to read the counters. The relay answers each line with a line of
-JSON: its counters since the last answer. It ends when stdin ends.
+Stdin receives a line of JSON, {"ways": [{"source", "target", "mac"}…]}. After it come lines {"delays":
+[seconds, …]},
+one value per way, for each change of the delays, or {} to read the counters. The relay answers each line with
+a line
+of JSON: its counters since the last answer. It ends when stdin ends.
 """
 
 import contextlib
@@ -35,10 +39,14 @@ ETH_P_ALL = 3
 VNET_HEADER = 10
 LARGEST_FRAME = VNET_HEADER + 14 + 65536
 BUFFER_BYTES = 64 << 20
-"""Send and receive buffer of a port. Frames in the target device's queue count against the send buffer:
-if it were smaller than that queue, the relay would drop frames that a network carries."""
+"""Send and receive buffer of a port.
+
+Frames in the target device's queue count against the send buffer. If it were smaller than that queue, the
+relay
+would drop frames that a network carries.
+"""
 AT_ONCE = 64
-"""Most frames to read from one port before the next port."""
+"""The most frames to read from one port before the next port."""
 LATENESS_KEPT = 100_000
 
 
@@ -54,18 +62,18 @@ class Port:
             try:
                 self.socket.setsockopt(socket.SOL_SOCKET, forced, BUFFER_BYTES)
             except PermissionError:
-                # Without root: as much as the host allows every user.
+                # Without root, use as much as the host allows every user.
                 self.socket.setsockopt(socket.SOL_SOCKET, allowed, BUFFER_BYTES)
         self.socket.bind((device, ETH_P_ALL))
         self.socket.setblocking(False)
         self.full = False
-        """The socket refused the last frame because its buffer is full."""
+        """Whether the socket refused the last frame because its buffer is full."""
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def count_missed(self) -> int:
-        """Frames that the kernel dropped since the last call, because the relay was too slow."""
+        """Frames that the kernel has dropped since the last call, because the relay was too slow."""
         # Reading the counters resets them.
         _, drops = struct.unpack("II", self.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8))
         return int(drops)
@@ -144,7 +152,7 @@ class Relay:
                         break
                     self.refused += 1
                 except OSError:
-                    # The far queue is full: drop the frame, as any network does.
+                    # The target's queue is full: drop the frame, as any network does.
                     self.refused += 1
                 way.waiting.popleft()
                 self.lateness.append(now - due)

@@ -1,4 +1,4 @@
-"""`results.json`: everything a lab measured, and on what machine. Rewritten after every cell."""
+"""`results.json`: everything that a lab measured, and on which machine. It is rewritten after every cell."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from wire.version import VERSION
 RESULTS_FILE = "results.json"
 FORMAT = "thinwire-lab-1"
 SAME = ("format", "profile", "profile_sha256", "model", "training", "text", "stages", "device", "seeds")
-"""Values that results must share to be merged."""
+"""Values in which results must agree to be merged."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""NVIDIA's, WSL's and AMD's."""
+"""Device files of NVIDIA's, WSL's and AMD's drivers."""
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = ("kernels", "wire", "node", "scripts/*.py")
 
@@ -41,7 +41,7 @@ class Results:
         network: Mapping[str, Any],
         only: Sequence[str] = (),
     ) -> "Results":
-        """Results without cells. `only` is as `node.lab.plan.plan_runs` takes it."""
+        """Results without cells. `only` is as for `node.lab.plan.plan_runs`."""
         model, training = profile.config.model, profile.config.training
         values: dict[str, Any] = {
             "format": FORMAT,
@@ -72,7 +72,7 @@ class Results:
     def go_on(
         cls, path: Path, profile: Profile, machine: Mapping[str, Any], only: Sequence[str] = ()
     ) -> "Results":
-        """Continue the results at `path`; adds `only` to the cells asked for before.
+        """Continue the results at `path`, and add `only` to the cells requested before.
 
         Raises UserError if they come from another profile, machine or commit.
         """
@@ -87,7 +87,7 @@ class Results:
                 f"{path} was measured elsewhere (its {', '.join(other)} differ): their results cannot be "
                 "combined; give another --out"
             )
-        # Older results do not record which cells were asked for.
+        # Older results do not record which cells were requested.
         if "only" in values:
             values["only"] = joined_only([values["only"], only])
         return cls(path, values)
@@ -97,7 +97,7 @@ class Results:
         return {CellKey(**cell["key"]) for cell in self.values["cells"]}
 
     def write(self) -> None:
-        """Replace the file atomically: no reader or later lab sees half of it."""
+        """Replace the file atomically, so that no reader or later lab sees half of it."""
         partial = self.path.with_suffix(".json.partial")
         try:
             partial.write_text(json.dumps(self.values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -109,7 +109,7 @@ class Results:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A results file, or the one in an output directory. Raises UserError for anything else."""
+    """Read a results file, or the one in an output directory. Raises UserError for anything else."""
     try:
         if path.is_dir():
             path /= RESULTS_FILE
@@ -126,19 +126,19 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def joined_only(asked: Sequence[Sequence[str]]) -> list[str]:
-    """The cells that several invocations asked for, without repetition; empty: all."""
+    """The cells that several invocations requested, without repetition. Empty means all."""
     if not all(asked):
         return []
     return list(dict.fromkeys(words for cells in asked for words in cells))
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+def differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys whose values differ."""
-    return tuple(sorted(key for key in {**one, **other} if one.get(key) != other.get(key)))
+    return tuple(sorted(key for key in {**first, **other} if first.get(key) != other.get(key)))
 
 
 def describe_machine() -> dict[str, Any]:
-    """Kernel, hardware, versions and commit: what figures depend on."""
+    """Kernel, hardware, versions and commit, on which figures depend."""
     return {
         "commit": commit(),
         "kernel": platform.release(),
@@ -156,7 +156,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Names of the GPUs that torch sees. It takes seconds to import, so only where there is a driver."""
+    """The names of the GPUs that torch sees. Importing torch takes seconds, so it happens only if there is a
+    driver."""
     if not any(Path(driver).exists() for driver in DRIVERS):
         return []
     import torch
@@ -185,10 +186,10 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The commit of this program, marked if the files differ from it; THINWIRE_COMMIT without git."""
+    """The commit of this program, marked if the files differ from it. THINWIRE_COMMIT overrides it."""
     if given := os.environ.get("THINWIRE_COMMIT"):
         return given
-    # An installed program may lie in a repository of something else.
+    # An installed program may lie in the repository of another project.
     head = _words("git", "-C", str(_ROOT), "rev-parse", "HEAD") if (_ROOT / ".git").exists() else ""
     if not head:
         return "unknown"
@@ -197,7 +198,7 @@ def commit() -> str:
 
 
 def _words(*command: str) -> str:
-    """A command's output; empty if it cannot run."""
+    """A command's output, or an empty string if it cannot run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -206,9 +207,10 @@ def _words(*command: str) -> str:
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the runs and cells of parts and renumber them. The last part wins where a cell is in several.
+    """Merge the runs and cells of several results and renumber them. The last one wins if several have a
+    cell.
 
-    Raises UserError for parts of different profiles, machines, commits or delay methods.
+    Raises UserError for results of different profiles, machines, commits or delay methods.
     """
     first = parts[0]
     for part in parts[1:]:
@@ -216,8 +218,8 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         other += [f"machine's {name}" for name in differing(first["machine"], part["machine"])]
         if other:
             raise UserError(
-                f"results whose {', '.join(other)} differ are not of one measurement: `lab table` takes them "
-                "side by side"
+                f"results whose {', '.join(other)} differ cannot be merged: `lab table` shows them side by "
+                "side"
             )
     network = dict(first["network"])
     # A part without delays has not chosen a delay method.
@@ -241,7 +243,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **asked,
         "network": network,
         "finished": any(part["finished"] for part in parts) or len(cells) == first.get("planned_cells"),
-        "calibrations": [found for part in parts for found in part["calibrations"]],
+        "calibrations": [calibration for part in parts for calibration in part["calibrations"]],
         "runs": runs,
         "cells": list(cells.values()),
     }

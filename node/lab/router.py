@@ -1,8 +1,8 @@
-"""A home router that leads ports to its machines by NAT-PMP (RFC 6886): in one of the lab's networks.
+"""A home router that forwards ports to its machines by NAT-PMP (RFC 6886), in one of the lab's networks.
 
     python -m node.lab.router HOST:PORT
 
-It says "ready" on stdout once it listens. Ports are elements of nftables' map `ip nat ports`.
+It writes "ready" to stdout once it listens. Forwarded ports are elements of the nftables map `ip nat ports`.
 """
 
 import asyncio
@@ -16,29 +16,29 @@ from typing import cast
 from node.lab import tools
 
 MOST_SECONDS = 3600
-"""A mapping lasts this long at most: a router may promise less than it is asked for."""
+"""The longest lifetime of a mapping in seconds. A router may grant less than it is asked for."""
 FIRST_FREE = 40_000
-"""Where it looks for a port if the one asked for is taken."""
+"""The first port to try if the requested one is taken."""
 _MAP_TCP, _ANSWER = 2, 128
 
 
 @dataclass
 class NatPmpServer(asyncio.DatagramProtocol):
-    """What a router promised to whom."""
+    """A NAT-PMP server, and the mappings that it has granted."""
 
     port: int = 0
     taken: set[int] = field(default_factory=set)
-    """Ports that it gives nobody."""
+    """Ports that it never maps."""
     refuses: int = 0
-    """Result code of every answer."""
+    """The result code of every answer; 0 grants requests."""
     lost: int = 0
-    """So many of the next requests get no answer."""
+    """The number of next requests that get no answer."""
     changed: Callable[[int, tuple[str, int] | None], None] = lambda outside, inside: None
-    """Called with a port and where it leads from now on; None: nowhere."""
+    """Called with a port and the host and port that it now leads to, or None."""
     mapped: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """By the router's port: host and port inside."""
+    """For each of the router's ports, the host and port inside."""
     requests: list[tuple[int, int, int]] = field(default_factory=list)
-    """(inside, outside, seconds) as asked."""
+    """The requests received, as (inside, outside, seconds)."""
     _transport: asyncio.DatagramTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -73,7 +73,7 @@ class NatPmpServer(asyncio.DatagramProtocol):
 
 @contextlib.asynccontextmanager
 async def nat_pmp_server(listen: str = "127.0.0.1:0") -> AsyncIterator[NatPmpServer]:
-    """A server inside the block; `listen` is host:port."""
+    """A server that runs inside the block. `listen` is host:port."""
     host, _, number = listen.rpartition(":")
     loop = asyncio.get_running_loop()
     transport, server = await loop.create_datagram_endpoint(NatPmpServer, local_addr=(host, int(number)))
@@ -85,7 +85,7 @@ async def nat_pmp_server(listen: str = "127.0.0.1:0") -> AsyncIterator[NatPmpSer
 
 
 def lead(outside: int, inside: tuple[str, int] | None) -> None:
-    """Have nftables lead a port of this namespace's router."""
+    """Make nftables forward a port of this namespace's router, or stop if `inside` is None."""
     to = f" : {inside[0]} . {inside[1]}" if inside is not None else ""
     tools.call("nft", "add" if inside else "delete", "element", "ip", "nat", "ports", f"{{ {outside}{to} }}")
 

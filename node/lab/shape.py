@@ -1,15 +1,15 @@
 """Rates and delays of links, the shaper's parameters for them, and matrices of measured ones.
 
 Rates are nominal: Mbit/s on the wire as the shaper counts them, with the Ethernet header, without checksum
-and gaps. TCP's payload gets `PAYLOAD_SHARE` of that. A matrix file gives rates and round trips between
-regions:
+and
+gaps. TCP's payload gets `PAYLOAD_SHARE` of that. A matrix file gives rates and round trips between regions:
 
-name = "…"              a title
-source = "…"            who measured it and where it is published
-[[pair]]
-regions = ["Oregon", "Virginia"]
-rtt_ms = 67
-mbit = 790
+    name = "…"              a title
+    source = "…"            who measured it and where it is published
+    [[pair]]
+    regions = ["Oregon", "Virginia"]
+    rtt_ms = 67
+    mbit = 790
 """
 
 import tomllib
@@ -25,15 +25,17 @@ ETHERNET_BYTES = 14
 IP_TCP_BYTES = 20 + 20 + 12
 """IPv4, TCP, and TCP's timestamps, which Linux sends by default."""
 PAYLOAD_SHARE = (MTU - IP_TCP_BYTES) / (MTU + ETHERNET_BYTES)
-"""1448 of 1514 bytes: payload over what the shaper counts, in a full packet."""
+"""1448 of 1514 bytes: the payload of a full packet over the bytes that the shaper counts."""
 
 BURST_SECONDS = 0.004
 LEAST_BURST = 3 * 1024
-"""Two packets, 4 ms at 6 Mbit/s. A larger bucket holds a part of a step's bytes and lets steps beat their
-floor (32 KiB at 1 Mbit/s: a fifth). Less than 4 ms under-delivers at higher rates (1600 bytes at 100 Mbit/s:
-9 %)."""
+"""Two packets, 4 ms at 6 Mbit/s.
+
+A larger bucket holds a part of a step's bytes, so steps are faster than their floor (32 KiB at 1 Mbit/s: by a
+fifth). A bucket of less than 4 ms delivers too little at higher rates (1600 bytes at 100 Mbit/s: 9 % less).
+"""
 QUEUE_SECONDS = 0.1
-"""Length of the shaper's queue, beyond the round trip."""
+"""Length of the shaper's queue in addition to the round trip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class LinkShape:
     """One wire: a link between two stages, or a node's interface."""
 
     up_mbit: float
-    """On a link from the lower stage to the higher; on an interface out of the node."""
+    """On a link, the rate from the lower stage to the higher. On an interface, the rate out of the node."""
     down_mbit: float
     rtt_ms: float = 0.0
     """Added to the round trip between two neighbours."""
@@ -52,12 +54,12 @@ class Shape:
     """All wires of the pipeline at one setting: links in pipeline order, or interfaces by stage."""
 
     label: str
-    """As in the profile: `100`, `100/20`, `matrix x 0.1`; with a round trip ` + 20 ms`."""
+    """As in the profile: `100`, `100/20`, `matrix x 0.1`. With a round trip, ` + 20 ms` follows."""
     links: tuple[LinkShape, ...]
 
     @property
     def busiest_mbit(self) -> float:
-        """The slowest rate; tables and figures are sorted by it."""
+        """The slowest rate, by which tables and figures are sorted."""
         return min(min(link.up_mbit, link.down_mbit) for link in self.links)
 
     @property
@@ -66,12 +68,12 @@ class Shape:
 
     @property
     def most_on_the_way(self) -> float:
-        """Bytes in flight on a full link, the largest of all links."""
+        """The most bytes in flight on a full link."""
         return max(125 * max(link.up_mbit, link.down_mbit) * link.rtt_ms for link in self.links)
 
 
 def uniform(rate: str, rtt_ms: float, wires: int) -> Shape:
-    """The same shape everywhere. `rate` is `"100"` or `"100/20"`. Raises ValueError."""
+    """The same shape for every wire. `rate` is `"100"` or `"100/20"`. Raises ValueError."""
     up, slash, down = rate.partition("/")
     link = LinkShape(up_mbit=float(up), down_mbit=float(down if slash else up), rtt_ms=rtt_ms)
     if not (0 < link.up_mbit < 1e6 and 0 < link.down_mbit < 1e6 and 0 <= rtt_ms <= 10_000):
@@ -84,25 +86,26 @@ def delay_label(rtt_ms: float) -> str:
 
 
 def burst_bytes(mbit: float) -> int:
-    """The shaper's bucket: 4 ms at the rate, and at least `LEAST_BURST`."""
+    """The size of the shaper's bucket: 4 ms at the rate, and at least `LEAST_BURST`."""
     return max(LEAST_BURST, int(mbit * 1e6 / 8 * BURST_SECONDS))
 
 
 def queue_bytes(mbit: float, rtt_ms: float) -> int:
-    """The shaper's queue: 100 ms and a round trip at the rate, bucket included."""
+    """The size of the shaper's queue: 100 ms and a round trip at the rate, bucket included."""
     return burst_bytes(mbit) + int(mbit * 1e6 / 8 * (QUEUE_SECONDS + rtt_ms / 1e3))
 
 
 def netem_packets(mbit: float, rtt_ms: float) -> int:
-    """Packets that a delay queue must hold so that it never drops what the shaper lets through."""
+    """The packets that a delay queue must hold so that it never drops what the shaper lets through."""
     return 1000 + int(2 * mbit * 1e6 / 8 * (QUEUE_SECONDS + rtt_ms / 1e3) / MTU)
 
 
 def shaper_commands(device: str, mbit: float, rtt_ms: float, *, netem: bool) -> list[list[str]]:
-    """`tc` arguments that shape what leaves `device`, one list a command. Remove its old shaper first.
+    """`tc` arguments that shape what leaves `device`, one list per command. Its old shaper must be removed
+    first.
 
     Args:
-        rtt_ms: with `netem`, half of it is the delay of this direction; else it only sizes the queue.
+        rtt_ms: With `netem`, half of it is the delay of this direction. Otherwise it only sizes the queue.
     """
     rate, burst = f"{round(mbit * 1e6)}bit", str(burst_bytes(mbit))
     add, limit = ["qdisc", "add", "dev", device], str(queue_bytes(mbit, rtt_ms))
@@ -143,7 +146,7 @@ class Matrix:
 
 
 def read_matrix(path: Path) -> Matrix:
-    """Raises ConfigError for anything but a matrix file, in one line that names the file."""
+    """Read a matrix file. Raises ConfigError for anything else, in one line that names the file."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -158,7 +161,7 @@ def read_matrix(path: Path) -> Matrix:
     for entry in raw.get("pair", ()):
         regions, mbit, rtt_ms = _pair(entry, path)
         if regions in pairs:
-            raise ConfigError(f"{path}: the pair {' and '.join(sorted(regions))} is there twice")
+            raise ConfigError(f"{path}: the pair {' and '.join(sorted(regions))} is listed twice")
         pairs[regions] = mbit, rtt_ms
     name, source = raw.get("name"), raw.get("source")
     if not isinstance(name, str) or not isinstance(source, str) or not pairs:

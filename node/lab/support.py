@@ -18,19 +18,20 @@ from wire.errors import RunError, ThinwireError, UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that the lab uses, and whether it works here."""
+    """Something that the lab uses, and whether it works here."""
 
     name: str
     works: bool
     detail: str
     needed: bool
-    """Without it the lab cannot run at all."""
+    """Whether the lab cannot run without it."""
 
 
 def delay_method(wanted: str) -> str:
-    """`netem` or `relay`; `auto` takes netem where the kernel has it. Call inside the private namespaces.
+    """`netem` or `relay`. `auto` chooses netem where the kernel has it. Call it inside the private
+    namespaces.
 
-    Raises RunError when the method, or for `auto` both, do not work here.
+    Raises RunError if the method does not work here, or for `auto` if neither works.
     """
     netem = _try(_netem)
     if wanted != "relay" and netem is None:
@@ -45,7 +46,8 @@ def delay_method(wanted: str) -> str:
 
 
 def congestion_control(wanted: str) -> str:
-    """`wanted` or the kernel's default. Raises RunError for one that the kernel does not have."""
+    """`wanted`, or the kernel's default if it is empty. Raises RunError for one that the kernel does not
+    have."""
     settings = Path("/proc/sys/net/ipv4")
     if not wanted:
         return (settings / "tcp_congestion_control").read_text().strip()
@@ -59,7 +61,7 @@ def congestion_control(wanted: str) -> str:
 
 
 def check_devices(profile: Profile) -> None:
-    """Raises UserError when a profile's nodes need GPUs that are not here."""
+    """Raise UserError if a profile's nodes need GPUs that are not here."""
     stages = profile.config.pipeline.stages
     if profile.lab.device != "cuda":
         return

@@ -1,7 +1,8 @@
-"""Tables of results, as text for a terminal. Pure.
+"""Tables of results, as text for a terminal. Has no side effects.
 
 A results file is one measurement, and no figure combines several files. The share of the floor says how close
-a step is to its lower bound.
+a step
+is to its lower bound.
 """
 
 import shlex
@@ -15,24 +16,24 @@ from node.telemetry.clock import TimeKind
 from node.telemetry.format import table_lines
 
 BASELINES = ("fp32", "bf16", "fixed-4", "aqsgd-4")
-"""Forward codecs that ratios are relative to."""
+"""The forward codecs to which ratios are relative."""
 
 SETTING = ("Mbit/s", "microbatch", "window", "codecs")
-"""Columns that name a cell."""
+"""The columns that name a cell."""
 SPENT = {
     "computes": (TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER),
     "waits for packing": (TimeKind.ENCODE, TimeKind.DECODE),
     "for other stages": (TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM, TimeKind.WAIT_VOTES),
     "for the coordinator": (TimeKind.WAIT_COORDINATOR,),
 }
-"""Columns of where a step's time goes."""
+"""The columns that say how a step's time is spent."""
 
 Cells = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Headings and cells of text; the first `left` columns are names."""
+    """Headings and cells of text. The first `left` columns are names."""
 
     title: str
     headings: tuple[str, ...]
@@ -59,7 +60,7 @@ def table_text(name: str, table: Table) -> str:
 def all_tables(result: Mapping[str, Any]) -> list[Table]:
     """The measured cells, and how their steps spend their time."""
     cells = result["cells"]
-    # Older results lack it.
+    # Older results lack the stages' seconds.
     timed = [cell for cell in cells if "stage_seconds" in cell]
     return [measured_table(cells), *([time_table(timed)] if timed else [])]
 
@@ -92,7 +93,7 @@ def measured_table(cells: Cells) -> Table:
 
 
 def time_table(cells: Cells) -> Table:
-    """Seconds of a step that each stage computes and waits, mean over seeds."""
+    """Seconds of a step that each stage computes and waits, averaged over seeds."""
     rows = []
     for group in grouped(cells):
         key = group[0]["key"]
@@ -109,7 +110,7 @@ def time_table(cells: Cells) -> Table:
 
 
 def provenance(result: Mapping[str, Any]) -> str:
-    """One line on where the figures come from."""
+    """One line that says where the figures come from."""
     machine, network = result["machine"], result["network"]
     gpus = ", ".join(f"{machine['gpus'].count(name)} x {name}" for name in dict.fromkeys(machine["gpus"]))
     where = (
@@ -118,9 +119,10 @@ def provenance(result: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items() if value)
     delay = {"none": "no delay", "netem": "delay by netem", "relay": "delay by the lab's packet relay"}
     worst = max(
-        (abs(_share(link) - 1) for found in result["calibrations"] for link in found["links"]), default=0.0
+        (abs(_share(link) - 1) for calibration in result["calibrations"] for link in calibration["links"]),
+        default=0.0,
     )
-    # Older results lack it.
+    # Older results lack this setting.
     pauses = "" if network.get("slow_start_after_idle", True) else " without slow starts after pauses"
     seeds = len(result["seeds"])
     model = result["model"]
@@ -149,14 +151,14 @@ def _steps_text(cells: Cells) -> str:
 def _unfinished_text(result: Mapping[str, Any]) -> str:
     if result["finished"]:
         return ""
-    # Older results lack it.
+    # Older results lack the number of planned cells.
     planned = result.get("planned_cells")
     of = f"{planned} cells" if planned else "cells"
     return f"; not finished: {len(result['cells'])} of its profile's {of} are here"
 
 
 def _command_text(result: Mapping[str, Any]) -> str:
-    """The command that repeats the measurement; older results lack it."""
+    """The command that repeats the measurement. Older results lack it."""
     if "overrides" not in result:
         return ""
     options = [word for words in result["only"] for word in ("--only", words)]
@@ -179,7 +181,8 @@ def grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
 
 
 def _ratio(cells: Cells, group: Cells, baseline: str) -> float | None:
-    """Tokens a second relative to the first group with the same setting and the forward codec `baseline`."""
+    """Tokens per second relative to the first group with the same setting and the forward codec
+    `baseline`."""
     key = group[0]["key"]
     for other in grouped(cells):
         its = other[0]["key"]
@@ -203,7 +206,7 @@ def _mean(group: Cells, name: str) -> float:
 
 
 def rate_text(group: Cells) -> str:
-    """`4045 (3990 to 4100)`: the spread is over all steps."""
+    """For example `4045 (3990 to 4100)`. The spread is over all steps."""
     least = min(cell["tokens_per_second"]["least"] for cell in group)
     most = max(cell["tokens_per_second"]["most"] for cell in group)
     return f"{tokens(group):.0f} ({least:.0f} to {most:.0f})"

@@ -22,25 +22,25 @@ PACKAGES = {
     "nsenter": "util-linux",
 }
 FOR_REACH = {"nft": "nftables"}
-"""Needed where the lab builds NAT and firewalls."""
+"""Needed only where the lab builds NAT and firewalls."""
 SBIN = ("/usr/sbin", "/sbin")
-"""Debian's folders for them, which an ordinary user's PATH lacks."""
+"""Debian's folders for these programs, which an ordinary user's PATH lacks."""
 SECONDS = 20.0
-"""Time limit of one of these programs."""
+"""Time limit of each of these programs."""
 NAMESPACES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 
 
 def tool(name: str) -> str:
     """The program's path. Raises UserError that names the package."""
-    found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *SBIN)))
-    if found is None:
+    path = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *SBIN)))
+    if path is None:
         package = {**PACKAGES, **FOR_REACH}[name]
         raise UserError(
             f"the lab needs the program {name!r}, which is not here: install {package} "
             f"(Debian and Ubuntu: apt install {package})"
         )
-    return found
+    return path
 
 
 def call(name: str, *arguments: str) -> str:
@@ -76,8 +76,12 @@ def root_qdisc(device: Device) -> dict[str, Any] | None:
 
 
 def sent_bytes(device: Device) -> int:
-    """Bytes that have left the device. The shaper counts them with every packet's header; without a shaper
-    the device counts them, and takes a batch of segments as one packet."""
+    """Bytes that have left the device.
+
+    The shaper counts them with every packet's header. Without a shaper the device counts them, and takes a
+    batch of
+    segments as one packet.
+    """
     if (qdisc := root_qdisc(device)) is not None:
         return int(qdisc["bytes"])
     reply = json.loads(ip(device.namespace, "-s", "-j", "link", "show", "dev", device.name))
@@ -85,7 +89,7 @@ def sent_bytes(device: Device) -> int:
 
 
 def inside(namespace: str, work: Callable[[], Result]) -> Result:
-    """Run `work` on a thread inside the network namespace; sockets that it opens stay in it."""
+    """Run `work` on a thread inside the network namespace. Sockets that it opens stay in the namespace."""
     if namespace == LAB:
         return work()
     results: list[Result] = []
@@ -107,7 +111,7 @@ def inside(namespace: str, work: Callable[[], Result]) -> Result:
 
 
 def _enter(namespace: str) -> None:
-    """Move this thread. (os.setns came with Python 3.12.)"""
+    """Move this thread into a network namespace. (`os.setns` exists from Python 3.12 on.)"""
     libc = ctypes.CDLL(None, use_errno=True)
     handle = os.open(NAMESPACES / namespace, os.O_RDONLY)
     try:

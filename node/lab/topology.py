@@ -1,8 +1,10 @@
-"""The namespaces, wires, addresses and routes of a lab, as `ip` commands. Pure.
+"""The namespaces, wires, addresses and routes of a lab, as `ip` commands. Has no side effects.
 
 Every node has a namespace, and one address on its loopback device that its neighbours and the coordinator
-dial. A separate wire that is never shaped joins each node to the coordinator, so batches and heartbeats do
-not use the links' bandwidth.
+dial. A
+separate wire that is never shaped connects each node to the coordinator, so batches and heartbeats do not use
+the
+links' bandwidth.
 
     links         node 0 ══ node 1 ══ node 2     a wire for each pair of neighbours, shaped at both ends
     interfaces    node 0 ══ the lab ══ node 1    a wire for each node, shaped at both ends; the lab forwards
@@ -10,7 +12,8 @@ not use the links' bandwidth.
                             node 2
 
 With the relay, packets between two nodes pass through the lab's own namespace, where the relay delays them.
-With netem, the delay is below the shaper.
+With
+netem, the delay is below the shaper.
 """
 
 from collections.abc import Sequence
@@ -38,11 +41,11 @@ class Wire:
 
     name: str
     lower: int
-    """Up is what this stage sends."""
+    """The stage whose sent data goes up."""
     higher: int
     """The stage at the other end; -1 for an interface."""
     up: Device
-    """The device that shapes what goes up."""
+    """The device that shapes the data that goes up."""
     down: Device
 
 
@@ -53,9 +56,9 @@ class Way:
     source: str
     target: str
     mac: str
-    """Forward only frames for this address and broadcasts; empty: all."""
+    """Forward only frames for this address, and broadcasts. Empty forwards all."""
     wires: tuple[int, ...]
-    """The wires whose delay applies; the largest counts."""
+    """The wires whose delays apply; the largest is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +69,10 @@ class Topology:
     commands: tuple[tuple[str, tuple[str, ...]], ...]
     """(namespace, arguments of `ip`), in order."""
     forwards: bool
-    """The lab's namespace routes between the nodes."""
+    """Whether the lab's namespace routes between the nodes."""
     wires: tuple[Wire, ...]
     ways: tuple[Way, ...]
-    """Paths of the relay; empty without one."""
+    """The paths of the relay; empty without one."""
 
     @property
     def lab_devices(self) -> tuple[str, ...]:
@@ -88,7 +91,7 @@ def node_address(stage: int) -> str:
 
 
 def mac_address(stage: int) -> str:
-    """A locally administered address, by which the relay finds a node's interface."""
+    """A locally administered address by which the relay finds a node's interface."""
     return f"02:00:0a:4d:00:{stage + 1:02x}"
 
 
@@ -103,12 +106,13 @@ def lay_out(
     """Plan the lab of a pipeline.
 
     Args:
-        ends: the two stages that each link joins; not used with `interfaces`.
+        ends: The two stages that each link connects. `interfaces` does not use it.
         topology: `links` or `interfaces`.
-        relay: whether packets between nodes go through the relay.
-        congestion_control: of TCP between nodes; empty: the kernel's default.
+        relay: Whether packets between nodes go through the relay.
+        congestion_control: That of TCP between nodes. Empty means the kernel's default.
     """
-    # Set it per route: a new namespace may not change the kernel's default, and gRPC does not set it.
+    # It is set per route, because a new namespace may not change the kernel's default, and gRPC does not set
+    # it.
     control = ("congctl", congestion_control) if congestion_control else ()
     commands: list[tuple[str, tuple[str, ...]]] = [(LAB, ("link", "set", "lo", "up"))]
     names = [COORDINATOR, *map(node_name, range(stages))]
@@ -184,14 +188,15 @@ def _interfaces(
     return commands, wires, ways
 
 
-def _veth(one: Device, other: Device, mac: str = "") -> _Commands:
-    """Make a pair of devices, up. Without IPv6 addresses, only the run's own packets are counted."""
+def _veth(near: Device, other: Device, mac: str = "") -> _Commands:
+    """Create a pair of devices and turn them on. Without IPv6 addresses, only the run's own packets are
+    counted."""
     address = ("address", mac) if mac else ()
-    adding: tuple[str, ...] = ("link", "add", one.name, *address)
-    for device, before in ((one, ()), (other, ("type", "veth", "peer", "name", other.name))):
+    adding: tuple[str, ...] = ("link", "add", near.name, *address)
+    for device, before in ((near, ()), (other, ("type", "veth", "peer", "name", other.name))):
         adding += (*before, *(("netns", device.namespace) if device.namespace else ()))
     commands: _Commands = [(LAB, adding)]
-    for device in (one, other):
+    for device in (near, other):
         commands.append((device.namespace, ("link", "set", device.name, "addrgenmode", "none")))
         commands.append((device.namespace, ("link", "set", device.name, "up")))
     return commands

@@ -81,7 +81,7 @@ def test_rates_may_differ_by_direction(tmp_path: Path) -> None:
         ("[[sweep]]\nrates = ['10']\nmicrobatches = [5]", "must be a multiple of training.microbatch"),
         ("[[sweep]]\nrates = ['10']\nsteps = -1", "steps cannot be negative, got -1"),
         ("[[sweep]]\nrates = ['10']\nmatrix_shares = [1.0]", "matrix_shares go with network.matrix"),
-        ("[network]\nregions = ['Oregon']" + SMALL, "network.matrix and network.regions come together"),
+        ("[network]\nregions = ['Oregon']" + SMALL, "network.matrix and network.regions need each other"),
         ("[model", "is not valid TOML"),
     ],
 )
