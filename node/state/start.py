@@ -25,6 +25,7 @@ TOKENIZER = "tokenizer.json"
 OTHER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
 )
@@ -34,7 +35,7 @@ MOST_CONFIG_BYTES = 4 << 20
 OTHER_TABLES = ("vocab.json", "merges.txt", SENTENCEPIECE)
 """The files of a tokenizer that has no `TOKENIZER`."""
 PADDING = 1024
-"""A model may have fewer than this many rows beyond its tokens."""
+"""A model has fewer than this many rows more than its tokenizer has tokens, or less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def _tokenizer(folder: Path, vocab: int) -> str:
         files = tokenizer_files(folder)
     except DataError:
         return ""
-    if files[0].name == SENTENCEPIECE and not 0 <= vocab - load_tokenizer(str(folder)).vocabulary < PADDING:
+    if files[0].name == SENTENCEPIECE and abs(vocab - load_tokenizer(str(folder)).vocabulary) >= PADDING:
         raise DataError(
             f"{files[0]} has {load_tokenizer(str(folder)).vocabulary} tokens and the model {vocab}: put the "
             f"model's own {TOKENIZER} beside it, or name the model's tokenizer in data.tokenizer"
@@ -149,10 +150,17 @@ async def read_units(
 async def check_weights(model: ModelSection) -> None:
     """Whether `model.from_` has every tensor of the model, in its shape and whole, by headers alone.
 
-    Raises DataError in one line.
+    Tensors that the model does not need are reported. Raises DataError in one line.
     """
     async with _opened(model) as checkpoint:
-        await checkpoint.check(model, unit_names(model))
+        if left := await checkpoint.check(model, unit_names(model)):
+            log.warning(
+                "%s has %d tensors that are not of the model in its %s, and are left out: %s",
+                model.from_,
+                len(left),
+                CONFIG,
+                ", ".join(left[:3]) + (", ..." if len(left) > 3 else ""),
+            )
 
 
 @asynccontextmanager

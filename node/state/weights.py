@@ -43,6 +43,9 @@ _FP4_VALUES = np.concatenate((_FP4, -_FP4))
 _PREFIXES = ("transformer.", "model.")
 """Checkpoints of a base model, saved without its head, have no such prefixes."""
 
+_BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of names of tensors that older versions saved, and that the configuration gives."""
+
 Weights = dict[str, dict[str, np.ndarray]]
 """float32 parameters by unit and name; or bfloat16 ones as their bits, where somebody asks for them as they
 are stored."""
@@ -180,12 +183,25 @@ class Checkpoint:
                 weights[unit][spec.name] = np.ascontiguousarray(whole.reshape(spec.shape))
         return weights
 
-    async def check(self, model: ModelSection, units: Sequence[str]) -> None:
-        """Look for every tensor of these units by the files' headers alone. Raises as `read`."""
+    async def check(self, model: ModelSection, units: Sequence[str]) -> list[str]:
+        """Look for every tensor of these units by the files' headers alone. Raises as `read`, and for a
+        tensor that is in two files.
+
+        Returns the tensors of these files that the units do not need.
+        """
+        needed = {OUTPUT} if model.tied else set()
         for unit in units:
             for parts in tensors(model, unit).values():
                 for tensor in parts:
-                    await self._find(model, unit, tensor)
+                    needed |= {place.tensor for place in await self._find(model, unit, tensor)}
+        files: dict[str, str] = {}
+        for file, (_, places) in self._headers.items():
+            for name in places:
+                if files.setdefault(name, file) != file and name in needed:
+                    raise CheckpointError(
+                        f"{self._files.where} has tensor {name} in {files[name]} and in {file}: save it again"
+                    )
+        return sorted(name for name in files.keys() - needed if not name.endswith(_BUFFERS))
 
     async def heads_differ(self, model: ModelSection) -> bool:
         """Whether the file of a tied model has an embedding and a head that are not one matrix. Raises as

@@ -440,6 +440,30 @@ def test_damaged_files_are_one_line(folder: Path, spoil: Callable[[Path], None],
     assert str(late.value) == str(early.value) and "\n" not in str(early.value)
 
 
+def test_tensors_that_no_model_has_are_reported_and_one_in_two_files_is_refused(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = load_file(folder / "model.safetensors")
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    save_file({**names, **old}, folder / "model.safetensors")
+    asyncio.run(check_weights(section(folder)))
+    assert not caplog.records
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
+    save_file({**names, **bias}, folder / "model.safetensors")
+    asyncio.run(check_weights(section(folder)))
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [*bias]
+    index(folder, "model-0.safetensors")
+    values = json.loads((folder / "model.safetensors.index.json").read_text())
+    values["weight_map"]["lm_head.weight"] = "model-1.safetensors"
+    save_file(
+        {name: names[name] for name in ("model.norm.weight", "lm_head.weight")},
+        folder / "model-1.safetensors",
+    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps(values))
+    with pytest.raises(DataError, match=r"tensor .* in model-\d.safetensors and in model-\d.safetensors"):
+        asyncio.run(check_weights(section(folder)))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_tensor_with_infinities_or_nans_is_named_by_whoever_reads_it(folder: Path, value: float) -> None:
     tensor = torch.zeros(32, 32)
