@@ -178,8 +178,11 @@ def without_folders(text: str) -> str:
 
 
 def close_to(name: str, known: Iterable[str]) -> list[str]:
-    """Known names that an unknown one may mean, the likeliest first."""
-    return get_close_matches(name, list(known), cutoff=0.5) if len(name) <= MOST_SHOWN else []
+    """Known names that an unknown one may mean, the likeliest first. Capitals count for nothing."""
+    if len(name) > MOST_SHOWN:
+        return []
+    plain = {one.lower(): one for one in known}
+    return [plain[match] for match in get_close_matches(name.lower(), plain, cutoff=0.5)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

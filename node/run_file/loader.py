@@ -439,6 +439,28 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
     return read
 
 
+OTHER_NAMES = {
+    "run.steps": ("max_steps", "num_steps", "num_train_steps", "train_steps", "iterations", "max_iters"),
+    "run.snapshot_every": ("save_steps", "save_every", "checkpoint_every"),
+    "training.lr": ("learning_rate", "max_lr"),
+    "training.global_batch": ("batch_size", "batch", "train_batch_size"),
+    "training.microbatch": ("micro_batch_size", "per_device_train_batch_size"),
+    "training.clip": ("max_grad_norm", "grad_clip", "gradient_clipping"),
+    "training.schedule": ("lr_scheduler", "lr_scheduler_type", "lr_schedule", "scheduler"),
+    "model.sequence": ("max_seq_length", "max_length", "context_length", "block_size", "seq_length"),
+    "model.hidden": ("d_model", "hidden_size", "n_embd", "dim"),
+    "model.layers": ("num_hidden_layers", "num_layers", "depth"),
+    "model.vocab": ("vocab_size",),
+    "model.ffn": ("intermediate_size", "d_ff"),
+    "model.from": ("model_name_or_path", "base_model", "checkpoint", "pretrained"),
+    "data.path": ("dataset", "dataset_name", "train_file", "file", "files"),
+    "data.jsonl_field": ("text_column", "text_field", "dataset_text_field"),
+    "pipeline.stages": ("pp", "num_stages", "pipeline_parallel_size"),
+    "lora.rank": ("lora_r", "lora_rank"),
+}
+"""What other programs call a key, all in small letters."""
+
+
 def _field_type(section: str, key: str, where: str) -> Any:
     if section not in section_types():
         raise ConfigError(
@@ -449,6 +471,7 @@ def _field_type(section: str, key: str, where: str) -> Any:
         return types[key]
     hint = nearest(key, types)
     elsewhere = [full for full in full_keys() if full.endswith(f".{key}")]
+    elsewhere = elsewhere or [full for full, names in OTHER_NAMES.items() if key.lower() in names]
     if elsewhere:
         hint = f"; did you mean {' or '.join(elsewhere)}?"
     raise ConfigError(f"{where}: unknown key {shortened(key)!r} in [{section}]{hint}")

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.run_file.loader import (
     MOST_WRONG,
+    OTHER_NAMES,
     change_config,
     default_config,
     from_json,
+    full_keys,
     load_config,
     parse_override,
     recipe,
@@ -48,6 +50,12 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def test_other_names_lead_to_keys_that_are_there() -> None:
+    names = [name for names in OTHER_NAMES.values() for name in names]
+    assert OTHER_NAMES.keys() <= {*full_keys()} and len({*names}) == len(names)
+    assert {*names}.isdisjoint(full.partition(".")[2] for full in full_keys())
+
+
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "")) == RunConfig() == default_config()
 
@@ -77,6 +85,9 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
     [
         ("[trainning]\nlr = 1.0", ["unknown section [trainning]", "did you mean 'training'?"]),
         ("[training]\nlrr = 1.0", ["unknown key 'lrr' in [training]", "did you mean 'lr'?"]),
+        ("[training]\nbatch_size = 8", ["unknown key 'batch_size'", "did you mean training.global_batch?"]),
+        ("[model]\nLearning_Rate = 1.0", ["unknown key", "did you mean training.lr?"]),
+        ("[training]\nLR = 1.0", ["unknown key 'LR'", "did you mean 'lr'?"]),
         ("[training]\nsequence = 8", ["unknown key 'sequence'", "did you mean model.sequence?"]),
         ("[zzz]", ["unknown section [zzz]", "known: run, model"]),
         ("steps = 3", ["key 'steps' is outside its section", "[run]"]),
