@@ -415,7 +415,8 @@ def _write_ends(config: RunConfig, path: Path) -> None:
         return
     given = json_object(path)
     known = given.get("eos_token_id")
-    ends = known if isinstance(known, list) else [] if known is None else [known]
+    listed = known if isinstance(known, list) else [known]
+    ends = list(dict.fromkeys(end for end in listed if type(end) is int and end >= 0))
     data = config.data
     try:
         if not ends:

@@ -40,6 +40,7 @@ from node.state.start import read_units
 from node.state.whole_model import WholeModel
 from node.telemetry.events import HeldOutLoss
 from node.training.optimizer import StageOptimizer
+from tests.support.cases import each
 from tests.support.chat_data import TEMPLATE, write_tokenizer
 from tests.support.memory_pipeline import MemoryPipeline
 from tests.support.recorded_run import append, write_run
@@ -380,7 +381,11 @@ def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Pa
     assert said == f"one?{marker}two.<|endoftext|>three?{marker}"
 
 
-@pytest.mark.parametrize("given", [None, 0, [0, 1]])
+ODD_ENDS = ([], -1, "0", 0.0, True, {"a": 1}, [[0]], [None, {}])
+"""No ids: what the tokenizer knows counts."""
+
+
+@each("given", [None, 0, [0, 1], *ODD_ENDS])
 def test_a_chat_models_text_ends_where_a_turn_ends(tmp_path: Path, given: object) -> None:
     """Whatever the tokenizer and its base model end a text with."""
     folder = write_tokenizer(tmp_path / "t", TEMPLATE)
@@ -393,7 +398,7 @@ def test_a_chat_models_text_ends_where_a_turn_ends(tmp_path: Path, given: object
     snapshot(tmp_path / "run", config)
     export(tmp_path / "run", tmp_path / "out")
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert found["eos_token_id"] == [2, *(given if isinstance(given, list) else [0])]
+    assert found["eos_token_id"] == [2, 0, *([1] if given == [0, 1] else [])]
     assert given is None or found["top_k"] == 7
 
 
