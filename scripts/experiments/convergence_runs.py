@@ -168,6 +168,8 @@ def _small() -> tuple[Run, ...]:
     moments = [replace(each, memory="moments") for each in muon]
     exact = [run(name, 288, seed) for seed in (0, 1) for name in SMALL_RATES]
     rounds = [replace(each, every=every) for every in (4, 16) for each in exact]
+    # Runs that ought to be equal show how far rounding alone drives runs apart.
+    alike = [run("muon", 288, seed, ("bf16", "bf16")) for seed in (0, 1, 2)]
     # Three bits last.
     packed = [
         run(name, steps, seed, pair)
@@ -175,7 +177,7 @@ def _small() -> tuple[Run, ...]:
         for seed in (0, 1)
         for name, steps in (("muon", 288), ("adamw", 400))
     ]
-    return tuple(dict.fromkeys((*rates, *muon, *moments, *exact, *rounds, *packed)))
+    return tuple(dict.fromkeys((*rates, *muon, *moments, *exact, *rounds, *alike, *packed)))
 
 
 RUNS = (
