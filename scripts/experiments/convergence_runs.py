@@ -164,7 +164,7 @@ def _small() -> tuple[Run, ...]:
         )
 
     rates = [replace(run(name, 112, 0), lr=lr) for name, each in SMALL_RATES.items() for lr in each]
-    muon = [run("muon", 288, seed) for seed in (0, 1, 2)]
+    muon = [run("muon", 288, seed) for seed in range(6)]
     moments = [replace(each, memory="moments") for each in muon]
     exact = [run(name, 288, seed) for seed in (0, 1) for name in SMALL_RATES]
     rounds = [replace(each, every=every) for every in (4, 16) for each in exact]
