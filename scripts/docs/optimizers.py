@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from node.config.schema import ModelSection
+from node.model.units import parameter_specs, unit_names
 from scripts.docs.markdown import Tables, commits, if_recorded, read_report
 from scripts.report import RESULTS, markdown
 from wire.codecs.formats import codec_format
 
 LOSSES, STEPS = RESULTS / "optimizers.json", RESULTS / "muon.json"
+SMALL = RESULTS / "muon_small.json"
 EARLIER = RESULTS / "convergence.json"
 """Has AdamW's runs of more seeds, of the same text and first weights."""
 SAME_LOSS = 1e-3
@@ -92,6 +95,85 @@ def _means(report: Run) -> str:
             f"off AdamW's without codecs, {seeds if len(each) > 1 else 'one seed'}."
         )
     return " ".join(words)
+
+
+def small() -> str:
+    """The suite `small` of the same script, seeds beside one another."""
+    report = read_report(SMALL)
+    shortest = min(run["steps"] for run in report["runs"])
+    ways: dict[SmallWay, dict[int, float]] = {}
+    for run in report["runs"]:
+        if run["steps"] > shortest:
+            ways.setdefault(_small_way(run), {})[run["seed"]] = run["loss_valid"]
+    seeds = sorted({seed for losses in ways.values() for seed in losses})
+    longest = max(way.steps for way in ways)
+    adamw = ways[SmallWay("adamw", longest)]
+    rows = []
+    for way, losses in ways.items():
+        plain = ways[SmallWay(way.optimizer, way.steps)]
+        in_fewer = way.optimizer == "muon" and way == replace(way, moments="plain", every=1)
+        rows.append(
+            [
+                way.optimizer,
+                f"{way.steps:,}",
+                "/".join(f"`{name}`" for name in way.pair),
+                {"plain": "float32", "moments": "FP8"}[way.moments],
+                "every step" if way.every == 1 else f"every {way.every} local steps",
+                *(f"{losses[seed]:.4f}" if seed in losses else "" for seed in seeds),
+                "" if losses is plain else _mean_change(losses, plain),
+                _mean_change(losses, adamw) if in_fewer else "",
+            ]
+        )
+    columns = [("optimizer", "left"), ("steps", "right"), ("codecs", "left"), ("moments", "left")]
+    columns += [("groups are summed", "left"), *((f"held out, seed {seed}", "right") for seed in seeds)]
+    columns += [("against the plain run", "right"), (f"against AdamW's {longest} plain steps", "right")]
+    return f"{markdown(columns, rows)}\n\n{_small_caption(report, shortest, longest)}"
+
+
+@dataclass(frozen=True)
+class SmallWay:
+    """What runs of the suite `small` differ in but for their seed."""
+
+    optimizer: str
+    steps: int
+    pair: tuple[str, str] = PLAIN
+    moments: str = "plain"
+    every: int = 1
+
+
+def _small_way(run: Run) -> SmallWay:
+    return SmallWay(run["optimizer"], run["steps"], _pair(run), run["memory"], run["every"])
+
+
+def _small_caption(report: Run, shortest: int, longest: int) -> str:
+    runs, tokens = report["runs"], report["tokens_a_step"]
+    model = ModelSection(**{**report["model"], "no_rope": (), "no_window": ()})  # hashable, as in Python
+    sizes = [math.prod(spec.shape) for unit in unit_names(model) for spec in parameter_specs(model, unit)]
+    trials: dict[str, list[str]] = {}
+    for run in runs:
+        if run["steps"] == shortest:
+            trials.setdefault(run["optimizer"], []).append(f"{run['loss_valid']:.4f} at {run['lr']:g}")
+    rates = "; ".join(f"{optimizer} {', '.join(each)}" for optimizer, each in trials.items())
+    rounds = next(run["rounds"] for run in runs if run["rounds"])
+    return (
+        f"A small scale: a Llama of {sum(sizes) / 1e6:.2f} million parameters, {model.layers} layers, "
+        f"{model.hidden} wide, {tokens:,} bytes of books a step, at most {longest * tokens / 1e6:.2f} "
+        "million in all, float32. What it says of momentum in FP8, of rounds and of these codecs is "
+        "unmeasured at 124 million parameters. Changes are means over the seeds that both have, and their "
+        "range. Plain: the same optimizer and steps, summed exactly, nothing packed. Rounds are of "
+        f"{rounds['groups']} groups, summed in `{rounds['codec']}`, after {rounds['exact_steps']} exact "
+        f"steps. Held out: {report['validation_windows']} windows of {model.sequence} from other books. "
+        f"Learning rates are the best of one seed's {shortest} steps: {rates}. {len(runs)} runs, "
+        f"each once; {report['hardware']}, torch {report['versions']['torch']}, Python "
+        f"{report['versions']['python']}, commit {commits(report, runs)}."
+    )
+
+
+def _mean_change(losses: dict[int, float], others: dict[int, float]) -> str:
+    changes = [loss / others[seed] - 1 for seed, loss in losses.items() if seed in others]
+    if len(changes) < 2:
+        return "".join(f"{change:+.2%}" for change in changes)
+    return f"{fmean(changes):+.2%} ({min(changes):+.2%} to {max(changes):+.2%})"
 
 
 def lines() -> str:
@@ -271,6 +353,7 @@ def _bits(name: str, model: ModelSection) -> float:
 TABLES: Tables = {
     **if_recorded(LOSSES, "optimizer_losses", losses),
     **({"optimizer_lines": lines} if LOSSES.exists() and any(_reaching(read_report(LOSSES))) else {}),
+    **if_recorded(SMALL, "optimizer_small", small),
     **if_recorded(STEPS, "optimizer_steps", steps),
     "optimizer_bounds": bounds,
 }
