@@ -7,8 +7,6 @@ does for everything else.
 
 import asyncio
 import contextlib
-import hashlib
-import io
 import logging
 import time
 from collections import Counter
@@ -22,10 +20,11 @@ from node.coordinator.control_service import Handler, NodeRefusedError, admitted
 from node.coordinator.sessions import SessionDesk
 from node.coordinator.snapshot_handler import NotDueError, UploadPermit
 from wire.channels import NOT_YET
+from wire.data_messages import ArrivingFile, as_bytes, data_message, data_or
 from wire.errors import NotYetError, ProtocolViolationError, RunError, ThinwireError, without_folders
 from wire.front import Front
 from wire.layer_exchange import growing_pieces
-from wire.v1 import control_pb2, control_pb2_grpc
+from wire.v1 import control_pb2
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,12 @@ CALLS, THREADS = 256, 272
 """The most calls that are served at a time. Further calls are refused on the remaining threads, and nodes ask
 again."""
 
+SERVICE = "thinwire.wire.v1.Coordinator"
+
 Result = TypeVar("Result")
 
 
-class LayerService(control_pb2_grpc.CoordinatorServicer):
+class LayerService:
     """`GetLayer` and `PutLayer`. Create it on the event loop."""
 
     def __init__(self, handler: Handler, desk: SessionDesk, front: Front | None = None) -> None:
@@ -54,11 +55,20 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
 
     def add_to(self, server: grpc.Server) -> None:
         """Have `server` answer with this service."""
-        control_pb2_grpc.add_CoordinatorServicer_to_server(self, server)
+        chunk = control_pb2.PutLayerChunk
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "GetLayer": grpc.unary_stream_rpc_method_handler(
+                self.get_layer, control_pb2.GetLayerRequest.FromString, as_bytes
+            ),
+            "PutLayer": grpc.stream_unary_rpc_method_handler(
+                self.put_layer, data_or(chunk.FromString, chunk.DATA_FIELD_NUMBER), as_bytes
+            ),
+        }
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
 
-    def GetLayer(
+    def get_layer(
         self, request: control_pb2.GetLayerRequest, context: grpc.ServicerContext
-    ) -> Iterator[control_pb2.DataChunk]:
+    ) -> Iterator[control_pb2.DataChunk | bytes]:
         with self._errors(context), self._place(context, "get layer") as node_id:
             answer = self._decided(context, self._answer(node_id, request))
             if isinstance(answer, control_pb2.DataChunk):
@@ -67,13 +77,13 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
             digest, data = answer
             view = memoryview(data)
             for start, end in growing_pieces(0, len(data), *PIECE_BYTES):
-                chunk = control_pb2.DataChunk(data=bytes(view[start:end]))
-                if not start:
-                    chunk.total_bytes, chunk.sha256 = len(data), digest
-                yield chunk
+                if start:
+                    yield data_message(control_pb2.DataChunk.DATA_FIELD_NUMBER, view[start:end])
+                else:
+                    yield control_pb2.DataChunk(data=bytes(view[:end]), total_bytes=len(data), sha256=digest)
 
-    def PutLayer(
-        self, requests: Iterator[control_pb2.PutLayerChunk], context: grpc.ServicerContext
+    def put_layer(
+        self, requests: Iterator[control_pb2.PutLayerChunk | memoryview], context: grpc.ServicerContext
     ) -> control_pb2.PutLayerReply:
         with self._errors(context), self._place(context, "put layer") as node_id:
             try:
@@ -88,43 +98,41 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
     # ---- on the call's thread
 
     def _receive(
-        self, node_id: str, uploaded: Iterator[control_pb2.PutLayerChunk], context: grpc.ServicerContext
+        self,
+        node_id: str,
+        uploaded: Iterator[control_pb2.PutLayerChunk | memoryview],
+        context: grpc.ServicerContext,
     ) -> None:
         """Receive one upload. Nothing is kept of one that is not due, or larger than its layer can be."""
         first = next(uploaded, None)
-        if first is None:
+        if not isinstance(first, control_pb2.PutLayerChunk):
             raise NotDueError("the upload is incomplete")
         permit = self._decided(context, self._permit(node_id, first))
         what = f"layer {first.unit} of step {first.step}"
-        # It grows in place: parts that are joined at the end would be in memory twice.
-        size, came, whole, digest = first.total_bytes, 0, io.BytesIO(), hashlib.sha256()
-
-        def take(data: bytes | memoryview) -> None:
-            whole.write(data)
-            digest.update(data)
-
+        size, came = first.total_bytes, 0
         ahead = b""
         if first.weights_at and not permit.is_stored:
             ahead = self._decided(context, self._handler.weights_ahead(permit))
         try:
             if size > permit.most_bytes:
                 raise ProtocolViolationError(f"{what} has at most {permit.most_bytes} bytes, not {size}")
-            chunk: control_pb2.PutLayerChunk | None = first
+            file = ArrivingFile(size + len(ahead))
+            chunk: control_pb2.PutLayerChunk | memoryview | None = first
             while chunk is not None:
-                came += len(chunk.data)
+                data = chunk if isinstance(chunk, memoryview) else memoryview(chunk.data)
+                # The weights that came ahead belong here.
+                cut = first.weights_at - came
+                came += len(data)
                 if came > size:
                     raise ProtocolViolationError(f"of {what} came more than the {size} bytes announced")
                 # Read and drop a layer that is stored already: a client may take an early reply for a lost
                 # link.
                 if not permit.is_stored:
-                    cut = first.weights_at - (came - len(chunk.data))
-                    if 0 < cut <= len(chunk.data):  # the weights that came ahead belong here
-                        piece = memoryview(chunk.data)
-                        take(piece[:cut])
-                        take(ahead)
-                        take(piece[cut:])
-                    else:
-                        take(chunk.data)
+                    if 0 < cut <= len(data):
+                        file.take(data[:cut])
+                        file.take(ahead)
+                        data = data[cut:]
+                    file.take(data)
                 chunk = next(uploaded, None)
             if came != size:
                 raise NotDueError(f"{what} ended after {came} of {size} bytes")
@@ -133,7 +141,7 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
         except ProtocolViolationError as error:
             self._decided(context, self._handler.layer_refused(permit, str(error)))
             raise
-        self._decided(context, self._store(permit, whole.getvalue(), digest.hexdigest()))
+        self._decided(context, self._store(permit, *file.read()))
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` gives on the event loop. It is cancelled together with the call."""

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
-import io
 import math
 import threading
 import time
@@ -20,6 +18,7 @@ from node.model.labels import IGNORED, SMALL_BYTES, BatchPart, bytes_of, from_by
 from node.stage.layer_peers import LayerPlace
 from node.state.manifest import LayerFile, LayerSource
 from wire.channels import NOT_YET, BulkChannel, open_channel
+from wire.data_messages import ArrivingFile, as_bytes, data_message, data_or
 from wire.errors import (
     LinkError,
     LinkLostError,
@@ -40,6 +39,7 @@ from wire.messages_proto import coordinator_message_from_proto, node_message_to_
 from wire.pacing import RECONNECT_SECONDS, Backoff, Pacer
 from wire.v1 import control_pb2, control_pb2_grpc
 
+GET_LAYER, PUT_LAYER = "/thinwire.wire.v1.Coordinator/GetLayer", "/thinwire.wire.v1.Coordinator/PutLayer"
 PIECE_BYTES = 256 * 1024, 1024 * 1024
 """Least and most of a layer that is sent at a time."""
 MOST_LAYERS = 2
@@ -78,6 +78,20 @@ class _Shared:
     channel: _Channel
     stub: control_pb2_grpc.CoordinatorStub
     users: int = 0
+
+
+class _LayerStub(control_pb2_grpc.CoordinatorStub):
+    """The calls that carry layers, which `wire.data_messages` reads and writes."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        super().__init__(channel)  # type: ignore[no-untyped-call]
+        chunk = control_pb2.DataChunk
+        self.GetLayer = channel.unary_stream(
+            GET_LAYER,
+            control_pb2.GetLayerRequest.SerializeToString,
+            data_or(chunk.FromString, chunk.DATA_FIELD_NUMBER),
+        )
+        self.PutLayer = channel.stream_unary(PUT_LAYER, as_bytes, control_pb2.PutLayerReply.FromString)
 
 
 class _Calls:
@@ -164,7 +178,7 @@ class CoordinatorClient:
         """Dial on gRPC's synchronous stack, because layers do not pass the event loop."""
         identity = self._identity()
         channel = BulkChannel(self.address, identity=identity, server_name=identity.coordinator_name)
-        return _Shared(channel, control_pb2_grpc.CoordinatorStub(channel.channel))
+        return _Shared(channel, _LayerStub(channel.channel))
 
     # ---- control
 
@@ -289,13 +303,13 @@ class CoordinatorClient:
 
             def receive() -> LayerFile | control_pb2.DataChunk:
                 for maybe in asked:
-                    chunk: control_pb2.DataChunk = _parsed(maybe)
-                    if chunk.HasField("place"):
+                    chunk: control_pb2.DataChunk | memoryview = _parsed(maybe)
+                    if not isinstance(chunk, memoryview) and chunk.HasField("place"):
                         asked.cancel()
                         return chunk
-                    download.take(chunk)
+                    count = download.take(chunk)
                     with contextlib.suppress(RuntimeError):  # the loop is over
-                        loop.call_soon_threadsafe(self.layer_bytes_came, len(chunk.data))
+                        loop.call_soon_threadsafe(self.layer_bytes_came, count)
                 return download.file()
 
             return await _on_thread(receive, asked)
@@ -347,28 +361,30 @@ class CoordinatorClient:
         failed: list[RunError] = []
         over = threading.Event()
 
-        def chunks() -> Iterator[control_pb2.PutLayerChunk]:
+        def chunks() -> Iterator[control_pb2.PutLayerChunk | bytes]:
             """The chunks to send. Runs on one of gRPC's threads, which only logs what is raised here."""
-            first = control_pb2.PutLayerChunk(
-                step=step,
-                unit=unit,
-                total_bytes=file.size,
-                sha256=file.sha256,
-                weights_alone=weights_alone,
-                weights_at=weights_at,
-            )
             for start, end in growing_pieces(0, file.size, *PIECE_BYTES):
                 if self._pacer is not None and start:
                     over.wait(self._pacer.reserve(end - start, time.monotonic()))
                 if over.is_set():
                     return
-                chunk = control_pb2.PutLayerChunk() if start else first
                 try:
-                    chunk.data = file.read(start, end - start)
+                    data = file.read(start, end - start)
                 except RunError as error:
                     failed.append(error)
                     return
-                yield chunk
+                if start:
+                    yield data_message(control_pb2.PutLayerChunk.DATA_FIELD_NUMBER, data)
+                else:
+                    yield control_pb2.PutLayerChunk(
+                        step=step,
+                        unit=unit,
+                        total_bytes=file.size,
+                        sha256=file.sha256,
+                        weights_alone=weights_alone,
+                        weights_at=weights_at,
+                        data=data,
+                    )
 
         async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
             sent = stub.PutLayer.future(chunks(), timeout=_call_seconds(file.size))
@@ -577,31 +593,33 @@ class _Download:
             kept: a download without data means that the file is the same as this one.
         """
         self._size, self._what, self._exact, self._kept = size, what, exact, kept
-        self._whole, self._sum = io.BytesIO(), hashlib.sha256()
-        self._came, self._total, self._digest = 0, -1, ""
+        self._file = ArrivingFile(0)
+        self._total, self._digest = -1, ""
 
-    def take(self, chunk: control_pb2.DataChunk) -> None:
-        """The next part. Raises ProtocolViolationError."""
+    def take(self, chunk: control_pb2.DataChunk | memoryview) -> int:
+        """The next part; gives its size. Raises ProtocolViolationError."""
+        data = chunk if isinstance(chunk, memoryview) else chunk.data
         if self._total < 0:
-            self._total, self._digest = chunk.total_bytes, chunk.sha256
+            if not isinstance(chunk, memoryview):
+                self._total, self._digest = chunk.total_bytes, chunk.sha256
             if self._total > self._size or (self._exact and self._total != self._size):
                 raise ProtocolViolationError(f"{self._what} has {self._total} bytes, expected {self._size}")
-        self._came += len(chunk.data)
-        if self._came > self._total:
+            self._file = ArrivingFile(max(0, self._total))
+        if self._file.size + len(data) > self._total:
             raise ProtocolViolationError(
                 f"{self._what} is longer than the {self._total} bytes that were announced"
             )
-        self._whole.write(chunk.data)
-        self._sum.update(chunk.data)
+        self._file.take(data)
+        return len(data)
 
     def file(self) -> LayerFile:
         """All of it. Raises PackedMismatchError if it is damaged."""
-        kept = self._kept
-        if not self._came and kept is not None and kept.sha256 == self._digest:
+        kept, came = self._kept, self._file.size
+        if not came and kept is not None and kept.sha256 == self._digest:
             return kept
-        file = LayerFile(self._whole.getvalue(), self._sum.hexdigest())
+        file = LayerFile(*self._file.read())
         if file.size != self._total or file.sha256 != self._digest:
-            raise PackedMismatchError(f"{self._what} arrived damaged: {self._came} of {self._total} bytes")
+            raise PackedMismatchError(f"{self._what} arrived damaged: {came} of {self._total} bytes")
         return file
 
 

@@ -55,15 +55,16 @@ class SnapshotCache:
     def get(self, step: int, unit: str, size: int = sys.maxsize) -> LayerFile | None:
         """See `SnapshotStore.get`. A damaged file is removed."""
         path = self._path(step, unit)
+        if path is None:
+            return None
         try:
-            content = path.read_bytes() if path is not None else b""
+            with path.open("rb", buffering=0) as file:
+                digest, data = file.read(_SUM), file.readall()
         except OSError:
             return None
-        digest, data = content[:_SUM], content[_SUM:]
         if hashlib.sha256(data).digest() == digest:
             return LayerFile(data[:size], digest.hex())
-        if path is not None:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         return None
 
     def put(self, step: int, unit: str, data: bytes, *, sha256: str = "", durable: bool = True) -> None:
