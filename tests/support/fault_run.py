@@ -292,8 +292,10 @@ class FaultRun(Run):
         ]
         assert self.crash_reports() == []
         for process in self.processes:
-            # A node whose connection broke as the run ended finds nobody there.
-            forlorn = process.wait_exit() == 1 and "did not answer" in process.stderr
+            # A node finds nobody there if it comes while no coordinator runs, or if its connection broke as
+            # the run ended.
+            lines = "nothing answers", "did not answer"
+            forlorn = process.wait_exit() == 1 and any(line in process.stderr for line in lines)
             assert forlorn or process.exit_code in (*codes, KILLED), process.report()
 
 
