@@ -25,10 +25,9 @@ REMEMBERED_STEPS = 30
 """A node's speed is the median of this many steps. Groups move only when there are this many."""
 LEAST_STEPS = 5
 """A node's speed counts as known after this many steps."""
-HELD_GROUPS = 2
-"""How many groups a row holds when a step begins with broken rows: the one that it computes, and the next."""
-PROMPT_SECONDS = 2.0
-"""Groups that take less than this do not wait, because messages about them would cost more than they save."""
+HELD_GROUPS, PROMPT_SECONDS = 2, 2.0
+"""What a row holds when a step begins with broken rows: the group that it computes and the next, or as many
+as take twice so many seconds, because messages about shorter work would cost more than they save."""
 MOST_TRIALS = 2**20
 """The most trials of the exact search for a sharing. Beyond it, rows with more groups simply come first."""
 
@@ -166,9 +165,9 @@ class StepGroups:
         """Let groups wait that no row computes soon. Call it as the step begins."""
         known = _known_seconds(seconds)
         for at, (row, groups) in enumerate(self.runs):
-            if known[row] >= PROMPT_SECONDS:
-                self.runs[at] = row, groups[:HELD_GROUPS]
-                self.waiting += groups[HELD_GROUPS:]
+            held = max(HELD_GROUPS, math.ceil(HELD_GROUPS * PROMPT_SECONDS / known[row]))
+            self.runs[at] = row, groups[:held]
+            self.waiting += groups[held:]
         self.waiting.sort()
 
     def of(self, row: int) -> tuple[int, ...]:
@@ -211,7 +210,7 @@ class StepGroups:
         for group in self.waiting:
             free_at = {row: one for row, one in done.items() if group not in self._had.get(row, ())}
             row = min(free_at, key=lambda one: (free_at[one] + known[one], counts[one], one), default=None)
-            if row is None or (known[row] >= PROMPT_SECONDS and free_at[row] - now > known[row]):
+            if row is None or free_at[row] - now > max(known[row], PROMPT_SECONDS):
                 left.append(group)
                 continue
             done[row] = self._free_at[row] = done[row] + known[row]
@@ -223,9 +222,9 @@ class StepGroups:
 
 
 def _known_seconds(seconds: Mapping[int, float | None]) -> dict[int, float]:
-    """The seconds that rows take per group: the usual time if a row's is not known, and a second if none
-    is."""
-    usual = median([one for one in seconds.values() if one is not None] or [1.0])
+    """The seconds that rows take per group: the usual time if a row's is not known, and next to nothing if
+    none is, so that no group waits."""
+    usual = median([one for one in seconds.values() if one is not None] or [0.001])
     return {row: usual if one is None else one for row, one in seconds.items()}
 
 

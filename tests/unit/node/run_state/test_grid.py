@@ -1,6 +1,7 @@
 """Rows of a grid: who is in which, which groups each computes, and what spares prepare for."""
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from node.run_state.grid import (
+    HELD_GROUPS,
+    PROMPT_SECONDS,
     Groups,
     GroupSharing,
     StepGroups,
@@ -20,6 +23,7 @@ from node.run_state.grid import (
 from node.run_state.stage_assignment import Candidate, StageAssigner, assign
 from node.schedule.gradient_groups import GroupTree
 from node.tuning.decisions import GAIN
+from tests.support.cases import each
 
 
 def nodes(names: str) -> list[Candidate]:
@@ -296,3 +300,20 @@ def test_groups_of_rows_that_die_one_after_another_go_to_different_rows_where_ti
         del unknown[row]
         assert shared.give(unknown, now=100.0 * at)
     assert [shared.of(row) for row in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
+@each("seconds", [0.1, 1.0, 1.5, 6.0])
+def test_groups_that_take_less_than_a_moment_are_held_and_given_several_at_a_time(seconds: float) -> None:
+    """Until the clock is asked again, no row is without work."""
+    shared = StepGroups({0: range(24), 1: range(24, 48)}, 0.0)
+    known: dict[int, float | None] = {0: seconds, 1: seconds}
+    shared.hold_back(known)
+    held = max(HELD_GROUPS, math.ceil(HELD_GROUPS * PROMPT_SECONDS / seconds))
+    assert [len(shared.of(row)) for row in known] == [min(held, 24)] * 2
+    now = 0.0
+    while shared.waiting:
+        now += 0.5
+        shared.give(known, now)
+        for row in known:
+            left = len(shared.of(row)) * seconds - now
+            assert 0.0 <= left <= HELD_GROUPS * max(seconds, PROMPT_SECONDS) + seconds
