@@ -290,6 +290,8 @@ class Blame:
         self._replaced: dict[str, int] = {}
         """The nodes that gave up a stage, and the step until which each gets one only if no other node is
         left."""
+        self._unsteady: set[str] = set()
+        """Those of them that only ended or left too often, and not again since."""
         self._faults: dict[str, list[int]] = {}
         """Steps at which each gave up a stage for being slow, or for ending in steps."""
         self._heeded: dict[str, int] = {}
@@ -308,6 +310,7 @@ class Blame:
         for node, steps in list(self._own.items()):
             self._own[node] = [at for at in steps if step - at <= MEMORY_STEPS]
         self._replaced = {node: until for node, until in self._replaced.items() if step <= until}
+        self._unsteady &= self._replaced.keys()
         self._heeded = {node: at for node, at in self._heeded.items() if step - at <= MEMORY_STEPS}
 
     def suspects(self, epoch: Epoch, node_id: str, failure: StepFailed) -> Sequence[str]:
@@ -323,6 +326,7 @@ class Blame:
         self._named.update(ends)
         if other is None:
             self._own.setdefault(node_id, []).append(epoch.step)
+            self._unsteady.discard(node_id)
         return sorted(
             ends, key=lambda node: (node not in self._heeded, node in self._at_work, -self._named[node])
         )
@@ -331,13 +335,21 @@ class Blame:
         """The node gives up its stage, for what `by` said."""
         self._replaced[culprit] = max(step + MEMORY_STEPS, self._replaced.get(culprit, 0))
         self._own.pop(culprit, None)
+        self._unsteady.discard(culprit)
         if by != culprit:
             self._heeded[by] = step
         self._named.clear()
 
-    def set_back(self, node_id: str, step: int) -> int:
+    def set_back(self, node_id: str, step: int, *, ended: bool = False) -> int:
         """The node gets a stage only if no other is left, for so many steps from now on: twice as many as the
-        time before, if that is over, and not long ago. Gives 0 if that time only begins again."""
+        time before, if that is over, and not long ago. Gives 0 if that time only begins again.
+
+        `ended`: it ended or left.
+        """
+        if ended and node_id not in self._replaced and not self._own.get(node_id):
+            self._unsteady.add(node_id)
+        else:
+            self._unsteady.discard(node_id)
         known = [at for at in self._faults.get(node_id, ()) if step - at <= MEMORY_STEPS * 2**MOST_DOUBLED]
         # If so it had a stage because no other node was left.
         again = bool(known) and self.is_set_back(node_id, step)
@@ -354,6 +366,8 @@ class Blame:
         """From now on, hold against another node what is held against this one."""
         if before in self._replaced:
             self._replaced[node_id] = self._replaced.pop(before)
+        if before in self._unsteady:
+            self._unsteady.add(node_id)
         self._faults[node_id] = self._faults.pop(before, [])
 
     def keeps_failing(self, node_id: str) -> bool:
@@ -367,6 +381,11 @@ class Blame:
     def blameless(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The nodes that have not recently given up a stage."""
         return [candidate for candidate in candidates if candidate.node_id not in self._replaced]
+
+    def unsteady(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The nodes that have only ended or left too often, which may be chance: one more end would tell. In
+        a seat that would be empty such a node costs others little."""
+        return [candidate for candidate in candidates if candidate.node_id in self._unsteady]
 
     def usable(self, candidates: Sequence[Candidate], least: int) -> list[Candidate]:
         """The nodes that have not recently given up a stage; if those are fewer than `least`, all others

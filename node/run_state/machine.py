@@ -145,7 +145,9 @@ class RunMachine:
         self._quarantine = Quarantine()
         self._stragglers = Stragglers([one.seconds for one in past.newest])
         self._wrong = WrongValues(self._assigner, self._blame, auditor)
-        self._newcomers = Newcomers(self._assigner, self._roster, plan.unit_numbers, follows=plan.follows)
+        self._newcomers = Newcomers(
+            self._assigner, self._roster, self._blame, plan.unit_numbers, follows=plan.follows
+        )
         self._ending = Ending()
         self._states = StateAgreement(plan.unit_numbers, plan.weights_from)
         self._standing = Standing()
@@ -826,7 +828,7 @@ class RunMachine:
                 return self._no_entrant(node_id, message.message, is_fault=is_fault)
             case Following():
                 told = self._newcomers.message(node_id, message)
-                if self._newcomers.follows(node_id):
+                if self._newcomers.follows(node_id) or self._newcomers.moves(node_id):
                     return told
                 return told + self._no_entrant(node_id, "it follows no longer")
             case _:
@@ -889,7 +891,7 @@ class RunMachine:
         for node in nodes:
             place = epoch.entering[node]
             self._assigner.seat(node, place)
-            self.members[node].stage = place % epoch.stages
+            self._roster.stages[node] = place % epoch.stages
             self._standing.entered(epoch, node, place % epoch.stages)
         if nodes:
             self._departures.placed({*epoch.hosts, *nodes}, now)
@@ -1147,7 +1149,7 @@ class RunMachine:
         """A host ends, leaves or fails by itself. One that does so far more often than others is set back."""
         if (why := self._departures.ends(node_id, now, failed_at)) is None:
             return []
-        if not (steps := self._blame.set_back(node_id, epoch.step)):
+        if not (steps := self._blame.set_back(node_id, epoch.step, ended=failed_at is None)):
             return []
         line = f"node {node_id}: {why}, and others do not"
         return [

@@ -36,8 +36,6 @@ class Member:
     asked_at: float | None = None
     """When it was asked whether it lives; None: it has said something since."""
     leaving: bool = False
-    stage: int = -1
-    """The newest that it hosted, -1 for none."""
     prepared_at: float = -inf
     """When it last said that it cannot take a place yet."""
 
@@ -47,6 +45,9 @@ class Roster:
 
     def __init__(self, *, silent_seconds: float, reconnect_seconds: float) -> None:
         self.members: dict[str, Member] = {}
+        self.stages: dict[str, int] = {}
+        """The newest stage that each node hosted, also of nodes that are gone: they may come back with the
+        files of that stage."""
         self._silent_seconds = silent_seconds
         self._reconnect_seconds = reconnect_seconds
 
@@ -124,7 +125,7 @@ class Roster:
         stages = len(hosts) // rows
         for place, node_id in enumerate(hosts):
             if node_id:
-                self.members[node_id].stage = place % stages
+                self.stages[node_id] = place % stages
 
     def kinds(self, hosts: Sequence[str]) -> list[Hashable]:
         """For each host, what the bits of its results depend on; nothing for ""."""
@@ -195,7 +196,6 @@ def prefetch(
     if epoch is None or newest == 0:
         return []
     split = units(epoch.stages)
-    held = {node: member.stage for node, member in roster.members.items()}
-    stages = spare_stages(roster.spares(epoch.hosts), held, epoch.stages)
+    stages = spare_stages(roster.spares(epoch.hosts), roster.stages, epoch.stages)
     orders = {node: prefetch_order(stages[node], split) for node in nodes if node in stages}
     return [Send(node_id=node, message=Prefetch(step=newest, units=order)) for node, order in orders.items()]

@@ -13,9 +13,11 @@ at once, within the step.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from node.run_state.actions import Action, Announce, Send
 from node.run_state.epoch import Epoch, Phase
+from node.run_state.failures import Blame
 from node.run_state.membership import Roster
 from node.run_state.stage_assignment import Candidate, StageAssigner
 from node.run_state.votes import UnitNumbers
@@ -56,7 +58,9 @@ class _Entry:
 class Newcomers:
     """The newcomers of one run; at most one attempt to enter at a time."""
 
-    def __init__(self, assigner: StageAssigner, roster: Roster, units: UnitNumbers, *, follows: bool) -> None:
+    def __init__(
+        self, assigner: StageAssigner, roster: Roster, blame: Blame, units: UnitNumbers, *, follows: bool
+    ) -> None:
         """
         Args:
             units: number of stages -> the numbers of each stage's layer units.
@@ -65,6 +69,7 @@ class Newcomers:
         self._units = units
         self._assigner = assigner
         self._roster = roster
+        self._blame = blame
         self._follows = follows
         self._entry: _Entry | None = None
         self.awaited = False
@@ -154,32 +159,39 @@ class Newcomers:
         return is_free and self._next_grid(epoch, candidates, due=False) is not None
 
     def _fillers(self, epoch: Epoch, candidates: Sequence[Candidate]) -> dict[str, Seat]:
-        """Nodes for empty seats, those of the row that lacks fewest first; who had the stage before goes
-        first."""
+        """Nodes for empty seats, those of the row that lacks fewest first. Who had the stage before goes
+        first: its files may still be there. Who ends too often comes last."""
         if not self._follows or not (vacant := epoch.vacant):
             return {}
         entry = self._entry
         known = {} if entry is None else entry.seats
-        spares = [
-            one
-            for one in candidates
-            if not epoch.has(one.node_id)
-            and one.node_id not in epoch.entering
-            and one.node_id not in self._slow
-            and one.node_id not in known
-        ]
+        last = self._blame.unsteady(self._roster.candidates())
+        usual = [one for one in candidates if one not in last]
         lacking = Counter(seat.row for seat in vacant)
         taken = {*known.values(), *map(epoch.entering_seat, epoch.entering)}
+        seats = [
+            seat for seat in sorted(vacant, key=lambda one: (lacking[one.row], one)) if seat not in taken
+        ]
         found: dict[str, Seat] = {}
-        for seat in sorted(vacant, key=lambda one: (lacking[one.row], one)):
-            if seat in taken:
-                continue
-            able = [one for one in spares if self._assigner.fits(one, seat.stage, epoch.stages)]
-            had = [one for one in able if self._roster.members[one.node_id].stage == seat.stage]
-            if able:
-                chosen = (had or able)[0]
-                spares.remove(chosen)
-                found[chosen.node_id] = seat
+        for group, had in product((usual, last), (True, False)):
+            spares = [
+                one
+                for one in group
+                if not epoch.has(one.node_id)
+                and one.node_id not in {*epoch.entering, *self._slow, *known, *found}
+            ]
+            for seat in seats:
+                if seat in found.values():
+                    continue
+                able = [
+                    one
+                    for one in spares
+                    if self._assigner.fits(one, seat.stage, epoch.stages)
+                    and (not had or self._roster.stages.get(one.node_id) == seat.stage)
+                ]
+                if able:
+                    spares.remove(able[0])
+                    found[able[0].node_id] = seat
         return found
 
     def move(self, epoch: Epoch) -> dict[str, Seat]:

@@ -255,8 +255,10 @@ class World:
             case Begin() if (message.epoch, message.step) not in self.begun:
                 self.begun.add((message.epoch, message.step))
                 assert self.restored[message.epoch] <= message.step
-                here = [machine.members[node] for node in self.disk.hosts if node in machine.members]
-                assert not any(member.leaving for member in here if member.stage >= 0)
+                epoch = machine.epoch
+                assert epoch is not None
+                hosts = [machine.members[node] for node in self.disk.hosts if epoch.has(node)]
+                assert not any(member.leaving for member in hosts)
             case _:
                 pass
 

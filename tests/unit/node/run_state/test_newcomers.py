@@ -14,6 +14,7 @@ from node.run_state.actions import (
     Send,
 )
 from node.run_state.epoch import Phase
+from node.run_state.failures import LEAST_ENDS
 from node.run_state.grid import LEAST_STEPS
 from node.run_state.newcomers import MOST_STEPS
 from tests.support.machine_driver import (
@@ -280,3 +281,61 @@ def test_an_epoch_begins_with_the_empty_seats_of_broken_rows() -> None:
     assert run.epoch.whole_rows == [0, 1] and run.epoch.vacant == [Seat(2, 0)]
     (own,) = [one for one in sent(run.epoch.announce(), "b") if isinstance(one, Placement)]
     assert [stage.node_id for stage in own.stages] == ["", "b"]
+
+
+def test_who_comes_back_gets_an_empty_seat_of_the_stage_that_it_had() -> None:
+    """As another process: the files of its stage are still on its disk."""
+    run = grid(nodes="abcdef")
+    for node in "cf":
+        run.die(node)
+    run.step()
+    run.stored(2)
+    (order,) = [one for one in follows(run.hello("f", again=True))["f"] if isinstance(one, Follow)]
+    assert order.stage == 1, "row 1 lacks a node of stage 0, and comes first"
+    (order,) = [one for one in follows(run.hello("x"))["x"] if isinstance(one, Follow)]
+    assert order.stage == 0
+
+
+def dies_and_returns(run: Driver, node: str) -> tuple[bool, list[Action]]:
+    """A host dies, and a new process of it comes in the next step: whether it is to have its seat again; it
+    takes it then. Gives what its death did, too."""
+    told = run.die(node)
+    for asked in of_kind(run.step(), OpenSnapshot):
+        run.stored(asked.step)
+    orders = [one for one in follows(run.hello(node, again=True)).get(node, ()) if isinstance(one, Follow)]
+    step = run.epoch.step
+    if orders:
+        run.following(node, orders[0].step, step)
+        run.placed(node, step)
+        run.ready(node)
+        run.step()
+    return run.epoch.has(node), told
+
+
+def test_who_ended_too_often_gets_a_seat_that_nobody_else_takes_and_not_after_one_more_end() -> None:
+    run = grid(nodes="abcdef")
+    returned = [dies_and_returns(run, "f") for _ in range(LEAST_ENDS + 1)]
+    assert [has_seat for has_seat, _ in returned] == [True] * LEAST_ENDS + [False]
+    stood_out = [any("others do not" in one.text for one in of_kind(told, Announce)) for _, told in returned]
+    assert stood_out == [False] * (LEAST_ENDS - 1) + [True, False], "it is said once"
+    run.hello("x")
+    assert [*follows(run.hello("x"))] == ["x"], "another node has the seat"
+
+
+def test_a_word_of_where_it_was_does_not_keep_a_node_that_moves_from_its_seat() -> None:
+    """It said so before it heard that it had a seat, and is to have another one."""
+    run = grid(nodes="abcdef")
+    run.die("f")
+    run.step()
+    run.stored(2)
+    run.hello("f", again=True)
+    step = run.epoch.step
+    run.following("f", 2, step)
+    run.placed("f", step)
+    run.ready("f")
+    run.die("e")
+    run.die("d")
+    run.step()
+    assert [*run.epoch.entering] == ["f"] and run.epoch.entering_seat("f") == Seat(1, 1)
+    run.following("f", 2, step + 1)
+    assert [*run.epoch.entering] == ["f"]
