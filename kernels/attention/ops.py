@@ -83,8 +83,7 @@ def attention(
     """The result [B, H, S, D] and its log-sum-exp in float32, which is empty where no backward can use it.
 
     The log-sum-exp is [B, H, S], or [H, B S] with documents on a GPU. The result's transpose to [B, S, H, D]
-    is
-    contiguous where `has_flash`.
+    is contiguous where `has_flash`.
 
     Args:
         query_bhsd: The queries of all keys' positions, or of a chunk: the last Q of them.
@@ -198,15 +197,12 @@ def chunk_backward(
     """The gradient of a chunk's queries, in their dtype. Those of keys and values are added to running sums.
 
     Every element of the sums gets one float32 addition per call, so the sums depend only on the order of
-    calls:
-    chunks go backward from the last to the first. There is no `fixed_order`, because each program of the
-    kernels
-    owns the elements that it sums, and nothing is faster without an order.
+    calls: chunks go backward from the last to the first. There is no `fixed_order`, because each program of
+    the kernels owns the elements that it sums, and nothing is faster without an order.
 
     Args:
         of_key_bksd, of_value_bksd: The sums, float32 [B, K, S, D], for the keys and values of all positions
-            so
-            far.
+            so far.
         reach, sinks_h: As `attention` got them.
     """
     parts = grad_bhqd, query_bhqd, key_bksd, value_bksd, out_bhqd, sums

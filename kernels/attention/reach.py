@@ -52,8 +52,7 @@ def padded(documents: int, batch: int, length: int) -> int:
     """The number of documents to which their list is filled up with empty ones.
 
     The order of sums in a FlashAttention backward depends on it, so it is a function of the samples only. It
-    is
-    the same for all microbatches unless documents are shorter than 64 tokens on average.
+    is the same for all microbatches unless documents are shorter than 64 tokens on average.
     """
     usual = max(1, batch * length // 64)
     while usual < documents:

@@ -79,8 +79,7 @@ def ffn_backward(
     """Gradients of the stored inputs in grad's dtype, `[..., 2 F]`: the gate's, then up's.
 
     Without `packed_up` the shape is `[..., F]`. `grad` must be contiguous. It is overwritten with the
-    activations,
-    which are computed again from the stored inputs.
+    activations, which are computed again from the stored inputs.
     """
     gate = blockfloat.unpack(packed_gate, grad.shape, bits, grad.dtype)
     if packed_up is None:

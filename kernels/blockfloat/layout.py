@@ -2,8 +2,7 @@
 
 A tensor `[..., C]` is cut along its last dimension into blocks of 128 elements. A shorter last block of a row
 is filled up with zeros. Blocks are numbered row by row. A uint8 buffer holds these sections, each aligned to
-16
-bytes:
+16 bytes:
 
     scales      bf16, one per block
     shards      the codes' bits, low bits first, in sections whose width is a power of two
@@ -13,9 +12,8 @@ endian.
 
 The formats are e2m(b - 3): sign, two exponent bits, b - 3 mantissa bits, gradual underflow. With 4 and 6 bits
 they are OCP's E2M1 and E2M3 (Microscaling Formats 1.0, section 5.3), but the scale is bf16 instead of E8M0.
-All
-widths have two exponent bits, because the scale already covers the range: with 8 bits, e2m5 has a quarter of
-e4m3's error. 3 bits have four magnitudes, 1, 4, 8 and 14, and no zero. 16 bits are plain bf16 without a
+All widths have two exponent bits, because the scale already covers the range: with 8 bits, e2m5 has a quarter
+of e4m3's error. 3 bits have four magnitudes, 1, 4, 8 and 14, and no zero. 16 bits are plain bf16 without a
 scale.
 
 If `APART` is added to the bits, one channel of 64 is stored separately in bf16 and is 0 in the blocks: those
@@ -45,8 +43,7 @@ SMALL_THRESHOLDS = (2.5, 6.0, 11.0)
 """Above each of these the next magnitude is nearer."""
 
 # Limits of a block's largest magnitude, as bits of fp32. Below the first the block is stored as zeros. From
-# the
-# second on, or if it is not finite, it is stored as NaNs. Between them neither scale nor reciprocal is
+# the second on, or if it is not finite, it is stored as NaNs. Between them neither scale nor reciprocal is
 # subnormal.
 SMALLEST_BITS = (127 - 100) << 23
 TOO_LARGE_BITS = (127 + 126) << 23

@@ -1,17 +1,13 @@
 """Stored tensors with separate outlier channels, with the same bytes on a CPU and on a GPU.
 
 Some channels of a model's hidden states are 20 to 1,000 times as large as the others. In a block of 128 such
-a
-channel sets the scale, and the other elements lose their bits. As in Adacc (Chen et al. 2025, section 3.2,
+a channel sets the scale, and the other elements lose their bits. As in Adacc (Chen et al. 2025, section 3.2,
 equation 1), the channels with the largest sums of magnitudes are stored separately, here in bf16, and are 0
-in
-the blocks. Adacc takes the channels whose sum lies 3 standard deviations above the mean. Here it is always
-one
-channel of 64, so that the size depends only on the shape and nothing waits for the device.
+in the blocks. Adacc takes the channels whose sum lies 3 standard deviations above the mean. Here it is always
+one channel of 64, so that the size depends only on the shape and nothing waits for the device.
 
 The sums are sums of integers, so their order does not matter: |x| is divided by the largest magnitude's power
-of
-two / 2**20 and rounded down. Elements that are not finite count as 0. Ties go to the lower channel.
+of two / 2**20 and rounded down. Elements that are not finite count as 0. Ties go to the lower channel.
 """
 
 from collections.abc import Callable, Sequence

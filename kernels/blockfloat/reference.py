@@ -1,8 +1,7 @@
 """Stored tensors in blocks of 128, in plain torch. Other implementations give the same bits.
 
 All arithmetic is fp32, and each operation rounds on its own, to nearest even. m is the largest |x_k| of a
-block,
-L the limit of its format (`kernels.blockfloat.layout` has the layout and the formats):
+block, L the limit of its format (`kernels.blockfloat.layout` has the layout and the formats):
 
 1. s = m * (1 / L), rounded to bf16; 0 if m < 2**-100; NaN if m >= 2**126 or the block holds a NaN.
 2. a = min(|x_k| * (1 / s), L), and 0 where s is 0.
@@ -14,8 +13,8 @@ L the limit of its format (`kernels.blockfloat.layout` has the layout and the fo
    (M + code mod M) * 2**(e - 1). It is multiplied by s and rounded to the output's dtype.
 
 A block that is not finite decodes to NaNs. The gradient's norm shows that, so nothing has to wait for a
-check.
-Padding never leaves the buffer. Block-wise FP4 for stored activations: AGoQ, arXiv 2605.00539, section 4.1.2.
+check. Padding never leaves the buffer. Block-wise FP4 for stored activations: AGoQ, arXiv 2605.00539,
+section 4.1.2.
 """
 
 from collections.abc import Iterator, Sequence

@@ -79,8 +79,10 @@ class LoopCache(FunctionCache):
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, SOURCES)
 
     def load_overload(self, sig: object, target_context: object) -> object:
-        """As numba's, but a process waits for its turn before it compiles, and then looks again: another
-        process may have compiled this meanwhile."""
+        """Like numba's, but a process waits for its turn before it compiles.
+
+        It then looks in the cache again, because another process may have compiled the loop meanwhile.
+        """
         found = super().load_overload(sig, target_context)
         if found is None and _TURN is not None:
             _TURN.take()

@@ -10,10 +10,8 @@ A routed feed-forward is
     result = combine(grouped_matmul(activation(both), down, order), weights, order)
 
 These functions do not wait for the device, except that the reference reads an order's offsets. All sizes
-depend
-only on T, k and E. Sums have a fixed order: equal inputs give equal bits. An expert's rows do not depend on
-how
-many tokens the other experts have.
+depend only on T, k and E. Sums have a fixed order: equal inputs give equal bits. An expert's rows do not
+depend on how many tokens the other experts have.
 """
 
 from typing import Any, cast
@@ -58,8 +56,7 @@ def grouped_matmul(
     Args:
         x: Sorted rows [S, K], or with `gathers` the tokens' rows [T, K].
         weights: [E, N, K] of any float dtype, or packed; packed ones have no gradient. Low-rank adapters can
-            be
-            passed too.
+            be passed too.
         bias_en: The experts' biases, or None.
     """
     dense = weights if isinstance(weights, Tensor) else None

@@ -1,8 +1,7 @@
 """Mixtures of experts in plain torch: routing, grouping, products per expert, and the sum of their results.
 
 Shape legend: T tokens, E experts, k experts per token, S = T k slots, N outputs, K inputs. Slot t k + j is
-the
-j-th choice of token t. Sorted rows lie expert by expert, and in the order of slots within an expert.
+the j-th choice of token t. Sorted rows lie expert by expert, and in the order of slots within an expert.
 
 There is one `torch.mm` per expert, so an expert's results do not depend on the tokens of the others. The
 functions read an order's offsets, which a GPU would have to wait for; they are meant for the CPU.
@@ -84,9 +83,8 @@ def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Ten
         logits_te: float32 [T, E].
         choices: k, the number of experts per token.
         normalize: True makes the weights the softmax over the k logits, so they sum to 1. Mixtral and
-            Qwen3-MoE,
-            which divide the k largest probabilities by their sum, have the same weights. False makes them the
-            probabilities themselves, as in OLMoE.
+            Qwen3-MoE, which divide the k largest probabilities by their sum, have the same weights. False
+            makes them the probabilities themselves, as in OLMoE.
     """
     ordered, experts = logits_te.sort(dim=1, descending=True, stable=True)
     experts = experts[:, :choices].contiguous()

@@ -1,8 +1,8 @@
 """The fixed-point quantizer's arithmetic in torch: symmetric, b bits, a scale for each tile of 64.
 
 `g -> Q(c g) / c` (TAH-Quant, eq. 24). All arithmetic is fp32, and each operation rounds on its own, to
-nearest
-even. y is the normalised c * g (`kernels.common.tiles`), m the largest |y_k| of a tile, L = 2**(b - 1) - 1:
+nearest even. y is the normalised c * g (`kernels.common.tiles`), m the largest |y_k| of a tile, L
+= 2**(b - 1) - 1:
 
 1. s = the smallest fp16 >= max(m / L, 2**-24).
 2. q = rint(y * (1 / s)), from -L to L.

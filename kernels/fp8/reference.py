@@ -1,30 +1,24 @@
 """e4m3 numbers in blocks of 128, in plain torch: gradients, optimizer moments, and AdamW on them.
 
 This is the reference for `kernels.fp8.ops`. `kernels.fp8.cpu` gives the same bits. `kernels.fp8.triton` does
-too,
-except that moments may differ in the last bits of logarithms.
+too, except that moments may differ in the last bits of logarithms.
 
 Gradients. A block has one exponent e, its values are code * 2**e, and its largest code is from 224 to 448.
 Scaling by a power of two is exact. So a value that an addition does not change keeps its code however often
-the
-block is packed again, as long as its exponent stays.
+the block is packed again, as long as its exponent stays.
 
 Rounding to nearest loses many small addends: if a sum is 16 times as large as an addend, the addend is less
-than
-half a code's step every time. `accumulate_gradient` can therefore round stochastically, by a hash
+than half a code's step every time. `accumulate_gradient` can therefore round stochastically, by a hash
 (`kernels.common.random_bits`), so that a sum is right on average however many addends it has.
 
 Moments (COAT, arXiv 2410.19313, section 4.2). A block's magnitudes x up to its largest M are stored as
 448 (x / M)**k. k maps the smallest to 448 * 2 / 448**2, near e4m3's own smallest. An optimizer's moments span
-a
-much smaller range than e4m3, so k is above 1 and divides the error when values are decoded. k is a multiple
-of
-1/16 from 1/16 to 255/16, so that a block of equal magnitudes works, where COAT's formula gives infinity.
+a much smaller range than e4m3, so k is above 1 and divides the error when values are decoded. k is a multiple
+of 1/16 from 1/16 to 255/16, so that a block of equal magnitudes works, where COAT's formula gives infinity.
 
 AdamW (Loshchilov and Hutter 2019). The update uses the moments before they are packed (COAT, section 3). bf16
 weights are rounded stochastically, with 16 bits per element from a hash of (salt, element). The caller makes
-the
-salt from seed, step and parameter, so a step has the same bits however often it runs.
+the salt from seed, step and parameter, so a step has the same bits however often it runs.
 
 Tensors are flat. A last block shorter than 128 is a block of its own. Whether torch's conversion to e4m3
 saturates depends on its version, so values are clamped first.
@@ -85,8 +79,7 @@ class Draw:
     """The source of random bits: a microbatch's salt and a parameter's, of 32 bits each.
 
     The device reads the microbatch's salt when it adds, because CUDA graphs capture the additions. A number
-    in the
-    call would stay that of the capture at every replay.
+    in the call would stay that of the capture at every replay.
     """
 
     microbatch: Tensor
@@ -131,15 +124,12 @@ def _round_stochastically(scaled: Tensor, noise: Tensor) -> Tensor:
     """e4m3 codes, uint8, of fp32 values up to 448, rounded stochastically.
 
     A value is rounded away from zero with a probability that is the share of a step that would be cut off.
-    The
-    arithmetic is on integers, so every device gives the same bits: a code with `ROUNDED_BITS` more bits,
-    which say how
-    far the value is on its way to the next code.
+    The arithmetic is on integers, so every device gives the same bits: a code with `ROUNDED_BITS` more bits,
+    which say how far the value is on its way to the next code.
     """
     magnitude = scaled.abs()
     # Both are computed and the larger one is right: below the smallest normal code, the step no longer
-    # shrinks with
-    # the value.
+    # shrinks with the value.
     fine = (magnitude + _SMALLEST_NORMAL).view(torch.int32).sub_(_SMALLEST_NORMAL_BITS)
     torch.maximum(fine, magnitude.view(torch.int32).sub_(_BIAS_BITS), out=fine)
     sign = (scaled.view(torch.int32) >> 24).bitwise_and_(0x80)

@@ -1,14 +1,10 @@
 """Matrices in e4m3 with a scale per row, and their products, in plain torch.
 
 This is the reference for `kernels.fp8.products`. A product multiplies rows with rows, as `torch._scaled_mm`
-does:
-a row of activations [T, K] is a token, a row of weights [N, K] is an output. A row's scale is the smallest
-power
-of two, from 2**-126 on, with which its largest magnitude is at most 448. It depends only on the row and not
-on
-earlier steps, and dividing by it is exact. A row with values that are not finite gets the scale NaN, and so
-do its
-products.
+does: a row of activations [T, K] is a token, a row of weights [N, K] is an output. A row's scale is the
+smallest power of two, from 2**-126 on, with which its largest magnitude is at most 448. It depends only on
+the row and not on earlier steps, and dividing by it is exact. A row with values that are not finite gets the
+scale NaN, and so do its products.
 
 COAT (arXiv 2410.19313, section 5.2) has a scale per tensor, which takes another pass to find. A scale per row
 needs no pass, has a smaller error, and cuBLAS multiplies by it as fast (scripts/results/compute_parts.json).

@@ -2,8 +2,7 @@
 elsewhere.
 
 Kernels compute in float32 and round once. They agree with `kernels.common.layers` to rounding; rotary
-embedding
-and dropout agree bit for bit. None of them waits for the device.
+embedding and dropout agree bit for bit. None of them waits for the device.
 """
 
 import torch
@@ -91,8 +90,7 @@ def coded_activation(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Coded,
     """The codes of the activation's rows (`kernels.fp8.rows`), and its inputs stored in `bits`.
 
     The codes take no pass of their own. The list of stored inputs is empty with 0 bits, and otherwise has one
-    entry
-    for each input.
+    entry for each input.
     """
     if dispatch.has_kernels(gate.device, "layers"):
         from kernels.blockfloat.triton import coded_ffn
@@ -178,8 +176,10 @@ def rotate_both(
 
 
 def _in_a_row(first: Tensor, second: Tensor) -> Tensor | None:
-    """Heads [B, H, S, D] and [B, K, S, D] as one [B, S, H + K, D]; None where a token's do not follow one
-    another in memory."""
+    """Heads [B, H, S, D] and [B, K, S, D] as one [B, S, H + K, D].
+
+    None if the two parts of a token do not follow one another in memory.
+    """
     batch, heads, length, width = first.shape
     whole = first.transpose(1, 2)
     if (

@@ -22,13 +22,10 @@ POLYNOMIALS: dict[int, tuple[tuple[float, float, float], ...]] = {
 """The factors of x, x^3 and x^5 in each iteration, by the number of iterations.
 
 A matrix is divided by its norm first. Five iterations of K. Jordan's polynomial map singular values from
-0.0008
-on to values between 0.68 and 1.21. The other polynomials are Polar Express (arXiv 2505.16932, theorem 3.1 and
-section 3.4), the best for singular values above a lower bound. All but the last are made for values up to
-1.02,
-because values may exceed 1 in bfloat16. Four iterations map values from 0.003 on to between 0.76 and 1.2,
-three
-map values from 0.01 on to between 0.70 and 1.27.
+0.0008 on to values between 0.68 and 1.21. The other polynomials are Polar Express (arXiv 2505.16932, theorem
+3.1 and section 3.4), the best for singular values above a lower bound. All but the last are made for values
+up to 1.02, because values may exceed 1 in bfloat16. Four iterations map values from 0.003 on to between 0.76
+and 1.2, three map values from 0.01 on to between 0.70 and 1.27.
 """
 LEAST_NORM = 1e-7
 

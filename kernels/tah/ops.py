@@ -1,9 +1,8 @@
 """TAH-Quant as torch operators: Triton's kernels on a GPU, numba's loops on a CPU, with the same bits.
 
 `torch.ops.thinwire.tah_encode` and `tah_decode` never wait for the device. A CUDA graph can capture them once
-they
-have run. Scratch memory comes from torch's allocator. On a GPU without Triton, `wire.codecs.tah` runs the
-reference.
+they have run. Scratch memory comes from torch's allocator. On a GPU without Triton, `wire.codecs.tah` runs
+the reference.
 """
 
 import torch
@@ -81,8 +80,7 @@ def decode(
 
     Returns:
         int32 [k]. The largest is the fault that Triton's kernels detected (`kernels.common.dispatch`), or 0.
-        On a CPU
-        the caller must check the sections first.
+        On a CPU the caller must check the sections first.
     """
     if dispatch.has_kernels(out.device, "tah"):
         from kernels.tah.triton import decode as triton_decode

@@ -4,22 +4,17 @@ Source: TAH-Quant, sections 3.1 to 3.4, with the sign of eq. 2 corrected; G = A 
 (`kernels.common.tile_layout.TILE`).
 
 **The exact arithmetic.** All values are IEEE fp32, and every operation below rounds on its own, to nearest
-even:
-there is no fused multiply-add, and no product with a reciprocal where a division is written. Sums are of
-integers
-below 2**24, so they are exact in any order. The normalised elements y come from `kernels.common.tiles`. A
-tile is
-y_0 .. y_63 (a short one is filled up with zeros), and m is its largest |y_k|.
+even: there is no fused multiply-add, and no product with a reciprocal where a division is written. Sums are
+of integers below 2**24, so they are exact in any order. The normalised elements y come from
+`kernels.common.tiles`. A tile is y_0 .. y_63 (a short one is filled up with zeros), and m is its largest
+|y_k|.
 
 1. *Entropy (eq. 1, 2).* Let 2**k <= m < 2**(k + 1), with k at least -63, and let n_j = rint(|y_j| * 2**(13 -
 k)),
    integers of at most 2**14. Let S = sum n_j and T = sum rint(n_j * log2(n_j)). Then H = log2(S) - T / S,
-   which is
-   -sum p_j log2 p_j for p_j = n_j / S. H is 0 if S is 0. No epsilons are needed, because a term with n_j = 0
-   is 0.
-   `_log2` is the exponent bits plus f + f (1 - f) P(f), where f is the fraction. Tiles are ranked by the
-   integer
-   max(0, rint(H * 2**20)): the higher first, ties to the lower index.
+   which is -sum p_j log2 p_j for p_j = n_j / S. H is 0 if S is 0. No epsilons are needed, because a term with
+   n_j = 0 is 0. `_log2` is the exponent bits plus f + f (1 - f) P(f), where f is the fraction. Tiles are
+   ranked by the integer max(0, rint(H * 2**20)): the higher first, ties to the lower index.
 2. *Bits (3.2).* The first `four_bit` tiles of every sample get 4 bits (15 steps), the others 3 (7 steps).
 3. *Outliers (eq. 3).* A tile is an outlier tile if exactly one |y_k| >= m / tau - 2**-24. That is r > tau
 with
@@ -30,10 +25,8 @@ bit
 5. *Scale and zero-point.* z is the largest fp16 <= min. s is the smallest fp16 >= (max - z) / steps, but at
 least
    2**-24. So z + steps * s reaches max, except for fp32's rounding. In a short tile that is not rotated, min
-   and
-   max are those of its real elements. A min below 2**-100 in magnitude counts as 0. The scale of a rotated
-   tile is
-   stored as -s.
+   and max are those of its real elements. A min below 2**-100 in magnitude counts as 0. The scale of a
+   rotated tile is stored as -s.
 6. *Codes.* q = rint((y - z) * (1 / s)), in 0 .. steps. It is 0 where a short tile that is not rotated is
 filled up.
 7. *Decoding.* y = q * s + z (q * s is exact), rotated back if the scale is negative, times 2**e, clamped to
@@ -151,8 +144,7 @@ def decode(sections: TahSections, out: torch.Tensor, exponent: int) -> None:
     """Decode `sections` into `out` (`[..., C]`, contiguous, fp32, bf16 or fp16).
 
     The caller must have checked that scales are finite and not zero, that zero-points are finite, and that
-    the bit-map
-    has as many set bits as there are fourth planes.
+    the bit-map has as many set bits as there are fourth planes.
     """
     n = sections.scales.numel()
     four = bitplanes.unpack_flags(sections.bit_map, n)

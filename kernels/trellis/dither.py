@@ -1,18 +1,14 @@
 """Dither that encoder and decoder know: it makes the `trellis` codec's error independent of the values.
 
 The encoder adds a dither from -1 to 1 steps to every element before it searches for a path. The decoder
-subtracts
-it. So small values are not lost: the mean of the decoded values is the value itself, and the errors of many
-tensors average out. (Subtractive dither: Schuchman, 1964; of lattices: Zamir and Feder, 1996.)
+subtracts it. So small values are not lost: the mean of the decoded values is the value itself, and the errors
+of many tensors average out. (Subtractive dither: Schuchman, 1964; of lattices: Zamir and Feder, 1996.)
 
 A width of two steps is right for this trellis. Its paths are a lattice with one point in 2**E unit cubes,
-because
-each quantizer is as coarse as two steps. No two points of the half-open cube [-1, 1)**E differ by a lattice
-point:
-both quantizers are 0 at a lane's start and only an odd index leads to the other one, so the first nonzero
-coordinate of a path is even. Hence the cube tiles space, and dither that is uniform over it leaves an error
-that
-does not depend on the elements (Zamir and Feder, theorem 1).
+because each quantizer is as coarse as two steps. No two points of the half-open cube [-1, 1)**E differ by a
+lattice point: both quantizers are 0 at a lane's start and only an odd index leads to the other one, so the
+first nonzero coordinate of a path is even. Hence the cube tiles space, and dither that is uniform over it
+leaves an error that does not depend on the elements (Zamir and Feder, theorem 1).
 
 The dither is a function of the salt and the element's position: 16 bits of `kernels.common.random_bits`.
 """

@@ -1,10 +1,8 @@
 """How the elements of a tensor are spread over the lanes of the `trellis` codec.
 
 A group is a run of elements that is coded separately, into its own stream. Its lanes share the run step by
-step,
-so that neighbours in memory are in neighbouring lanes: element i of a group is step i // lanes of lane i %
-lanes. A
-GPU gives every group a warp and every lane a thread.
+step, so that neighbours in memory are in neighbouring lanes: element i of a group is step i // lanes of lane
+i % lanes. A GPU gives every group a warp and every lane a thread.
 """
 
 from dataclasses import dataclass

@@ -133,8 +133,7 @@ class Scales:
         """Histograms of the sums of row and column class, each with the smallest sum.
 
         There is one for each of the four offsets within a class that a step can have. A convolution computes
-        it without
-        reading the elements.
+        it without reading the elements.
         """
         low = self._bounds[0]
         column = (self.column + np.int32(2)) >> 2

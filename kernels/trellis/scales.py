@@ -1,10 +1,8 @@
 """How large a matrix's elements are, by row and by column: the `trellis` codec's estimate of their spread.
 
 A scale is the logarithm of a mean magnitude, an integer in 16ths of an octave. An element's scale is its
-row's plus
-its column's. Sums are of integers and exact in any order, and logarithms are found by comparison with
-constants, so
-that every device finds the same scales.
+row's plus its column's. Sums are of integers and exact in any order, and logarithms are found by comparison
+with constants, so that every device finds the same scales.
 """
 
 from decimal import Decimal

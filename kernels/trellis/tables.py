@@ -2,13 +2,11 @@
 
 A *class* says how wide the quantizer's indices are spread: class c has a standard deviation of
 2**((c - 12) / 4) indices. Classes from `CLASSES` on have no tables of their own: the lowest `shift` bits of
-their
-indices are sent as they are, and the rest belongs to a class of the last octave.
+their indices are sent as they are, and the rest belongs to a class of the last octave.
 
 A table gives each index in `[-reach, reach]`, and the escape, a frequency of at least one in `TOTAL`. A
-symbol is
-index + `MIDDLE`, so it has its index's parity; the escape's index is even. Every number here is computed with
-integers or with decimals of 50 digits, so none depends on how a library rounds.
+symbol is index + `MIDDLE`, so it has its index's parity; the escape's index is even. Every number here is
+computed with integers or with decimals of 50 digits, so none depends on how a library rounds.
 """
 
 from dataclasses import dataclass

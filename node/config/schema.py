@@ -250,7 +250,7 @@ class TrainingSection:
     `weight_decay` suit both. Muon keeps half of AdamW's state; a round of local steps also sends its
     momentum, which doubles its bytes."""
     adapter_optimizer: str = "adamw"
-    """The same for adapters (`[lora]`), which are matrices of blocks too: `adamw` or `muon`."""
+    """The optimizer of adapters (`[lora]`), which are matrices of blocks too: `adamw` or `muon`."""
     momentum: float = 0.95
     """Muon's momentum (Nesterov)."""
     muon_iterations: int = 5

@@ -19,8 +19,7 @@ def keep_run(run: Path, place: Path) -> bool:
     """Copy history, trace and database of the run directory `run` to `place`, without secrets.
 
     The copy is enough for `thinwire trace` and `thinwire compare`. It has no snapshots, no CA and no
-    operator's key.
-    The coordinator must have ended. Replaces `place`. Returns False if there is no run.
+    operator's key. The coordinator must have ended. Replaces `place`. Returns False if there is no run.
     """
     if not (run / DATABASE_FILE).exists():
         return False

@@ -2,16 +2,13 @@
 
 Each pair of nodes sends bulk data over its own connection, with the lab's congestion control, one direction
 after the other. All links are measured at once, to detect a machine that cannot carry them together. The
-first
-stretch is discarded, because the shaper's bucket is full and TCP is still finding the rate.
+first stretch is discarded, because the shaper's bucket is full and TCP is still finding the rate.
 
 The payload that arrives per second is compared with `PAYLOAD_SHARE` of the configured rate: a bulk transfer
-fills
-its packets, so the share of headers is known exactly. Packets are counted when they arrive, not when a
-program can
-read them. A packet that the shaper's queue drops holds back all that follow it, for one or two queue lengths,
-although the link is never idle. At 4 Mbit/s that is half of a slice, and the queue drops a packet every two
-seconds.
+fills its packets, so the share of headers is known exactly. Packets are counted when they arrive, not when a
+program can read them. A packet that the shaper's queue drops holds back all that follow it, for one or two
+queue lengths, although the link is never idle. At 4 Mbit/s that is half of a slice, and the queue drops a
+packet every two seconds.
 
 The round trip is measured with single bytes on the idle wire and compared with the configured delay.
 """

@@ -1,8 +1,8 @@
 """Compute a cell's figures from the steps of a phase. Has no side effects.
 
 A phase is a part of one run over one shape of the network. A cell's floor comes from the links' payload
-rates,
-the bytes of its own tensors, and the least compute times of its steps and of the run's unthrottled phase.
+rates, the bytes of its own tensors, and the least compute times of its steps and of the run's unthrottled
+phase.
 """
 
 import statistics
@@ -165,8 +165,8 @@ def wire_figures(phase: PhaseSteps, shape: Shape, wires: Sequence[Wire]) -> list
     """Each direction of each wire: the kernel's bytes, the program's bytes, and the share of the rate used.
 
     `overhead` is the bytes that the kernel counted divided by the bytes that the program wrote to its
-    sockets, minus 1.
-    It consists of TCP's, TLS's and gRPC's headers and the acknowledgements of the other direction.
+    sockets, minus 1. It consists of TCP's, TLS's and gRPC's headers and the acknowledgements of the other
+    direction.
     """
     figures = []
     for wire, counted, link in zip(wires, phase.wires, shape.links, strict=True):

@@ -1,12 +1,9 @@
 """Private network, mount and process namespaces for the whole lab, held by one process.
 
 The lab starts itself again as the first process of a process namespace. When that process ends, the kernel
-kills
-everything in the namespace and removes its network namespaces, its devices, and the memory file system at
-/run
-with all run directories. The process is killed with its parent, so nothing survives a `kill -9` of either.
-The
-lab cannot see the host's network and never changes it.
+kills everything in the namespace and removes its network namespaces, its devices, and the memory file system
+at /run with all run directories. The process is killed with its parent, so nothing survives a `kill -9` of
+either. The lab cannot see the host's network and never changes it.
 
 Ordinary users need user namespaces, which the kernel must allow. Root does not need them.
 """

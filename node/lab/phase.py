@@ -38,11 +38,9 @@ class Phases:
     Args:
         warmup_steps: The steps discarded after each change of the links.
         warmup_round_trips: Steps are discarded for at least this many round trips, and then until a step is
-            no faster
-            than all before it. TCP finds its rate in round trips, not in steps.
+            no faster than all before it. TCP finds its rate in round trips, not in steps.
         spare_steps: Steps of the run beyond the planned ones. They replace steps that ran while links
-            changed, and
-            extra warm-up steps.
+            changed, and extra warm-up steps.
         step_seconds: Time limit of a step.
         log: Receives the events of all steps.
     """

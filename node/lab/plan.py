@@ -1,8 +1,7 @@
 """Plan a profile: its runs in order, and the cells of each. Has no side effects.
 
 Starting a run takes 10 to 60 seconds, so cells that differ only in their links share a run, and the links
-change
-between its phases. Runs are in the profile's order, so a time limit cuts off the last ones.
+change between its phases. Runs are in the profile's order, so a time limit cuts off the last ones.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,8 +1,7 @@
 """Figures of results: tokens per second by bandwidth, loss against time, link use. Needs matplotlib.
 
-The figures are SVG files, small and readable in print. Each codec pair is one line, with the same colour in
-all
-figures.
+The figures are SVG files on a light background, readable in print. Each codec pair is one line, with the same
+colour in all figures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +37,7 @@ def draw(results: Mapping[str, Any], directory: Path, tell: Callable[[str], None
     """Write every figure that one results file gives, and return the files.
 
     Creates `directory`, and reports figures that it skips. Raises UserError if matplotlib is missing, or if
-    there is
-    nothing to draw.
+    there is nothing to draw.
     """
     try:
         import matplotlib

@@ -1,8 +1,8 @@
 """Run a coordinator and its nodes as processes in their network namespaces.
 
 The processes are `thinwire` itself. Nodes join with the run's join line, over mutual TLS. The coordinator's
-events
-arrive as JSON lines. The run's directories are in the namespace's memory file system and disappear with it.
+events arrive as JSON lines. The run's directories are in the namespace's memory file system and disappear
+with it.
 """
 
 import asyncio

@@ -2,8 +2,7 @@
 torch.
 
 A profile holds `[lab]`, `[network]`, one or more `[[sweep]]`, and any section of a run file, which changes
-the base
-run file of `lab.base`. The docstring below each field describes it.
+the base run file of `lab.base`. The docstring below each field describes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,22 +42,19 @@ class LabSection:
     """Steps discarded after each change of the links."""
     warmup_round_trips: int = 120
     """Also discard steps for at least this many round trips, and then until one is no faster than those
-    before. TCP
-    finds its rate in round trips, not in steps."""
+    before. TCP finds its rate in round trips, not in steps."""
     unthrottled_steps: int = 3
     """Steps measured without shaping at the start of each run, for the compute time. 0 skips them."""
     seeds: tuple[int, ...] = (0,)
     """Every run is repeated with each of these as `run.seed`."""
     text_bytes: int = 0
     """Train on only this many bytes from the start of the text, so that samples repeat (`aqsgd-b` packs
-    nothing before
-    they do). 0 means the whole text."""
+    nothing before they do). 0 means the whole text."""
     device: str = "cpu"
     """`cpu` or `cuda`. With `cuda`, stage i computes on GPU i."""
     gpus: int = 0
     """With `device = "cuda"`, stage i computes on GPU i modulo this. It is for links so slow that stages can
-    take turns
-    on a GPU. 0 gives each stage its own."""
+    take turns on a GPU. 0 gives each stage its own."""
     threads: int = 1
     """CPU threads of each node. 0 means torch's default."""
     time_limit_seconds: float = 0.0
@@ -77,8 +73,7 @@ class NetworkSection:
     at home."""
     delay: str = "auto"
     """How packets are delayed: by `netem`, by the lab's own packet `relay`, or `auto`, which is netem where
-    the kernel
-    has it."""
+    the kernel has it."""
     matrix: str = ""
     """A file of rates and round trips between regions, relative to the profile."""
     regions: tuple[str, ...] = ()
@@ -87,12 +82,10 @@ class NetworkSection:
     """Refuse links that are off by more than this share, which is at most 0.05."""
     socket_buffer_mb: float = 32.0
     """The kernel's limit of TCP socket buffers inside the lab, in MB (10^6 bytes). It bounds a connection's
-    bytes in
-    flight."""
+    bytes in flight."""
     congestion_control: str = ""
     """The congestion control of TCP between nodes: `cubic`, as on most machines, `bbr`, or another that the
-    kernel has.
-    Empty means the kernel's default."""
+    kernel has. Empty means the kernel's default."""
     slow_start_after_idle: bool = True
     """Whether TCP starts slowly again after a pause, which is the kernel's default
     (`net.ipv4.tcp_slow_start_after_idle`)."""

@@ -1,10 +1,8 @@
 """Train between every two ways of connecting to the internet, and record which path the neighbours used.
 
 Runs inside the private namespaces of `node.lab.namespaces`. For each pair of kinds (`node.lab.access`) the
-internet
-is built anew. A coordinator and two nodes run in it as real processes that know only the join line. The
-weights at
-the end must be those of the run between two open machines.
+internet is built anew. A coordinator and two nodes run in it as real processes that know only the join line.
+The weights at the end must be those of the run between two open machines.
 """
 
 import asyncio

@@ -1,17 +1,13 @@
 """Delay packets between devices in user space, without netem. `python -m node.lab.relay`.
 
 The relay receives frames on packet sockets and sends them on others, in order, after a set delay. Segments
-that the
-kernel has batched stay batched, with their virtio header. So a gigabit needs only some thousand system calls
-per
-second, and the relay does not limit the rate. It does not terminate TCP: congestion control sees the whole
-path.
+that the kernel has batched stay batched, with their virtio header. So a gigabit needs only some thousand
+system calls per second, and the relay does not limit the rate. It does not terminate TCP: congestion control
+sees the whole path.
 
-Stdin receives a line of JSON, {"ways": [{"source", "target", "mac"}…]}. After it come lines {"delays":
-[seconds, …]},
-one value per way, for each change of the delays, or {} to read the counters. The relay answers each line with
-a line
-of JSON: its counters since the last answer. It ends when stdin ends.
+Stdin receives a line of JSON, {"ways": [{"source", "target", "mac"}…]}. After it come lines
+{"delays": [seconds, …]}, one value per way, for each change of the delays, or {} to read the counters. The
+relay answers each line with a line of JSON: its counters since the last answer. It ends when stdin ends.
 """
 
 import contextlib
@@ -42,8 +38,7 @@ BUFFER_BYTES = 64 << 20
 """Send and receive buffer of a port.
 
 Frames in the target device's queue count against the send buffer. If it were smaller than that queue, the
-relay
-would drop frames that a network carries.
+relay would drop frames that a network carries.
 """
 AT_ONCE = 64
 """The most frames to read from one port before the next port."""

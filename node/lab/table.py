@@ -1,8 +1,7 @@
 """Tables of results, as text for a terminal. Has no side effects.
 
 A results file is one measurement, and no figure combines several files. The share of the floor says how close
-a step
-is to its lower bound.
+a step is to its lower bound.
 """
 
 import shlex

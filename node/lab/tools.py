@@ -79,8 +79,7 @@ def sent_bytes(device: Device) -> int:
     """Bytes that have left the device.
 
     The shaper counts them with every packet's header. Without a shaper the device counts them, and takes a
-    batch of
-    segments as one packet.
+    batch of segments as one packet.
     """
     if (qdisc := root_qdisc(device)) is not None:
         return int(qdisc["bytes"])

@@ -1,10 +1,8 @@
 """The namespaces, wires, addresses and routes of a lab, as `ip` commands. Has no side effects.
 
 Every node has a namespace, and one address on its loopback device that its neighbours and the coordinator
-dial. A
-separate wire that is never shaped connects each node to the coordinator, so batches and heartbeats do not use
-the
-links' bandwidth.
+dial. A separate wire that is never shaped connects each node to the coordinator, so batches and heartbeats do
+not use the links' bandwidth.
 
     links         node 0 ══ node 1 ══ node 2     a wire for each pair of neighbours, shaped at both ends
     interfaces    node 0 ══ the lab ══ node 1    a wire for each node, shaped at both ends; the lab forwards
@@ -12,8 +10,7 @@ links' bandwidth.
                             node 2
 
 With the relay, packets between two nodes pass through the lab's own namespace, where the relay delays them.
-With
-netem, the delay is below the shaper.
+With netem, the delay is below the shaper.
 """
 
 from collections.abc import Sequence

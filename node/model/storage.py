@@ -155,8 +155,10 @@ def stored_bytes(
 HEAD_LOGITS = 1 << 26
 """The most logits that a head computes at a time: 256 MiB in float32."""
 FUSED_LOGITS = 1 << 28
-"""The same if a kernel overwrites the logits with their gradients: 512 MiB in half precision. Each piece adds
-to the weight's gradient, so fewer pieces take less time."""
+"""The most logits that a head computes at a time if a kernel overwrites them with their gradients.
+
+They take 512 MiB in half precision. Each piece adds to the weight's gradient, so fewer pieces take less time.
+"""
 
 
 def head_piece(tokens: int, vocab: int, *, fused: bool = False) -> int:

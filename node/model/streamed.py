@@ -44,7 +44,7 @@ class _Unit:
         self.on_device: list[Tensor] = []
         """The storages' bytes in pieces. It is empty while they are only on the host."""
         self.on_host: list[Tensor] = []
-        """The same pieces on the host."""
+        """The storages' bytes on the host, in the same pieces."""
         self.coming: Any = None
         self.sent: Any = None
         """The marks of copies, each in a tuple, because a CPU's mark is None."""

@@ -63,10 +63,12 @@ class TimeKind(StrEnum):
     WAIT_UPSTREAM = "wait-upstream"
     WAIT_DOWNSTREAM = "wait-downstream"
     WAIT_VOTES = "wait-votes"
-    """It waits for other stages to vote or to end the step."""
+    """The stage waits for other stages to vote or to end the step."""
     WAIT_COORDINATOR = "wait-coordinator"
-    """It waits for the coordinator after every stage has answered: for its disk, its processor or the way to
-    it."""
+    """The stage waits for the coordinator after every stage has answered.
+
+    The coordinator's disk, its processor or the way to it is slow.
+    """
     SYNC = "sync"
     """After the last backward, gradient groups are summed with other rows."""
 
@@ -167,8 +169,10 @@ class StageClock:
             return seconds
 
     def settled(self) -> dict[TimeKind, float]:
-        """The same without a wait for the coordinator that is still running, because only its answer says for
-        whom it was."""
+        """The seconds by kind without a wait for the coordinator that is still running.
+
+        Only the coordinator's answer says for whom that wait was.
+        """
         with self._lock:
             seconds = self._seconds.copy()
             if self._kind is not TimeKind.WAIT_COORDINATOR:

@@ -183,7 +183,7 @@ class StepDone(Event):
     bits_forward: float
     """The bits per activation element on the wire in this step, for payload and headers."""
     bits_backward: float
-    """The same for gradients."""
+    """The bits per gradient element on the wire in this step, for payload and headers."""
     up_mbit: tuple[float, ...]
     """The Mbit/s that each stage sent over the step."""
     down_mbit: tuple[float, ...]

@@ -466,9 +466,11 @@ class Share:
         return alone and plain and not coded and self._half and self._training.weights == "bfloat16"
 
     def block_work(self, units: Sequence[str], *, last: bool = True) -> int:
-        """What is allocated while a block is at work, besides all that blocks keep, with fresh gradients of
-        its matrices. A chunk's last block reads the gradient that the stage received; other blocks' gradients
-        are the stage's own."""
+        """The bytes allocated while a block is at work, in addition to what blocks keep.
+
+        They include fresh gradients of its matrices. A chunk's last block reads the gradient that the stage
+        received; other blocks' gradients are the stage's own.
+        """
         if not self.follows_kernels:
             return self.block_at_work() + self.new_gradients(units)
         hidden, keys = self._model.hidden, self._family.kv_width(self._model)
@@ -477,13 +479,14 @@ class Share:
         return max(feed_forward, self._attention_at_work() + attention)
 
     def block_again(self, units: Sequence[str], block: int) -> int:
-        """The same for a block that runs again, and then keeps `block` bytes."""
+        """`block_work` for a block that runs again and then keeps `block` bytes."""
         # What the block keeps includes its input, unless that is packed.
         same = self.follows_kernels and self._storage.norm_input == AS_COMPUTED
         return block + self.block_work(units) + (0 if same else self.residual)
 
     def ends_work(self, units: Sequence[str]) -> int:
-        """The same for the head, and for the embedding if it is counted separately; 0 without them."""
+        """The bytes at work for the head, or for the embedding if it is counted separately; 0 without
+        them."""
         if HEAD in units and not (self._devices.on_cpu or self.captures):
             return self._fused_head()
         if HEAD in units:
@@ -504,8 +507,10 @@ class Share:
         return 2 * narrow + max((1 + inputs + again) * wide, most)
 
     def _feed_forward(self) -> int:
-        """The same in forward, before the block's result exists: the inputs, the activation and the half's
-        result; also the half's input if it is not kept."""
+        """The most that kernels hold in the forward of a feed-forward, before the block's result exists.
+
+        These are the inputs, the activation and the half's result, and the half's input if it is not kept.
+        """
         inputs, wide, narrow = self._feed_forward_sizes()
         return (1 + inputs) * wide + narrow + self.residual * (self._storage.norm_input != AS_COMPUTED)
 

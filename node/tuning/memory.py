@@ -49,8 +49,11 @@ from wire.errors import RunError
 FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and packed tensors in flight, for each process."""
 CPU_FIXED_BYTES = 512 * 1024 * 1024
-"""The same if it is in the memory that the stage computes in, with torch's libraries and compiled codecs;
-measured (scripts/results/explained_steps.json)."""
+"""The fixed bytes of a process in the memory that the stage computes in: with torch's libraries and compiled
+codecs.
+
+Source: measurements in scripts/results/explained_steps.json.
+"""
 COMPILING_BYTES = 80 * 1024 * 1024
 """What compiling adds, if codecs may have to be compiled first."""
 CPU_PROCESS_BYTES = 400_000_000

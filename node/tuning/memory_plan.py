@@ -216,7 +216,7 @@ class PlannedStage:
         self._work = max(work, others if max(self.blocks) > 1 else 0)
         """The most bytes that are at work with a block, besides what blocks keep."""
         self._again_work, self._ends_work = again, ends
-        """The same for a block that runs again, and for the head."""
+        """The most bytes at work with a block that runs again, and with the head."""
         self.state_kinds = state_moves(config, devices, share, everything, times)
         self.columns = self._columns(config, devices, storage, share)
         blocks = sum(self.blocks)
@@ -317,7 +317,7 @@ class PlannedStage:
         )
 
     def alike(self, choice: Choice) -> tuple[Choice, ...]:
-        """The same choice for all blocks."""
+        """This choice for all blocks."""
         return (choice,) * sum(self.blocks)
 
     def memory(self, choices: Sequence[Choice], state: Moved = STAYS) -> StageMemory:
@@ -648,8 +648,10 @@ def planned_again(
     windows: int = 0,
     times: BlockTimes | None = None,
 ) -> MemoryPlan:
-    """The same choices as `plan`, with the current memory and times. Other arguments are as for
-    `plan_stage`."""
+    """The memory plan with the choices of `plan` and with the current memory and times.
+
+    Other arguments are as for `plan_stage`.
+    """
     variants = [variant for (variant,) in _variants(config, stages, devices, windows, stage, times)]
     variant = variants[0] if plan.graphs else variants[-1]
     return variant.plan(plan.choices, memory_bytes, state=plan.state)

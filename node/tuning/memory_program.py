@@ -198,13 +198,13 @@ class Program:
     """The room for what blocks keep and add to their work: the memory without everything else, also without a
     block at work."""
     room_again: int
-    """The same while a block runs again."""
+    """The room while a block runs again."""
     room_alone: int
-    """The same while a block runs again that is alone in its chunk."""
+    """The room while a block runs again that is alone in its chunk."""
     room_head: int | None = None
     """The room for what blocks keep while the head is at work; None without a head."""
     room_casting: int = 0
-    """The same in forward, during which each block of a chunk that will run again holds `casts` bytes."""
+    """The room in forward, during which each block of a chunk that will run again holds `casts` bytes."""
     casts: int = 0
     forward: float
     """The seconds of the forward of the stage's blocks for one microbatch."""

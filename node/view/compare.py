@@ -77,7 +77,7 @@ class Comparison:
     held_out_at_step: tuple[tuple[int, float, float], ...] = ()
     """(step, first run's, second run's) held-out loss, with fp32 on every link."""
     held_out_as_trained_at_step: tuple[tuple[int, float, float], ...] = ()
-    """The same with each run's codecs on the links."""
+    """(step, first run's, second run's) held-out loss, with each run's codecs on the links."""
     groups: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = ((), ())
     """The gradient groups of each row in the newest placement; empty for a run with one group."""
 

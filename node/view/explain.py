@@ -161,12 +161,12 @@ class Explanation:
     parameters: int
     """The parameters of all stages, including a tied head's copy."""
     head: HeadPlace | None
-    """Only for a tied model that several stages train."""
+    """The place of the head; None unless several stages train a tied model."""
     stages: tuple[StagePlan, ...]
     memory: tuple[StageNeed, ...]
     flows: tuple[Flow, ...]
     text: TextPlan | None = None
-    """None if it was not requested."""
+    """The plan of the text; None if it was not requested."""
 
     @property
     def sync_bytes(self) -> dict[int, int]:
@@ -176,7 +176,8 @@ class Explanation:
 
     @property
     def round_bytes(self) -> dict[int, int]:
-        """The same for a step that is a round of local steps."""
+        """With gradient groups, the bytes that the busiest node sends to others in a round of local steps, by
+        rows."""
         return self._sync_bytes(of_round=True)
 
     def _sync_bytes(self, *, of_round: bool) -> dict[int, int]:

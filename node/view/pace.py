@@ -39,11 +39,11 @@ class StepWork:
     forward: tuple[float, ...]
     """The seconds of a microbatch's forward on each stage, over all its chunks."""
     backward: tuple[float, ...]
-    """The same for backward."""
+    """The seconds of a microbatch's backward on each stage, over all its chunks."""
     activation_bytes: float
-    """The bytes of one packed tensor with its frames, for a microbatch or for a slice of it."""
+    """The bytes of one packed activation with its frames, for a microbatch or for a slice of it."""
     gradient_bytes: float
-    """The same for a gradient."""
+    """The bytes of one packed gradient with its frames, for a microbatch or for a slice of it."""
     lines: tuple[LinkRate, ...]
     """The line of each stage's machine, shared by its links."""
     chunks: int = 1

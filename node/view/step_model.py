@@ -17,10 +17,12 @@ FULL = 0.85
 """A link at this share of its measured capacity is full; a stage with this share of busy time has no time
 left. The alert in deploy/prometheus/alerts.yml uses the same number."""
 FULL_TOGETHER = 0.75
-"""The same for links that share an upload, as their bytes divided by the sum of their capacities. It is
-lower, because each link is also measured while the others are silent."""
+"""Links that share an upload are full if their bytes divided by the sum of their capacities are this share.
+
+It is lower than `FULL`, because each link is also measured while the others are silent.
+"""
 EACH_TOGETHER = 0.6
-"""The least share for each of these links."""
+"""The least share for each of the links that share an upload."""
 BY_PROGRAM = 0.8
 """If the sender of a full link computes for this share of the time with data, its processor is the limit."""
 LITTLE = 0.2
@@ -42,17 +44,18 @@ class StepModel:
     forward: tuple[float, ...]
     """A microbatch's forward on each stage, over all its chunks, without packing."""
     backward: tuple[float, ...]
-    """The same for backward."""
+    """A microbatch's backward on each stage, over all its chunks, without packing."""
     packing: tuple[float, ...]
     """Encoding and decoding for a microbatch on each stage."""
     activation_bytes: float
     """A microbatch's packed activation at one boundary, with frames."""
     gradient_bytes: float
-    """The same for a gradient."""
+    """A microbatch's packed gradient at one boundary, with frames."""
     links: tuple[LinkRate, ...]
-    """As for `step_floor`. A direction of unknown capacity costs nothing."""
+    """The links as for `step_floor`. A direction of unknown capacity costs nothing."""
     interfaces: tuple[LinkRate, ...]
-    """As for `step_floor`. Uploads that a stage's links seem to share replace the links' capacities."""
+    """The interfaces as for `step_floor`. Uploads that a stage's links seem to share replace the links'
+    capacities."""
     after_seconds: float
     """The time of the optimizer step."""
     head_share: float | None = None

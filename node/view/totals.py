@@ -43,7 +43,7 @@ class Totals:
     seconds: float
     """The seconds per step that runs reach."""
     between: tuple[float, float]
-    """The same if unmeasured CPUs are as fast or as slow as they may be."""
+    """The seconds per step if unmeasured CPUs are as fast, and as slow, as they may be."""
     run_seconds: float
     window: int
     """The microbatches in flight on each link beyond what the schedule holds."""
@@ -51,8 +51,10 @@ class Totals:
     """The bytes that each stage takes in steps: for a CPU the expected main memory, for a GPU the
     estimate."""
     most_memory: tuple[int, ...]
-    """The same, but for CPUs an upper bound, with copies of a snapshot in transfer and codecs being
-    compiled."""
+    """The most bytes that each stage may take: for a CPU an upper bound, for a GPU the estimate.
+
+    It includes copies of a snapshot in transfer and codecs that are being compiled.
+    """
 
 
 def machine_bytes(explanation: Explanation) -> tuple[MachineBytes, ...]:
