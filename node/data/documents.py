@@ -807,8 +807,12 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     else:
         actual = f"it has {names.count(field) or 'no'} columns {field!r}"
     raise DataError(
-        f"{path}: {actual}; set [data] jsonl_field to the one that holds the text"
-        + (f", of {_names(texts)}" if texts else f": there is none of text, but {_names(names)}")
+        f"{path}: {actual}; "
+        + (
+            f"set [data] jsonl_field to the one that holds the text, of {_names(texts)}"
+            if texts
+            else f"no column holds text, only {_names(names)}: name other data"
+        )
     )
 
 

@@ -102,7 +102,7 @@ def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:
     if len(samples) < microbatch:
         remedy = "name some in data.valid, or set data.valid_every = 0"
         if not data.valid and in_shards(data):
-            raise DataError(f"of conversations and of text in shards nothing is held out: {remedy}")
+            raise DataError(f"from conversations and text in shards nothing is held out: {remedy}")
         raise DataError(
             f"the held-out text gives {len(samples)} samples; data.valid_every needs {microbatch} "
             f"(a microbatch): give more text, {remedy}"

@@ -49,7 +49,7 @@ def sentencepiece_tokenizer(data: bytes, added: Mapping[int, str]) -> "tokenizer
         raise ValueError("it has no pieces")
     prefixed, squeezed = rules.get(3, 1), rules.get(4, 1)
     if rules.get(2) or squeezed or trainer.get(3, UNIGRAM) not in (UNIGRAM, BPE):
-        raise DataError(f"a tokenizer.model that changes its text, or is of a kind of its own: {_ADVICE}")
+        raise DataError(f"a tokenizer.model that changes its text, or has an unknown kind: {_ADVICE}")
 
     unknown = next((index for index, (_, _, kind) in enumerate(pieces) if kind == UNKNOWN), None)
     name = None if unknown is None else pieces[unknown][0]

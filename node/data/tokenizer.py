@@ -233,11 +233,11 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
             bpe = tokenizers.Tokenizer.from_str(tables[0].decode())
             for rules in filter(None, (bpe.normalizer, bpe.decoder)):
                 if (growth := _growth(json.loads(rules.__getstate__()))) > MOST_GROWTH:
-                    raise DataError(f"{files[0]} makes {growth:.3g} characters of one, as no tokenizer does")
+                    raise DataError(f"{files[0]} makes {growth:.3g} characters of one: copy it again")
             if getattr(bpe.model, "dropout", None):
-                bpe.model.dropout = None  # with it the same text gives other ids each time
+                bpe.model.dropout = None  # with dropout the same text gives other ids each time
             if (around := bpe.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
-                raise DataError(f"{files[0]} puts {around:,} tokens around a text, as no tokenizer does")
+                raise DataError(f"{files[0]} puts {around:,} tokens around a text: copy it again")
         else:
             bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
             bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -126,7 +126,8 @@ def _check_frozen(config: RunConfig, ranks: int) -> None:
         if spec.cut is Cut.INPUTS and width % PACKED_BLOCK:
             raise RunError(
                 f"--tensor-parallel {ranks} cuts rows of {spec.name} {list(spec.shape)} into {width}, and "
-                f"lora.base {config.lora.base} needs multiples of {PACKED_BLOCK}: join with a lower one"
+                f"lora.base {config.lora.base} needs multiples of {PACKED_BLOCK}: "
+                "lower --tensor-parallel"
             )
 
 

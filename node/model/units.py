@@ -44,7 +44,7 @@ def check_model(model: ModelSection) -> None:
         if getattr(model, name) < 1:
             raise ConfigError(f"[model] {name} is {getattr(model, name)}; it must be at least 1")
     if model.layers > 10_000:
-        raise ConfigError(f"[model] layers is {model.layers}; at most 10000 can be named")
+        raise ConfigError(f"[model] layers is {model.layers}; it must be at most 10000")
     for name, allowed in family.choices.items():
         if getattr(model, name) not in allowed:
             raise ConfigError(f"[model] {name} is {getattr(model, name)!r}; expected {', '.join(allowed)}")

@@ -70,7 +70,7 @@ class Work:
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.blocks:
-            raise ConfigError(f"{self.blocks} blocks cannot be {self.stages} stages")
+            raise ConfigError(f"{self.blocks} blocks cannot be split over {self.stages} stages")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ def storage_named(config: RunConfig, name: str) -> Storage:
     for storage in allowed_storages(config):
         if name_of(storage) == name:
             return storage
-    raise RunError(f"storage {name!r} is not among those that this run's file allows (storage.allow)")
+    raise RunError(f"storage {name!r} is not allowed in this run: add it to storage.allow")
 
 
 @lru_cache(maxsize=MOST_STORAGES * 4)
