@@ -11,7 +11,6 @@ import hmac
 import ipaddress
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from node.coordinator.changes import Changes
+from node.coordinator.enrolment_service import RateLimit, RateLimits
 from node.coordinator.store import Store
 from node.telemetry import events
 from node.telemetry.format import parse_duration
@@ -89,15 +89,15 @@ class ChangeGuard:
     """Admits or refuses changes; counts wrong keys by client address."""
 
     WRONG_KEYS = 5
-    """Wrong keys from one address in `SECONDS`; more are told to wait, and not logged."""
+    """Wrong keys from one address at once, and in `SECONDS`; more are told to wait, and not logged."""
     CHANGES = 30
-    """Changes in `SECONDS`, from all addresses."""
+    """Changes at once, and in `SECONDS`, from all addresses."""
     SECONDS = 60.0
 
     def __init__(self, key: OperatorKey) -> None:
         self._key = key
-        self._wrong = Limiter(most=self.WRONG_KEYS, seconds=self.SECONDS)
-        self._changes = Limiter(most=self.CHANGES, seconds=self.SECONDS)
+        self._wrong = RateLimits(self.WRONG_KEYS / self.SECONDS, self.WRONG_KEYS)
+        self._changes = RateLimit(self.CHANGES / self.SECONDS, self.CHANGES)
 
     def check(self, request: ChangeRequest, now: float) -> Denied | None:
         """None if the change is admitted. `now`: monotonic seconds."""
@@ -117,17 +117,14 @@ class ChangeGuard:
         if not self._key.matches(given):
             # The right key is never refused for others' guesses: they share its address behind a proxy, and
             # on loopback with every program of this machine. 128 bits are not guessed at any rate.
-            source = address_group(request.remote)
-            if self._wrong.full(source, now):
+            if not self._wrong.take(address_group(request.remote), now):
                 return Denied(status=429, reason="too many wrong keys from this address: wait a minute")
-            self._wrong.count(source, now)
             return Denied(
                 status=401,
                 reason=f"that is not the operator's key; it is in {KEY_FILE} in the run's directory",
             )
-        if self._changes.full("", now):
+        if not self._changes.take(now):
             return Denied(status=429, reason="too many changes within a minute: wait a little")
-        self._changes.count("", now)
         return None
 
 
@@ -154,29 +151,6 @@ def is_loopback(address: str) -> bool:
         return False
     mapped = getattr(parsed, "ipv4_mapped", None)
     return (mapped or parsed).is_loopback
-
-
-class Limiter:
-    """Counts by name in a sliding window; keeps a bounded number of names."""
-
-    MOST_NAMES = 1024
-
-    def __init__(self, *, most: int, seconds: float) -> None:
-        self._most = most
-        self._seconds = seconds
-        self._times: OrderedDict[str, list[float]] = OrderedDict()
-
-    def full(self, name: str, now: float) -> bool:
-        return len(self._recent(name, now)) >= self._most
-
-    def count(self, name: str, now: float) -> None:
-        self._times[name] = [*self._recent(name, now), now]
-        self._times.move_to_end(name)
-        while len(self._times) > self.MOST_NAMES:
-            self._times.popitem(last=False)
-
-    def _recent(self, name: str, now: float) -> list[float]:
-        return [at for at in self._times.get(name, ()) if now - at < self._seconds]
 
 
 def _hash(text: str) -> bytes:

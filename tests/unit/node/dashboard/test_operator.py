@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from node.coordinator.enrolment_service import MOST_COUNTED, RateLimits
 from node.dashboard.operator import (
     KEY_ALPHABET,
     KEY_FILE,
@@ -12,7 +13,6 @@ from node.dashboard.operator import (
     ChangeGuard,
     ChangeRequest,
     Denied,
-    Limiter,
     OperatorKey,
 )
 from wire.errors import UserError
@@ -120,13 +120,11 @@ def test_changes_come_at_a_bounded_rate() -> None:
     assert one.check(FIT, ChangeGuard.SECONDS + 1) is None
 
 
-def test_a_limiter_remembers_no_more_names_than_it_should() -> None:
-    limiter = Limiter(most=1, seconds=10)
-    for number in range(3 * Limiter.MOST_NAMES):
-        limiter.count(str(number), 0.0)
-    assert not limiter.full("0", 1.0)
-    assert limiter.full(str(3 * Limiter.MOST_NAMES - 1), 1.0)
-    assert len(limiter._times) == Limiter.MOST_NAMES
+def test_wrong_keys_are_counted_for_no_more_addresses_than_there_is_room_for() -> None:
+    limits = RateLimits(0.1, 1)
+    assert all(limits.take(str(number), 0.0) for number in range(3 * MOST_COUNTED))
+    assert limits.take("0", 1.0) and not limits.take(str(3 * MOST_COUNTED - 1), 1.0)
+    assert len(limits._limits) == MOST_COUNTED
 
 
 def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
