@@ -119,7 +119,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     def __init__(
         self,
         handler: Handler,
-        front: Front | None = None,
+        front: Front,
         limits: Callable[[], MessageLimits] | None = None,
         *,
         relays: bool = False,
@@ -127,7 +127,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         """
         Args:
             relays: nodes that cannot be reached take part by a relay.
-            front: what the port is behind, if it is.
+            front: what the port is behind.
             limits: makes the bounds of what one member may send; None: there are none.
         """
         self.handler = handler
@@ -141,8 +141,9 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
         node_id = await self._member(context)
+        source = self._front.host(context.peer())
         try:
-            session = await self.desk.greet(node_id, self._source(context), lambda: _hello(requests))
+            session = await self.desk.greet(node_id, source, lambda: _hello(requests))
         except DecodeError:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
         except ProtocolViolationError as error:
@@ -259,11 +260,6 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             await when_served(self.desk, node_id, kind, size)
             yield
 
-    def _source(self, context: Context) -> str:
-        """The IP address that a call comes from."""
-        peer = context.peer()
-        return self._front.host(peer) if self._front is not None else _peer_host(peer)
-
     async def _member(self, context: Context) -> str:
         """The caller's node id, if it may take part in the run; ends the call otherwise."""
         try:
@@ -276,19 +272,12 @@ class NodeRefusedError(ThinwireError):
     """The caller may not take part in the run."""
 
 
-async def admitted(
-    context: Context | grpc.ServicerContext, handler: SessionHandler, front: Front | None
-) -> str:
-    """The caller's node id. Raises NodeRefusedError.
-
-    Args:
-        front: the one that the called service is behind, if there is one.
-    """
+async def admitted(context: Context | grpc.ServicerContext, handler: SessionHandler, front: Front) -> str:
+    """The caller's node id. `front`: what the called service is behind. Raises NodeRefusedError."""
     node_id = peer_node_id(context)
     if node_id is None:
         raise NodeRefusedError("the certificate names no node")
-    if front is not None:
-        front.prove(context.peer(), node_id)
+    front.prove(context.peer(), node_id)
     if (refusal := await handler.refusal_for(node_id)) is not None:
         raise NodeRefusedError(refusal.message)
     return node_id
@@ -315,12 +304,6 @@ async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
     if first is None:
         raise TimeoutError
     return hello_from(first)
-
-
-def _peer_host(peer: str) -> str:
-    """The host in gRPC's name of a peer: "ipv4:10.0.0.1:4711" or "ipv6:%5B::1%5D:4711"."""
-    address = peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
-    return address.rpartition(":")[0].strip("[]")
 
 
 async def _write(context: Context, size: int, digest: str, pieces: Iterator[bytes]) -> None:

@@ -44,8 +44,8 @@ Result = TypeVar("Result")
 class LayerService:
     """`GetLayer` and `PutLayer`. Create it on the event loop."""
 
-    def __init__(self, handler: Handler, desk: SessionDesk, front: Front | None = None) -> None:
-        """`front`: the one that this service is behind, if there is one."""
+    def __init__(self, handler: Handler, desk: SessionDesk, front: Front) -> None:
+        """`front`: what this service is behind."""
         self._handler = handler
         self._desk = desk
         self._front = front

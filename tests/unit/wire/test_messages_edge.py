@@ -20,13 +20,15 @@ from node.model.labels import BatchPart
 from node.stage.coordinator_client import CoordinatorClient
 from tests.support.control_handler import NobodyAsks
 from tests.support.pki import hello, new_authority, new_node
+from wire.admission import Limits
 from wire.channels import make_server, open_channel
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
+from wire.front import Front, start_behind
 from wire.identity.credentials import mutual_tls
 from wire.messages import CoordinatorMessage, Finish, Heartbeat, NodeMessage
 from wire.messages_proto import coordinator_message_to_proto, node_message_to_proto
 from wire.telemetry import Telemetry
-from wire.v1 import control_pb2, control_pb2_grpc
+from wire.v1 import control_pb2
 
 AUTHORITY = new_authority()
 NODE, OTHER = new_node(AUTHORITY), new_node(AUTHORITY)
@@ -69,16 +71,16 @@ async def coordinator(
     handler: FakeHandler | None = None, *handlers: grpc.GenericRpcHandler
 ) -> AsyncIterator[int]:
     """The coordinator's mutual-TLS port: the product's service for `handler`, or `handlers` in its place."""
-    server = make_server(handlers)
+    server, front = make_server(handlers), Front(Limits.of_members(256))
     if handler is not None:
-        control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(handler), server)
+        ControlService(handler, front).add_to(server)
     credentials = AUTHORITY.coordinator_credentials(timedelta(hours=1), time.time())
-    port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, AUTHORITY.certificate_pem))
-    await server.start()
+    await start_behind(front, server, mutual_tls(lambda: credentials, AUTHORITY.certificate_pem))
     try:
-        yield port
+        yield front.listen("127.0.0.1:0")
     finally:
         await server.stop(0)
+        await front.close()
 
 
 @contextlib.asynccontextmanager
