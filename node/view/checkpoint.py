@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import threading
+from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def _load(directory: Path, end: int | None) -> tuple[RunViewBuilder, int]:
             type(position) is int
             and 0 <= position <= (history_size(directory) if end is None else end)
             and (raw["version"], raw["head"]) == (VERSION, _head(directory))
+            and {*raw["state"]} == {field.name for field in fields(RunViewBuilder)}
         )
         if usable:
             builder: RunViewBuilder = read_value(raw["state"], RunViewBuilder, "state")
@@ -88,7 +90,7 @@ def _load(directory: Path, end: int | None) -> tuple[RunViewBuilder, int]:
 
 def _save(directory: Path, builder: RunViewBuilder, position: int) -> None:
     """Save a checkpoint if possible. The directory may be read-only, or its disk full."""
-    fields = {
+    whole = {
         "version": VERSION,
         "head": _head(directory),
         "position": position,
@@ -97,7 +99,7 @@ def _save(directory: Path, builder: RunViewBuilder, position: int) -> None:
     partial = directory / f"{CHECKPOINT_FILE}.{os.getpid()}-{threading.get_ident()}.partial"
     try:
         # Encoded as a whole: writing piece by piece is many times slower, and slows the run's steps.
-        text = json.dumps(fields, separators=(",", ":"), default=plain_fields)
+        text = json.dumps(whole, separators=(",", ":"), default=plain_fields)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

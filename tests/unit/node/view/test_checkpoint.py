@@ -148,6 +148,18 @@ def test_a_damaged_checkpoint_costs_time_only(tmp_path: Path, damage: bytes) -> 
     assert read_view(tmp_path)[0].view() == whole_view(tmp_path)
 
 
+def test_a_checkpoint_with_other_fields_is_not_used(tmp_path: Path) -> None:
+    record(tmp_path, 1, 20)
+    path = tmp_path / CHECKPOINT_FILE
+    whole = json.loads(path.read_text())
+    del whole["state"]["loss"]  # as a program without this curve wrote it
+    path.write_text(json.dumps(whole))
+    assert read_view(tmp_path)[0].view() == whole_view(tmp_path)
+    del whole["state"]
+    path.write_text(json.dumps({**whole, "state": 7}))
+    assert read_view(tmp_path)[0].view() == whole_view(tmp_path)
+
+
 def test_a_checkpoint_of_another_history_is_not_used(tmp_path: Path) -> None:
     record(tmp_path, 1, 20)
     for path in tmp_path.glob("history*.jsonl*"):
