@@ -35,11 +35,7 @@ class ComputeThread:
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` after what was submitted before. Its time counts as the optimizer's by default."""
-
-        def counted() -> Result:
-            with self.clock.spent(TimeKind.OPTIMIZER):
-                return work()
-
+        counted = self.clock.spent(TimeKind.OPTIMIZER)(work)
         return await asyncio.get_running_loop().run_in_executor(self._pool, counted)
 
     async def watch(self) -> None:
