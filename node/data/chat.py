@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from node.config.schema import DataSection
-from node.data.conversations import ASSISTANT, USER, Conversation, Dropped, normalized
+from node.data.conversations import ASSISTANT, USER, Conversation, Dropped, normalized, tools_of
 from node.data.templates import ChatTemplate, Rendered
 from node.data.text import expanded
 from node.data.tokenizer import (
@@ -32,6 +32,8 @@ from wire.errors import DataError
 if TYPE_CHECKING:
     import tokenizers
 
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""Where a tokenizer's folder has the template of conversations with tools."""
 CHAT_FORMAT = "6"
 """Increase this when the same rows give other tokens or labels."""
 MARKED_TEXT = (
@@ -99,11 +101,17 @@ class ChatEncoder:
         fingerprint: str,
         path: Path,
         marker: Marker | None = None,
+        with_tools: ChatTemplate | None = None,
     ) -> None:
-        """`path` is the tokenizer's path, for messages."""
+        """
+        Args:
+            path: the tokenizer's path, for messages.
+            with_tools: the template of conversations with tools, if they have another one.
+        """
         self._bpe = bpe
         self._path = path
         self._template = template
+        self._with_tools = with_tools
         self._marker = marker
         self.fingerprint = fingerprint
         """A fingerprint of the tokenizer, the template and the special tokens. It is the same with every
@@ -118,7 +126,8 @@ class ChatEncoder:
             Dropped: the conversation cannot be trained on.
             DataError: the row is no conversation.
         """
-        return self._tokens(self._template.render(self._conversation(row, place)))
+        conversation, template = self._conversation(row, place)
+        return self._tokens(template.render(conversation))
 
     def encode_all(
         self, rows: Iterable[tuple[str, Mapping[str, Any] | bytes | Dropped]]
@@ -128,27 +137,33 @@ class ChatEncoder:
         Raises:
             DataError: a row is no conversation.
         """
-        read: list[Conversation | Dropped] = []
+        read: list[ChatTemplate | Dropped] = []
+        waiting: dict[ChatTemplate, list[Conversation]] = {}
         for place, row in rows:
             assert not isinstance(row, bytes), "chat data comes in rows"
             try:
                 if isinstance(row, Dropped):
                     raise row
-                read.append(self._conversation(row, place))
+                conversation, template = self._conversation(row, place)
+                waiting.setdefault(template, []).append(conversation)
+                read.append(template)
             except Dropped as reason:
                 read.append(reason)
-        rendered = iter(self._template.render_all([row for row in read if isinstance(row, Conversation)]))
+        rendered = {template: iter(template.render_all(several)) for template, several in waiting.items()}
         for item in read:
-            result = item if isinstance(item, Dropped) else next(rendered)
+            result = item if isinstance(item, Dropped) else next(rendered[item])
             try:
                 yield result if isinstance(result, Dropped) else self._tokens(result)
             except Dropped as reason:
                 yield reason
 
-    def _conversation(self, row: Mapping[str, Any], place: str) -> Conversation:
+    def _conversation(self, row: Mapping[str, Any], place: str) -> tuple[Conversation, ChatTemplate]:
         if self._marker is not None:
             row = self._marker.conversation(row, place)
-        return normalized(row, place, self._template.forms)
+        template = self._template
+        if self._with_tools is not None and tools_of(row):
+            template = self._with_tools
+        return normalized(row, place, template.forms), template
 
     def _tokens(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
         encoded = self._encoded(rendered.text)
@@ -204,13 +219,14 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
     # the text.
     bpe.post_processor = None
     folder = files[0].parent
-    source, where = _template_source(folder, template) if marker is None else (MARKED_TEXT, "thinwire")
+    sources, where = _template_sources(folder, template) if marker is None else ([MARKED_TEXT], "thinwire")
     tokens = special_tokens(folder)
-    rendering = _template(source, tuple(sorted(tokens.items())), where)
-    parts = [*tables, source.encode(errors="surrogatepass"), json.dumps(tokens, sort_keys=True).encode()]
+    templates = [_template(source, tuple(sorted(tokens.items())), where) for source in sources]
+    parts = [*tables, sources[0].encode(errors="surrogatepass"), json.dumps(tokens, sort_keys=True).encode()]
+    parts += [source.encode(errors="surrogatepass") for source in sources[1:]]
     parts += [repr(marker).encode()] if marker is not None else []
     fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-    return ChatEncoder(bpe, rendering, fingerprint, path, marker)
+    return ChatEncoder(bpe, templates[0], fingerprint, path, marker, *templates[1:])
 
 
 def chat_encoder(data: DataSection) -> ChatEncoder:
@@ -219,27 +235,31 @@ def chat_encoder(data: DataSection) -> ChatEncoder:
     return load_chat_encoder(data.tokenizer, data.chat_template, marker)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _template(source: str, tokens: tuple[tuple[str, str], ...], where: str) -> ChatTemplate:
     """The rendering process, shared by the training data, the held-out data and all others with this
     template."""
     return ChatTemplate(source, dict(tokens), where)
 
 
-def _template_source(folder: Path, named: str) -> tuple[str, str]:
+def _template_sources(folder: Path, named: str) -> tuple[list[str], str]:
+    """The template, then the template of conversations with tools if there is one; and where they are."""
     path = expanded(named, "data.chat_template").resolve() if named else folder / "chat_template.jinja"
     if named or path.exists():
+        paths = [path, *([] if named else filter(Path.exists, [folder / TOOL_TEMPLATE]))]
         try:
-            return read_bounded(path).decode(), str(path)
+            return [read_bounded(path).decode() for path in paths], str(path)
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 text: copy it again") from error
     path = folder / "tokenizer_config.json"
-    template = json_object(path).get("chat_template")
-    if isinstance(template, list):  # named templates: [{"name", "template"}]
-        named_default = (row for row in template if isinstance(row, dict) and row.get("name") == "default")
-        template = next((entry.get("template") for entry in named_default), None)
-    if not isinstance(template, str):
+    value = json_object(path).get("chat_template")
+    if isinstance(value, list):  # named templates: [{"name", "template"}]
+        entries = (entry for entry in value if isinstance(entry, dict))
+        value = {str(entry.get("name")): entry.get("template") for entry in entries}
+    named_templates = value if isinstance(value, dict) else {"default": value}
+    sources = [named_templates.get(name) for name in ("default", "tool_use")]
+    if not isinstance(sources[0], str):
         raise DataError(
             f"the tokenizer in {folder} has no chat template: set [data] chat_template to a Jinja file"
         )
-    return template, str(path)
+    return [source for source in sources if isinstance(source, str)], str(path)

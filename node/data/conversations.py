@@ -328,6 +328,14 @@ def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
         yield {"id": waiting[-1], "type": "function", "function": function}
 
 
+def tools_of(row: Mapping[str, Any]) -> list[Any]:
+    """The tools of a row. Raises Dropped."""
+    try:
+        return _tools(row)
+    except RecursionError as error:
+        raise Dropped("deeply nested messages") from error
+
+
 def _tools(row: Mapping[str, Any]) -> list[Any]:
     """The tools as a list of objects. Any of them may be given as JSON text."""
     tools = _clean(row.get("tools"))

@@ -384,6 +384,7 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         data = small_file(path if file == TOKENIZER and path.is_file() else folder / file)
         data = original_file(start, file) if data is None else data
         if data is not None:
+            (out / file).parent.mkdir(exist_ok=True)
             (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
     if not (out / TOKENIZER).exists():
         log.warning("the tokenizer %s is not on this machine: the exported folder is without it", name)

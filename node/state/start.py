@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from node.config.schema import ModelSection
+from node.data.chat import TOOL_TEMPLATE
 from node.data.text import expanded, read_small
 from node.data.tokenizer import MOST_TABLES_BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_files
 from node.model.units import unit_names
@@ -27,6 +28,7 @@ OTHER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    TOOL_TEMPLATE,
     "generation_config.json",
 )
 """Small files that an export passes on."""

@@ -320,6 +320,45 @@ def test_characters_that_no_text_has_are_one_error(tmp_path: Path) -> None:
             encoder.encode(conversations(1)[0], "here")
 
 
+WITH_TOOLS = "{{ tools | tojson }}" + TEMPLATE
+
+
+@pytest.mark.parametrize("form", ["list", "map", "files"])
+def test_conversations_with_tools_have_the_template_that_transformers_takes(
+    tmp_path: Path, form: str
+) -> None:
+    import transformers
+
+    folder = write_tokenizer(tmp_path / "t")
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    named = {"default": TEMPLATE, "tool_use": WITH_TOOLS}
+    if form == "files":
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
+    else:
+        listed = [{"name": name, "template": template} for name, template in named.items()]
+        settings["chat_template"] = listed if form == "list" else named
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    encoder = load_chat_encoder(str(folder), "")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": messages}, {"messages": messages, "tools": tools}, {"messages": messages}]
+    expected = [
+        theirs.apply_chat_template(messages, tools=row.get("tools"), return_dict=True)["input_ids"]
+        for row in rows
+    ]
+    assert expected[0] != expected[1]
+    assert [encoder.encode(row, "here")[0].tolist() for row in rows] == expected
+    found = encoder.encode_all([("here", row) for row in rows])
+    assert [ids.tolist() for ids, _ in found] == expected
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    own = load_chat_encoder(str(folder), str(tmp_path / "own.jinja"))
+    assert own.encode(rows[1], "here")[0].tolist() == expected[0]
+    assert own.fingerprint != encoder.fingerprint
+
+
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t")
     (folder / "tokenizer_config.json").write_text("{}")
