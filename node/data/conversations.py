@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time, timedelta
 from typing import Any
 
 from node.data.text import without_marks
@@ -150,6 +151,12 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         if value is None or value == []:
             continue
         cleaned = _clean(value)
+        if isinstance(cleaned, dict) and _is_columns(cleaned):  # as `datasets` stores a Sequence
+            cleaned = [dict(zip(cleaned, turn, strict=True)) for turn in zip(*cleaned.values(), strict=True)]
+        if isinstance(cleaned, list):
+            cleaned = [message for message in cleaned if message is not None]
+        if cleaned == []:
+            continue
         if not isinstance(cleaned, list) or not all(isinstance(message, dict) for message in cleaned):
             raise DataError(f"{place}: {name} is no list of messages, each with a role and a content")
         return cleaned
@@ -164,6 +171,12 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         'from and value, "instruction" with "output", or "prompt" with "completion", got '
         f"{', '.join(map(str, row))[:200] or 'an empty row'}"
     )
+
+
+def _is_columns(value: Message) -> bool:
+    """Whether these are lists of one length."""
+    lengths = {len(column) if isinstance(column, list) else -1 for column in value.values()}
+    return len(lengths) == 1 and -1 not in lengths
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -398,6 +411,8 @@ def _texts(value: Any) -> Any:
         return [_texts(item) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
+    if isinstance(value, date | time | timedelta):
+        return str(value)  # as a template writes it
     raise Dropped("values that JSON cannot hold")
 
 

@@ -827,7 +827,7 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
                     f"{place} has over {MOST_BYTES >> 20} MiB in column {name!r}: cut it into several"
                 )
             try:
-                value = column[number].as_py()
+                value = _value(column, number)
                 if data.format == "chat" and name in MEDIA:
                     row[name] = bool(value)
                     continue
@@ -838,6 +838,29 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
                     f"{place}: column {name!r} cannot be read ({error}): repair or remove that row"
                 ) from error
         yield place, row
+
+
+def _value(column: Any, number: int) -> Any:
+    """A value of a column. Times within a list or an object that Python's cannot hold come as numbers."""
+    try:
+        return column[number].as_py()
+    except (ArithmeticError, ValueError, LookupError):  # a date far away, or an unknown time zone
+        if not column.type.num_fields:
+            raise
+        import pyarrow
+
+        return column.slice(number, 1).cast(_with_numbers(pyarrow, column.type))[0].as_py()
+
+
+def _with_numbers(pyarrow: Any, kind: Any) -> Any:
+    """A type of Arrow with whole numbers in place of times."""
+    if pyarrow.types.is_temporal(kind):
+        return pyarrow.int64() if kind.bit_width == 64 else pyarrow.int32()
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_with_numbers(pyarrow, field.type)) for field in kind])
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_with_numbers(pyarrow, kind.value_type)))
+    return kind
 
 
 def _decoded(value: bytes) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -57,6 +58,8 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         },
         {"messages": [{"role": "USER", "content": [{"type": "text"}, "\ufeffHow warm?"]}, ANSWERED]},
         {"messages": [ASKED, {**ANSWERED, "weight": "1", "loss": "true", "tool_calls": {}}]},
+        {"messages": [None, ASKED, None, ANSWERED]},
+        {"messages": {"role": ["user", "assistant"], "content": ["How warm?", "Seven."]}},
         {"instruction": "How warm?", "input": "", "output": "Seven."},
         {"instruction": "How warm?", "output": "Seven.", "text": "### Instruction: ..."},
         {"prompt": "How warm?", "completion": "Seven."},
@@ -64,7 +67,8 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         {"question": "How warm?", "context": None, "answer": "Seven."},
     ],
     ids=[
-        *("openai", "json", "sharegpt", "names", "nones", "parts", "part", "marks", "strings"),
+        *("openai", "json", "sharegpt", "names", "nones", "parts", "part", "marks", "strings", "nulls"),
+        "columns",
         *("alpaca", "alpaca-text", "completion", "trl", "question"),
     ],
 )
@@ -114,6 +118,11 @@ def test_null_in_arguments_is_kept_where_it_was_written() -> None:
 )
 def test_tools_are_objects(tools: Any) -> None:
     assert normalized({"messages": TALK, "tools": tools}, "", Forms()).extra == {"tools": [TOOL]}
+
+
+def test_times_are_as_a_template_writes_them() -> None:
+    at = datetime(2023, 4, 1, tzinfo=UTC)
+    assert messages_of({"messages": [{**ASKED, "at": at}, ANSWERED]})[0]["at"] == str(at)
 
 
 def test_legacy_calls_become_tool_calls_with_identities() -> None:
@@ -187,6 +196,7 @@ def test_content_has_the_form_that_the_template_writes() -> None:
     ("messages", "reason"),
     [
         ([], "no messages"),
+        ([None], "no messages"),
         ([ASKED], "no assistant message"),
         ([ASKED, {**ANSWERED, "weight": 0}], "no assistant message with a weight"),
         ([ASKED, {**ANSWERED, "weight": 0.5}], "a weight other than 0 and 1"),

@@ -378,6 +378,25 @@ def test_lines_that_are_no_table_are_text(tmp_path: Path) -> None:
     assert texts_of(tmp_path) == [b"One, two.\nThree.\n", b"id,body\n1,one\n"]
 
 
+def test_times_of_messages_do_no_harm(tmp_path: Path) -> None:
+    """Even those that Python cannot hold."""
+    times = pyarrow.array([10**15, 0], pyarrow.int64()).cast(pyarrow.timestamp("s", tz="Moon/Tycho"))
+    days = pyarrow.array([-1_000_000, 0], pyarrow.int32()).cast(pyarrow.date32())
+    turns = pyarrow.StructArray.from_arrays(
+        [pyarrow.array(["user", "assistant"]), pyarrow.array(["a", "b"]), times, days],
+        names=["role", "content", "at", "day"],
+    )
+    talk = pyarrow.ListArray.from_arrays([0, 2], turns)
+    pyarrow.parquet.write_table(pyarrow.table({"messages": talk}), tmp_path / "a.parquet")
+    section = config_of(tmp_path / "a.parquet", format="chat").data
+    ((_, row),) = read_rows(list_source(section.path).shards[0], section, skips=False)
+    assert isinstance(row, dict)
+    assert [(turn["content"], turn["at"], turn["day"]) for turn in row["messages"]] == [
+        ("a", 10**18, -1_000_000),
+        ("b", 0, 0),
+    ]
+
+
 def test_pictures_are_looked_at_and_not_read(tmp_path: Path) -> None:
     talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 3
     images = [[{"bytes": b"\xff\0", "path": None}], [], None]
