@@ -7,7 +7,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from node.data.text import JSON_SUFFIXES, TABLES, content_suffix, read_file, unreadable
+from node.data.text import (
+    COMPRESSED,
+    JSON_SUFFIXES,
+    TABLES,
+    content_suffix,
+    read_file,
+    suffix_of,
+    unreadable,
+)
 from wire.errors import DataError
 
 SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
@@ -19,6 +27,8 @@ _ROWS = frozenset((*TABLES, *JSON_SUFFIXES))
 _SUFFIXES = frozenset((*_ROWS, ".txt", ".csv"))
 """Of files whose names may say which part of a data set they hold."""
 _SHARDS = re.compile(r"/.*|-[0-9]{5}-of-.*")
+_SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}")
+"""As the hub names the files of a split."""
 _FRONT = re.compile(r"---[ \t]*\n(.*?\n)---[ \t]*\n", re.DOTALL)
 _CONFIGURATIONS = re.compile(r"^configs:[ \t]*\n((?:[ \t-].*\n|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"\s*(?:- +)*(?:(config_name|split|path|data_files|data_dir):)?\s*(.*?)\s*")
@@ -40,13 +50,21 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
         elif path.name == "dataset_info.json" and (name := (info := settings_of(path)).get("config_name")):
             configurations.setdefault(str(info.get("dataset_name")), set()).add(str(name))
     subsets: dict[str, str] = {}
+    unpacked: set[Path] = set()
     for path in data:
+        plain = path.with_suffix("") if suffix_of(path) in COMPRESSED else path
+        if plain in unpacked:
+            raise DataError(f"folder {folder} holds {plain.name} twice, compressed and not: take one out")
+        unpacked.add(plain)
         if (suffix := content_suffix(path)) not in _SUFFIXES:
             continue
         # Folders of texts are often of a program.
         base = folder if suffix in _ROWS else path.parent
         whole = str(path.relative_to(base))
         name = whole.lower()[: whole.lower().rindex(suffix)]
+        split = _SHARD.fullmatch(Path(name).name)
+        if split and (path.parent.name == "data" or _SPLIT_WORD.search(split[1].replace("_", " "))):
+            splits.setdefault(f"{path.parent}/*-00000-of-00000", set()).add(split[1])
         for word in _SPLIT_WORD.finditer(name):
             shards = _SHARDS.match(name, word.end())
             after = "" if shards else _SHARDS.sub("", name[word.end() :])
