@@ -4,17 +4,21 @@ The held-out text is the end of the training text, or a source of its own (text,
 parquet, Arrow, token arrays), which is read in the order of its listing. This module imports no torch.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from node.config.schema import RunConfig
+from node.config.schema import DataSection, RunConfig
 from node.data.data import document_starts, end_of_text, text_windows
 from node.data.shards import COUNTS, TrainingData, in_shards, open_stream, starts_in
+from node.data.text import STDLIB, expanded
 from node.data.tokenizer import load_tokenizer
 from node.model.labels import IGNORED, BatchPart, label_weight, to_bytes
 from wire.errors import DataError
+
+log = logging.getLogger(__name__)
 
 SEARCHED = 100
 """At most this many times the wanted number of samples are searched for some with labels."""
@@ -99,6 +103,8 @@ def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:
     samples = samples_of(config, corpus, data.valid if data.valid_every else "", data.valid_samples)
     if not data.valid_every:
         return samples[:0]
+    if data.valid:
+        _report_trained_on(data)
     if len(samples) < microbatch:
         remedy = "name some in data.valid, or set data.valid_every = 0"
         if not data.valid and in_shards(data):
@@ -108,6 +114,15 @@ def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:
             f"(a microbatch): give more text, {remedy}"
         )
     return samples.whole_microbatches(microbatch)
+
+
+def _report_trained_on(data: DataSection) -> None:
+    """Report held-out data that is among the training data."""
+    valid = expanded(data.valid, "data.valid").resolve()
+    for name in data.sources or (data.path,):
+        source = expanded(name, "data.path").resolve()
+        if name != STDLIB and (valid.is_relative_to(source) or source.is_relative_to(valid)):
+            log.warning("%s is trained on too, by %s: its loss is of text that is known", data.valid, name)
 
 
 def samples_of(config: RunConfig, corpus: TrainingData | None, path: str, limit: int | None) -> Samples:

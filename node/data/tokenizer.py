@@ -446,6 +446,8 @@ def read_bounded(path: Path) -> bytes:
     """The contents of a tokenizer's file. Raises DataError if it is missing, no regular file or too large."""
     try:
         return read_small(path, MOST_TABLES_BYTES)
+    except FileNotFoundError as error:
+        raise DataError(f"no file {path}: name one that is there") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
 

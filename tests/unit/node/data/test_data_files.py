@@ -25,7 +25,7 @@ from node.config.schema import DataSection, ModelSection, RunConfig, TrainingSec
 from node.data import documents, text
 from node.data.chat import Dropped
 from node.data.documents import list_source, read_rows, read_text, text_of
-from node.data.samples import packed_parts
+from node.data.samples import held_out_samples, packed_parts
 from node.data.shards import ShardedCorpus, in_shards, load_data
 from node.data.text import open_content, read_file
 from node.model.labels import BatchPart
@@ -376,6 +376,20 @@ def test_what_stands_for_something_else_is_refused(
     for order in ("auto", "shards"):
         with pytest.raises(DataError, match=what):
             load_data(config_of(tmp_path / name, order=order))
+
+
+@pytest.mark.parametrize(
+    ("valid", "known"), [("a.txt", True), (".", True), ("../d/b/../a.txt", True), ("../held.txt", False)]
+)
+def test_held_out_text_that_is_trained_on_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, valid: str, known: bool
+) -> None:
+    (tmp_path / "d" / "b").mkdir(parents=True)
+    for name in ("d/a.txt", "held.txt"):
+        (tmp_path / name).write_text(WORDS * 20)
+    config = config_of(tmp_path / "d", order="whole", valid=str(tmp_path / "d" / valid), valid_every=1)
+    assert len(held_out_samples(config, load_data(config))) > 0
+    assert ("is trained on too" in caplog.text) == known
 
 
 def test_lines_that_are_no_table_are_text(tmp_path: Path) -> None:
