@@ -1,12 +1,12 @@
 """What it costs a coordinator to take in layers of a snapshot, and how long its event loop stands still.
 
-    python -m scripts.bench.layer_rates [--before TREE] [--nodes 2] [--layers 6] [--megabytes 64]
+    python -m scripts.bench.layer_rates [--before TREE] [--runs 1] [--nodes 2] [--layers 6] [--megabytes 64]
 
 Nodes, each a process, upload layers of random bytes over loopback by the program's own client; the
-coordinator hashes and drops them. Processor seconds are those a GB (10^9 bytes) of its process, TLS included.
-The loop's delay is how late a timer of 5 ms is. `--before` measures another tree first. The same bytes go by
-gRPC alone, and over bare TLS sockets, each with two streams a node as the program has. Writes
-scripts/results/layer_rates.json, or FILE.
+coordinator hashes and drops them. Processor seconds are those a GB (10^9 bytes) of its process, TLS included,
+and those of the nodes. The loop's delay is how late a timer of 5 ms is. `--before` measures another tree in
+turn with this one. The same bytes go by gRPC alone, and over bare TLS sockets, each with two streams a node
+as the program has. Writes medians to scripts/results/layer_rates.json, or FILE.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import os
 import platform
 import socket
 import ssl
+import statistics
 import subprocess
 import sys
 import threading
@@ -59,6 +60,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6, help="of each node")
     parser.add_argument("--megabytes", type=int, default=64, help="of each layer")
     parser.add_argument("--before", type=Path, metavar="TREE")
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_rates.json", metavar="FILE")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--way", default=UPLOADS, choices=[UPLOADS, *RAW], help=argparse.SUPPRESS)
@@ -69,19 +71,29 @@ def main() -> int:
     if args.part == "coordinator":
         print(json.dumps(event_loop.run(_take_in(args))))
         return 0
-    trees = {"before": args.before.absolute()} if args.before else {}
+    # Here: the parts, which are processes of their own, do without.
+    from scripts.experiments.pipeline_floor import head
+
+    ways = {"now": (Path.cwd(), UPLOADS), **{way: (Path.cwd(), way) for way in RAW}}
+    if args.before:
+        ways = {"before": (args.before.absolute(), UPLOADS), **ways}
+    runs = [{name: _measured(args, *way) for name, way in ways.items()} for _ in range(args.runs)]
+    medians = {
+        name: {key: statistics.median(run[name][key] for run in runs) for key in runs[0][name]}
+        for name in ways
+    }
     report = {
         "bench": "layer_rates",
         "commit": commit(),
+        **({"before_commit": head(args.before)} if args.before else {}),
         "hardware": hardware(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "runs": 1,
+        "runs": args.runs,
         "nodes": args.nodes,
         "layers": args.layers,
         "megabytes": args.megabytes,
-        **{name: _measured(args, tree, UPLOADS) for name, tree in (trees | {"now": Path.cwd()}).items()},
-        **{way: _measured(args, Path.cwd(), way) for way in RAW},
+        **medians,
     }
     write(args.out, report)
     print(json.dumps(report, indent=1))
@@ -196,7 +208,8 @@ async def _take_in(args: argparse.Namespace) -> dict[str, float]:
         for node in nodes:
             assert node.stdin is not None
             node.stdin.write(b"go\n")
-        codes = [await node.wait() for node in nodes]
+        told = [await node.communicate() for node in nodes]
+        codes = [node.returncode for node in nodes]
         wall, spent = time.monotonic() - began, time.process_time() - spent
         ticking.cancel()
     assert codes == [0] * args.nodes, codes
@@ -205,6 +218,7 @@ async def _take_in(args: argparse.Namespace) -> dict[str, float]:
         "gigabytes": total,
         "seconds": wall,
         "processor_seconds_a_gb": spent / total,
+        "nodes_processor_seconds_a_gb": sum(float(out) for out, _ in told) / total,
         "longest_delay_of_the_loop_seconds": max(late),
         "mean_delay_of_the_loop_seconds": sum(late) / len(late),
     }
@@ -241,12 +255,18 @@ async def _upload(args: argparse.Namespace) -> None:
     file = LayerFile.of(os.urandom(args.megabytes << 20))
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    if args.way != UPLOADS:
+    spent = time.process_time()
+    if args.way == UPLOADS:
+        await _put_layers(args, port, identity, file)
+    else:
         send = _send_grpc if args.way == "grpc" else _send_tls
         await asyncio.gather(
             *(asyncio.to_thread(send, args, (port, name), identity, file.data) for _ in range(STREAMS))
         )
-        return
+    print(time.process_time() - spent)
+
+
+async def _put_layers(args: argparse.Namespace, port: int, identity: NodeIdentity, file: LayerFile) -> None:
     client = CoordinatorClient(f"127.0.0.1:{port}", lambda: identity, 60.0)
     turn = asyncio.Semaphore(STREAMS)
 
