@@ -5,9 +5,10 @@
 
 Each case is a grid of stages and rows. A row computes a gradient group in a set time, one after another; sums
 over groups take a set time more. Nodes die at random (exponential times), their connection closes at once,
-and a process of the same node is back some seconds later. It fetches its state and follows the steps that are
-committed meanwhile, then has its seat again. A neighbour says so when the connection to a node has closed.
-Times of messages are a set round trip.
+and a process of the same node is back some seconds later. It fetches a snapshot of its state, unless its disk
+has that, and the gradients of each step that is committed since, then has its seat again. Nodes keep each
+snapshot of their own stage. A neighbour says so when the connection to a node has closed. Times of messages
+are a set round trip.
 
 Goodput is committed steps, each once, over those of a run without deaths in the same time; a snapshot is due
 every 15 steps. The same deaths are put to a machine that ends the epoch at each of them: then rows that are
@@ -80,6 +81,8 @@ DEATHS_A_MINUTE = {
     "5 % a minute": 0.05,
 }
 """Of one node, by the name of the rate."""
+KEPT_SNAPSHOTS = 3
+"""Files of so many steps stay on a node's disk."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Case:
     """From a death until the node is there again."""
     fetch: float = 20.0
     """To fetch a stage's state."""
+    sums: float = 1.7
+    """To fetch the summed gradients of a step: a byte per parameter, where the state has twelve."""
     delay: float = 0.05
     """Of a message."""
     spares: int = 0
@@ -132,6 +137,14 @@ class Node:
     vote: tuple[int, int] = (-1, -1)
     """Step and generation of the vote that is due."""
     follow: Follow | None = None
+    files: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """On its disk: of snapshots, by step, the stage and the lineage."""
+
+    def keeps(self, step: int, lineage: int) -> None:
+        """The snapshot of a step goes to its disk; of the older files some stay."""
+        self.files[step] = self.stage, lineage
+        for old in sorted(self.files)[:-KEPT_SNAPSHOTS]:
+            del self.files[old]
 
 
 class Churn:
@@ -169,7 +182,8 @@ class Churn:
         """Seconds that steps had run which began anew, and steps that had to be done again."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = 0
-        self._agreed: set[int] = set()
+        self._lineages: dict[int, int] = {}
+        """By step of a snapshot: the lineage of its state."""
 
     # ---- the clock
 
@@ -211,7 +225,7 @@ class Churn:
         self.at(self.now + self.case.back, partial(self._return, node))
 
     def _return(self, node: Node) -> None:
-        self.nodes[node.name] = again = Node(node.name, nonce=node.nonce + 1)
+        self.nodes[node.name] = again = Node(node.name, nonce=node.nonce + 1, files=node.files)
         self._join(again)
         self._mourn(again)
 
@@ -295,7 +309,7 @@ class Churn:
                     node.state += 1
                 held = message.step, message.lineage, node.placement.stage
                 if not node.placement.enters and (node.state, node.lineage, node.stage) != held:
-                    after += self.case.fetch if message.step else 0.0
+                    after += self._fetch_seconds(node, message.step, node.placement.stage)
                     node.state, node.lineage, node.stage = held
                 self._say(node, Ready(epoch=epoch, telemetry=Telemetry()), after)
             case Begin() if message.epoch == epoch:
@@ -309,25 +323,41 @@ class Churn:
                     self._say(node, Applied(epoch=epoch, step=message.step, telemetry=Telemetry()))
             case TakeSnapshot() if message.epoch == epoch and node.placement is not None:
                 stage = node.placement.stage
+                self._lineages[message.step] = node.lineage
+                node.keeps(message.step, node.lineage)
                 digest = UnitHash(f"{message.step:064x}", 1.0, 1.0, 1.0)
                 self._say(node, StateHashes(epoch=epoch, step=message.step, units={stage: digest}))
             case Follow() if message != node.follow:
                 node.follow = message if message.sources else None
                 if node.follow is not None:
                     here = (node.lineage, node.stage) == (message.lineage, message.stage)
-                    fetch = 0.0 if here and node.state >= message.step else self.case.fetch
-                    self.at(self.now + fetch, partial(self._fetched, node, message))
+                    has = here and node.state >= message.step
+                    fetch = 0.0 if has else self._fetch_seconds(node, message.step, message.stage)
+                    self.at(self.now + fetch, partial(self._fetched, node, message, has))
             case FollowStep() if node.follow is not None and message.step == node.state:
                 node.state += 1
                 self._say(node, Following(snapshot=message.snapshot, step=node.state))
             case _:
                 pass
 
-    def _fetched(self, node: Node, order: Follow) -> None:
+    def _fetch_seconds(self, node: Node, step: int, stage: int) -> float:
+        """Of the state of a snapshot."""
+        has = step == 0 or node.files.get(step) == (stage, self._lineages.get(step))
+        return 0.0 if has else self.case.fetch
+
+    def _fetched(self, node: Node, order: Follow, held: bool) -> None:
+        """`held`: it had a newer state already."""
+        if node.here and node.follow == order:
+            if not held:
+                node.state, node.lineage, node.stage = order.step, order.lineage, order.stage
+                node.keeps(order.step, self._lineages[order.step])
+            behind = max(0, self.committed - node.state)
+            self.at(self.now + behind * self.case.sums, partial(self._followed, node, order))
+
+    def _followed(self, node: Node, order: Follow) -> None:
         if node.here and node.follow == order:
             # It was told of the steps since while it fetched.
-            node.state, node.lineage = max(order.step, self.committed), order.lineage
-            node.stage = order.stage
+            node.state = max(node.state, self.committed)
             self._say(node, Following(snapshot=order.step, step=node.state))
 
     def _begin(self, node: Node, begin: Begin) -> None:
@@ -415,9 +445,11 @@ CASES = {
     # Groups that four rows and three share evenly.
     "8 x 4": Case(stages=8, rows=4, groups=12, step=20.0, sync=2.0),
     "8 x 4, 24 groups": Case(stages=8, rows=4, groups=24, step=20.0, sync=2.0),
+    "8 x 4, 48 groups": Case(stages=8, rows=4, groups=48, step=20.0, sync=2.0),
     "4 x 4": Case(stages=4, rows=4, groups=12, step=20.0, sync=2.0),
     "2 x 4": Case(stages=2, rows=4, groups=12, step=20.0, sync=2.0),
     "8 x 16": Case(stages=8, rows=16, groups=64, step=24.0, sync=2.4),
+    "8 x 16, 128 groups": Case(stages=8, rows=16, groups=128, step=24.0, sync=2.4),
 }
 ONE_ROW = "8 x 1"
 """Where no row goes on: a death ends the step, and all go back to a snapshot."""
