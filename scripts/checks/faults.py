@@ -351,7 +351,8 @@ def _churn() -> str:
     ]
     columns = [("stages x rows", "left"), ("a node dies", "left"), ("goodput", "right")]
     columns += [("if each death ended the step", "right"), ("seconds of the run a death", "right")]
-    steps = sorted({grid["step"] for grid in report["grids"].values()})
+    grid = next(iter(report["grids"].values()))
+    steps = sorted({one["step"] for one in report["grids"].values()})
     return f"""## What a death costs
 
 When a node dies in a step, its row loses its work of that step, and computes nothing until another node takes
@@ -359,9 +360,12 @@ the empty seat. Complete rows take over the row's groups, and the step's losses 
 without a death. If two rows have lost nodes of different stages, a node of one moves to the other within the
 step, so that one of the two is complete at once. So the number of rows that compute is the number of nodes of
 the stage with the fewest nodes. While seats are empty, each row holds two groups: the one that it computes
-and the next. The other groups wait, and a row that is completed during the step takes its share of them. A
-node that takes a seat fetches its state and catches up while steps go on. If no row is complete any more, the
-step runs again, with the same nodes in their seats. In a run with one row, the step always runs again.
+and the next, or as many as take 4 seconds. The other groups wait, and a row that is completed during the step
+takes its share of them. A node that takes a seat fetches its state and catches up while steps go on. A node
+that was started again gets a seat of the stage that it had, if one is empty. If nodes keep snapshots
+(`snapshots.keep`), the state is on its disk then, and it fetches only the gradients of the steps since. If no
+row is complete any more, the step runs again, with the same nodes in their seats. In a run with one row, the
+step always runs again.
 
 Neighbours say when the connection to a node closes or brings nothing. If the coordinator does not hear the
 node either, it counts as dead: at once if both connections closed, otherwise after 3 or 4 seconds. A node
@@ -370,15 +374,18 @@ that is back in the same step has its seat again. If nobody could do a node's wo
 
 Goodput is the number of committed steps, each counted once, as a share of those of a run without deaths in
 the same time. `python -m scripts.experiments.churn` simulates it with the run's real state machine and nodes
-that take set times: steps of {" or ".join(f"{step:g}" for step in steps)} s, a dead node back after 10 s, and
-20 s to fetch its state, in {max(len(case["runs"]) for case in report["cases"])} runs of
-{report["node_hours"]:g} node-hours each.
+that take set times, in {max(len(case["runs"]) for case in report["cases"])} runs of
+{report["node_hours"]:g} node-hours each. Steps take {" or ".join(f"{step:g}" for step in steps)} s.
+A dead node is back after {grid["back"]:g} s, with the snapshots on its disk. It fetches a state that it does
+not have in {grid["fetch"]:g} s, and the gradients of a step in {grid["sums"]:g} s. Unless the table says so,
+there are 12 groups for four rows, and 64 for 16.
 
 {markdown(columns, rows)}
 
 Choose several times as many groups as rows, and a number that one row less can share evenly too: 12 or 24
-groups for four rows, of which three rows take four or eight each. If nodes die every few minutes, most of the
-loss comes from rows that wait for a seat, until a node is back and has fetched its state.
+groups for four rows, of which three rows take four or eight each. Many rows need at least eight groups each,
+because the last group that is computed again holds up all of them. If nodes die every few minutes, most of
+the loss comes from rows that wait for a seat, until a node is back and has caught up.
 
 {_one_row()}"""
 
