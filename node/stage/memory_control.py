@@ -5,7 +5,7 @@ A plan rests on an estimate of memory and on times that were measured before the
 the peak of the tensors and the time of a microbatch are compared with it; what is off by more than 5 %
 goes into another plan. The first step with a plan compiles and does not count. The second step is checked,
 then the one 2 later, 4 later and so on, and after a change again from the second one (the exponential
-back-off of Adacc's policy evolution, papers/adacc.txt). A device that still runs out of memory gets a plan
+back-off of policy evolution in Adacc, Chen et al. 2025). A device that still runs out of memory gets a plan
 for a tenth less, until no plan needs less. No plan changes a bit.
 """
 
