@@ -242,7 +242,7 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
             bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
             bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
             bpe.decoder = tokenizers.decoders.ByteLevel()
-        changed = _add_tokens(bpe, folder)
+        changed = _add_tokens(bpe, folder, flags=files[0].suffix != ".model")
         if len(files) > 1 or files[0].suffix == ".model":
             _set_begin(bpe, folder)
     return bpe, [*tables, *(token.encode() for token in changed)]
@@ -331,9 +331,12 @@ def _placed_tokens(folder: Path) -> dict[int, Any]:
     return {index: value for index, value in found if type(index) is int and _content(value)}
 
 
-def _add_tokens(bpe: "tokenizers.Tokenizer", folder: Path) -> list[str]:
+def _add_tokens(bpe: "tokenizers.Tokenizer", folder: Path, *, flags: bool) -> list[str]:
     """Add the tokens that only the settings have, as transformers does: behind those of the tables, in the
     order of the ids that they are given, and then those that have a name.
+
+    Args:
+        flags: let a list of ids change what the tables say of a token, such as that it takes white space.
 
     Returns what was added or changed. Raises DataError.
     """
@@ -349,9 +352,9 @@ def _add_tokens(bpe: "tokenizers.Tokenizer", folder: Path) -> list[str]:
     changed = []
     for index, value in [*sorted(placed.items()), *((None, value) for value in special)]:
         token = _added_token(value, special=index is None or _content(value) in named)
-        # Only a list of ids changes what the tables say of a token.
-        same = repr(token) if index is not None and isinstance(value, dict) else known.get(token.content)
-        if not token.content or same == known.get(token.content, ""):
+        listed = flags and index is not None and isinstance(value, dict)
+        there = known.get(token.content)
+        if not token.content or (there is not None and (not listed or there == repr(token))):
             continue
         bpe.add_tokens([token])
         known[token.content] = repr(token)

@@ -500,6 +500,14 @@ def test_a_sentencepiece_model_gives_its_own_ids(tmp_path: Path, kind: str) -> N
     (tmp_path / "added_tokens.json").write_text('{"<|turn|>": 420}')
     found = load_tokenizer(str(tmp_path))
     assert found.vocabulary == 421 and found.begin == (1,) and found.ends == {2}
+    decoder = {"2": {"content": "</s>", "normalized": True}, "420": {"content": "<|turn|>"}}
+    settings = {"added_tokens_decoder": decoder, "add_bos_token": False, "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    other = load_tokenizer(str(tmp_path))
+    assert (other.vocabulary, other.begin, other.ends) == (422, (), {2})
+    assert other.prompt("a</s><|turn|>b") == found.prompt("a</s><|turn|>b")[1:]
+    assert other.prompt("<pad>")[-1] == 421
+    (tmp_path / "tokenizer_config.json").unlink()
     for text, ids in golden["cases"]:
         assert found.encode([text.encode()])[0].tolist() == ids
     assert found.prompt("<|turn|>")[:2] == [1, 420]
