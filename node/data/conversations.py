@@ -118,9 +118,12 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         messages = [dict(message) for message in _messages_of(row, place)]
         tools = _tools(row)
         documents = _clean(row.get("documents"))
-        system = next((text for key in SYSTEMS if isinstance(text := row.get(key), str) and text.strip()), "")
+        prompts = (row.get(key) for key in SYSTEMS)
+        system = next((text for text in prompts if text and str(text).strip()), "")
     except RecursionError as error:
         raise Dropped("deeply nested messages") from error
+    if not isinstance(system, str):
+        raise Dropped("a system prompt that is no text")
     if system and _role(messages[0]) != SYSTEM:
         messages.insert(0, {"role": SYSTEM, "content": _text(system)})
     converted: list[Message] = []
@@ -243,7 +246,9 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
         waiting: the ids that this module gave to calls which have no answer yet.
     """
     given = str(message.pop("role", message.pop("from", "")))
-    content = message.pop("content", message.pop("value", None))
+    contents = [message.pop(key, None) for key in ("content", "value")]
+    # Some have both, one of them empty.
+    content = contents[1] if contents[0] in ("", None) and contents[1] is not None else contents[0]
     calls = message.pop("tool_calls", None)
     if isinstance(calls, str):
         calls = _json(calls, "tool calls that are not JSON") if calls.strip() else None

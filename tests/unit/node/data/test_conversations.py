@@ -59,6 +59,7 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         {"messages": [{"role": "USER", "content": [{"type": "text"}, "\ufeffHow warm?"]}, ANSWERED]},
         {"messages": [ASKED, {**ANSWERED, "weight": "1", "loss": "true", "tool_calls": {}}]},
         {"messages": [None, ASKED, None, ANSWERED]},
+        {"messages": [{**ASKED, "value": ""}, {**ANSWERED, "content": "", "value": "Seven."}]},
         {"messages": {"role": ["user", "assistant"], "content": ["How warm?", "Seven."]}},
         {"instruction": "How warm?", "input": "", "output": "Seven."},
         {"instruction": "How warm?", "output": "Seven.", "text": "### Instruction: ..."},
@@ -68,6 +69,7 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
     ],
     ids=[
         *("openai", "json", "sharegpt", "names", "nones", "parts", "part", "marks", "strings", "nulls"),
+        "both",
         "columns",
         *("alpaca", "alpaca-text", "completion", "trl", "question"),
     ],
@@ -236,6 +238,8 @@ def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any],
 @pytest.mark.parametrize(
     ("beside", "reason"),
     [
+        ({"system": ["Be kind."]}, "a system prompt that is no text"),
+        ({"system_prompt": {"content": "Be kind."}}, "a system prompt that is no text"),
         ({"label": False}, "an answer that its label rejects"),
         ({"kto_tag": False}, "an answer that its label rejects"),
         ({"image": "a.png"}, "images, video or sound"),
