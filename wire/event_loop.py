@@ -34,7 +34,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 def _keep_freed_memory() -> None:
     """Have malloc keep the memory of messages. Otherwise a message of 1 MiB and each copy of it take 256 page
-    faults, a fifth of a link's processor time.
+    faults, a tenth of a link's processor time and more.
 
     Once glibc has freed a block that it had mapped, it maps only larger ones, and keeps at most twice as much
     free memory at the end of each arena. Elsewhere this does nothing.

@@ -20,6 +20,7 @@ RELAY = RESULTS / "relay.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
 STATE_RATES = RESULTS / "state_rates.json"
 FAST, LINKS = RESULTS / "pipeline_fast.json", RESULTS / "links.json"
+LINK_PAIRS, LAYER_RATES = RESULTS / "link_pairs.json", RESULTS / "layer_rates.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
 PAPER_SHAPE = (48, 1600)
@@ -300,15 +301,42 @@ def fast_lines() -> str:
 
 def _link_cost(links: dict[str, Any]) -> str:
     cost = links["median"]["now"]
-    whole = cost["processor_seconds_a_gb"]
+    whole, pairs = cost["processor_seconds_a_gb"], read_report(LINK_PAIRS)
+    before, now = (pairs["median"][way]["processor_seconds_a_gb"] for way in ("before", "now"))
     parts = [cost[f"{name}_seconds_a_gb"] for name in ("MainThread", "carrier", "event_engine")]
     loop, splice, engine = (f"{part:.2f}" for part in parts)
     return (
         f"A link between two processes carries {cost['mbit_each_way'] / 1000:.2f} Gbit/s each way and takes "
         f"{whole:.2f} processor seconds a GB, sent and received, TLS included: event loops {loop}, splices "
         f"{splice}, gRPC's own threads {engine}, and the link's threads, on which gRPC encrypts and sends, "
-        f"{whole - sum(parts):.2f}; median of {len(links['runs']['now'])} runs, commit {commit(links)}."
+        f"{whole - sum(parts):.2f}; median of {len(links['runs']['now'])} runs, commit {commit(links)}. "
+        f"Since messages use memory again it takes {now:.2f} on {spaced(pairs['hardware'])}, where it took "
+        f"{before:.2f}; {_pair_ratio(pairs):.2f} of it as median of {len(pairs['runs']['now'])} pairs: "
+        f"{pairs['note']}. Commits {pairs['before'][:12]} and {commit(pairs)}."
     )
+
+
+def _pair_ratio(pairs: dict[str, Any]) -> float:
+    """Processor seconds a GB now over those before, each pair by itself."""
+    both = zip(pairs["runs"]["now"], pairs["runs"]["before"], strict=True)
+    key = "processor_seconds_a_gb"
+    return statistics.median(now[key] / before[key] for now, before in both)
+
+
+def layer_rates() -> str:
+    """What layers cost a coordinator to take in, and nodes to send (scripts/bench/layer_rates.py)."""
+    report = read_report(LAYER_RATES)
+    ways = {"before": "before", "now": "now", "grpc": "gRPC alone", "tls": "TLS sockets alone"}
+    keys = "processor_seconds_a_gb", "nodes_processor_seconds_a_gb"
+    rows = [[words, *(f"{report[way][key]:.2f}" for key in keys)] for way, words in ways.items()]
+    columns = [("processor seconds a GB", "left"), ("coordinator", "right"), ("nodes", "right")]
+    caption = (
+        f"{report['nodes']} nodes, {report['layers']} layers of {report['megabytes']} MiB each; medians of "
+        f"{report['runs']} runs in turn, beside programs that took most of both cores. "
+        f"{spaced(report['hardware'])}, Python {report['python']}, commits {report['before_commit'][:12]} "
+        f"and {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
 
 
 def state_rates() -> str:
@@ -340,6 +368,7 @@ def state_rates() -> str:
 
 TABLES: Tables = {
     **if_recorded(STATE_RATES, "state_rates", state_rates),
+    **if_recorded(LAYER_RATES, "layer_rates", layer_rates),
     **if_recorded(SMALL_STEPS, "small_steps", small_steps),
     **if_recorded(FAST, "fast_lines", fast_lines),
     "reach": reach,
