@@ -228,6 +228,8 @@ class Epoch:
         self.steps_done = 0
         self.audit: Audit | None = None
         """What is audited in the current step."""
+        self._has_digests = False
+        """Whether votes for the current step have digests; so it stays if a death ends its audit."""
         self._uneven: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
         """Those of the newest steps in which rows computed other groups than they were placed with."""
         self._placed: dict[str, Placed] = {}
@@ -446,6 +448,7 @@ class Epoch:
             new = [row for row in self.whole_rows if row not in self.proven_rows]
             groups = tuple(map(self.groups_of, range(self.rows)))
             self.audit = self._rules.auditor.draw(self.step, groups, self.kinds, new)
+        self._has_digests = self.audit is not None or self._rules.auditor.is_on
         if self.audit is not None or self.fresh or len(self.whole_rows) < self.rows:
             self._uneven.append(self.step)
         return [self._filled(node) for node in seated]
@@ -739,7 +742,7 @@ class Epoch:
             vote,
             stage,
             self.stages,
-            own if self.audit is not None or self._rules.auditor.is_on else (),
+            own if self._has_digests else (),
             self._extra(node_id),
             has_loss=has_loss,
         )
@@ -1019,7 +1022,7 @@ class Epoch:
             link_windows=self._windows[first : first + links],
             keep_sums=self._keeps_sums,
             audited=self._extra(node_id),
-            digests=self.audit is not None and not self._rules.auditor.is_on,
+            digests=self._has_digests and not self._rules.auditor.is_on,
             loss_scale=0.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor,
             generation=self.generation,
             portions=() if self._shared.runs == self._placed_runs else self.portions,

@@ -12,7 +12,7 @@ from node.run_state.actions import Action, Announce, RecordCommit
 from node.run_state.audits import Auditor, Contradiction, Difference
 from node.run_state.epoch import Epoch, Phase
 from tests.support.cases import each
-from tests.support.machine_driver import Driver, of_kind, sent, unit_numbers
+from tests.support.machine_driver import Driver, begins, of_kind, sent, unit_numbers
 from wire.messages import Begin, BoundaryEnd, GroupDigests, Placed, Restore, Vote
 
 SECRET = b"known to the coordinator alone"
@@ -350,3 +350,30 @@ def test_a_rate_of_a_tenth_finds_a_wrong_node_in_about_ten_audits() -> None:
             play.turn()
         needed.append(len(play.spoiled))
     assert 5 <= sum(needed) / len(needed) <= 15, needed
+
+
+def test_after_a_death_that_ends_a_comparison_votes_of_the_step_still_have_digests() -> None:
+    """Nodes have computed them by then. It was the row of a newcomer, of a run without audits."""
+    run = Driver(stages=2, groups=4, every=50, steps=60, follows=True)
+    run.plan = replace(run.plan, compares_newcomers=True, most_rows=3)
+    run.restart()
+    run.started("abcdef", 1)
+    epoch, step = run.epoch, run.epoch.step + 1
+    epoch.newcomers = frozenset("ef")
+    assert {begin.digests for begin in begins(run.step())} == {True}
+    assert epoch.step == step and epoch.audit is not None and epoch.audit.rows[1] == 2
+    assert {begin.digests for begin in begins(run.die("e"))} == {True}
+    assert epoch.audit is None
+    for node in epoch.hosts:
+        stage, groups = epoch.stage_of(node), epoch.groups_of(epoch.replica_of(node))
+        said = Vote(
+            epoch=epoch.number,
+            step=step,
+            norms=dict.fromkeys(unit_numbers(2)[stage], 1.0),
+            loss=None,
+            group_losses=dict.fromkeys(groups, 2.0) if stage == 1 else {},
+            digests={group: digests(epoch, node, group, lambda *_: None)[0] for group in groups},
+            generation=epoch.generation,
+        )
+        actions = run.machine.message(node, said, run.time)
+    assert [one.step for one in of_kind(actions, RecordCommit)] == [step]
