@@ -1,4 +1,4 @@
-"""An all-reduce of e4m3 gradients that never adds in e4m3 (AGoQ, arXiv 2605.00539, section 5, figures 5 and 6).
+"""An all-reduce of e4m3 gradients that never adds in e4m3 (AGoQ, arXiv 2605.00539, section 5).
 
 Each rank owns a share of every bucket. An all-to-all brings it all ranks' codes of that share. It adds
 them in fp32 in the order of ranks and packs the sum once, and an all-gather sends the sum to all. One rank
