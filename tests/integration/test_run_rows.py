@@ -98,6 +98,14 @@ def a_seat_is_filled(event: Event) -> bool:
     return isinstance(event, SeatFilled)
 
 
+def slow_steps(first: int, end: int) -> list[Fault]:
+    """Steps in which a node has time to open its links: others are quicker than those of any real run."""
+    return [
+        Fault(kind=Kind.DELAY, phase=Phase.SENDING, stage=0, step=step, seconds=0.5)
+        for step in range(first, end)
+    ]
+
+
 def the_state_is_here(event: Event) -> bool:
     return isinstance(event, Notice) and "the state is here" in event.text
 
@@ -107,10 +115,7 @@ def test_a_node_that_is_started_again_is_back_in_its_row_before_the_next_snapsho
 ) -> None:
     early, later = replace(HOLD, step=6), replace(HOLD, step=12)
     kill = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=2)
-    # It opens its links beside steps, which are quicker than any that a run would have.
-    slow = [
-        Fault(kind=Kind.DELAY, phase=Phase.SENDING, stage=0, step=step, seconds=0.5) for step in range(13, 28)
-    ]
+    slow = slow_steps(13, 28)
     with FaultRun(tmp_path, LONG, [HOLD, early, later, kill, *slow], launch=prefork.popen) as run:
         with held(run, later):
             with held(run, early):
@@ -134,7 +139,7 @@ def test_two_rows_that_have_lost_a_node_make_one_within_the_step(prefork: Prefor
     first = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=2)
     # Rows that are broken compute nothing, so that this is another row's.
     second = Fault(kind=Kind.KILL, phase=Phase.FORWARD, stage=0, step=4)
-    with FaultRun(tmp_path, LONG, [HOLD, first, second], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, LONG, [HOLD, first, second, *slow_steps(5, 17)], launch=prefork.popen) as run:
         with held(run, HOLD):
             run.start()
             run.add_nodes(6)
