@@ -89,9 +89,9 @@ class ChangeGuard:
     """Admits or refuses changes; counts wrong keys by client address."""
 
     WRONG_KEYS = 5
-    """Wrong keys from one address at once, and in `SECONDS`; more are told to wait, and not logged."""
+    """The most wrong keys from one address at once, and in `SECONDS`. More must wait, and are not logged."""
     CHANGES = 30
-    """Changes at once, and in `SECONDS`, from all addresses."""
+    """The most changes from all addresses at once, and in `SECONDS`."""
     SECONDS = 60.0
 
     def __init__(self, key: OperatorKey) -> None:

@@ -21,22 +21,30 @@ from wire.errors import DataError
 SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
 """Names of splits."""
 DATA_CARD = "readme.md"
-"""Describes the rows beside it, and may name their parts."""
+"""The page that describes the rows beside it, and may name their parts."""
 _SPLIT_WORD = re.compile(f"(?<![a-z])({'|'.join(sorted(SPLITS, reverse=True))})(?![a-z])")
 _ROWS = frozenset((*TABLES, *JSON_SUFFIXES))
 _SUFFIXES = frozenset((*_ROWS, ".txt", ".csv"))
-"""Of files whose names may say which part of a data set they hold."""
+"""Suffixes of files whose names may say which part of a data set they hold."""
 _SHARDS = re.compile(r"/.*|-[0-9]{5}-of-.*")
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}")
-"""As the hub names the files of a split."""
+"""The name of one of several files of a split on the Hugging Face hub."""
 _FRONT = re.compile(r"---[ \t]*\n(.*?\n)---[ \t]*\n", re.DOTALL)
 _CONFIGURATIONS = re.compile(r"^configs:[ \t]*\n((?:[ \t-].*\n|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"\s*(?:- +)*(?:(config_name|split|path|data_files|data_dir):)?\s*(.*?)\s*")
 
 
 def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> None:
-    """Raise DataError for several splits or configurations of a data set among the files `data` of a folder,
-    as its card, `dataset_dict.json` or `dataset_info.json` say, or as names say that differ in nothing else.
+    """Refuse several splits or configurations of a data set in one folder.
+
+    The data card, `dataset_dict.json`, `dataset_info.json`, or names that differ in nothing else tell them.
+
+    Args:
+        every: all files of the folder.
+        data: the files among them that would be read.
+
+    Raises:
+        DataError: there are several.
     """
     splits: dict[str, set[str]] = {}
     configurations: dict[str, set[str]] = {}
@@ -58,7 +66,7 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
         unpacked.add(plain)
         if (suffix := content_suffix(path)) not in _SUFFIXES:
             continue
-        # Folders of texts are often of a program.
+        # Folders of text often belong to a program.
         base = folder if suffix in _ROWS else path.parent
         whole = str(path.relative_to(base))
         name = whole.lower()[: whole.lower().rindex(suffix)]
@@ -71,7 +79,7 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
             place = f"{base}/{name[: word.start()]}*{re.sub('[0-9]+', '0', after)}"
             splits.setdefault(place, set()).add(word[1])
             if suffix in _ROWS and not after:
-                # As the hub has a configuration's files; folders that differ in a number may be shards.
+                # The hub keeps each configuration in a folder. Folders that differ in a number may be shards.
                 subset = whole[: word.start()].rpartition("/")[0]
                 subsets.setdefault(subset if shards else re.sub("[0-9]+", "0", subset), subset or ".")
     for place, words in splits.items():
@@ -93,7 +101,7 @@ def _check_card(folder: Path, card: Path, data: Sequence[Path]) -> None:
     names = [str(path.relative_to(folder)) for path in data]
     found: dict[tuple[str, str], set[str]] = {}
     for configuration, split, pattern in _listed_parts(card):
-        # Here a star stands for folders, too.
+        # A star of `fnmatch` matches folders too.
         matching = pattern.replace("**/", "*")
         files = {name for name in names if fnmatchcase(name, matching) or name.startswith(f"{pattern}/")}
         found.setdefault((configuration, split), set()).update(files)
@@ -107,8 +115,7 @@ def _check_card(folder: Path, card: Path, data: Sequence[Path]) -> None:
 
 
 def _listed_parts(card: Path) -> Iterator[tuple[str, str, str]]:
-    """Configuration, split and pattern of files, of each pattern in a data card's front matter, which is
-    YAML."""
+    """The configuration, the split and the pattern of each entry in a data card's front matter (YAML)."""
     try:
         front = _FRONT.match(read_file(card).decode(errors="replace").replace("\r\n", "\n"))
     except OSError as error:

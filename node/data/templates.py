@@ -329,7 +329,7 @@ class Template:
         return marked.tail if marked.last == mark else None
 
     def _probe(self) -> tuple[Forms, str]:
-        """Try which forms of messages the template renders as intended, and what it writes after an
+        """Find out which forms of messages the template renders correctly, and what it writes after an
         answer."""
         asked = {"role": USER, "content": "probe0"}
         system = {"role": SYSTEM, "content": "probe1"}

@@ -34,8 +34,8 @@ SETTLE_SECONDS = 0.5
 SETTLE_ROUND_TRIPS = 12
 """TCP's congestion control gets this many round trips, plus `SETTLE_SECONDS`, to find the rate."""
 BURSTS = 10
-"""Measure at least this many of the shaper's buckets, so that its bucket is at most 1/10, whatever the
-rate."""
+"""A measurement sends at least this many times the shaper's bucket, so that the bucket is at most a tenth of
+it at any rate."""
 RTT_SLACK_MS = 1.0
 """A shared machine may wake processes up this late."""
 SLICES = 6

@@ -229,7 +229,7 @@ class Epoch:
         self.audit: Audit | None = None
         """What is audited in the current step."""
         self._has_digests = False
-        """Whether votes for the current step have digests; so it stays if a death ends its audit."""
+        """Whether votes for the current step have digests. This does not change if a death ends its audit."""
         self._uneven: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
         """Those of the newest steps in which rows computed other groups than they were placed with."""
         self._placed: dict[str, Placed] = {}

@@ -291,7 +291,7 @@ class Blame:
         """The nodes that gave up a stage, and the step until which each gets one only if no other node is
         left."""
         self._unsteady: set[str] = set()
-        """Those of them that only ended or left too often, and not again since."""
+        """The nodes among them that only ended or left too often, and have not ended again since."""
         self._faults: dict[str, list[int]] = {}
         """Steps at which each gave up a stage for being slow, or for ending in steps."""
         self._heeded: dict[str, int] = {}
@@ -344,7 +344,8 @@ class Blame:
         """The node gets a stage only if no other is left, for so many steps from now on: twice as many as the
         time before, if that is over, and not long ago. Gives 0 if that time only begins again.
 
-        `ended`: it ended or left.
+        Args:
+            ended: the reason is that the node ended or left.
         """
         if ended and node_id not in self._replaced and not self._own.get(node_id):
             self._unsteady.add(node_id)
@@ -383,8 +384,8 @@ class Blame:
         return [candidate for candidate in candidates if candidate.node_id not in self._replaced]
 
     def unsteady(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The nodes that have only ended or left too often, which may be chance: one more end would tell. In
-        a seat that would be empty such a node costs others little."""
+        """The nodes that have only ended or left too often, which may be chance; one more end counts against
+        them. In a seat that would otherwise be empty, such a node costs others little."""
         return [candidate for candidate in candidates if candidate.node_id in self._unsteady]
 
     def usable(self, candidates: Sequence[Candidate], least: int) -> list[Candidate]:

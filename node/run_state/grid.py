@@ -25,9 +25,12 @@ REMEMBERED_STEPS = 30
 """A node's speed is the median of this many steps. Groups move only when there are this many."""
 LEAST_STEPS = 5
 """A node's speed counts as known after this many steps."""
-HELD_GROUPS, PROMPT_SECONDS = 2, 2.0
-"""What a row holds when a step begins with broken rows: the group that it computes and the next, or as many
-as take twice so many seconds, because messages about shorter work would cost more than they save."""
+HELD_GROUPS = 2
+"""The fewest groups that a row holds when a step begins with broken rows: the one that it computes, and the
+next."""
+PROMPT_SECONDS = 2.0
+"""A row holds as many groups as take `HELD_GROUPS` times this long, because messages about shorter work would
+cost more than they save."""
 MOST_TRIALS = 2**20
 """The most trials of the exact search for a sharing. Beyond it, rows with more groups simply come first."""
 

@@ -159,40 +159,35 @@ class Newcomers:
         return is_free and self._next_grid(epoch, candidates, due=False) is not None
 
     def _fillers(self, epoch: Epoch, candidates: Sequence[Candidate]) -> dict[str, Seat]:
-        """Nodes for empty seats, those of the row that lacks fewest first. Who had the stage before goes
-        first: its files may still be there. Who ends too often comes last."""
+        """Nodes for empty seats. Seats of the row that lacks fewest nodes are filled first. A node that had
+        the stage before comes first, as its files may still be there; a node that ends too often comes last.
+        """
         if not self._follows or not (vacant := epoch.vacant):
             return {}
-        entry = self._entry
-        known = {} if entry is None else entry.seats
+        known = {} if self._entry is None else self._entry.seats
         last = self._blame.unsteady(self._roster.candidates())
-        usual = [one for one in candidates if one not in last]
+        usual = [candidate for candidate in candidates if candidate not in last]
         lacking = Counter(seat.row for seat in vacant)
         taken = {*known.values(), *map(epoch.entering_seat, epoch.entering)}
-        seats = [
-            seat for seat in sorted(vacant, key=lambda one: (lacking[one.row], one)) if seat not in taken
-        ]
-        found: dict[str, Seat] = {}
+        busy = {*epoch.entering, *self._slow, *known}
+        fillers: dict[str, Seat] = {}
         for group, had in product((usual, last), (True, False)):
-            spares = [
-                one
-                for one in group
-                if not epoch.has(one.node_id)
-                and one.node_id not in {*epoch.entering, *self._slow, *known, *found}
-            ]
-            for seat in seats:
-                if seat in found.values():
+            for seat in sorted(vacant, key=lambda seat: (lacking[seat.row], seat)):
+                if seat in taken:
                     continue
-                able = [
-                    one
-                    for one in spares
-                    if self._assigner.fits(one, seat.stage, epoch.stages)
-                    and (not had or self._roster.stages.get(one.node_id) == seat.stage)
-                ]
-                if able:
-                    spares.remove(able[0])
-                    found[able[0].node_id] = seat
-        return found
+                able = (
+                    candidate.node_id
+                    for candidate in group
+                    if not epoch.has(candidate.node_id)
+                    and candidate.node_id not in busy
+                    and (not had or self._roster.stages.get(candidate.node_id) == seat.stage)
+                    and self._assigner.fits(candidate, seat.stage, epoch.stages)
+                )
+                if (node := next(able, None)) is not None:
+                    fillers[node] = seat
+                    busy.add(node)
+                    taken.add(seat)
+        return fillers
 
     def move(self, epoch: Epoch) -> dict[str, Seat]:
         """Hosts of broken rows that leave their seats to make another one whole: of the rows that lack fewest

@@ -58,7 +58,7 @@ class ParameterSpec:
     """In a mixture, the number of experts whose matrices are stacked, or whose biases are concatenated; else
     0."""
     precise: bool = False
-    """Keep it in float32 where it is frozen, whatever `[lora] base` is."""
+    """A frozen parameter stays in float32, even if `[lora] base` says otherwise."""
 
     @property
     def elements(self) -> int:
