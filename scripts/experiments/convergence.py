@@ -79,10 +79,10 @@ from scripts.experiments.convergence_runs import (
     MIXTURE,
     MIXTURE_MODEL,
     NAIVE,
+    ROUNDS_WARMUP,
     RUNS,
     SEQUENCE,
     SMALL,
-    SMALL_WARMUP,
     STAGES,
     VALIDATION_WINDOWS,
     Run,
@@ -247,10 +247,12 @@ def _naive(tensor: Tensor, _: TensorKey) -> Tensor:
 def run_config(run: Run, *, stages: int) -> RunConfig:
     storage, training = MEMORY[run.memory]
     # For the run's stages; a window has not been measured here.
-    split = {"split": run.blocks} if stages == STAGES else {}
+    split: dict[str, Any] = {"split": run.blocks} if stages == STAGES else {}
     is_small = run.suite == SMALL
     every = run.every
-    sync = SyncSection(every=every, warmup=EXACT_STEPS // every) if every > 1 else SyncSection()
+    if every > 1 and run.model.tied:
+        split["head"] = "first"
+    sync = SyncSection(every=every, warmup=EXACT_STEPS[run.suite] // every) if every > 1 else SyncSection()
     config = RunConfig(
         run=RunSection(seed=run.seed, steps=run.steps // every),
         model=run.model,
@@ -261,7 +263,7 @@ def run_config(run: Run, *, stages: int) -> RunConfig:
             muon_iterations=run.iterations,
             lr=run.lr,
             min_lr_ratio=0.1,
-            warmup_steps=SMALL_WARMUP // every if is_small else 30,
+            warmup_steps=ROUNDS_WARMUP // every if is_small or every > 1 else 30,
             precision="float32" if is_small else "bfloat16",
             **training,
         ),
@@ -299,11 +301,11 @@ def make_trainer(
 def after_exact_steps(run: Run, tokens: np.ndarray, trainer: ReferenceTrainer) -> list[float]:
     """Have a trainer of rounds go on from exact steps over the same samples; returns their losses."""
     exact = make_trainer(replace(run, every=1), _text(replace(run, every=1), tokens), None, trainer.device)
-    losses = [step.loss for step in exact.train(EXACT_STEPS)]
+    losses = [step.loss for step in exact.train(EXACT_STEPS[run.suite])]
     for unit in trainer.optimizer.units:
         trainer.optimizer.load_unit_state(unit, exact.optimizer.unit_state(unit))
     trainer.optimizer.weights_changed()
-    trainer.step = EXACT_STEPS // run.every
+    trainer.step = EXACT_STEPS[run.suite] // run.every
     return losses
 
 
@@ -436,7 +438,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "seconds": seconds,
         "seconds_a_step": per_step,
-        "rounds": _rounds(trainer.config) if run.every > 1 else None,
+        "rounds": _rounds(trainer.config, EXACT_STEPS[run.suite]) if run.every > 1 else None,
         "runs_a_gpu": int(os.environ.get(RUNS_A_GPU, "1")),
         "remembered": str(REMEMBERED) if run.forward.startswith("aqsgd-") else None,
         "stage_bits": [storage.norm_input for storage in stage_storages(trainer.config, STAGES)],
@@ -451,8 +453,8 @@ def train(run: Run, tokens: Path, out: Path) -> None:
     )
 
 
-def _rounds(config: RunConfig) -> dict[str, Any]:
-    return {"groups": config.pipeline.groups, "exact_steps": EXACT_STEPS, "codec": config.sync.codec}
+def _rounds(config: RunConfig, exact_steps: int) -> dict[str, Any]:
+    return {"groups": config.pipeline.groups, "exact_steps": exact_steps, "codec": config.sync.codec}
 
 
 def _wait(on_gpu: bool) -> None:

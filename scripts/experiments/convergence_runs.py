@@ -29,9 +29,11 @@ SMALL_MODEL = replace(
     MODEL, layers=4, hidden=64, heads=2, kv_heads=2, ffn=172, vocab=256, sequence=256, tied=False
 )
 """Of the suite `small`, for CPUs: 0.23 million parameters, bytes as tokens."""
-GROUPS, SMALL_WARMUP, EXACT_STEPS = 4, 32, 96
-"""Of the suite `small`: gradient groups of a round, steps in which the learning rate rises, and exact steps
-before the first round. The longest round, of 16 local steps, divides both."""
+GROUPS = 4
+"""Gradient groups of a round."""
+ROUNDS_WARMUP, EXACT_STEPS = 32, {SMALL: 96, "optimizer": 304}
+"""Steps in which the learning rate rises in runs with rounds and in the suite `small`, and, by suite, exact
+steps before the first round. The longest round, of 16 local steps, divides all of them."""
 EPOCH_WINDOWS = 4960
 """Windows of the suite `epochs`: 310 steps see each of them four times."""
 VALIDATION_WINDOWS = 256
@@ -58,7 +60,7 @@ class Run:
     iterations: int = 5
     """Muon's."""
     every: int = 1
-    """Local steps in a round of four gradient groups, in the suite `small`; 1 is exact."""
+    """Local steps in a round of four gradient groups, in the suites `small` and `optimizer`; 1 is exact."""
 
     @property
     def name(self) -> str:
@@ -86,7 +88,7 @@ class Run:
 
     @property
     def microbatch(self) -> int:
-        if self.suite == SMALL:
+        if self.suite == SMALL or self.every > 1:
             return self.global_batch if self.every == 1 else self.global_batch // GROUPS
         return 8 if self.suite in (*MEMORY_SUITES, MIXTURE) else MICROBATCH
 
@@ -136,11 +138,14 @@ def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
             lr=lr,
         )
 
+    # From exact steps on, groups take their own; the number of steps is a whole number of the longest rounds.
+    exact = run(PAIRS[0], "muon", 656, seeds[0], RATES["muon"][0])
+    rounds = [replace(exact, every=every) for every in (1, 4, 16)] if steps == 900 else []
     first = [run(pair, *way, seed, RATES[way[0]][0]) for seed in seeds for pair in PAIRS for way in ways]
     others = [run(PAIRS[0], *way, seeds[0], lr) for way in ways[:2] for lr in RATES[way[0]][1:]]
     usual = run(PAIRS[0], *ways[2], seeds[0], RATES["muon"][0])
     again = [replace(usual, memory="moments"), *(replace(usual, iterations=count) for count in (3, 4))]
-    return (*first, *others, *again)
+    return (*first, *rounds, *others, *again)
 
 
 SMALL_RATES = {"adamw": (6e-3, 3e-3, 1.2e-2), "muon": (4.8e-2, 3e-3, 6e-3, 1.2e-2, 2.4e-2, 9.6e-2)}
