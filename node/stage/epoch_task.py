@@ -482,7 +482,7 @@ class EpochTask:
             work = self._share.work(begin.portions, absent, late)
         except ValueError as error:
             raise ProtocolViolationError(f"the coordinator's begin of a step: {error}") from error
-        return StepChange(generation=begin.generation, work=work)
+        return StepChange(generation=begin.generation, work=work, audited=begin.audited)
 
     async def _with_samples(self, change: StepChange) -> StepChange:
         """The change with the samples of groups that the row has not computed yet in this step."""

@@ -350,7 +350,7 @@ class StageExecutor:
             group: float(in_double(torch.stack(shares)).sum()) / self._scale
             for group, shares in passes.losses.items()
         }
-        counted, audited = passes.work.groups, self._order.audited
+        counted = passes.work.groups
         norms = self._overflow.told(self._norms())
         self.expert_load = self.model.expert_load()
         self.voted = True
@@ -362,7 +362,7 @@ class StageExecutor:
             group_losses=(
                 {} if self._sync is None else {group: sums[group] for group in counted if group in sums}
             ),
-            digests={} if digests is None else digests.of(counted, sums, audited),
+            digests={} if digests is None else digests.of(counted, sums, passes.audited),
             generation=passes.generation,
         )
 
@@ -457,6 +457,7 @@ class StageExecutor:
             order=self._order,
             work=self._share.whole if change is None else change.work,
             generation=0 if change is None else change.generation,
+            audited=self._order.audited,
             model=self.model,
             clock=self.clock,
             transfer=self._transfer,

@@ -48,6 +48,8 @@ class StepChange:
     generation: int
     """The generation in `wire.messages.Begin`."""
     work: StepWork
+    audited: tuple[int, ...] = ()
+    """Groups of another row that the row computes as well, only for their digests."""
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
     """By part, the samples of each group that the row also has to compute."""
 

@@ -92,6 +92,9 @@ class StepPasses:
     """The weight for `StageCompute.begin_step`."""
     generation: int = 0
     """The generation in `wire.messages.Begin`."""
+    audited: tuple[int, ...] = ()
+    """Groups of another row that the vote has digests of. A death may end their comparison, and the row may
+    get one of them as its own."""
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     """The microbatches' shares of the loss, by group; on the stage with the head."""
 
@@ -130,7 +133,7 @@ class StepPasses:
     def regroup(self, change: StepChange) -> None:
         """Others compute the step's groups from now on: the row more than before, or none at all."""
         assert self.sync is not None, "only a run with gradient groups has rows"
-        self.work, self.generation = change.work, change.generation
+        self.work, self.generation, self.audited = change.work, change.generation, change.audited
         more = [group for group in change.work.groups if group not in self._known]
         for part, found in change.samples.items():
             for group, batch in found.items():

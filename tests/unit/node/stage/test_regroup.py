@@ -38,6 +38,8 @@ class Deaths:
         self.stages, self.rows, self.comes = stages, rows, dict(comes)
         self.dead: set[int] = {*comes}
         """Places, row after row."""
+        self.audited: dict[int, tuple[int, ...]] = {}
+        """By row, groups of another that it computes to check them, until a death ends the comparison."""
         self.late: list[int] = []
         self.generation = 0
         self.shared = StepGroups({row: rows[row] for row in self.whole()}, 0.0)
@@ -132,7 +134,8 @@ class Deaths:
     def _step(self, place: int, change: StepChange | None) -> Vote:
         executor, row = self.stages.executors[place], place // STAGES
         groups = self.rows[row] if change is None else change.work.groups
-        executor.use_windows((), (), groups)
+        executor.use_windows((), self.audited.get(row, ()), groups)
+        executor.wants_digests = bool(self.audited)
         parts = self.samples(place, tuple(range(CONFIG.pipeline.groups)) if change is None else groups)
         whole = {part: numpy_joined(found) for part, found in parts.items() if found}
         return executor.run_step(1, self.stages.step, self.stages.ios[place], whole, change=change)
@@ -249,6 +252,23 @@ def test_a_death_changes_no_bit(rows: int, place: int, when: str, skip: int) -> 
         deaths = Deaths(stages, ROWS[rows])
         assert ended(stages, deaths) == once(config)
         assert deaths.dead == {place}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("place", "when"), [(1, "backward"), (1, "share"), (2, "forward"), (2, "share")])
+def test_a_death_ends_a_comparison(place: int, when: str) -> None:
+    """Two rows check a group of another: one of them gets it as its own, or they lose a node themselves."""
+    config = changed(pipeline={"sync_codec": "fixed-8"})
+    rows = ROWS[3]
+    with MemoryPipeline(config, rows=rows) as stages:
+        dies(stages, place, WHEN[when])
+        deaths = Deaths(stages, rows)
+        deaths.audited = {1: rows[0][:1], 2: rows[0][:1]}
+        assert ended(stages, deaths) == once(config)
+        assert deaths.dead == {place}
+        for other, vote in deaths.votes.items():
+            assert vote.digests.keys() == set(deaths.shared.of(other // STAGES))
+            assert not [digests for digests in vote.digests.values() if digests.loss is not None]
 
 
 @pytest.mark.timeout(120)
