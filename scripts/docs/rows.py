@@ -1,5 +1,6 @@
 """Tables of rows of nodes that share a step."""
 
+from collections.abc import Sequence
 from statistics import median
 from textwrap import fill
 from typing import Any
@@ -9,6 +10,7 @@ from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spac
 from scripts.report import RESULTS, markdown
 
 ROWS, ROW_WAITS, SOAK_ROWS = (RESULTS / f"{name}.json" for name in ("rows", "row_waits", "soak_rows"))
+CHURN, PACED_CHURN = RESULTS / "churn.json", RESULTS / "paced_churn.json"
 
 
 def rows() -> str:
@@ -97,6 +99,64 @@ def soak_rows() -> str:
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
 
 
+def paced_churn() -> str:
+    """Goodput while nodes are killed (scripts/experiments/paced_churn.py), beside that of the simulation."""
+    return paced_churn_of(read_report(PACED_CHURN), read_report(CHURN))
+
+
+def paced_churn_of(report: dict[str, Any], simulation: dict[str, Any]) -> str:
+    """The table of one report."""
+    simulated = {(case["grid"], case["a_node_dies"]): case for case in simulation["cases"] if case["goes_on"]}
+    cells = [cell for cell in report["cells"] if "goodput" in cell]
+    lines = []
+    for cell in cells:
+        case = simulated[cell["grid"], cell["a_node_dies"]]
+        deadly = cell["deaths"] > 0
+        lines.append(
+            [
+                cell["grid"],
+                cell["a_node_dies"] if "minute" in cell["a_node_dies"] else f"every {cell['a_node_dies']}",
+                str(cell["deaths"]),
+                f"{cell['deaths_a_step']:.2f}",
+                str(cell["committed"]),
+                f"{cell['goodput']:.2f}",
+                f"{case['goodput']:.2f}",
+                f"{cell['real_seconds_a_death']:.1f}" if deadly else "-",
+                f"{case['seconds_a_death']:.1f}",
+            ]
+        )
+    columns = [("stages x rows", "left"), ("a node dies", "left"), ("deaths", "right")]
+    columns += [
+        ("a step", "right"),
+        ("steps committed", "right"),
+        ("goodput", "right"),
+        ("simulated", "right"),
+    ]
+    columns += [("seconds of the run a death", "right"), ("simulated", "right")]
+    steps, other_steps = sum(cell["steps_compared"] for cell in cells), _count(cells, "steps_that_differ")
+    stored, other_stored = (_count(cells, f"snapshots_{which}") for which in ("compared", "that_differ"))
+    shut_out = sum(cell["evicted"] + cell["left_alive"] + cell["replaced_alive"] for cell in cells)
+    calm = median(cell["calm_step_seconds"] for cell in cells)
+    scale = calm / report["real_step_seconds"]
+    state = max(report["state_bytes"].values()) / (report["mbit"] * 1e6 / 8) / scale
+    caption = (
+        f"Processes of the program, killed by SIGKILL. Blocks wait, so that a calm step takes {calm:.1f} s; "
+        f"it stands for one of {report['real_step_seconds']:g} s, by which deaths and seconds are scaled. A "
+        f"new process starts {report['real_back_seconds']:g} s after a death. Not scaled: "
+        f"{report['not_scaled']}. {report['groups']} groups, {report['microbatches']} microbatches; nodes "
+        f"send {report['mbit']:g} Mbit/s, which carries a stage's state in {state:.0f} s. Beside a run "
+        f"without deaths, loss or gradient norm of {other_steps} of {steps} steps differ, and files of "
+        f"{other_stored} of {stored} snapshots. Nodes that were shut out, or replaced though nobody killed "
+        f"them: {shut_out}. {spaced(report['hardware'])}, torch {report['versions']['torch']}, commit "
+        f"{commit(report)}."
+    )
+    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
+
+
+def _count(cells: Sequence[dict[str, Any]], key: str) -> int:
+    return sum(len(cell[key]) for cell in cells)
+
+
 def _link(one: dict[str, Any]) -> tuple[int, float, float]:
     return one["stages"], one["rate_mbit"], one["round_trip_ms"]
 
@@ -109,4 +169,5 @@ TABLES: Tables = {
     **if_recorded(ROWS, "rows", rows),
     **if_recorded(ROW_WAITS, "row_waits", row_waits),
     "soak_rows": soak_rows,
+    **if_recorded(PACED_CHURN, "paced_churn", paced_churn),
 }

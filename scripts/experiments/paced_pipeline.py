@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -106,6 +106,30 @@ def run_config(window: str, arguments: Namespace, shapes: int) -> RunConfig:
     )
 
 
+class Child(Protocol):
+    """A process that was started."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
+Launch = Callable[[Sequence[str], dict[str, str], Path], Awaitable[Child]]
+"""Starts a command with this environment, in this folder."""
+
+
+async def launched(words: Sequence[str], environment: dict[str, str], folder: Path) -> Child:
+    """A Python of its own."""
+    return await asyncio.create_subprocess_exec(
+        *words, env=environment, stdout=subprocess.DEVNULL, cwd=folder
+    )
+
+
 class PacedRun:
     """A coordinator of a checkout's program, and its nodes, whose blocks wait for a set time."""
 
@@ -117,6 +141,7 @@ class PacedRun:
         checkout: Path,
         stack: ExitStack,
         script: str,
+        launch: Launch,
     ) -> None:
         self.coordinator = coordinator
         self.relays: list[ShapedRelay] = []
@@ -124,16 +149,16 @@ class PacedRun:
         """`run` in it is the run's."""
         self._environment, self._checkout = environment, checkout
         self._stack = stack
-        self._script = script
-        self._children = [coordinator]
+        self._script, self._launch = script, launch
+        self._children: list[Child] = [coordinator]
         self._nodes: list[tuple[list[str], dict[str, str]]] = []
         """How each was started."""
 
-    async def add_node(self, token: str, limit: float = 0.0) -> None:
+    async def add_node(self, token: str, limit: float = 0.0, *, relayed: bool = True) -> None:
         """One that others reach through a relay of its own, of 1 Gbit/s until it is shaped; with a `limit`,
         in Mbit/s, one that sends no more and that others reach directly."""
         port = reached = free_port()
-        if not limit:
+        if relayed and not limit:
             self.relays.append(self._stack.enter_context(ShapedRelay(port, rate=1.25e8)))
             reached = self.relays[-1].port
         number = len(self._children)
@@ -142,16 +167,19 @@ class PacedRun:
         self._nodes.append((words, self._environment | {LIMIT: str(limit)}))
         self._children.append(await self._start(number - 1))
 
-    async def _start(self, number: int) -> asyncio.subprocess.Process:
+    async def _start(self, number: int) -> Child:
         words, environment = self._nodes[number]
-        return await asyncio.create_subprocess_exec(
-            *words, env=environment, stdout=subprocess.DEVNULL, cwd=self._checkout
-        )
+        return await self._launch(words, environment, self._checkout)
 
-    async def restart_node(self, number: int) -> None:
-        """End a node's process at once, and start it again: the first node is 0."""
+    async def kill_node(self, number: int) -> None:
+        """End a node's process at once: the first node is 0."""
         self._children[1 + number].kill()
         await self._children[1 + number].wait()
+
+    async def restart_node(self, number: int, after: float = 0.0) -> None:
+        """End a node's process at once, and start it again."""
+        await self.kill_node(number)
+        await asyncio.sleep(after)
         self._children[1 + number] = await self._start(number)
 
     async def kill(self) -> None:
@@ -174,6 +202,7 @@ async def paced_run(
     threads: int = 1,
     sums_beside: bool = False,
     script: str = SCRIPT,
+    launch: Launch = launched,
 ) -> AsyncIterator[PacedRun]:
     """A coordinator for a run of this config whose blocks take so many seconds; nodes are yet to be added.
 
@@ -181,6 +210,7 @@ async def paced_run(
         threads: of a node, for packing and unpacking.
         sums_beside: rows send each other sums of gradients at once, beside the last gradients of a pipeline.
         script: a module that starts a node as this one's `node` does.
+        launch: starts a node's process.
     """
     run_file = directory / "run.toml"
     run_file.write_text(to_toml(config), encoding="utf-8")
@@ -201,7 +231,7 @@ async def paced_run(
             limit=1 << 20,
             cwd=checkout,
         )
-        run = PacedRun(coordinator, environment, directory, checkout, stack, script)
+        run = PacedRun(coordinator, environment, directory, checkout, stack, script, launch)
         try:
             yield run
         finally:
@@ -281,10 +311,8 @@ SUMS_BESIDE = "THINWIRE_STAND_IN_SUMS_BESIDE"
 
 def node(token: str, listen: str, advertise: str, directory: str) -> int:
     """`thinwire join` with blocks that wait for a set time and compute nothing."""
-    from node.config.join_options import JoinOptions
     from node.model import blocks
     from node.model.llama_block import LlamaBlock
-    from node.processes.node import run_node
     from node.stage.inbox import LinksIO
 
     forward, backward = map(float, os.environ[TIMES].split())
@@ -292,6 +320,14 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
     blocks.Head.forward = _head_forward  # type: ignore[method-assign]
     if os.environ.get(SUMS_BESIDE):
         LinksIO._after = lambda io, links, send: send()  # type: ignore[method-assign]
+    return join(token, listen, advertise, directory)
+
+
+def join(token: str, listen: str, advertise: str, directory: str) -> int:
+    """`thinwire join` in this process, as its environment says."""
+    from node.config.join_options import JoinOptions
+    from node.processes.node import run_node
+
     options = JoinOptions(
         listen=listen,
         advertise=advertise,
@@ -313,18 +349,18 @@ class _Paced(torch.autograd.Function):
         ctx.seconds = seconds[1]
         ctx.shapes = [weight.shape for weight in weights]
         result = x.clone()
-        _sleep_until(until)
+        sleep_until(until)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         until = time.perf_counter() + ctx.seconds
         zeros = tuple(torch.zeros(shape) for shape in ctx.shapes)
-        _sleep_until(until)
+        sleep_until(until)
         return None, gradient, *zeros
 
 
-def _sleep_until(moment: float) -> None:
+def sleep_until(moment: float) -> None:
     # Sleep on the compute thread, as a kernel would hold it; the node's event loop runs on another thread.
     if (pause := moment - time.perf_counter()) > 0:
         time.sleep(pause)

@@ -37,6 +37,7 @@ from tests.support.paths import ROOT, python_path
 PROGRAMS = (
     "node.cli.main",
     "node.stage.worker",
+    "scripts.experiments.paced_churn",
     "tests.support.apart_node",
     "tests.support.faults",
     "tests.support.hasty",
