@@ -404,33 +404,7 @@ class Epoch:
             seated: nodes that entered, whose links are open, and that hold the state or are told how to get
                 it. They have their seats from now on.
         """
-        self._follows_commit = False
-        filled = self._open_step(keep_sums, seated)
-        return [*filled, *self._to_rows(self._begin)]
-
-    def apply(self) -> list[Action]:
-        """Have all stages apply the commit; nothing begins with it. Call in `APPLYING` only."""
-        return self._to_asked(self._commit())
-
-    def go_on(self, *, keep_sums: bool = False, seated: Collection[str] = ()) -> list[Action]:
-        """Instead of `apply`, open the next step together with this commit. A vote for the next step then
-        confirms that the commit was applied."""
-        done = StepDone(epoch=self.number, step=self.step, nodes=self.hosts)
-        self.step += 1
-        self.steps_done += 1
-        self._follows_commit = True
-        filled = self._open_step(keep_sums, seated)
-        return [*filled, *self._to_rows(self._step_message), done]
-
-    def pause(self) -> None:
-        """The run is between two steps, though this one is not done: its stages may have to end before."""
-        self.phase = Phase.IDLE
-
-    def plan_windows(self, windows: tuple[int, ...]) -> None:
-        """The windows of each link, row after row, from the next step on; empty is the run file's."""
-        self.planned_windows = windows
-
-    def _open_step(self, keep_sums: bool, seated: Collection[str]) -> list[Action]:
+        self._follows_commit = self.phase is Phase.APPLYING
         self._late.clear()
         if self.fresh or seated:
             self.fresh.clear()
@@ -451,7 +425,27 @@ class Epoch:
         self._has_digests = self.audit is not None or self._rules.auditor.is_on
         if self.audit is not None or self.fresh or len(self.whole_rows) < self.rows:
             self._uneven.append(self.step)
-        return [self._filled(node) for node in seated]
+        return [*map(self._filled, seated), *self._to_rows(self._step_message)]
+
+    def apply(self) -> list[Action]:
+        """Have all stages apply the commit; nothing begins with it. Call in `APPLYING` only."""
+        return self._to_asked(self._commit())
+
+    def go_on(self, *, keep_sums: bool = False, seated: Collection[str] = ()) -> list[Action]:
+        """Instead of `apply`, open the next step together with this commit. A vote for the next step then
+        confirms that the commit was applied. Arguments are those of `begin`."""
+        done = StepDone(epoch=self.number, step=self.step, nodes=self.hosts)
+        self.step += 1
+        self.steps_done += 1
+        return [*self.begin(keep_sums=keep_sums, seated=seated), done]
+
+    def pause(self) -> None:
+        """The run is between two steps, though this one is not done: its stages may have to end before."""
+        self.phase = Phase.IDLE
+
+    def plan_windows(self, windows: tuple[int, ...]) -> None:
+        """The windows of each link, row after row, from the next step on; empty is the run file's."""
+        self.planned_windows = windows
 
     def _seat(self, nodes: Collection[str]) -> None:
         """Give entering nodes their seats."""
@@ -1013,10 +1007,11 @@ class Epoch:
         self._answered.add(node_id)
         return len(self._answered) == len(self.asked)
 
-    def _begin(self, node_id: str) -> Begin:
+    def _step_message(self, node_id: str) -> Begin | Commit:
+        """The message with which a node begins the current step."""
         links = len(self._windows) // self.rows
         first = self.replica_of(node_id) * links
-        return Begin(
+        begin = Begin(
             epoch=self.number,
             step=self.step,
             link_windows=self._windows[first : first + links],
@@ -1029,11 +1024,7 @@ class Epoch:
             absent=tuple(self.vacant),
             late=tuple(self._late),
         )
-
-    def _step_message(self, node_id: str) -> Begin | Commit:
-        """The message with which a node begins the current step."""
-        begin = self._begin(node_id)
-        # Who is new has applied the commit as one that follows.
+        # A new node has applied the commit as one that follows.
         tells_commit = self._follows_commit and node_id not in self.fresh
         return replace(self._commit(), then=begin) if tells_commit else begin
 

@@ -221,7 +221,7 @@ class RunMachine:
             if returns := self._returns(node_id, epoch, now):
                 return actions + returns
         if current is not None:
-            return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
+            return actions + current.ask_again(node_id)
         if node_id in (self.epoch.entering if self.epoch is not None else ()):
             actions += self._no_entrant(node_id, "its connection broke", is_fault=False)
         actions += self._try_place(now) + self._join_early(now)
@@ -264,7 +264,9 @@ class RunMachine:
         late = self._stragglers.look(self.epoch, seen, loading)
         unsaved, slow = self._snapshots.overdue(seen)
         actions += [Announce(text=text) for text in (late.note, slow) if text is not None]
-        for node_id, line in (self._unplaced(seen) | dict(late.nodes) | unsaved).items():
+        prepared = {node: member.prepared_at for node, member in self.members.items()}
+        unplaced = self._epochs.unplaced(seen, prepared)
+        for node_id, line in (unplaced | dict(late.nodes) | unsaved).items():
             if node_id in unsaved and self._snapshots.awaited:
                 self._ending.missing(f"node {node_id} did not hand in its layers")
             actions += self._replace_straggler(node_id, line, now)
@@ -273,10 +275,6 @@ class RunMachine:
         if self.epoch is not None:
             actions += self.epoch.give(now)
         return actions + self._try_place(now)
-
-    def _unplaced(self, seen: float) -> dict[str, str]:
-        prepared = {node: member.prepared_at for node, member in self.members.items()}
-        return self._epochs.unplaced(seen, prepared)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
         """The node is dead, was evicted, or says itself that it ends."""
@@ -316,44 +314,41 @@ class RunMachine:
     # ---- what nodes say
 
     def message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
-        """Handle one control message; what is of another epoch, or from a node without a stage, is dropped.
-
-        But for complaints: the node at fault may have reported its broken link first.
-        """
+        """Handle one control message. Messages of another epoch, or from a node without a stage, are dropped,
+        except for complaints: the node at fault may have reported its broken link first."""
         self.heard(node_id, now)
         self._stragglers.answered(node_id, message, now - self._unseen)
-        actions = self._message(node_id, message, now)
-        self._stragglers.watch(self.epoch, now - self._unseen)
-        return actions
-
-    def _message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
-        if isinstance(message, StateHashes):
-            return self._state_said(node_id, message, now)
-        epoch, ended = self.epoch, self._epochs.ended
-        if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
-            return self._complaint(ended, node_id, message, now)
-        if epoch is not None and node_id in epoch.entering:
-            return [*self._entering(epoch, node_id, message), *self._take_seats(epoch, now)]
-        if self.stopped or epoch is None or not epoch.has(node_id):
-            told = self._newcomers.message(node_id, message)
-            return told if self.stopped or epoch is None else [*told, *self._enter(epoch, now)]
-        match message:
-            case Placed() if message.epoch == epoch.number:
-                return self._placed(epoch, node_id, message, now)
-            case Ready() if message.epoch == epoch.number:
-                return self._progress(epoch, epoch.ready(node_id), now)
-            case Vote() if message.epoch == epoch.number:
-                return self._voted(epoch, epoch.vote(node_id, message), now)
-            case Applied() if message.epoch == epoch.number:
-                return self._progress(epoch, epoch.applied(node_id, message.step), now)
-            case Validated() if message.epoch == epoch.number:
-                return self._held_out(epoch, epoch.validated(node_id, message), now)
-            case StepFailed() if message.epoch == epoch.number:
-                return self._failed(epoch, node_id, message, now)
-            case PeerSilent() if message.epoch == epoch.number:
-                return self._suspected(epoch, node_id, message, now)
-            case _:
-                return []
+        try:
+            if isinstance(message, StateHashes):
+                return self._state_said(node_id, message, now)
+            epoch, ended = self.epoch, self._epochs.ended
+            if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
+                return self._complaint(ended, node_id, message, now)
+            if epoch is not None and node_id in epoch.entering:
+                return [*self._entering(epoch, node_id, message), *self._take_seats(epoch, now)]
+            if self.stopped or epoch is None or not epoch.has(node_id):
+                actions = self._newcomers.message(node_id, message)
+                return actions if self.stopped or epoch is None else actions + self._enter(epoch, now)
+            match message:
+                case Placed() if message.epoch == epoch.number:
+                    return self._placed(epoch, node_id, message, now)
+                case Ready() if message.epoch == epoch.number:
+                    return self._progress(epoch, epoch.ready(node_id), now)
+                case Vote() if message.epoch == epoch.number:
+                    return self._voted(epoch, epoch.vote(node_id, message), now)
+                case Applied() if message.epoch == epoch.number:
+                    return self._progress(epoch, epoch.applied(node_id, message.step), now)
+                case Validated() if message.epoch == epoch.number:
+                    return self._held_out(epoch, epoch.validated(node_id, message), now)
+                case StepFailed() if message.epoch == epoch.number:
+                    return self._failed(epoch, node_id, message, now)
+                case PeerSilent() if message.epoch == epoch.number:
+                    return self._suspected(epoch, node_id, message, now)
+                case _:
+                    return []
+        finally:
+            # A phase may have begun or ended.
+            self._stragglers.watch(self.epoch, now - self._unseen)
 
     def layer_received(self, step: int, unit: str, now: float) -> list[Action]:
         """A node has handed in a layer of a snapshot; `snapshot_stored` follows when all are on disk."""
@@ -655,12 +650,18 @@ class RunMachine:
             return epoch.apply()
         if epoch.steps_done:
             self._step_applied(epoch, epoch.step - 1)  # said by the votes for this one
+        return self._open_step(epoch, epoch.step + 1, now)
+
+    def _open_step(self, epoch: Epoch, step: int, now: float) -> list[Action]:
+        """Open a step between two steps, or the next one together with the commit of the epoch's own step."""
         epoch.opened_at = now
-        seated = self._seated(epoch, epoch.step + 1, now)
-        # The sums of the step before are kept for those, too.
-        told = epoch.go_on(keep_sums=self._newcomers.follow or bool(seated), seated=seated)
+        seated = self._newcomers.seated(epoch, step)
+        self._note_seated(epoch, seated, now)
+        open_step = epoch.begin if step == epoch.step else epoch.go_on
+        # The nodes that take their seats need the sums of the step before, too.
+        actions = open_step(keep_sums=self._newcomers.follow or bool(seated), seated=seated)
         self._standing.noted(epoch, seated)
-        return told + self._complete_rows(epoch, now)
+        return actions + self._complete_rows(epoch, now)
 
     def _step_applied(self, epoch: Epoch, step: int) -> None:
         """All stages of the epoch have applied this step of it."""
@@ -718,11 +719,7 @@ class RunMachine:
                 return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
             if self._moves_groups(epoch, epoch.step, epoch.steps_done):
                 return self._new_placement(now)
-            epoch.opened_at = now
-            seated = self._seated(epoch, epoch.step, now)
-            told = epoch.begin(keep_sums=self._newcomers.follow or bool(seated), seated=seated)
-            self._standing.noted(epoch, seated)
-            return told + self._complete_rows(epoch, now)
+            return self._open_step(epoch, epoch.step, now)
         if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
             return self._take_snapshot(epoch, now, await_it=True)
         if epoch.step >= self.plan.total_steps:
@@ -881,13 +878,8 @@ class RunMachine:
         why = "its links did not open before the step was done"
         return [one for node in self._newcomers.late() for one in self._no_entrant(node, why, is_fault=False)]
 
-    def _seated(self, epoch: Epoch, step: int, now: float) -> list[str]:
-        """Give nodes their seats from this step on."""
-        nodes = self._newcomers.seated(epoch, step)
-        self._note_seated(epoch, nodes, now)
-        return nodes
-
     def _note_seated(self, epoch: Epoch, nodes: Sequence[str], now: float) -> None:
+        """These nodes are about to take the seats whose links they have opened."""
         for node in nodes:
             place = epoch.entering[node]
             self._assigner.seat(node, place)
@@ -1019,19 +1011,18 @@ class RunMachine:
 
     def _out(self, node_id: str, now: float) -> list[Action]:
         why = self.quarantined[node_id]
-        over = run_over([node_id], f"{QUARANTINED}{why}", failed=True)
-        line = f"node {node_id} is shut out: {why}"
-        return [Announce(text=line, about=node_id), *over, *self._gone(node_id, f"{QUARANTINED}{why}", now)]
+        return self._put_out(node_id, f"node {node_id} is shut out: {why}", f"{QUARANTINED}{why}", now)
+
+    def _put_out(self, node_id: str, line: str, reason: str, now: float) -> list[Action]:
+        """End a node's part in the run. The operator reads `line`, and the node reads `reason`."""
+        over = run_over([node_id], reason, failed=True)
+        return [Announce(text=line, about=node_id), *over, *self._gone(node_id, reason, now)]
 
     def _replace_straggler(self, node_id: str, line: str, now: float) -> list[Action]:
         """A node that others wait for ends; started again it may help, a few times."""
         if self._quarantine.strike(node_id, line):
             return self._shut_out(node_id, now)
-        return [
-            Announce(text=f"node {node_id} is replaced: {line}", about=node_id),
-            *run_over([node_id], line, failed=True),
-            *self._gone(node_id, line, now),
-        ]
+        return self._put_out(node_id, f"node {node_id} is replaced: {line}", line, now)
 
     def _relieve_slow(self, epoch: Epoch, now: float) -> list[Action]:
         """A step is committed: once the stages' state is on disk, faster spares take those of slow nodes."""
@@ -1103,17 +1094,16 @@ class RunMachine:
         actions = self._newcomers.lost(node_id)
         if self.epoch is not None:
             self.epoch.drop_entrant(node_id)
-        told = self._states.lost(node_id)
+        findings = self._states.lost(node_id)
         if self._assigner.vacate(node_id, now):
             # Failures that its neighbours reported were caused by its end.
             self._failures.forgive()
         self._stragglers.forget(node_id)
-        if self.epoch is None or not self.epoch.has(node_id):
-            return actions + self._agreed(told, now)
-        actions += self._stands_out(self.epoch, node_id, now)
-        actions += self._lose(self.epoch, node_id, reason, now)
+        if self.epoch is not None and self.epoch.has(node_id):
+            actions += self._stands_out(self.epoch, node_id, now)
+            actions += self._lose(self.epoch, node_id, reason, now)
         # Last: it may end further epochs.
-        return actions + self._agreed(told, now)
+        return actions + self._agreed(findings, now)
 
     def _lose(self, epoch: Epoch, node_id: str, reason: str, now: float) -> list[Action]:
         """The epoch goes on without a host if it can: nobody else's work is lost."""

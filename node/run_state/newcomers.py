@@ -21,7 +21,7 @@ from node.run_state.failures import Blame
 from node.run_state.membership import Roster
 from node.run_state.stage_assignment import Candidate, StageAssigner
 from node.run_state.votes import UnitNumbers
-from wire.messages import CoordinatorMessage, Follow, Following, FollowStep, NodeMessage, Placed, Seat
+from wire.messages import Follow, Following, FollowStep, NodeMessage, Placed, Seat
 
 MOST_BEHIND = 1
 """How many steps a newcomer may still have to apply when its epoch begins."""
@@ -39,20 +39,38 @@ class _Entry:
     """One attempt to add rows, or to fill empty seats."""
 
     snapshot: int
-    grid: tuple[str, ...]
-    """The next one, row after row; empty if seats are filled."""
-    mends: bool = False
-    """Whether empty seats are filled."""
+    """The step whose state the newcomers load."""
+    grid: tuple[str, ...] = ()
+    """The hosts of the next epoch, row after row; empty if the attempt fills empty seats."""
     seats: dict[str, Seat] = field(default_factory=dict)
-    """By newcomer: the empty seat that it is to have."""
+    """The empty seat that each newcomer is to have."""
     stages: int
     orders: dict[str, Follow]
-    """By newcomer."""
-    held: dict[str, int]
-    """The step whose state each newcomer holds; -1 for none."""
+    """The order for each newcomer."""
+    held: dict[str, int] = field(default_factory=dict)
+    """The step whose state each newcomer holds, once it holds one."""
     is_stored: bool = False
     steps: list[FollowStep] = field(default_factory=list)
-    """Committed since the snapshot, with the norms of all stages."""
+    """The steps committed since the snapshot, with the norms of all stages."""
+
+    @property
+    def mends(self) -> bool:
+        """Whether the attempt fills empty seats."""
+        return not self.grid
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the attempt goes on although nobody is in it."""
+        return self.mends and len(self.steps) < OPEN_STEPS
+
+    @property
+    def may_extend(self) -> bool:
+        """Whether more nodes may follow from the same snapshot."""
+        return self.mends and len(self.steps) < MOST_STEPS // 2
+
+    def least_held(self) -> int:
+        """The earliest step whose state a newcomer holds; -1 while one of them holds none."""
+        return min((self.held.get(node, -1) for node in self.orders), default=-1)
 
 
 class Newcomers:
@@ -127,34 +145,31 @@ class Newcomers:
         """
         if (entry := self._entry) is not None and (entry.orders or epoch.vacant):
             return self._extended(entry, epoch, candidates)
+        able = able and epoch.step > 0
         seats = self._fillers(epoch, candidates)
-        if able and epoch.step > 0 and (seats or (self._expects and epoch.vacant)):
-            return self._mend(epoch, seats)
-        grid = self._next_grid(epoch, candidates, due=due) if able and epoch.step > 0 else None
-        orders = None if grid is None else self._orders(epoch, grid)
-        if grid is None or orders is None:
-            if due and not epoch.vacant:
-                here = candidates if self._roster.connected(epoch.hosts) else ()
-                self.awaited |= self._assigner.can_grow(epoch.stages, here, epoch.rows)
-            return []
-        self._entry = _Entry(
-            snapshot=epoch.step,
-            grid=grid,
-            stages=epoch.stages,
-            orders=orders,
-            held=dict.fromkeys(orders, -1),
-        )
-        text = (
-            f"{_nodes(orders)}: to fetch the state of step {epoch.step} and follow the run, until they enter"
-        )
-        return [Announce(text=text)]
+        if able and (seats or (self._expects and epoch.vacant)):
+            # Who comes a little later follows from the same state.
+            self._expects = False
+            self._entry = _Entry(snapshot=epoch.step, stages=epoch.stages, orders={})
+            return self._fill(self._entry, epoch, seats)
+        grid = self._next_grid(epoch, candidates, due=due) if able else None
+        if grid is not None:
+            new = grid[len(epoch.hosts) :]
+            orders = self._orders(epoch, {node: at % epoch.stages for at, node in enumerate(new)}, epoch.step)
+            if len(orders) == len(new):
+                self._entry = _Entry(snapshot=epoch.step, grid=grid, stages=epoch.stages, orders=orders)
+                return [_announced(orders, epoch.step)]
+        if due and not epoch.vacant:
+            present = candidates if self._roster.connected(epoch.hosts) else ()
+            self.awaited |= self._assigner.can_grow(epoch.stages, present, epoch.rows)
+        return []
 
     def may_begin(self, epoch: Epoch, candidates: Sequence[Candidate]) -> bool:
         """Whether `begin` may find nodes for an attempt though no snapshot is due."""
         if self._entry is None and self._expects and epoch.vacant:
             return True
         if self._fillers(epoch, candidates):
-            return self._entry is None or self._may_extend(self._entry)
+            return self._entry is None or self._entry.may_extend
         is_free = self._entry is None or not self._entry.orders
         return is_free and self._next_grid(epoch, candidates, due=False) is not None
 
@@ -228,61 +243,37 @@ class Newcomers:
         for node in [node for node, one in known.items() if one == seat]:
             known[node] = other
 
-    def _mend(self, epoch: Epoch, seats: dict[str, Seat]) -> list[Action]:
-        """Begin an attempt to fill empty seats. Who comes a little later follows from the same state."""
-        orders = self._seat_orders(epoch, seats, epoch.step)
-        self._expects = False
-        held = dict.fromkeys(orders, -1)
-        own = {node: seats[node] for node in orders}
-        self._entry = _Entry(
-            snapshot=epoch.step,
-            grid=(),
-            mends=True,
-            seats=own,
-            stages=epoch.stages,
-            orders=orders,
-            held=held,
-        )
-        return [self._announced(orders, epoch.step)] if orders else []
-
     def extend(self, epoch: Epoch, candidates: Sequence[Candidate]) -> list[Action]:
         """Nodes have come: those for whom there is a seat follow at once if others do already."""
         return [] if self._entry is None else self._extended(self._entry, epoch, candidates)
 
-    def _may_extend(self, entry: _Entry) -> bool:
-        """Whether more nodes may follow from the snapshot that others do."""
-        return entry.mends and len(entry.steps) < MOST_STEPS // 2
-
     def _extended(self, entry: _Entry, epoch: Epoch, candidates: Sequence[Candidate]) -> list[Action]:
         """More nodes for other seats, which have become empty or came meanwhile."""
-        if not self._may_extend(entry):
-            return []
-        seats = self._fillers(epoch, candidates)
-        if not seats:
-            return []
-        orders = self._seat_orders(epoch, seats, entry.snapshot)
-        for node, order in orders.items():
-            entry.orders[node], entry.seats[node], entry.held[node] = order, seats[node], -1
-        told = [one for node in orders for one in self._told(entry, node)] if entry.is_stored else []
-        return [self._announced(orders, entry.snapshot), *told] if orders else []
+        return self._fill(entry, epoch, self._fillers(epoch, candidates)) if entry.may_extend else []
 
-    def _announced(self, nodes: Iterable[str], step: int) -> Action:
-        text = f"{_nodes(nodes)}: to fetch the state of step {step} and follow the run, until they enter"
-        return Announce(text=text)
+    def _fill(self, entry: _Entry, epoch: Epoch, seats: Mapping[str, Seat]) -> list[Action]:
+        """These nodes are to follow the run, and then to have these seats."""
+        orders = self._orders(epoch, {node: seat.stage for node, seat in seats.items()}, entry.snapshot)
+        entry.orders.update(orders)
+        entry.seats.update((node, seats[node]) for node in orders)
+        sent = [action for node in orders for action in self._told(entry, node)] if entry.is_stored else []
+        return [_announced(orders, entry.snapshot), *sent] if orders else []
 
-    def _seat_orders(self, epoch: Epoch, seats: Mapping[str, Seat], snapshot: int) -> dict[str, Follow]:
+    def _orders(self, epoch: Epoch, stages: Mapping[str, int], snapshot: int) -> dict[str, Follow]:
+        """The order for each node, from the stage that it is to have; none where no host of the stage could
+        give it the gradients."""
         assert epoch.lineage is not None, "the epoch has begun"
         return {
             node: Follow(
                 step=snapshot,
-                stage=seat.stage,
+                stage=stage,
                 stages=epoch.stages,
                 lineage=epoch.lineage,
                 sources=sources,
                 storages=epoch.storage_names,
             )
-            for node, seat in seats.items()
-            if (sources := epoch.sources(seat.stage))
+            for node, stage in stages.items()
+            if (sources := epoch.sources(stage))
         }
 
     def to_seat(self, epoch: Epoch) -> dict[str, Seat]:
@@ -320,7 +311,9 @@ class Newcomers:
             or (epoch.takes_groups(epoch.entering_seat(node).row) and held.get(node) == epoch.step)
         ]
         for node in found:
-            self._leaves_entry(node)
+            self._moving.pop(node, None)
+            if self._entry is not None:
+                self._forget(self._entry, node)
         return found
 
     def moves(self, node: str) -> bool:
@@ -333,11 +326,6 @@ class Newcomers:
         moving, self._moving = [*self._moving], {}
         return moving
 
-    def _leaves_entry(self, node: str) -> None:
-        self._moving.pop(node, None)
-        if self._entry is not None:
-            self._forget(self._entry, node)
-
     def _has_caught_up(self, entry: _Entry, node: str, step: int) -> bool:
         is_near = entry.held.get(node, -1) >= max(0, step - MOST_BEHIND)
         return is_near and self._roster.connected([node])
@@ -345,12 +333,8 @@ class Newcomers:
     def _forget(self, entry: _Entry, node: str) -> None:
         for known in (entry.orders, entry.seats, entry.held):
             known.pop(node, None)
-        if not entry.orders and not self._is_open(entry):
+        if not entry.orders and not entry.is_open:
             self._entry = None
-
-    def _is_open(self, entry: _Entry) -> bool:
-        """Whether an attempt goes on although nobody is in it."""
-        return entry.mends and len(entry.steps) < OPEN_STEPS
 
     def _dropped(self, entry: _Entry, node: str, why: str) -> list[Action]:
         """A node does not fill its seat; others go on."""
@@ -416,7 +400,7 @@ class Newcomers:
         entry = self._entry
         if entry is None or entry.mends or not self._roster.connected(entry.orders):
             return False
-        return all(held >= step - MOST_BEHIND for held in entry.held.values())
+        return entry.least_held() >= step - MOST_BEHIND
 
     def enter(self) -> tuple[str, ...]:
         """They enter: the grid of the epoch that is about to begin. Call it when `ready`."""
@@ -461,7 +445,7 @@ class Newcomers:
         if entry is None or committed is None:
             return []
         if len(entry.steps) == MOST_STEPS:
-            slow = [node for node, held in entry.held.items() if held < committed.step - 1]
+            slow = [node for node in entry.orders if entry.held.get(node, -1) < committed.step - 1]
             self._slow.update(slow)
             if entry.mends and len(slow) < len(entry.orders):
                 return [one for node in slow for one in self._dropped(entry, node, "it cannot keep up")]
@@ -475,7 +459,7 @@ class Newcomers:
             norms=norms,
         )
         entry.steps.append(step)
-        if not entry.orders and not self._is_open(entry):
+        if not entry.orders and not entry.is_open:
             self._entry = None
         if not entry.is_stored:
             return []
@@ -495,11 +479,11 @@ class Newcomers:
                 return self.fails(node_id, message.failed)
             self._slow.add(node_id)
             return self._given_up(f"node {node_id} does not follow: {message.failed}")
-        was_first = entry.held[node_id] < 0 if entry.mends else min(entry.held.values()) < 0
+        was_first = node_id not in entry.held if entry.mends else entry.least_held() < 0
         entry.held[node_id] = message.step
-        # Steps that all have applied need not be sent again.
-        least = min(entry.held.values())
+        least = entry.least_held()
         if not entry.mends:
+            # Steps that all have applied need not be sent again.
             entry.steps = [step for step in entry.steps if step.step >= least or least < 0]
         if not was_first or (least < 0 and not entry.mends):
             return []
@@ -532,30 +516,10 @@ class Newcomers:
 
     # ---- inside
 
-    def _orders(self, epoch: Epoch, grid: Sequence[str]) -> dict[str, Follow] | None:
-        """The order for each newcomer, by node; None if no host could give it the gradients."""
-        found = {}
-        assert epoch.lineage is not None, "the epoch has begun"
-        for place, node_id in enumerate(grid[len(epoch.hosts) :]):
-            stage = place % epoch.stages
-            sources = epoch.sources(stage)
-            if not sources:
-                return None
-            found[node_id] = Follow(
-                step=epoch.step,
-                stage=stage,
-                stages=epoch.stages,
-                lineage=epoch.lineage,
-                sources=sources,
-                storages=epoch.storage_names,
-            )
-        return found
-
     def _told(self, entry: _Entry, node_id: str) -> list[Action]:
         order = entry.orders[node_id]
-        steps = [self._of_stage(order, step) for step in entry.steps]
-        told: list[CoordinatorMessage] = [order, *steps]
-        return [Send(node_id=node_id, message=message) for message in told]
+        steps = (self._of_stage(order, step) for step in entry.steps)
+        return [Send(node_id=node_id, message=message) for message in (order, *steps)]
 
     def _of_stage(self, order: Follow, step: FollowStep) -> FollowStep:
         units = self._units(order.stages)[order.stage]
@@ -571,6 +535,11 @@ class Newcomers:
         here = [node for node in entry.orders if node in self._roster.members]
         told: list[Action] = [Announce(text=f"no row enters after step {entry.snapshot}: {why}")]
         return told + [Send(node_id=node, message=Follow(step=entry.snapshot)) for node in here]
+
+
+def _announced(nodes: Iterable[str], step: int) -> Action:
+    text = f"{_nodes(nodes)}: to fetch the state of step {step} and follow the run, until they enter"
+    return Announce(text=text)
 
 
 def _nodes(nodes: Iterable[str]) -> str:
