@@ -12,33 +12,30 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from node.coordinator.coordinator import Coordinator
 from node.coordinator.sessions import (
     HELLO_SECONDS,
     LEAST_PROBE_BYTES,
     NO_HELLO,
     NO_MESSAGE,
+    Context,
     ControlSession,
     MessageLimits,
     SessionDesk,
     SessionHandler,
+    abort,
     check_limits,
     each,
     hello_from,
 )
-from node.coordinator.snapshot_handler import ServedLayer, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.state.manifest import UnitEntry
-from wire.errors import (
-    ProtocolViolationError,
-    ThinwireError,
-    without_folders,
-)
+from wire.errors import ProtocolViolationError, ThinwireError
 from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
@@ -52,73 +49,11 @@ MOST_PROBE_BYTES = 16 * 1024 * 1024
 TURN_SECONDS = 0.1
 """The seconds between two checks whether a call that waits is served."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class Handler(SessionHandler, Protocol):
-    """What the service needs of the coordinator."""
-
-    async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal: ...
-
-    async def batch(
-        self,
-        node_id: str,
-        step: int,
-        *,
-        part: BatchPart,
-        held_out: bool = False,
-        groups: Sequence[int] = (),
-        steps: int = 1,
-    ) -> bytes:
-        """The rows of a step, or of some of its gradient groups, in the order in which they are named; with
-        `steps` those of so many, one after another.
-
-        Raises ProtocolViolationError if the node's stage has no use for it."""
-        ...
-
-    async def layer(self, step: int, unit: str) -> ServedLayer:
-        """A unit's file of a complete snapshot."""
-        ...
-
-    def layer_holders(
-        self, node_id: str, step: int, unit: str, bad: Sequence[str]
-    ) -> tuple[UnitEntry, list[PlacedStage], str] | None:
-        """The nodes that hold a layer that the coordinator does not have, and the object store's folder that
-        has it, if one does; None if the coordinator has it. Raises NotYetError or RunError."""
-        ...
-
-    def hold_layers(
-        self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
-    ) -> list[tuple[int, str]]:
-        """A node reports files on its disk and missing ones; returns those of no snapshot."""
-        ...
-
-    def upload_permit(
-        self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
-    ) -> UploadPermit:
-        """`weights_alone`: the file of the layer's weights, ahead of the whole one.
-
-        Raises NotDueError if this node is not to upload it now, ProtocolViolationError if never.
-        """
-        ...
-
-    async def weights_ahead(self, permit: UploadPermit) -> bytes:
-        """The weights that came ahead of a layer, as they stand in its file. Raises NotDueError without."""
-        ...
-
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        """`digest`: the data's SHA-256, in hex."""
-        ...
-
-    async def layer_refused(self, permit: UploadPermit, why: str) -> None:
-        """A node that was asked for a layer handed in what cannot be it."""
-        ...
-
 
 class ControlService(control_pb2_grpc.CoordinatorServicer):
     def __init__(
         self,
-        handler: Handler,
+        handler: Coordinator,
         front: Front,
         limits: Callable[[], MessageLimits] | None = None,
         *,
@@ -145,12 +80,12 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         try:
             session = await self.desk.greet(node_id, source, lambda: _hello(requests))
         except DecodeError:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
         except ProtocolViolationError as error:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             # A slow network must not end the node.
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, NO_HELLO)
+            await abort(context, grpc.StatusCode.UNAVAILABLE, NO_HELLO)
         if isinstance(session, Refusal):
             await context.write(coordinator_message_to_proto(session))
             return
@@ -196,7 +131,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         node_id = await self._member(context)
         size = request.bytes
         if size > MOST_PROBE_BYTES:
-            await _abort(
+            await abort(
                 context, grpc.StatusCode.INVALID_ARGUMENT, f"a probe has at most {MOST_PROBE_BYTES} bytes"
             )
         async with self._turn(node_id, "probe", max(size, LEAST_PROBE_BYTES)):
@@ -217,7 +152,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                     steps=max(1, request.steps),
                 )
             except ThinwireError as error:
-                await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
             # A thread costs more than the hash of a small batch.
             small = len(data) <= SMALL_BYTES
             digest = hashlib.sha256(data) if small else await asyncio.to_thread(hashlib.sha256, data)
@@ -230,7 +165,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         if (count := len(request.layers) + len(request.missing)) > MOST_HELD:
             why = f"a report of {count} layers, more than {MOST_HELD}"
             self.handler.refused(node_id, why)
-            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         layers = [
             HeldLayer(
                 step=one.step,
@@ -248,7 +183,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         except ThinwireError as error:
             if isinstance(error, ProtocolViolationError):
                 self.handler.refused(node_id, str(error))
-            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return control_pb2.HoldLayersReply(
             unknown=[control_pb2.LayerName(step=step, unit=unit) for step, unit in unknown]
         )
@@ -265,7 +200,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         try:
             return await admitted(context, self.handler, self._front)
         except NodeRefusedError as error:
-            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, str(error))
+            await abort(context, grpc.StatusCode.PERMISSION_DENIED, str(error))
 
 
 class NodeRefusedError(ThinwireError):
@@ -311,11 +246,6 @@ async def _write(context: Context, size: int, digest: str, pieces: Iterator[byte
     await context.write(control_pb2.DataChunk(data=next(pieces), total_bytes=size, sha256=digest))
     for piece in pieces:
         await context.write(control_pb2.DataChunk(data=piece))
-
-
-async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
-    await context.abort(code, without_folders(message))
-    raise AssertionError("abort raises")
 
 
 CHUNK_BYTES = 256 * 1024

@@ -22,10 +22,11 @@ from node.coordinator.decisions import record_places, record_plan
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.kept_snapshots import KeptSnapshots, SnapshotBook
-from node.coordinator.planners import Planners
+from node.coordinator.placing import PlacePlanner
+from node.coordinator.planners import LinkPlanner
 from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
-from node.coordinator.reports import REPORTS
+from node.coordinator.reports import NO_REPORT, REPORTS, longest_kind
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import (
     Agreement,
@@ -81,7 +82,7 @@ from node.state.manifest import MANIFEST_NAME, LayerFile, Manifest, UnitEntry
 from node.state.snapshot import list_snapshots
 from node.state.weights import CheckpointError
 from node.telemetry import events, points
-from node.telemetry.costs import group_seconds
+from node.telemetry.costs import group_seconds, mean_step
 from node.telemetry.history import EVICTED
 from node.tuning.codec_plan import Lines
 from node.tuning.device_memory import available_bytes
@@ -122,7 +123,7 @@ Happening = Callable[[float], list[Action]]
 
 
 class Coordinator:
-    """Implements `node.coordinator.control_service.Handler` and `SnapshotRun`."""
+    """Implements `node.coordinator.sessions.SessionHandler` and `SnapshotRun`."""
 
     def __init__(
         self,
@@ -170,18 +171,28 @@ class Coordinator:
         self._kept = KeptSnapshots(book, told_config, self)
         self._exports = SnapshotExports(config, directory)
         self._samples = SnapshotSamples(config, directory, emit, available_bytes())
-        self._planners = Planners(
-            config,
-            samples=corpus.windows,
-            accounting=self.accounting,
-            use_windows=lambda number, plan: self._post(lambda _: self._machine.plan_windows(number, plan)),
-            use_lines=self._use_lines,
-            past=past,
-            members=lambda: self._machine.members,
-            send=self.send,
-            move=self._move,
-            emit=emit,
-        )
+        self._link_planner: LinkPlanner | None = None
+        self._place_planner: PlacePlanner | None = None
+        if config.pipeline.measures_places:
+            self._place_planner = PlacePlanner(
+                config,
+                samples=corpus.windows,
+                past=past,
+                members=lambda: self._machine.members,
+                send=self.send,
+                move=self._move,
+                tell=lambda text: emit(events.Notice(text=text)),
+            )
+        if config.pipeline.window == "auto" or config.pipeline.plans_codecs:
+            self._link_planner = LinkPlanner(
+                config,
+                samples=corpus.windows,
+                line=self.accounting.line,
+                use_windows=lambda epoch, plan: self._post(lambda _: self._machine.plan_windows(epoch, plan)),
+                use_lines=self._use_lines,
+                emit=emit,
+            )
+        self._planners = [one for one in (self._place_planner, self._link_planner) if one is not None]
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._post = self._events.put_nowait
         self._sessions = Sessions(config.coordinator)
@@ -214,8 +225,8 @@ class Coordinator:
         watching = self._tick(), self._watch_members(), self._watch_data(), self.changes.watch()
         writing = self._tracer.run(), self._snapshots.run(), self._exports.run(), self._kept.run()
         async with asyncio.TaskGroup() as group:
-            planning = self._planners.run(), self._samples.run()
-            beside = [group.create_task(one) for one in (*watching, *writing, *planning)]
+            others = self._samples.run(), *(planner.run() for planner in self._planners)
+            beside = [group.create_task(one) for one in (*watching, *writing, *others)]
             outcome = await self._act()
             await self._exports.finish()
             for task in beside:
@@ -308,7 +319,10 @@ class Coordinator:
         steps = range(costs.step - costs.steps, costs.step)
         if epoch is None or epoch.number != number or any(map(epoch.was_uneven, steps)):
             return  # then some rows compute more, or less, than their groups
-        self._planners.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
+        nodes = [members[node].offer for node in epoch.hosts]
+        mean = mean_step(costs) if self._planners else costs
+        for planner in self._planners:
+            planner.step_done(epoch, nodes, mean)
         if epoch.rows > 1:
             length = self.config.microbatches // self.config.pipeline.groups
             groups = [len(own) for own in epoch.groups]
@@ -322,6 +336,11 @@ class Coordinator:
             return []
 
         self._post(happening)
+
+    async def _next_is(self, step: int) -> None:
+        """All stages hold the state of `step`, so that step runs next."""
+        if self._place_planner is not None:
+            await self._place_planner.next_is(step)
 
     async def _move(self, plan: PlacePlan, what: str) -> None:
         """Record a plan of places; the coordinator that goes on with the run carries it out."""
@@ -377,7 +396,7 @@ class Coordinator:
             case RecordRestored():
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
-                await self._planners.next_is(action.step)
+                await self._next_is(action.step)
             case RecordCodecs() | RecordStorages():
                 await self._disk.write(record_plan, self._store, action)
                 self._reporter.planned(action)
@@ -388,7 +407,7 @@ class Coordinator:
             case StepDone():
                 now = self._machine.epoch
                 costs = self._reporter.finish_step(goes_on=now is not None and now.phase is Phase.STEPPING)
-                await self._planners.next_is(action.step + 1)
+                await self._next_is(action.step + 1)
                 if costs is not None:
                     self._use_costs(action.epoch, costs)
             case Announce():
@@ -585,14 +604,21 @@ class Coordinator:
         if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
         if isinstance(message, REPORTS):
-            longest = self._reporter.said(node_id, message)
-            if not isinstance(message, Heartbeat):
+            before = self.accounting.newest.get(node_id, NO_REPORT)
+            self.accounting.report(node_id, message.telemetry, self._reporter.epoch_seconds)
+            if isinstance(message, Heartbeat):
+                longest = longest_kind(before, message.telemetry)
+            else:
                 self._answers.came(node_id, time.monotonic())
         match message:
             case StepSpans():
                 self._tracer.add(node_id, message)
-            case BlockTime() | PeerRate() | CodecTimes():
-                self._planners.heard(node_id, message)
+            case BlockTime() | PeerRate():
+                if self._place_planner is not None:
+                    self._place_planner.heard(node_id, message)
+            case CodecTimes():
+                if self._link_planner is not None:
+                    self._link_planner.heard(node_id, message)
             case RelayTimes():
                 for relay in self.relays.plan.measured(node_id, message.times):
                     text = f"node {node_id} left the relay of node {relay}: a link is much faster by another"
@@ -640,6 +666,11 @@ class Coordinator:
         groups: Sequence[int] = (),
         steps: int = 1,
     ) -> bytes:
+        """The rows of a step, or of some of its gradient groups, in the order in which they are named; with
+        `steps` those of so many, one after another.
+
+        Raises ProtocolViolationError if the node's stage has no use for it.
+        """
         epoch, count = self._machine.epoch, self.config.pipeline.groups
         size, wanted = self.config.training.global_batch, range(step, step + steps)
         most = steps_at_once(part, size * len(groups or range(count)) // count, self.config.model.sequence)
@@ -671,6 +702,7 @@ class Coordinator:
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
     ) -> tuple[UnitEntry, list[PlacedStage], str] | None:
+        """As `KeptSnapshots.where`; None if the coordinator has the layer itself."""
         if step not in self._kept or self._snapshots.path(step).joinpath(MANIFEST_NAME).exists():
             return None
         return self._kept.where(node_id, step, unit, bad)
@@ -678,6 +710,7 @@ class Coordinator:
     def hold_layers(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]]:
+        """As `KeptSnapshots.hold`."""
         try:
             return self._kept.hold(node_id, layers, missing)
         except WrongLayerError as error:
@@ -685,6 +718,7 @@ class Coordinator:
             raise
 
     async def layer(self, step: int, unit: str) -> ServedLayer:
+        """A unit's file of a complete snapshot."""
         with self._checkpoint_whole():
             layer = await self._snapshots.layer(step, unit)
 
@@ -707,6 +741,7 @@ class Coordinator:
     def upload_permit(
         self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
     ) -> UploadPermit:
+        """As `SnapshotHandler.permit`."""
         if node_id not in self._machine.members:
             raise NotDueError(f"{node_id} is not in the run at present")
         return self._snapshots.permit(node_id, step, unit, weights_alone=weights_alone)
@@ -715,6 +750,7 @@ class Coordinator:
         return await self._snapshots.weights_ahead(permit)
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+        """Store an upload. `digest` is the data's SHA-256 in hex."""
         try:
             await self._snapshots.put(permit, LayerFile(data, digest))
         except WrongLayerError as error:
@@ -724,6 +760,7 @@ class Coordinator:
             raise
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
+        """A node that was asked for a layer handed in what cannot be it."""
         self._post(lambda now: self._machine.layer_refused(permit.node_id, permit.step, why, now))
         await self._snapshots.refused(permit)
 

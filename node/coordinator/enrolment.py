@@ -19,6 +19,7 @@ from wire.identity.authority import CertificateAuthority, csr_public_key, public
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
 from wire.identity.names import node_id_of
 from wire.identity.token import TokenRecord, admit, hash_secret
+from wire.messages import Hello
 from wire.version import PROTOCOL, VERSION
 
 _LONGEST_DEVICE_NAME = 100
@@ -51,12 +52,8 @@ class EnrolmentHandler:
     def refuse_cheaply(self, request: JoinRequest) -> Refusal | None:
         """Refuse another version's or run's request; without database or cryptography."""
         # The version first: other versions may give the other fields another meaning.
-        if (request.version, request.protocol) != (VERSION, PROTOCOL):
-            return Refusal(
-                RefusalCode.VERSION_MISMATCH,
-                f"the coordinator runs thinwire {VERSION} (protocol {PROTOCOL}) and this node "
-                f"{request.version[:40]!r} (protocol {request.protocol}): install thinwire {VERSION}",
-            )
+        if (refusal := version_refusal(request)) is not None:
+            return refusal
         if request.run_id != self._authority.run_id:
             return Refusal(
                 RefusalCode.WRONG_RUN,
@@ -186,6 +183,17 @@ class KnownTokens:
             self._began = began
         finally:
             self._reading = None
+
+
+def version_refusal(request: JoinRequest | Hello) -> Refusal | None:
+    """Why a node of another version may not take part."""
+    if (request.version, request.protocol) == (VERSION, PROTOCOL):
+        return None
+    return Refusal(
+        RefusalCode.VERSION_MISMATCH,
+        f"the coordinator runs thinwire {VERSION} (protocol {PROTOCOL}) and this node "
+        f"{request.version[:40]!r} (protocol {request.protocol}): install thinwire {VERSION}",
+    )
 
 
 def _refuse_hardware(hardware: Hardware) -> Refusal | None:

@@ -15,10 +15,9 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import grpc
-import grpc.aio
 
 from node.coordinator.gateway_frames import (
     FrameReader,
@@ -32,8 +31,10 @@ from node.coordinator.sessions import (
     HELLO_SECONDS,
     MOST_WAITING,
     NO_HELLO,
+    Context,
     Greetings,
     MessageLimits,
+    abort,
     check_limits,
     each,
     parsed,
@@ -55,8 +56,6 @@ STOP_SECONDS = 1.0
 LONGEST_HOST = 255
 _HANDOVERS = 64
 """Connections to take over before other work of the loop gets its turn."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class Gateway:
         assert self._link is not None and self.front is not None
         link, node_id, peer = self._link, peer_node_id(context), context.peer()
         if node_id is None:
-            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "the certificate names no node")
+            await abort(context, grpc.StatusCode.PERMISSION_DENIED, "the certificate names no node")
         self.front.prove(peer, node_id)
         try:
             async with self._greetings.newest(node_id), asyncio.timeout(HELLO_SECONDS):
@@ -216,7 +215,7 @@ class Gateway:
         except TimeoutError:
             hello = None
         if hello is None:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, NO_HELLO)
+            await abort(context, grpc.StatusCode.UNAVAILABLE, NO_HELLO)
         number, session = next(self._numbers), _Session()
         self._sessions[number] = session
         opened = Opened(node_id=node_id, host=self.front.host(peer), hello=hello)
@@ -230,7 +229,7 @@ class Gateway:
             del self._sessions[number]
             link.write(frame(Kind.CLOSED, number))
         if message.code:
-            await _abort(context, grpc.StatusCode[message.code], message.why)
+            await abort(context, grpc.StatusCode[message.code], message.why)
 
     async def _read(
         self, number: int, node_id: str, session: _Session, requests: AsyncIterator[bytes]
@@ -262,11 +261,6 @@ class _Handlers(grpc.GenericRpcHandler):
 
     def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
         return self._session if details.method == SESSION else None
-
-
-async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
-    await context.abort(code, message)
-    raise AssertionError("abort raises")
 
 
 async def serve(stream: socket.socket, handed: socket.socket) -> None:

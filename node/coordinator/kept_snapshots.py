@@ -58,10 +58,9 @@ def write_kept_manifest(run_directory: Path, manifest: Manifest, url: str = "") 
 
     Raises RunError, on a full disk DiskFullError.
     """
-    directory = run_directory / DIRECTORY
-    path, data = directory / f"step-{manifest.step:08d}.json", manifest.to_json().encode()
+    path, data = _manifest_path(run_directory, manifest.step), manifest.to_json().encode()
     with write_errors(path, len(data)):
-        directory.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         if url:
             write_private(path.with_suffix(".url"), url.encode())
         else:
@@ -71,8 +70,12 @@ def write_kept_manifest(run_directory: Path, manifest: Manifest, url: str = "") 
 
 def set_kept_aside(run_directory: Path, step: int) -> None:
     """Rename a manifest that does not count."""
-    path = run_directory / DIRECTORY / f"step-{step:08d}.json"
+    path = _manifest_path(run_directory, step)
     path.replace(path.with_name(f"{path.name}.damaged"))
+
+
+def _manifest_path(run_directory: Path, step: int) -> Path:
+    return run_directory / DIRECTORY / f"step-{step:08d}.json"
 
 
 class SnapshotRun(Protocol):
@@ -363,7 +366,7 @@ class KeptSnapshots:
                 await self.refuse(step)
 
     def _remove(self, step: int, url: str) -> None:
-        path = self._run_directory / DIRECTORY / f"step-{step:08d}.json"
+        path = _manifest_path(self._run_directory, step)
         path.unlink(missing_ok=True)
         path.with_suffix(".url").unlink(missing_ok=True)
         self._book.store.delete_snapshot(step)

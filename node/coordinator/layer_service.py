@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from node.coordinator.control_service import Handler, NodeRefusedError, admitted, place_chunk, when_served
+from node.coordinator.control_service import NodeRefusedError, admitted, place_chunk, when_served
+from node.coordinator.coordinator import Coordinator
 from node.coordinator.sessions import SessionDesk
 from node.coordinator.snapshot_handler import NotDueError, UploadPermit
 from wire.channels import NOT_YET
@@ -44,7 +45,7 @@ Result = TypeVar("Result")
 class LayerService:
     """`GetLayer` and `PutLayer`. Create it on the event loop."""
 
-    def __init__(self, handler: Handler, desk: SessionDesk, front: Front) -> None:
+    def __init__(self, handler: Coordinator, desk: SessionDesk, front: Front) -> None:
         """`front`: what this service is behind."""
         self._handler = handler
         self._desk = desk

@@ -1,4 +1,4 @@
-"""Re-plans link windows, codecs and placement from the measured cost of steps.
+"""Re-plans link windows and codecs from the measured cost of steps.
 
 It runs on the event loop. Only the newest step counts, and longer work has a thread.
 """
@@ -7,29 +7,23 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from node.config.schema import RunConfig
-from node.coordinator.accounting import Accounting
-from node.coordinator.placing import PlacePlanner
 from node.run_state.epoch import Epoch
-from node.run_state.membership import Member
-from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
 from node.schedule.floor import LinkRate
 from node.schedule.placement import boundary_shapes, chunks_of, head_share, hops, slices_of
 from node.schedule.schedule import held_activations, schedule
-from node.telemetry.costs import mean_step, row_costs
-from node.telemetry.events import Event, Notice, StepCosts, WindowsPlanned
+from node.telemetry.costs import row_costs
+from node.telemetry.events import Event, StepCosts, WindowsPlanned
 from node.tuning.codec_plan import Lines
 from node.tuning.codec_times import PackingTimes, slowest_packing
 from node.tuning.memory import most_held
-from node.tuning.places import PlacePlan
 from node.tuning.storage_choice import stage_configs
 from node.tuning.window_plan import StepMeasures, WindowControl, Windows, measured, plan_windows
 from wire.figures import Place
-from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import CodecTimes
 
 BUSY = 0.5
@@ -372,73 +366,3 @@ def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
         links=tuple(rate(links) for links in zip(*(row.links for row in rows), strict=True)),
         packing=tuple(map(min, zip(*(row.packing for row in rows), strict=True))),
     )
-
-
-class Planners:
-    """The planners of a run whose run file leaves something to plan."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        samples: int,
-        accounting: Accounting,
-        use_windows: Callable[[int, Windows], None],
-        use_lines: Callable[[int, Lines, float], None],
-        past: Past,
-        members: Callable[[], Mapping[str, Member]],
-        send: Callable[[str, CoordinatorMessage], object],
-        move: Callable[[PlacePlan, str], Awaitable[None]],
-        emit: Callable[[Event], None],
-    ) -> None:
-        """`accounting` has the newest reports. Else as `LinkPlanner` and `PlacePlanner`."""
-        pipeline = config.pipeline
-        self._planners: list[LinkPlanner | PlacePlanner] = []
-        self._places: PlacePlanner | None = None
-        self._links: LinkPlanner | None = None
-        if pipeline.measures_places:
-            self._places = PlacePlanner(
-                config,
-                samples=samples,
-                past=past,
-                members=members,
-                send=send,
-                move=move,
-                tell=lambda text: emit(Notice(text=text)),
-            )
-            self._planners.append(self._places)
-        if pipeline.window == "auto" or pipeline.plans_codecs:
-            self._links = LinkPlanner(
-                config,
-                samples=samples,
-                line=accounting.line,
-                use_windows=use_windows,
-                use_lines=use_lines,
-                emit=emit,
-            )
-            self._planners.append(self._links)
-
-    def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
-        """Steps of `epoch`, which these nodes host, have cost this."""
-        mean = mean_step(costs) if self._planners else costs
-        for planner in self._planners:
-            planner.step_done(epoch, nodes, mean)
-
-    def heard(self, node_id: str, message: BlockTime | PeerRate | CodecTimes) -> None:
-        """A node has measured itself, or its line to another."""
-        if isinstance(message, CodecTimes):
-            if self._links is not None:
-                self._links.heard(node_id, message)
-        elif self._places is not None:
-            self._places.heard(node_id, message)
-
-    async def next_is(self, step: int) -> None:
-        """All stages hold the state of `step`, so that step runs next."""
-        if self._places is not None:
-            await self._places.next_is(step)
-
-    async def run(self) -> None:
-        """Plan until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for planner in self._planners:
-                group.create_task(planner.run())

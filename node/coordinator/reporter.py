@@ -15,7 +15,6 @@ from pathlib import Path
 
 from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
-from node.coordinator.reports import NO_REPORT, Reporting, longest_kind
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
 from node.run_state.actions import (
@@ -38,11 +37,10 @@ from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
 from node.tuning.codec_times import of_gradients
 from node.tuning.snapshot_place import stage_state_bytes
-from node.tuning.storage_choice import words_of_name
+from node.tuning.storage_choice import StoragePlan, words_of_name
 from node.view.explain import framed_bytes
 from wire.codecs.formats import FP32, codec_format, codec_names, ladder, proposed_names
 from wire.figures import LinkFigures, Place, flow_sum, total
-from wire.messages import Heartbeat
 from wire.telemetry import StepSpans
 
 Emit = Callable[[events.Event], None]
@@ -119,21 +117,15 @@ class Reporter:
         """The seconds since the current step began."""
         return time.monotonic() - self._step_began
 
+    @property
+    def epoch_seconds(self) -> float:
+        """The seconds since the current epoch began."""
+        return time.monotonic() - self._epoch_began
+
     def joined(self, joined: events.NodeJoined) -> None:
         """A node is here."""
         self._names[joined.node_id] = named(joined.node_id, joined.name)
         self._emit(joined)
-
-    def said(self, node_id: str, message: Reporting) -> str:
-        """The report of a message.
-
-        Gives the kind of time that grew most since the node's report before, if it is a heartbeat's.
-        """
-        report, longest = message.telemetry, ""
-        if isinstance(message, Heartbeat):
-            longest = longest_kind(self.accounting.newest.get(node_id, NO_REPORT), report)
-        self.accounting.report(node_id, report, time.monotonic() - self._epoch_began)
-        return longest
 
     def announced(self, line: Announce) -> None:
         """A line for the operator."""
@@ -146,30 +138,19 @@ class Reporter:
 
     def planned(self, record: RecordCodecs | RecordStorages) -> None:
         """From a step on, links use other codecs, or stages store their activations in another form."""
-        if isinstance(record, RecordCodecs):
-            self._codecs_planned(record)
-        else:
-            self._storages_planned(record)
-
-    def _codecs_planned(self, record: RecordCodecs) -> None:
-        plan = record.plan
-        there, back = (", ".join(names) for names in (plan.activations, plan.gradients))
-        if not plan.boundaries:
-            return
-        self._emit(
-            events.CodecsPlanned(
-                text=f"codecs from step {record.step + 1} on: activations {there}; gradients {back}",
-                step=record.step,
-                activations=plan.activations,
-                gradients=plan.gradients,
+        step, plan = record.step, record.plan
+        if isinstance(plan, StoragePlan):
+            parts = [f"stage {stage}: {words_of_name(name)}" for stage, name in enumerate(plan.names)]
+            text = f"activations stored from step {step + 1} on (storage.allow): {'; '.join(parts)}"
+            self._emit(events.StoragesPlanned(text=text, step=step, storages=plan.names))
+        elif plan.boundaries:
+            there, back = ", ".join(plan.activations), ", ".join(plan.gradients)
+            text = f"codecs from step {step + 1} on: activations {there}; gradients {back}"
+            self._emit(
+                events.CodecsPlanned(
+                    text=text, step=step, activations=plan.activations, gradients=plan.gradients
+                )
             )
-        )
-
-    def _storages_planned(self, record: RecordStorages) -> None:
-        names = record.plan.names
-        parts = [f"stage {stage}: {words_of_name(name)}" for stage, name in enumerate(names)]
-        text = f"activations stored from step {record.step + 1} on (storage.allow): {'; '.join(parts)}"
-        self._emit(events.StoragesPlanned(text=text, step=record.step, storages=names))
 
     def committed(self, commit: StepRecord) -> None:
         self._commit, self._is_earlier = commit, False

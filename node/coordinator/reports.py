@@ -4,7 +4,6 @@ from wire.messages import Applied, Heartbeat, Ready, Validated, Vote
 from wire.telemetry import Telemetry
 
 NO_REPORT = Telemetry()
-Reporting = Vote | Heartbeat | Applied | Ready | Validated
 REPORTS = Vote, Heartbeat, Applied, Ready, Validated
 """Messages with a node's totals."""
 REPORTING = frozenset(one.__name__.lower() for one in REPORTS)

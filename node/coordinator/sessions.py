@@ -14,11 +14,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError
 
 from node.config.schema import CoordinatorSection, RunConfig
+from node.coordinator.enrolment import version_refusal
 from node.coordinator.enrolment_service import RateLimit, RateLimits
 from node.coordinator.reports import REPORTING
 from node.model.units import unit_names
@@ -27,7 +30,7 @@ from node.telemetry.events import NodeJoined
 from node.telemetry.trace_files import TracedSteps
 from node.tuning.device_memory import devices_of
 from wire.dialing import knock
-from wire.errors import ProtocolViolationError, RefusalCode
+from wire.errors import ProtocolViolationError, RefusalCode, without_folders
 from wire.identity.enrolment import Refusal
 from wire.identity.names import join_address, split_address
 from wire.messages import (
@@ -41,7 +44,6 @@ from wire.messages import (
 )
 from wire.messages_proto import node_message_from_proto
 from wire.v1 import control_pb2
-from wire.version import PROTOCOL, VERSION
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ NO_HELLO = "no hello came in time, or this node connects too often"
 NO_MESSAGE = "bytes came that are no message"
 MOST_WAITING = 64
 """Messages that wait to be sent to a node before answers to its heartbeats are left out."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ControlSession:
@@ -416,7 +420,7 @@ class SessionDesk:
 
     async def _look_at(self, node_id: str, hello: Hello, source: str) -> str | Refusal:
         """host:port where neighbours dial the node, "" if they need a relay, or why it may not take part."""
-        refusal = await self.handler.refusal_for(node_id) or _version_refusal(hello)
+        refusal = await self.handler.refusal_for(node_id) or version_refusal(hello)
         if refusal is not None:
             return refusal
         if not hello.peer_address and self._relays:
@@ -441,6 +445,12 @@ class SessionDesk:
             f"neighbours cannot reach this node at {address[:80]!r}: open that TCP port, or join with "
             "--listen and --advertise HOST:PORT",
         )
+
+
+async def abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
+    """End a call with this status."""
+    await context.abort(code, without_folders(message))
+    raise AssertionError("abort raises")
 
 
 def hello_from(first: control_pb2.NodeMessage) -> Hello:
@@ -493,13 +503,3 @@ def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:
     host = join_address(source, 1).rpartition(":")[0]
     mapped = (f"{host}:{hello.mapped_port}",) if hello.mapped_port and ":" not in source else ()
     return tuple(dict.fromkeys((*mapped, f"{host}{address}")))
-
-
-def _version_refusal(hello: Hello) -> Refusal | None:
-    if (hello.version, hello.protocol) == (VERSION, PROTOCOL):
-        return None
-    return Refusal(
-        RefusalCode.VERSION_MISMATCH,
-        f"the coordinator runs thinwire {VERSION} (protocol {PROTOCOL}) and this node {hello.version[:40]!r} "
-        f"(protocol {hello.protocol}): install thinwire {VERSION}",
-    )

@@ -317,9 +317,6 @@ class Blame:
         """The nodes that may be at fault for what a stage reports, the most likely first. For a link this is
         its other end, unless there is more against this one: another node has already gone on its word, it is
         new and the other is not, or other failures were of its links too.
-
-        Of a link the other end, unless there is more against this one: on its word another has gone already,
-        it is new where the other is not, or other failures were of its links too.
         """
         other = other_end(epoch, node_id, failure)
         ends = [node_id] if other is None else [other, node_id]

@@ -144,7 +144,7 @@ class RunMachine:
         self.codecs = plan.codecs(past.codecs, past.committed.step + 1 if past.committed else 0)
         self._quarantine = Quarantine()
         self._stragglers = Stragglers([one.seconds for one in past.newest])
-        self._wrong = WrongValues(self._assigner, self._blame, auditor)
+        self._wrong = WrongValues(self._assigner, self._roster, self._blame, auditor)
         self._newcomers = Newcomers(
             self._assigner, self._roster, self._blame, plan.unit_numbers, follows=plan.follows
         )
@@ -369,7 +369,7 @@ class RunMachine:
             self._ending.missing(f"what node {node_id} handed in of its layers was refused")
             return [*actions, *self._replace_straggler(node_id, why, now), *self._try_place(now)]
         verdict = self._failures.failed(epoch, node_id, why)
-        culprit = self._wrong.leave_out_one([node_id], self._roster.candidates(), epoch.step, now, by=node_id)
+        culprit = self._wrong.leave_out_one([node_id], epoch.step, now, by=node_id)
         if culprit is not None:
             verdict = self._failures.stage_given_up(epoch, culprit, verdict)
         return [*actions, *self._after_failure(epoch, verdict, now)]
@@ -516,8 +516,7 @@ class RunMachine:
         epoch = self.epoch
         if epoch is None or node_id not in epoch.newcomers or self._newcomers.refused(node_id):
             return False
-        candidates = self._roster.candidates()
-        if self._wrong.leave_out_one([node_id], candidates, epoch.step, now, by=node_id) is None:
+        if self._wrong.leave_out_one([node_id], epoch.step, now, by=node_id) is None:
             return False
         self._wrong.cleared([node_id])
         return True
@@ -550,7 +549,7 @@ class RunMachine:
         who = f"which of {named}" if len(found.nodes) > 1 else f"whether {named}"
         again = self._states.may_try_again(found.step) and not self._ending.due
         if epoch is not None and again:
-            line = self._wrong.third_for_state(epoch, found.nodes, self._roster.candidates(), now)
+            line = self._wrong.third_for_state(epoch, found.nodes, now)
             if line:
                 note = f"the snapshot of step {found.step} is not taken: {found.what} ({named}); {line}"
                 self._epochs.leave()
@@ -727,7 +726,7 @@ class RunMachine:
         if self._ending.due:
             return self._end()
         if self._newcomers.awaited:
-            self._wrong.make_room(epoch, self._roster.candidates(), now)
+            self._wrong.make_room(epoch, now)
             self._take_from_slow(epoch, now)
             self._assigner.regroup(now)
         return self._new_placement(now)
@@ -909,14 +908,13 @@ class RunMachine:
             is_own and self._blame.is_set_back(node_id, epoch.step)
         )
         if (replaces or again) and not self._ending.due:
-            candidates = self._roster.candidates()
-            culprit = self._wrong.leave_out_one(suspects, candidates, epoch.step, now, by=node_id)
+            culprit = self._wrong.leave_out_one(suspects, epoch.step, now, by=node_id)
             if culprit is not None:
                 verdict = self._failures.stage_given_up(epoch, culprit, verdict)
         return actions + self._after_failure(epoch, verdict, now)
 
     def _rows_differ(self, epoch: Epoch, found: Disagreement | Difference, now: float) -> list[Action]:
-        match self._wrong.rows_differ(epoch, found, self._roster.candidates(), now):
+        match self._wrong.rows_differ(epoch, found, now):
             case CallThird(note=note):
                 self._newcomers.wait_for_them()
                 epoch.pause()
@@ -978,15 +976,13 @@ class RunMachine:
         if epoch.uncompressed or self._ending.due:
             self._wrong.nothing_to_try(epoch)
             return None
-        verdict = self._wrong.compute_again(
-            epoch, node_id, what, self._roster.candidates(), now, neighbours=not finite
-        )
+        verdict = self._wrong.compute_again(epoch, node_id, what, now, neighbours=not finite)
         return None if verdict is None else self._after_failure(epoch, verdict, now)
 
     def _settle_doubt(self, epoch: Epoch, now: float) -> list[Action]:
         """A step is committed: who was wrong before it is known now."""
         actions: list[Action] = []
-        for one in self._wrong.refuted(epoch, self._roster.candidates(), now):
+        for one in self._wrong.refuted(epoch, now):
             if isinstance(one, Alone):
                 actions.append(Announce(text=one.note))
                 continue

@@ -518,8 +518,8 @@ class Newcomers:
 
     def _told(self, entry: _Entry, node_id: str) -> list[Action]:
         order = entry.orders[node_id]
-        steps = (self._of_stage(order, step) for step in entry.steps)
-        return [Send(node_id=node_id, message=message) for message in (order, *steps)]
+        steps = [Send(node_id=node_id, message=self._of_stage(order, step)) for step in entry.steps]
+        return [Send(node_id=node_id, message=order), *steps]
 
     def _of_stage(self, order: Follow, step: FollowStep) -> FollowStep:
         units = self._units(order.stages)[order.stage]

@@ -16,7 +16,8 @@ from node.run_state.actions import AbortKind
 from node.run_state.audits import Auditor, Difference
 from node.run_state.epoch import Epoch
 from node.run_state.failures import Blame, GiveUp, RunAgain
-from node.run_state.stage_assignment import Candidate, StageAssigner
+from node.run_state.membership import Roster
+from node.run_state.stage_assignment import StageAssigner
 from node.run_state.votes import Disagreement
 
 Norms = Mapping[int, float]
@@ -148,8 +149,9 @@ class WrongValues:
     """The doubts about the current step, one at a time. `RunMachine` asks which node computes the step
     again."""
 
-    def __init__(self, assigner: StageAssigner, blame: Blame, auditor: Auditor) -> None:
+    def __init__(self, assigner: StageAssigner, roster: Roster, blame: Blame, auditor: Auditor) -> None:
         self._assigner = assigner
+        self._roster = roster
         self._blame = blame
         self._auditor = auditor
         self._doubt: _Doubt | None = None
@@ -172,7 +174,6 @@ class WrongValues:
         epoch: Epoch,
         node_id: str,
         what: str,
-        candidates: Sequence[Candidate],
         now: float,
         *,
         neighbours: bool,
@@ -184,7 +185,7 @@ class WrongValues:
             neighbours: it may come from what neighbours sent.
         """
         self.nothing_to_try(epoch)
-        doubt, others = self._of(epoch), self._blame.blameless(candidates)
+        doubt, others = self._of(epoch), self._blame.blameless(self._roster.candidates())
         for culprit in doubt.suspects(epoch, node_id, neighbours=neighbours):
             if self._assigner.hand_over(culprit, others, now):
                 self._blame.replace(culprit, by=culprit, step=epoch.step)
@@ -201,7 +202,6 @@ class WrongValues:
         self,
         epoch: Epoch,
         found: Disagreement | Difference,
-        candidates: Sequence[Candidate],
         now: float,
     ) -> RunAgain | CallThird | Undecided | GiveUp | None:
         """Nodes of one stage do not say the same: run the step again without the one that most contradict.
@@ -210,11 +210,11 @@ class WrongValues:
         node.
         """
         if isinstance(found, Disagreement):
-            return self._norms_differ(epoch, found, candidates, now)
-        return self._audit_differs(epoch, found, candidates, now)
+            return self._norms_differ(epoch, found, now)
+        return self._audit_differs(epoch, found, now)
 
     def _norms_differ(
-        self, epoch: Epoch, found: Disagreement, candidates: Sequence[Candidate], now: float
+        self, epoch: Epoch, found: Disagreement, now: float
     ) -> RunAgain | CallThird | GiveUp | None:
         doubt = self._of(epoch)
         is_first = not doubt.norms
@@ -224,7 +224,7 @@ class WrongValues:
             return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
         odd = [node for node in doubt.odd_norms(epoch.newcomers) if node in epoch.hosts]
         if not odd:
-            if (third := self._call_third(epoch, found.said, found.what, candidates)) is not None:
+            if (third := self._call_third(epoch, found.said, found.what)) is not None:
                 return third
             # Who says something else each time need not be wrong: a liar can change the sum of others.
             differ = self._named(epoch, found.said)
@@ -235,16 +235,16 @@ class WrongValues:
                 f"of {differ} is wrong",
                 remedy="resume with one more node of their kind, or without one of them",
             )
-        if not self._leave_out(odd[0], candidates, epoch.step, now):
+        if not self._leave_out(odd[0], epoch.step, now):
             return None
         note += f", without node {odd[0]}"
         return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
 
     def _audit_differs(
-        self, epoch: Epoch, found: Difference, candidates: Sequence[Candidate], now: float
+        self, epoch: Epoch, found: Difference, now: float
     ) -> RunAgain | CallThird | Undecided | None:
         if new := [node for node in epoch.hosts if node in epoch.newcomers]:
-            return self._newcomers_differ(epoch, found, new, candidates, now)
+            return self._newcomers_differ(epoch, found, new, now)
         doubt = self._of(epoch)
         is_first = found.what not in doubt.computed
         doubt.note_computed({**self._auditor.agreed, found.what: found.said})
@@ -252,14 +252,12 @@ class WrongValues:
         what = f"{found.what} is not the same in all rows that computed group {found.group}"
         note = f"step {epoch.step + 1} is not committed: {what}; it runs again"
         if wrong := [node for node in sorted(doubt.wrong) if node in epoch.hosts]:
-            if not self._leave_out(wrong[0], candidates, epoch.step, now):
+            if not self._leave_out(wrong[0], epoch.step, now):
                 return None
             note += f" without node {wrong[0]}: {doubt.wrong[wrong[0]]}"
         elif epoch.has_more_auditors:
             note += ", and a third row computes the group"
-        elif (
-            third := self._call_third(epoch, found.said, what, candidates, only_spares=is_first)
-        ) is not None:
+        elif (third := self._call_third(epoch, found.said, what, only_spares=is_first)) is not None:
             return third
         elif not is_first or frozenset(found.said) in self._told:
             return self._undecided(epoch, found)
@@ -270,14 +268,13 @@ class WrongValues:
         epoch: Epoch,
         found: Difference,
         new: Sequence[str],
-        candidates: Sequence[Candidate],
         now: float,
     ) -> RunAgain | None:
         """Newcomers do not compute what those do that held the state before: the others go on without them.
 
         Nothing is held against them: what they were given may be wrong.
         """
-        gone = [node for node in new if self._leave_out(node, candidates, epoch.step, now)]
+        gone = [node for node in new if self._leave_out(node, epoch.step, now)]
         if not gone:
             return None
         for node in gone:
@@ -288,26 +285,21 @@ class WrongValues:
         )
         return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
 
-    def third_for_state(
-        self, epoch: Epoch, nodes: Sequence[str], candidates: Sequence[Candidate], now: float
-    ) -> str:
+    def third_for_state(self, epoch: Epoch, nodes: Sequence[str], now: float) -> str:
         """Another node takes the place of one of these, which differ on a state, to compute it too.
 
         Gives the line for the operator; empty if there is no third node of their kind.
         """
-        kinds = {candidate.node_id: (candidate.kind, candidate.devices) for candidate in candidates}
-        blameless = {candidate.node_id for candidate in self._blame.blameless(candidates)}
         for one in [node for node in reversed(nodes) if node in epoch.hosts]:
-            alike = [node for node, kind in kinds.items() if kind == kinds.get(one)]
-            spare = any(node in blameless and node not in epoch.hosts for node in alike)
-            if spare and self._leave_out(one, candidates, epoch.step, now):
+            alike = self._alike(one)
+            if self._has_spare(epoch, alike) and self._leave_out(one, epoch.step, now):
                 self._assigner.regroup(now)
                 return f"a spare takes the place of node {one}, to tell who is wrong"
             for other in epoch.row(epoch.replica_of(one)):
                 if epoch.rows == 1 or other == one or other not in alike:
                     continue
-                if self._assigner.can_exchange(one, other, candidates):
-                    self._assigner.exchange(one, other, candidates)
+                if self._assigner.can_exchange(one, other, self._roster.candidates()):
+                    self._assigner.exchange(one, other, self._roster.candidates())
                     return f"node {one} and node {other} change places, to tell who is wrong"
         return ""
 
@@ -330,59 +322,65 @@ class WrongValues:
         ordered = sorted(nodes, key=epoch.hosts.index)
         return " and ".join(f"{node} ({epoch.place_of(node)})" for node in ordered)
 
-    def make_room(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> None:
+    def make_room(self, epoch: Epoch, now: float) -> None:
         """What the nodes hold is on disk, so the third node that was called can take its place."""
         doubt = self._doubt
         if doubt is None or doubt.step != epoch.step or doubt.third_for not in epoch.hosts:
             return
         if doubt.exchanged:
-            self._assigner.exchange(doubt.third_for, doubt.exchanged, candidates)
+            self._assigner.exchange(doubt.third_for, doubt.exchanged, self._roster.candidates())
         else:
-            self._leave_out(doubt.third_for, candidates, epoch.step, now)
+            self._leave_out(doubt.third_for, epoch.step, now)
 
     def _call_third(
         self,
         epoch: Epoch,
         nodes: Collection[str],
         what: str,
-        candidates: Sequence[Candidate],
         *,
         only_spares: bool = False,
     ) -> CallThird | None:
         """Call a third node of the kind of these two, once a step: a spare, else one of another stage."""
         doubt, one = self._of(epoch), max(nodes, key=epoch.hosts.index)
-        kinds = {candidate.node_id: (candidate.kind, candidate.devices) for candidate in candidates}
-        alike = [node for node, kind in kinds.items() if kind == kinds.get(one)]
-        blameless = {candidate.node_id for candidate in self._blame.blameless(candidates)}
         if doubt.third_for:
             return None
+        alike = self._alike(one)
         told = f"step {epoch.step + 1} is not committed: {what}; it runs again once "
-        if any(node in blameless and node not in epoch.hosts for node in alike):
+        if self._has_spare(epoch, alike):
             doubt.third_for = one
             return CallThird(note=f"{told}a spare has the place of node {one}, to tell who is wrong")
         row = epoch.row(epoch.replica_of(one))
         for other in (node for node in row if node != one and node in alike and not only_spares):
-            if self._assigner.can_exchange(one, other, candidates):
+            if self._assigner.can_exchange(one, other, self._roster.candidates()):
                 doubt.third_for, doubt.exchanged = one, other
                 return CallThird(
                     note=f"{told}node {one} and node {other} have changed places, to tell who is wrong"
                 )
         return None
 
-    def leave_out_one(
-        self, suspects: Sequence[str], candidates: Sequence[Candidate], step: int, now: float, *, by: str
-    ) -> str | None:
+    def _alike(self, node_id: str) -> list[str]:
+        """The candidates that are of the kind of this node, itself included."""
+        kinds = {offer.node_id: (offer.kind, offer.devices) for offer in self._roster.candidates()}
+        return [node for node, kind in kinds.items() if kind == kinds.get(node_id)]
+
+    def _has_spare(self, epoch: Epoch, nodes: Collection[str]) -> bool:
+        """Whether one of these candidates hosts no stage and has not recently given one up."""
+        blameless = {offer.node_id for offer in self._blame.blameless(self._roster.candidates())}
+        return any(node in blameless and node not in epoch.hosts for node in nodes)
+
+    def leave_out_one(self, suspects: Sequence[str], step: int, now: float, *, by: str) -> str | None:
         """The first suspect that the run can do without gives up its stage, for what `by` said."""
+        others = self._blame.blameless(self._roster.candidates())
         for node_id in suspects:
-            if self._assigner.hand_over(node_id, self._blame.blameless(candidates), now):
+            if self._assigner.hand_over(node_id, others, now):
                 self._blame.replace(node_id, by=by, step=step)
                 return node_id
         return None
 
-    def _leave_out(self, node_id: str, candidates: Sequence[Candidate], step: int, now: float) -> bool:
-        return self.leave_out_one([node_id], candidates, step, now, by=node_id) is not None
+    def _leave_out(self, node_id: str, step: int, now: float) -> bool:
+        return self.leave_out_one([node_id], step, now, by=node_id) is not None
 
-    def refuted(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> list[Refuted | Alone]:
+    def refuted(self, epoch: Epoch, now: float) -> list[Refuted | Alone]:
         """The step is committed: who was wrong before. The doubt is over.
 
         From the next epoch on others have their stages, if there are any.
@@ -401,7 +399,7 @@ class WrongValues:
         odd = {node for node in doubt.refuted(epoch) if node not in wrong}
         for node_id in (*doubt.wrong, *odd):
             if node_id in epoch.hosts:
-                self._leave_out(node_id, candidates, step, now)
+                self._leave_out(node_id, step, now)
         if (
             doubt.third_for
             and not doubt.exchanged

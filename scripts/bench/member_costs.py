@@ -26,6 +26,7 @@ from typing import Any
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.reporter import Reporter
+from node.coordinator.reports import NO_REPORT, longest_kind
 from node.dashboard.feed import Feed, json_of
 from node.lab.results import commit, hardware
 from node.processes.cycles import short_collections
@@ -115,14 +116,19 @@ class Run:
 
     def report(self, steps: int) -> None:
         for number, node in enumerate(HOSTS):
-            self.reporter.said(node, Heartbeat(telemetry=telemetry(number, steps), sent_at=1.0))
+            self.said(node, telemetry(number, steps))
+
+    def said(self, node: str, report: Telemetry) -> None:
+        accounting = self.reporter.accounting
+        longest_kind(accounting.newest.get(node, NO_REPORT), report)
+        accounting.report(node, report, self.reporter.epoch_seconds)
 
     def heartbeats(self, packed: list[bytes]) -> None:
         """As they come from the network."""
         for node, data in zip(HOSTS, packed, strict=True):
             message = node_message_from_proto(control_pb2.NodeMessage.FromString(data))
             assert isinstance(message, Heartbeat)
-            self.reporter.said(node, message)
+            self.said(node, message.telemetry)
 
     def finish(self) -> None:
         """The step that runs is done; its events are shown."""
@@ -209,7 +215,7 @@ def measure() -> dict[str, Any]:
 
         def step(reports: list[Telemetry] = reports) -> None:
             for node, one in zip(HOSTS, reports, strict=True):
-                run.reporter.said(node, Heartbeat(telemetry=replace(one), sent_at=1.0))
+                run.said(node, replace(one))
             run.finish()
 
         found["step"].append(spent(step))
