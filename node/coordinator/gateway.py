@@ -135,9 +135,12 @@ class Gateway:
 
     def told(self, kind: int, number: int, payload: bytes) -> None:
         match kind:
-            case Kind.SEND | Kind.SEND_WAITED:
-                for one, message in messages_of(kind, number, payload):
-                    if (session := self._sessions.get(one)) is not None:
+            case Kind.SEND:
+                if (session := self._sessions.get(number)) is not None:
+                    session.outbox.put_nowait(payload)
+            case Kind.SEND_WAITED:
+                for each_number, message in messages_of(number, payload):
+                    if (session := self._sessions.get(each_number)) is not None:
                         session.outbox.put_nowait(message)
             case Kind.ANSWER:
                 session = self._sessions.get(number)

@@ -28,9 +28,10 @@ class Kind(IntEnum):
     ACCEPT = 2
     """The session is open: what its node says is read from now on."""
     SEND = 3
-    """A message to several sessions; the number counts them."""
+    """A message to a session."""
     SEND_WAITED = 4
-    """Like `SEND`, with a number of seconds for each session (see `sent_waited`)."""
+    """A message to several sessions, with a number of seconds for each (see `sent_waited`). The number of the
+    frame counts them."""
     ANSWER = 5
     """A message that may be left out if many wait."""
     END = 6
@@ -121,11 +122,6 @@ def opened_from_bytes(payload: bytes) -> Opened:
         raise ProtocolViolationError(f"a session was opened wrongly: {error}") from None
 
 
-def sent(numbers: Sequence[int], message: bytes) -> bytes:
-    """The frame `SEND`: the same message to these sessions."""
-    return frame(Kind.SEND, len(numbers), struct.pack(f"<{len(numbers)}I", *numbers) + message)
-
-
 def sent_waited(numbers: Sequence[int], seconds: Sequence[float], head: bytes, message: bytes) -> bytes:
     """The frame `SEND_WAITED`: to each session the message, then `head` and its seconds as eight bytes.
 
@@ -135,23 +131,17 @@ def sent_waited(numbers: Sequence[int], seconds: Sequence[float], head: bytes, m
     return frame(Kind.SEND_WAITED, count, each + bytes((len(head),)) + head + message)
 
 
-def messages_of(kind: int, count: int, payload: bytes) -> Iterator[tuple[int, bytes]]:
-    """Session and message of each that a frame `SEND` or `SEND_WAITED` names.
+def messages_of(count: int, payload: bytes) -> Iterator[tuple[int, bytes]]:
+    """Session and message of each that a frame `SEND_WAITED` names.
 
     Raises ProtocolViolationError if the payload is too short for so many."""
-    waited = kind == Kind.SEND_WAITED
-    start = count * (12 if waited else 4)
-    if count > MOST_TOGETHER or start + waited > len(payload):
+    start = 12 * count
+    if count > MOST_TOGETHER or start >= len(payload):
         raise ProtocolViolationError(f"a frame of {len(payload)} bytes names {count} sessions")
-    numbers = struct.unpack_from(f"<{count}I", payload)
-    if not waited:
-        message = payload[start:]
-        yield from ((number, message) for number in numbers)
-        return
     head_end = start + 1 + payload[start]
     if head_end > len(payload):
         raise ProtocolViolationError(f"a frame of {len(payload)} bytes ends before its message")
     common = payload[head_end:] + payload[start + 1 : head_end]
-    for index, number in enumerate(numbers):
+    for index, number in enumerate(struct.unpack_from(f"<{count}I", payload)):
         at = 4 * count + 8 * index
         yield number, common + payload[at : at + 8]

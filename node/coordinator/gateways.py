@@ -30,7 +30,6 @@ from node.coordinator.gateway_frames import (
     Opened,
     frame,
     opened_from_bytes,
-    sent,
     sent_waited,
 )
 from node.coordinator.sessions import NO_HELLO, ControlSession, SessionDesk, hello_from, parsed
@@ -191,7 +190,7 @@ class _Gateway(asyncio.Protocol):
     def send(self, number: int, message: CoordinatorMessage, waited: float | None) -> None:
         """The same message to many sessions, one after another, is written once."""
         if waited is None or not isinstance(message, Waiting):
-            self.write(sent([number], packed(message)))
+            self.write(frame(Kind.SEND, number, packed(message)))
             return
         if (message is not self._newest and message != self._newest) or len(self._numbers) >= MOST_TOGETHER:
             self._pack()
@@ -309,7 +308,7 @@ class _Gateway(asyncio.Protocol):
             self._end(number, status.UNAVAILABLE, NO_HELLO)
             return
         if isinstance(session, Refusal):
-            self.write(sent([number], packed(session)))
+            self.write(frame(Kind.SEND, number, packed(session)))
             self.write(frame(Kind.END, number))
             return
         self._sessions[number] = session

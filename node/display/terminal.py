@@ -3,13 +3,14 @@
 A run does not end because its output fails: a pipe closes, a disk fills up, a terminal goes away.
 """
 
+import asyncio
 import contextlib
 import io
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
 from wire.errors import escaped
@@ -24,6 +25,19 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return asked
     return (*asked, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def on_ending_signals(call: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """Inside the block, call this on the event loop with each signal that asks for an end."""
+    loop, signals = asyncio.get_running_loop(), ending_signals()
+    for number in signals:
+        loop.add_signal_handler(number, call, number)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 class Screen:

@@ -1,6 +1,5 @@
 """Start or resume a run: check files, keys and ports, then serve the coordinator."""
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -10,7 +9,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -48,7 +47,7 @@ from node.dashboard.feed import Feed
 from node.dashboard.pages import live_page, reading_past
 from node.data.shards import TrainingData, load_data
 from node.display.status import process_start
-from node.display.terminal import ending_signals
+from node.display.terminal import on_ending_signals
 from node.display.top import path_sentences
 from node.model.units import ends_in_blocks
 from node.processes.cycles import rare_full_collections
@@ -263,9 +262,7 @@ def _reopen(
         best=min((one.uncompressed for one in held_out if math.isfinite(one.uncompressed)), default=math.inf),
         later=_later(store, from_json(recorded), config, newest, same_text=other_text is None),
         newest=tuple(
-            PastStep(
-                loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds, norms=norms.get(one.step, {})
-            )
+            _past_step(one, norms)
             for one in store.steps(newest - 1 - HISTORY_STEPS)
             if one.step < newest and config.is_round(one.step) == config.is_round(newest)
         ),
@@ -424,12 +421,18 @@ def _later(
         return {}
     norms = store.unit_norms(newest - 1)
     return {
-        one.step: PastStep(
-            loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds, norms=norms.get(one.step, {})
-        )
-        for one in store.steps(newest - 1)[:PROOF_STEPS]
-        if one.step in norms
+        one.step: _past_step(one, norms) for one in store.steps(newest - 1)[:PROOF_STEPS] if one.step in norms
     }
+
+
+def _past_step(record: StepRecord, norms: Mapping[int, Mapping[int, float]]) -> PastStep:
+    """A step on record; `norms` are by step and layer unit."""
+    return PastStep(
+        loss=record.loss,
+        grad_norm=record.grad_norm,
+        seconds=record.seconds,
+        norms=norms.get(record.step, {}),
+    )
 
 
 def _check_optimizer_state(directory: Path, recorded: RunConfig, newest: int) -> None:
@@ -576,14 +579,8 @@ async def _until_done(coordinator: Coordinator, emit: Emit) -> tuple[int, tuple[
         coordinator.stop("stopped by the operator", at_once=interrupted)
         interrupted = True
 
-    loop, signals = asyncio.get_running_loop(), ending_signals()
-    for number in signals:
-        loop.add_signal_handler(number, interrupt, number)
-    try:
+    with on_ending_signals(interrupt):
         outcome = await coordinator.run()
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
     if coordinator.bug is not None:
         raise coordinator.bug
     if outcome.failed:

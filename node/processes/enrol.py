@@ -195,13 +195,7 @@ async def _call(
     method: str, address: str, token: JoinToken, ca_pem: bytes, request: enrolment_pb2.JoinRequest
 ) -> enrolment_pb2.JoinReply:
     """Call the join port. Raises grpc.aio.AioRpcError."""
-    options: list[tuple[str, int | str]] = [
-        *server_name_options(coordinator_server_name(token.run_id)),
-        ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-        *proxy_options(address),
-    ]
-    credentials = grpc.ssl_channel_credentials(ca_pem)
-    async with grpc.aio.secure_channel(address, credentials, options) as channel:
+    async with join_channel(address, token.run_id, ca_pem) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[enrolment_pb2.JoinRequest, enrolment_pb2.JoinReply]
         call = channel.unary_unary(
             f"/thinwire.wire.v1.Enrolment/{method}",
@@ -209,6 +203,16 @@ async def _call(
             response_deserializer=enrolment_pb2.JoinReply.FromString,
         )
         return await call(request, timeout=_REPLY_SECONDS)
+
+
+def join_channel(address: str, run_id: str, ca_pem: bytes) -> grpc.aio.Channel:
+    """A channel to the join port of a run's coordinator."""
+    options: list[tuple[str, int | str]] = [
+        *server_name_options(coordinator_server_name(run_id)),
+        ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+        *proxy_options(address),
+    ]
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca_pem), options)
 
 
 def _refused(message: enrolment_pb2.Refusal) -> Refused:

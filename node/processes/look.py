@@ -3,16 +3,13 @@
 import time
 from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 from cryptography import x509
 
 from node.coordinator.look_service import PADDING, PADDING_SECONDS, PADDINGS
-from wire.dialing import proxy_options
+from node.processes.enrol import join_channel
 from wire.errors import LinkError
 from wire.identity.authority import certificate_to_pem
-from wire.identity.credentials import server_name_options
-from wire.identity.names import coordinator_server_name
 from wire.identity.token import JoinToken
 from wire.v1 import enrolment_pb2
 from wire.version import PROTOCOL, VERSION
@@ -60,11 +57,6 @@ async def look(
         port: where this machine listens meanwhile.
         mapped_port: the port of its router that leads there; 0: none.
     """
-    options: list[tuple[str, int | str]] = [
-        *server_name_options(coordinator_server_name(token.run_id)),
-        *proxy_options(address),
-    ]
-    credentials = grpc.ssl_channel_credentials(certificate_to_pem(authority))
     request = enrolment_pb2.LookRequest(
         version=VERSION,
         protocol=PROTOCOL,
@@ -75,7 +67,7 @@ async def look(
         mapped_port=mapped_port,
     )
     try:
-        async with grpc.aio.secure_channel(address, credentials, options) as channel:
+        async with join_channel(address, token.run_id, certificate_to_pem(authority)) as channel:
             method: grpc.aio.StreamStreamMultiCallable[enrolment_pb2.LookRequest, enrolment_pb2.LookReply]
             method = channel.stream_stream(
                 "/thinwire.wire.v1.Enrolment/Look",

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 
 from node.config.join_options import JoinOptions
-from node.display.terminal import ending_signals, say
+from node.display.terminal import on_ending_signals, say
 from node.display.volunteer import VolunteerScreen
 from node.processes.doctor import (
     Status,
@@ -267,17 +267,13 @@ def _most_bytes(options: JoinOptions) -> int:
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP end what only waits at once: KeyboardInterrupt."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    task = asyncio.current_task()
     assert task is not None
-    for number in ending_signals():
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        yield
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-    finally:
-        for number in ending_signals():
-            loop.remove_signal_handler(number)
+    with on_ending_signals(lambda _: task.cancel()):
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 def _end_if_idle(runtime: NodeRuntime) -> None:
@@ -310,13 +306,8 @@ async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
         else:
             task.cancel()
 
-    numbers = ending_signals()
-    for number in numbers:
-        loop.add_signal_handler(number, interrupt, number)
-    try:
-        return await runtime.run(), interrupts > 0
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+    with on_ending_signals(interrupt):
+        try:
+            return await runtime.run(), interrupts > 0
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None

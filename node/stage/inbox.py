@@ -279,7 +279,7 @@ class LinksIO:
         stages first, while only the vote waits for sums. On a line that they share, each would slow down
         the other."""
         payload = memoryview(packed.numpy().data)
-        self._send_behind(functools.partial(self._send_to_row, self._rows[row], key, payload, elements))
+        self._send_behind(functools.partial(self._send, self._rows[row], key, payload, elements, to_row=True))
 
     def interrupt(self, error: Exception) -> None:
         """End the current or next wait of `take`, which may depend on a tensor that was not sent."""
@@ -317,19 +317,14 @@ class LinksIO:
         if send is not None:
             send()
 
-    def _send_to_row(self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int) -> None:
-        try:
-            link.send(key, payload, elements)
-        except LinkLostError:
-            pass  # that was reported; the coordinator may know that the other end is dead
-        except LinkError as error:
-            if not self._over():
-                self._inbox.interrupt(str(error), error)
-
-    def _send(self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int) -> None:
+    def _send(
+        self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int, *, to_row: bool = False
+    ) -> None:
         try:
             link.send(key, payload, elements)
         except LinkError as error:
+            # A lost link to another row was reported; the coordinator may know that the other end is dead.
+            is_known = to_row and isinstance(error, LinkLostError)
             # An interrupted step leaves tensors for links that are already closed.
-            if not self._over():
+            if not is_known and not self._over():
                 self._inbox.interrupt(str(error), error)

@@ -27,12 +27,14 @@ from wire.transfers import TransferKind
 class NodeMeter:
     """Totals of the current epoch. Call it on the event loop."""
 
-    def __init__(self, device: torch.device, line: Line, metrics: NodeMetrics) -> None:
+    def __init__(self, clock: StageClock, device: torch.device, line: Line, metrics: NodeMetrics) -> None:
         """
         Args:
-            line: the node's, which its links measure.
+            clock: what the compute thread does.
+            line: the node's line, which its links measure.
             metrics: get every report.
         """
+        self._clock = clock
         self.sync = ClockSync()
         self.line = line
         self._metrics = metrics
@@ -78,19 +80,18 @@ class NodeMeter:
         self._epoch = epoch
         self._counted_from = None
 
-    def count_time(self, clock: StageClock) -> None:
+    def count_time(self) -> None:
         """Count time from now on: the first step of the epoch begins."""
         if self._counted_from is None:
-            self._counted_from = clock.snapshot()
+            self._counted_from = self._clock.snapshot()
 
-    def step_begins(self, clock: StageClock) -> None:
+    def step_begins(self) -> None:
         """Count a step's time, and what the line carries in it."""
-        self.count_time(clock)
+        self.count_time()
         self.line.step_begins(time.monotonic())
 
     def telemetry(
         self,
-        clock: StageClock,
         links: Mapping[Peer, LinkFigures],
         codec_of: Callable[[Direction], str],
         stage: int = -1,
@@ -111,7 +112,7 @@ class NodeMeter:
         wall = 0.0
         if self._counted_from is not None:
             # A wait that began before the count may not be over.
-            grown = difference(clock.settled(), self._counted_from)
+            grown = difference(self._clock.settled(), self._counted_from)
             times = {kind.value: max(0.0, spent) for kind, spent in grown.items()}
             wall = sum(times.values())
         # The only reading of the wall clock: everything else uses the monotonic one.

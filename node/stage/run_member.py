@@ -96,15 +96,20 @@ class RunMember:
         self.inbox = Inbox()
         self.progress = progress
         self.batches = batches
+        self.post = session.post
+        self.compute = compute.run
+        self.waited_for_votes = compute.clock.waited_for_votes
+        self.count_time, self.step_begins = meter.count_time, meter.step_begins
+        self.fetch_layer, self.fetch_weights = snapshots.fetch, snapshots.fetch_weights
+        self.uploading = snapshots.uploading
+        self.renew_links = links.renew
         self._room = executor.room
         self._snapshots = snapshots
         self._sums = sums
         self._follower = Follower(self, snapshots.peers.fetch_sums, group, session.post, progress.tell)
+        self.settle = self._follower.settle
         self._session = session
-        self.post = session.post
         self._links = links
-        self.compute = compute.run
-        self._clock = compute.clock
         self._meter = meter
         self._group = group
         self._tell = progress.tell
@@ -119,11 +124,6 @@ class RunMember:
     def epoch(self) -> int:
         """Number of the current epoch; 0 between epochs."""
         return 0 if self._running is None else self._running[0].number
-
-    @property
-    def sending(self) -> bool:
-        """Whether a snapshot's layer is being saved or sent."""
-        return self._snapshots.sending
 
     async def handle(self, message: RunMessage) -> None:
         """Act on a message of the coordinator."""
@@ -184,9 +184,6 @@ class RunMember:
             )
         return self._storage_seconds[place]
 
-    async def settle(self) -> None:
-        await self._follower.settle()
-
     def keep_sums(self, *, wanted: bool) -> None:
         self.executor.keep_sums = self._sums.keep if wanted else None
         if not wanted:
@@ -196,12 +193,6 @@ class RunMember:
         for spans in self._meter.step_spans(epoch, step, self.executor.stage):
             self.post(spans)
 
-    async def fetch_layer(self, step: int, unit: str) -> bytes:
-        return await self._snapshots.fetch(step, unit)
-
-    async def fetch_weights(self, unit: str) -> Mapping[str, torch.Tensor]:
-        return await self._snapshots.fetch_weights(unit)
-
     def state_bytes(self, units: Collection[str]) -> int:
         return sum(unit_bytes(self.executor.config, unit) for unit in units)
 
@@ -210,34 +201,14 @@ class RunMember:
             points.reach(points.Phase.DRAIN, stage=self.executor.stage, step=take.step)
         self._snapshots.take(epoch, take, state, stage=self.executor.stage)
 
-    def offer_layers(self) -> None:
-        """Tell the coordinator which layers of snapshots are on this node's disk."""
-        self._snapshots.offer()
-
-    def uploading(self, step: int) -> bool:
-        return self._snapshots.uploading(step)
-
-    def waited_for_votes(self, seconds: float) -> None:
-        self._clock.waited_for_votes(seconds)
-
-    def count_time(self) -> None:
-        self._meter.count_time(self._clock)
-
-    def step_begins(self) -> None:
-        self._meter.step_begins(self._clock)
-
     def telemetry(self) -> Telemetry:
         placement = None if self._running is None else self._running[0].placement
-        row = 0 if placement is None else placement.replica
-        stage, stages = (-1, 0) if placement is None else (placement.stage, len(placement.stages))
-        figures, codec_name = self._links.figures(), self.executor.codec_name
         return self._meter.telemetry(
-            self._clock,
-            figures,
-            codec_name,
-            stage=stage,
-            stages=stages,
-            row=row,
+            self._links.figures(),
+            self.executor.codec_name,
+            stage=-1 if placement is None else placement.stage,
+            stages=0 if placement is None else len(placement.stages),
+            row=0 if placement is None else placement.replica,
             expert_load=self.executor.expert_load,
         )
 
@@ -245,9 +216,6 @@ class RunMember:
         self, placement: Placement, peers: tuple[Peer, ...], events: EpochTask
     ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
         return self._links.open(placement, peers, self.executor.config, events)
-
-    def renew_links(self, placement: Placement, peers: tuple[Peer, ...]) -> None:
-        self._links.renew(placement, peers)
 
     # ---- epochs
 

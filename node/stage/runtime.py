@@ -131,7 +131,8 @@ class NodeRuntime:
             settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS, settings.pacer
         )
         line = Line(settings.pacer.rate if settings.pacer is not None else 0.0)
-        self._meter = NodeMeter(settings.devices.first, line, self._metrics)
+        self._compute = ComputeThread()
+        self._meter = NodeMeter(self._compute.clock, settings.devices.first, line, self._metrics)
         self._links = EpochLinks(
             identity,
             LinkSettings(
@@ -149,7 +150,6 @@ class NodeRuntime:
         self.progress = Progress(tell=tell)
         self._client.layer_bytes_came = self._peers.bytes_came = self.progress.came
         self._session = Session(self._client)
-        self._compute = ComputeThread()
         self._tasks: list[asyncio.Task[None]] = []
         self._finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         self._measured = asyncio.Event()
@@ -253,7 +253,7 @@ class NodeRuntime:
 
     def _leave_without_goodbye(self, waited: float) -> None:
         """End now, unless this node has a stage by now or still sends its state to the coordinator."""
-        again = self._member is not None and self._member.sending
+        again = self._snapshots is not None and self._snapshots.sending
         if again or (waited < LEAVE_SECONDS and self.holds_state):
             loop = asyncio.get_running_loop()
             loop.call_later(LEAVE_SECONDS, self._leave_without_goodbye, LEAVE_SECONDS)
@@ -360,8 +360,8 @@ class NodeRuntime:
                 raise RunError("the coordinator came back with another run file: join again")
             if self._joining is not None:
                 await asyncio.wait([self._joining])
-            if self._member is not None:
-                self._member.offer_layers()
+            if self._snapshots is not None and self._member is not None:
+                self._snapshots.offer()
                 self._member.batches.forget()
             if self._packing is not None:
                 self._packing.forget_told()
@@ -459,7 +459,7 @@ class NodeRuntime:
             group=group,
             progress=self.progress,
         )
-        self._member.offer_layers()
+        snapshots.offer()
         self._tell(f"joined run {config.run.name} as {welcome.node_id}; waiting for a stage")
         if page := page_address(config, self._settings.control_address):
             self._tell(f"the run's page: {page}")
@@ -562,4 +562,4 @@ class NodeRuntime:
     def _telemetry(self) -> Telemetry:
         if self._member is not None:
             return self._member.telemetry()
-        return self._meter.telemetry(self._compute.clock, {}, lambda _: "")
+        return self._meter.telemetry({}, lambda _: "")

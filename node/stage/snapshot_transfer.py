@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -136,7 +136,7 @@ class SnapshotTransfer:
         if model.from_.startswith(HUB):
             try:
                 token = Repository.parse(model.from_).name in self._allows.hub
-                async with self._fetching(0, unit):
+                async with self._turn(0, unit):
                     return _as_state((await read_units(model, (unit,), token=token))[unit])
             except DataError as error:
                 log.warning("%s; the coordinator sends these weights", error)
@@ -250,15 +250,12 @@ class SnapshotTransfer:
 
     async def _fetch(self, step: int, unit: str) -> tuple[bytes, bool]:
         """The file, and whether the snapshot is one whose copies nodes hold."""
-        async with self._fetching(step, unit):
+        async with self._turn(step, unit):
             return await self._fetch_alone(step, unit)
 
-    @contextlib.asynccontextmanager
-    async def _fetching(self, step: int, unit: str) -> AsyncIterator[None]:
-        """Inside, nobody else fetches this layer: who comes second finds it on this node's disk."""
-        turn = self._turns.setdefault((step, unit), asyncio.Lock())
-        async with turn:
-            yield
+    def _turn(self, step: int, unit: str) -> asyncio.Lock:
+        """The lock under which a layer is fetched: who comes second finds it on this node's disk."""
+        return self._turns.setdefault((step, unit), asyncio.Lock())
 
     async def _fetch_alone(self, step: int, unit: str) -> tuple[bytes, bool]:
         kept = await asyncio.to_thread(self._cache.get, step, unit)
