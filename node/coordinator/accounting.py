@@ -149,7 +149,7 @@ class Accounting:
         return costs
 
     def places(self) -> Mapping[Place, str]:
-        """Set the hosts of the current epoch, row after row."""
+        """The hosts of the current epoch by place, row after row."""
         return self._places
 
     def stage_times(self) -> tuple[StageCost, ...]:

@@ -126,7 +126,7 @@ def take_request(directory: Path) -> tuple[str, ...]:
         wanted = json.loads(raw)
     except (ValueError, RecursionError):
         wanted = None
-    if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
+    if not isinstance(wanted, list) or not all(isinstance(key, str) for key in wanted):
         raise UserError(f"{os.fspath(path)} holds no list of section.key=value: nothing was changed")
     return tuple(wanted)
 
@@ -138,12 +138,12 @@ def leave_scores(directory: Path, scores: events.TaskScores) -> None:
 
 def take_scores(directory: Path) -> list[events.TaskScores]:
     """The scores that were left, once. What cannot be read is removed."""
-    found = []
+    left = []
     for path in sorted(directory.glob(SCORES_FILE.format("*"))):
         with contextlib.suppress(OSError, ProtocolViolationError, UnicodeDecodeError):
             with path.open("rb") as file:
                 raw = file.read(MOST_BYTES)
             path.unlink()
             if isinstance(scores := events.from_json(raw.decode()), events.TaskScores):
-                found.append(scores)
-    return found
+                left.append(scores)
+    return left

@@ -168,15 +168,15 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         layers = [
             HeldLayer(
-                step=one.step,
-                unit=one.unit,
-                bytes=one.bytes,
-                sha256=one.sha256,
-                weights_sha256=one.weights_sha256,
+                step=layer.step,
+                unit=layer.unit,
+                bytes=layer.bytes,
+                sha256=layer.sha256,
+                weights_sha256=layer.weights_sha256,
             )
-            for one in request.layers
+            for layer in request.layers
         ]
-        missing = [(one.step, one.unit) for one in request.missing]
+        missing = [(name.step, name.unit) for name in request.missing]
         try:
             async with self._turn(node_id, "hold layers"):
                 unknown = self.handler.hold_layers(node_id, layers, missing)

@@ -55,12 +55,11 @@ from node.run_state.actions import (
     Announce,
     Decide,
     OpenSnapshot,
-    RecordCodecs,
     RecordCommit,
     RecordHeldOut,
     RecordPlacement,
+    RecordPlan,
     RecordRestored,
-    RecordStorages,
     RefuseSnapshot,
     Released,
     SeatFilled,
@@ -192,7 +191,7 @@ class Coordinator:
                 use_lines=self._use_lines,
                 emit=emit,
             )
-        self._planners = [one for one in (self._place_planner, self._link_planner) if one is not None]
+        self._planners = [each for each in (self._place_planner, self._link_planner) if each is not None]
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._post = self._events.put_nowait
         self._sessions = Sessions(config.coordinator)
@@ -226,7 +225,7 @@ class Coordinator:
         writing = self._tracer.run(), self._snapshots.run(), self._exports.run(), self._kept.run()
         async with asyncio.TaskGroup() as group:
             others = self._samples.run(), *(planner.run() for planner in self._planners)
-            beside = [group.create_task(one) for one in (*watching, *writing, *others)]
+            beside = [group.create_task(task) for task in (*watching, *writing, *others)]
             outcome = await self._act()
             await self._exports.finish()
             for task in beside:
@@ -350,7 +349,7 @@ class Coordinator:
     def _decide(self) -> None:
         """Compute in what all nodes have that are here; the coordinator that goes on tells them."""
         hardware = [session.hello.hardware for session in self._sessions]
-        without = [one.device for one in hardware if not of_arithmetic(one.arithmetic).bfloat16]
+        without = [card.device for card in hardware if not of_arithmetic(card.arithmetic).bfloat16]
         precision = "float16" if without else "bfloat16"
         why = f"{without[0]} has no bfloat16" if without else f"all {len(hardware)} machines have it"
         self.changes.move([f"training.precision={precision}"], f"the run computes in {precision}: {why}")
@@ -397,7 +396,7 @@ class Coordinator:
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
                 await self._next_is(action.step)
-            case RecordCodecs() | RecordStorages():
+            case RecordPlan():
                 await self._disk.write(record_plan, self._store, action)
                 self._reporter.planned(action)
             case RecordCommit():
@@ -446,7 +445,7 @@ class Coordinator:
     async def _open_snapshot(self, step: int, epoch: Epoch) -> None:
         # Layers do not go by the relay: a node that others cannot reach hands its own in here.
         reachable = self.addresses().keys() >= {*epoch.snapshot_nodes}
-        place = snapshot_place(self.config, step, [one.hello.download_rate for one in self._sessions])
+        place = snapshot_place(self.config, step, [session.hello.download_rate for session in self._sessions])
         # Other rows hold the same state, and a second one saves its own copy: nothing has to be sent to hold
         # two, or if a layer is refused. One of the same kind: its layers have the same bits.
         kinds = epoch.kinds_of
@@ -471,10 +470,10 @@ class Coordinator:
 
     def _snapshot_agreed(self, action: SnapshotAgreed) -> None:
         names = unit_names(self.config.model)
-        units = {names[unit]: said for unit, said in action.units.items()}
+        units = {names[unit]: known for unit, known in action.units.items()}
         alone = [names[unit] for unit in action.alone]
         self._snapshots.agreed(action.step, Agreement(units=units, alone=alone))
-        wrong = self._kept.agreed(action.step, {unit: said.sha256 for unit, said in units.items()})
+        wrong = self._kept.agreed(action.step, {unit: known.sha256 for unit, known in units.items()})
         for node_id, unit in wrong:
             self._wrong_layer(WrongLayerError(node_id, action.step, unit))
 
@@ -487,8 +486,8 @@ class Coordinator:
             await self._kept.refuse(step)
         else:
             await self._snapshots.refuse(step)
-        here = list_snapshots(self._directory / "snapshots")
-        whole = max((other for other in (*self._kept.complete, *here) if other < step), default=0)
+        stored = list_snapshots(self._directory / "snapshots")
+        whole = max((other for other in (*self._kept.complete, *stored) if other < step), default=0)
         text = (
             f"the snapshot of step {step} is set aside: {action.reason}; the newest before is that of {whole}"
         )
@@ -509,9 +508,9 @@ class Coordinator:
 
     def addresses(self) -> dict[str, str]:
         """Connected nodes that others can reach, and where; hosts in the order of their stages first."""
-        found = {session.node_id: session.address for session in self._sessions if session.address}
+        where = {session.node_id: session.address for session in self._sessions if session.address}
         hosts = self._machine.epoch.hosts if self._machine.epoch is not None else ()
-        return {node: found[node] for node in (*hosts, *found) if node in found}
+        return {node: where[node] for node in (*hosts, *where) if node in where}
 
     async def _record_commit(self, commit: RecordCommit) -> None:
         training, model = self.config.training, self.config.model
@@ -680,8 +679,8 @@ class Coordinator:
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
         if held_out:
             return to_bytes(part, self._held_out[step * size : (step + 1) * size].part(part))
-        for one in wanted:
-            points.reach(points.Phase.FORWARD, at=points.At.COORDINATOR, step=one)
+        for at in wanted:
+            points.reach(points.Phase.FORWARD, at=points.At.COORDINATOR, step=at)
         try:
             packed = await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
         except Exception as error:
@@ -696,7 +695,7 @@ class Coordinator:
             raise RunError(what) from None
         if part is BatchPart.LABELS and not groups:
             counts = are_labels(packed, steps)
-            self._unlabelled.update(one for one, some in zip(wanted, counts, strict=True) if not some)
+            self._unlabelled.update(at for at, some in zip(wanted, counts, strict=True) if not some)
         return packed
 
     def layer_holders(

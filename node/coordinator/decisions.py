@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from node.coordinator.store import Store
-from node.run_state.actions import RecordCodecs, RecordStorages
+from node.run_state.actions import RecordPlan
 from node.tuning.codec_plan import CodecPlan
 from node.tuning.decisions import StepHistory
 from node.tuning.places import PlacePlan
@@ -29,9 +29,9 @@ def _recorded(store: Store, kind: str, read: Callable[[str], Decided]) -> tuple[
         raise UserError(f"{store.path}: {error}: put back a copy of it") from None
 
 
-def record_plan(store: Store, record: RecordCodecs | RecordStorages) -> None:
+def record_plan(store: Store, record: RecordPlan) -> None:
     """Put a plan on record from its step on, in place of what was on record for later steps."""
-    kind = CODECS if isinstance(record, RecordCodecs) else STORAGES
+    kind = CODECS if isinstance(record.plan, CodecPlan) else STORAGES
     with store.writing() as db:
         db.execute("DELETE FROM decisions WHERE kind = ? AND at >= ?", (kind, record.step))
         db.execute("INSERT INTO decisions VALUES (?, ?, ?)", (kind, record.step, record.plan.to_json()))

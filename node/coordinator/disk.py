@@ -83,12 +83,12 @@ def check_room(config: RunConfig, directory: Path, *, held: int = 0) -> str | No
 
     Raises UserError if there is no room for the newest and the one after it.
     """
-    one, all_of_them = snapshots_need(config)
+    each, all_of_them = snapshots_need(config)
     free = shutil.disk_usage(directory).free + held
-    if free < 2 * one:
+    if free < 2 * each:
         raise UserError(
-            f"a snapshot of this run takes {bytes_text(one)}, and two must fit on the disk of {directory}, "
-            f"which has {bytes_text(free)}: free {bytes_text(2 * one - free)}, or give another --run-dir"
+            f"a snapshot of this run takes {bytes_text(each)}, and two must fit on the disk of {directory}, "
+            f"which has {bytes_text(free)}: free {bytes_text(2 * each - free)}, or give another --run-dir"
         )
     if free < all_of_them:
         return (

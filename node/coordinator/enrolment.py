@@ -70,7 +70,7 @@ class EnrolmentHandler:
 
     def would_refuse(self, token_id: str, secret: bytes) -> str:
         """Why a new node would not be admitted by this token; empty if it would be."""
-        record = next((one for one in self._store.list_tokens() if one.token_id == token_id), None)
+        record = next((token for token in self._store.list_tokens() if token.token_id == token_id), None)
         refusal = admit(record, secret, b"", self._clock()).refusal
         return "" if refusal is None else refusal.message
 

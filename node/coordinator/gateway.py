@@ -244,9 +244,9 @@ class Gateway:
             limits = self._limits[node_id] = self._make_limits()
         try:
             async for request in requests:
-                for one in each(parsed(request)):
-                    check_limits(one, limits)
-                    self._link.write(frame(Kind.SAID, number, one.SerializeToString()))
+                for message in each(parsed(request)):
+                    check_limits(message, limits)
+                    self._link.write(frame(Kind.SAID, number, message.SerializeToString()))
                 await self._link.room()
         except ProtocolViolationError as error:
             # The coordinator ends the session.

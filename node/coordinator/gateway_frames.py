@@ -62,7 +62,7 @@ class Opened:
     host: str
     """The address from which it dials."""
     hello: bytes
-    """Its first message."""
+    """The node's first message."""
 
 
 def frame(kind: Kind, number: int = 0, payload: bytes = b"") -> bytes:

@@ -188,7 +188,7 @@ class _Gateway(asyncio.Protocol):
         self._soon()
 
     def send(self, number: int, message: CoordinatorMessage, waited: float | None) -> None:
-        """The same message to many sessions, one after another, is written once."""
+        """Send a message. One with waits that goes to many sessions, one after another, is written once."""
         if waited is None or not isinstance(message, Waiting):
             self.write(frame(Kind.SEND, number, packed(message)))
             return
@@ -242,7 +242,7 @@ class _Gateway(asyncio.Protocol):
         self.forget()
 
     def forget(self) -> None:
-        """Its sessions are over."""
+        """Close all sessions of this gateway."""
         for task in self._greeted.values():
             task.cancel()
         sessions, self._sessions = list(self._sessions.values()), {}
@@ -339,12 +339,16 @@ class Gateways:
     @property
     def sessions(self) -> list[int]:
         """How many sessions each gateway keeps; 0 for one that does not run."""
-        return [0 if one is None else one.sessions for one in self._gateways]
+        return [0 if gateway is None else gateway.sessions for gateway in self._gateways]
 
     @property
     def processes(self) -> list[int]:
         """Process ids of those that run."""
-        return [one.process.pid for one in self._gateways if one is not None and one.process is not None]
+        return [
+            gateway.process.pid
+            for gateway in self._gateways
+            if gateway is not None and gateway.process is not None
+        ]
 
     async def start(self, credentials: Credentials) -> None:
         """Start all, and wait until they are ready, but not for long."""
@@ -356,8 +360,8 @@ class Gateways:
         self._keeping = [loop.create_task(self._keep(at, data, ready[at])) for at in range(len(ready))]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
-                for one in ready:
-                    await one.wait()
+                for event in ready:
+                    await event.wait()
 
     async def close(self) -> None:
         """End all processes; their last words are sent."""
@@ -409,8 +413,8 @@ class Gateways:
         host = str(connection.getpeername()[0]).removeprefix("::ffff:")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
-        ready = [one for one in self._gateways if one is not None]
-        for gateway in sorted(ready, key=lambda one: one.connections):
+        ready = [gateway for gateway in self._gateways if gateway is not None]
+        for gateway in sorted(ready, key=lambda each: each.connections):
             if gateway.hand_over(connection, host):
                 connection.close()
                 return done

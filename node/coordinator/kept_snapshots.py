@@ -42,15 +42,15 @@ _NAME = re.compile(r"step-(\d{8,})\.json")
 
 def kept_manifests(run_directory: Path) -> list[Manifest]:
     """The manifests of the snapshots that nodes hold, oldest first; damaged ones are left out."""
-    found = []
+    manifests = []
     directory = run_directory / DIRECTORY
     for path in sorted(directory.glob("step-*.json")) if directory.is_dir() else []:
         if _NAME.fullmatch(path.name):
             try:
-                found.append(Manifest.from_json(path.read_bytes(), str(path)))
+                manifests.append(Manifest.from_json(path.read_bytes(), str(path)))
             except (OSError, SnapshotDamagedError) as error:
                 log.warning("%s", error)
-    return sorted(found, key=lambda manifest: manifest.step)
+    return sorted(manifests, key=lambda manifest: manifest.step)
 
 
 def write_kept_manifest(run_directory: Path, manifest: Manifest, url: str = "") -> None:
@@ -168,7 +168,7 @@ class KeptSnapshots:
         self._units = book.units
         self._places = LayerPlaces(self._units)
         self._first_missed: dict[int, float] = {}
-        """By step, when somebody first asked for a layer that no connected node holds."""
+        """When somebody first asked for a layer that no connected node holds, by step."""
         self._changed = asyncio.Event()
         holders, urls = _read_holders(directory), stored_steps(directory)
         for manifest in kept_manifests(directory):
@@ -273,20 +273,24 @@ class KeptSnapshots:
         Raises NotYetError while holders may still come back, RunError when none did.
         """
         self._book.most_bytes(unit)
-        here = self._run.addresses()
+        addresses = self._run.addresses()
         for other in bad:
             if self._places.doubted(other, step, unit):
                 log.warning("node %s found no good copy of layer %s at node %s", node_id, unit, other)
                 self._run.send(other, Prefetch(step=step, units=(unit,), keep=True))
         entry = self._places.entry(step, unit)
         holders = self._places.holders(step, unit)
-        found = [PlacedStage(node_id=one, address=here[one]) for one in holders if one in here]
+        others = [
+            PlacedStage(node_id=node, address=addresses[node])
+            for node in holders
+            if node in addresses and node != node_id
+        ]
         if entry is None:
             raise RunError(f"layer {unit} of step {step} was not saved yet")
         url = self._places.url(step)
-        if not url and not [one for one in found if one.node_id != node_id] and node_id not in holders:
+        if not url and not others and node_id not in holders:
             self._wait_for(step, unit, holders)
-        return entry, [one for one in found if one.node_id != node_id], url
+        return entry, others, url
 
     def message(self) -> Retain:
         """The message that says what nodes should keep."""
@@ -316,13 +320,13 @@ class KeptSnapshots:
         one."""
         settings = self._config.coordinator
         since = self._first_missed.setdefault(step, time.monotonic())
-        who = " or ".join(f"node {one}" for one in holders) or "a node that has not come back"
+        who = " or ".join(f"node {node}" for node in holders) or "a node that has not come back"
         what = f"layer {unit} of the snapshot of step {step} is held by {who}"
         if time.monotonic() - since < settings.regroup_seconds + settings.silent_seconds:
             raise NotYetError(f"{what}, which is not here yet")
-        here = set(self._run.addresses())
+        present = set(self._run.addresses())
         places = self._places
-        older = {other for other in places.complete if not places.missing(other, here)} | {*self._known()}
+        older = {other for other in places.complete if not places.missing(other, present)} | {*self._known()}
         if whole := [other for other in older if other < step]:
             self._run.snapshot_lost(
                 step, max(whole), f"{what}, which is not here: going on from step {max(whole)}"
@@ -331,9 +335,9 @@ class KeptSnapshots:
         raise RunError(f"{what}, which is not here: start it again")
 
     async def _complete(self) -> None:
-        here = self._run.addresses()
+        present = self._run.addresses()
         for step in self._places.under_way:
-            if step not in self._places or not self._places.is_whole(step, here, time.monotonic()):
+            if step not in self._places or not self._places.is_whole(step, present, time.monotonic()):
                 continue
             manifest = self._manifest(step)
             holders = {unit: self._places.holders(step, unit) for unit in self._units}
@@ -397,7 +401,7 @@ def _hold(url: str, retain: Retain) -> None:
 def _read_holders(run_directory: Path) -> dict[str, list[str]]:
     """The holders of the newest snapshot, by unit; used only to name them while they are away."""
     try:
-        found = json.loads((run_directory / DIRECTORY / HOLDERS_FILE).read_bytes())["holders"]
-        return {str(unit): [str(node) for node in nodes] for unit, nodes in found.items()}
+        holders = json.loads((run_directory / DIRECTORY / HOLDERS_FILE).read_bytes())["holders"]
+        return {str(unit): [str(node) for node in nodes] for unit, nodes in holders.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

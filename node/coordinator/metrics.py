@@ -49,7 +49,7 @@ class RunMetrics:
         self.relay: Relay | None = None
         """Set with the coordinator's ports, if it has one."""
         self.gateways: Gateways | None = None
-        """Likewise."""
+        """The gateways; set with the coordinator's ports, if it has some."""
         self._volunteers = _VolunteerTotals()
         self._view = view
         self._counts = dict.fromkeys(COUNTED, 0.0)

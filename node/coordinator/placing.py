@@ -138,8 +138,8 @@ class PlacePlanner:
                         line = Line(rate=rate, round_trip=2 * link.latency)
                         self.speeds.line(row[source], row[target], line)
             if len(steps) + 1 >= LEAST_STEPS // 2:  # the first ones compile
-                said = [a + b for a, b in zip(measures.forward, measures.backward, strict=True)]
-                self.speeds.step(row, blocks, said, costs.seconds, self._work(epoch.codecs, count))
+                spent = [a + b for a, b in zip(measures.forward, measures.backward, strict=True)]
+                self.speeds.step(row, blocks, spent, costs.seconds, self._work(epoch.codecs, count))
         self._news = True
 
     async def next_is(self, step: int) -> None:
@@ -162,7 +162,7 @@ class PlacePlanner:
             await asyncio.sleep(self._look)
             members = self._members()
             self._desk.present(
-                {node: one.address for node, one in members.items() if one.disconnected_at is None}
+                {node: member.address for node, member in members.items() if member.disconnected_at is None}
             )
             for node, member in members.items():
                 self.speeds.downloads(node, member.rate)
@@ -202,59 +202,39 @@ class PlacePlanner:
         is_first = self._moves == 0 and step <= LEAST_STEPS and self._desk.complete
         if self._count < self._wait and not is_first:
             return None
-        speeds, now = copy.deepcopy(self.speeds), self._grid()
-        offers = [
-            one.offer for one in self._members().values() if one.disconnected_at is None and not one.leaving
-        ]
-        count = self._config.microbatches // len(epoch.groups)
-        rates = [self._members()[node].rate for node in now.hosts if node in self._members()]
+        speeds, now, members = copy.deepcopy(self.speeds), self._grid(), self._members()
+        connected = [member for member in members.values() if member.disconnected_at is None]
+        offers = {member.offer.node_id: member.offer for member in connected if not member.leaving}
+        rates = [members[node].rate for node in now.hosts if node in members]
         slowest = min((rate for rate in rates if rate > 0), default=0.0)
         size = max(stage_state_bytes(self._config, self._stages))
-        return functools.partial(
-            self._work_of_thread,
-            speeds,
-            offers,
-            self._work(epoch.codecs, count),
-            now,
-            sorted(steps)[len(steps) // 2],
-            RESTART_SECONDS + 2 * transfer_seconds(size, slowest),
-            self._config.run.steps - step,
-        )
-
-    def _work_of_thread(
-        self,
-        speeds: Speeds,
-        offers: Sequence[Candidate],
-        work: Work,
-        now: Grid,
-        seconds: float,
-        move_seconds: float,
-        steps_left: int,
-    ) -> PlacePlan | None:
-        by_node = {offer.node_id: offer for offer in offers}
+        work = self._work(epoch.codecs, self._config.microbatches // len(epoch.groups))
 
         def fits(grid: Grid) -> bool:
             return all(
-                self._fits(grid.split, stage % self._stages, by_node[node])
-                for stage, node in enumerate(grid.hosts)
+                self._fits(grid.split, place % self._stages, offers[node])
+                for place, node in enumerate(grid.hosts)
             )
 
-        # A node without a measurement is no better than the slowest.
-        here = [
-            Volunteer(node_id=offer.node_id, most_blocks=self._most_blocks(offer))
-            for offer in offers
-            if offer.node_id in now.hosts or speeds.block_seconds(offer.node_id)
-        ]
-        return plan_places(
-            speeds,
-            here,
-            work,
-            now,
-            measured=seconds,
-            move_seconds=move_seconds,
-            steps_left=steps_left,
-            fits=fits,
-        )
+        def plan() -> PlacePlan | None:
+            # A node without a measurement is no better than the slowest.
+            volunteers = [
+                Volunteer(node_id=node, most_blocks=self._most_blocks(offer))
+                for node, offer in offers.items()
+                if node in now.hosts or speeds.block_seconds(node)
+            ]
+            return plan_places(
+                speeds,
+                volunteers,
+                work,
+                now,
+                measured=sorted(steps)[len(steps) // 2],
+                move_seconds=RESTART_SECONDS + 2 * transfer_seconds(size, slowest),
+                steps_left=self._config.run.steps - step,
+                fits=fits,
+            )
+
+        return plan
 
     # ---- inside
 
@@ -312,6 +292,6 @@ class PlacePlanner:
         key = split, devices
         if key not in self._known_needs:
             config = replace(self._config, pipeline=replace(self._config.pipeline, split=split))
-            found = least_stage_bytes(config, self._stages, devices, windows=self._samples)
-            self._known_needs[key] = found
+            needs = least_stage_bytes(config, self._stages, devices, windows=self._samples)
+            self._known_needs[key] = needs
         return self._known_needs[key]

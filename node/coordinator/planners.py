@@ -180,20 +180,20 @@ class LinkPlanner:
             def plan(measures: Sequence[StepMeasures]) -> Windows:
                 nonlocal planned_by
                 planned_by = measures
-                found = [
+                planned = [
                     plan_windows(
-                        one,
+                        row,
                         chunks=chunks_of(config, epoch.stages),
                         microbatches=count,
                         most_held=self._most_held(nodes, configs),
                         current=before,
                         slices=self._slices,
                     )
-                    for nodes, one, count, before in zip(
+                    for nodes, row, count, before in zip(
                         held, measures, microbatches, parts(current), strict=True
                     )
                 ]
-                return tuple(width for row in found for width in row)
+                return tuple(width for row in planned for width in row)
 
             windows = control.step_done(rows, costs.seconds, plan)
             if windows is None:
@@ -354,9 +354,9 @@ def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
     def rate(rates: Sequence[LinkRate]) -> LinkRate:
         return replace(
             rates[0],
-            up=min(one.up for one in rates),
-            down=min(one.down for one in rates),
-            latency=max(one.latency for one in rates),
+            up=min(link.up for link in rates),
+            down=min(link.down for link in rates),
+            latency=max(link.latency for link in rates),
         )
 
     return replace(

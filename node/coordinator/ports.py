@@ -248,8 +248,8 @@ def own_hosts(host: str) -> tuple[str, ...]:
     families = [socket.AF_INET, socket.AF_INET6]
     first = [default_source(family) for family in (families if host == "0.0.0.0" else families[::-1])]
     six = ipv6_addresses()
-    first = [one for one in first if ":" not in one or one in six]
-    known = [one for one in (*first, *six[:1], *ipv4_addresses(), *six) if one]
+    first = [host for host in first if ":" not in host or host in six]
+    known = [host for host in (*first, *six[:1], *ipv4_addresses(), *six) if host]
     loopback = "::1" if host == "::" else "127.0.0.1"
     return tuple(dict.fromkeys((*list(dict.fromkeys(known))[:MOST_OWN], loopback)))
 

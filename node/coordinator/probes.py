@@ -75,7 +75,7 @@ class ProbeDesk:
             if now >= turn.ends:
                 self._failed(node)
         busy = {node for turn in self._turns.values() for node in turn.pair}
-        found = []
+        due = []
         most = max(AT_ONCE, len(self._here) // SHARE)
         for pair in self._wanted:
             if len(self._turns) >= most:
@@ -86,8 +86,8 @@ class ProbeDesk:
             dialler, other = pair
             self._turns[dialler] = _Turn(pair, now + TURN_SECONDS)
             place = PlacedStage(node_id=other, address=self._here[other])
-            found.append((dialler, ProbePeer(peer=place)))
-        return found
+            due.append((dialler, ProbePeer(peer=place)))
+        return due
 
     def answered(self, node: str, rate: PeerRate) -> bool:
         """A node's answer; whether it was asked for and says something."""
@@ -122,14 +122,14 @@ def pairs_to_measure(addresses: Mapping[str, str]) -> list[Pair]:
         steps = [1 + k * k for k in range(NEAR // 2)]
         count = len(nodes)
         both = {tuple(sorted((k, (k + step) % count))) for step in steps for k in range(count)}
-        pairs = [(nodes[a], nodes[b]) for a, b in sorted(both, key=lambda one: (one[1] - one[0], one))]
-    found = []
-    for one, other in pairs:
+        pairs = [(nodes[a], nodes[b]) for a, b in sorted(both, key=lambda pair: (pair[1] - pair[0], pair))]
+    rounds = []
+    for first, other in pairs:
         if addresses[other]:
-            found.append((one, other))
-        elif addresses[one]:
-            found.append((other, one))
-    return found
+            rounds.append((first, other))
+        elif addresses[first]:
+            rounds.append((other, first))
+    return rounds
 
 
 def _mark(node: str) -> bytes:

@@ -37,7 +37,7 @@ from node.coordinator.store import (
     Store,
 )
 from node.run_file.loader import from_json, load_config, to_json, to_toml
-from node.run_state.actions import RecordCodecs, RecordStorages
+from node.run_state.actions import RecordPlan
 from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError, SnapshotStore, UnitEntry
 from node.state.object_store import ObjectStore, wrong_url
 from node.state.snapshot import SnapshotFolder, list_snapshots, read_manifest, snapshot_directory
@@ -78,9 +78,9 @@ def damage(directory: Path) -> str | None:
                 return f"{path} is empty"
             if version != SCHEMA_VERSION:
                 return None
-            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok" or db.execute("SELECT count(*) FROM run").fetchone()[0] != 1:
-                return f"{path} is damaged ({' '.join(str(found).split())[:120]})"
+            verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok" or db.execute("SELECT count(*) FROM run").fetchone()[0] != 1:
+                return f"{path} is damaged ({' '.join(str(verdict).split())[:120]})"
             newest = db.execute("SELECT coalesce(max(step), -1) FROM steps").fetchone()[0]
             recorded = db.execute("SELECT coalesce(max(step), 0) FROM snapshots").fetchone()[0]
     except UserError as error:
@@ -116,9 +116,9 @@ def rebuild(directory: Path, what: str, now: float) -> str:
         members = [_evicted(member, evicted) for member in members]
     try:
         with tempfile.TemporaryDirectory(prefix=".rebuild-", dir=directory) as folder:
-            made = Path(folder)
+            folder_made = Path(folder)
             store = Store.create(
-                made, run_id=authority.run_id, config_json=config_json, pin=authority.pin, now=now
+                folder_made, run_id=authority.run_id, config_json=config_json, pin=authority.pin, now=now
             )
             with store:
                 store.restore_members(members)
@@ -128,7 +128,7 @@ def rebuild(directory: Path, what: str, now: float) -> str:
                 if old.exists():
                     old.replace(directory / (DATABASE_FILE + ASIDE + ending))
             for ending in _COMPANIONS:
-                new = made / (DATABASE_FILE + ending)
+                new = folder_made / (DATABASE_FILE + ending)
                 if new.exists():
                     new.replace(directory / new.name)
     except OSError as error:
@@ -164,23 +164,23 @@ def _news(
 
 def _manifests(root: Path) -> list[Manifest]:
     """The manifests that can be read, oldest first."""
-    found = []
+    manifests = []
     for step in list_snapshots(root):
         with contextlib.suppress(SnapshotDamagedError):
-            found.append(read_manifest(snapshot_directory(root, step)))
-    return found
+            manifests.append(read_manifest(snapshot_directory(root, step)))
+    return manifests
 
 
 def _members(path: Path) -> tuple[list[Member], bool]:
     """Members in the old database as far as they can be read, and whether that was all of a whole table."""
-    found: list[Member] = []
+    members: list[Member] = []
     try:
         with contextlib.closing(connect(path)) as db:
             for node_id, key, device, cores, memory, joined, evicted in db.execute("SELECT * FROM members"):
-                found.append(Member(node_id, key, Hardware(device, cores, memory), joined, evicted))
+                members.append(Member(node_id, key, Hardware(device, cores, memory), joined, evicted))
     except (UserError, sqlite3.DatabaseError, ValueError, TypeError):
-        return found, False
-    return found, True
+        return members, False
+    return members, True
 
 
 def _evicted(member: Member, evicted: dict[str, float]) -> Member:
@@ -194,8 +194,8 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
     for manifest in manifests:
         path = snapshot_directory(directory / "snapshots", manifest.step) / MANIFEST_NAME
         digest = sha256(path.read_bytes()).hexdigest()
-        made = path.stat().st_mtime
-        record = SnapshotRecord(manifest.step, digest, manifest.total_bytes, True, made)
+        made_at = path.stat().st_mtime
+        record = SnapshotRecord(manifest.step, digest, manifest.total_bytes, True, made_at)
         store.record_snapshot(record, manifest.units)
     try:
         view = read_view(directory)[0].view()
@@ -208,14 +208,12 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
         # Epoch numbers only grow. Addresses are not in the history; nodes report theirs again.
         stages = [PlacedNode(stage.stage, stage.node_id, "") for stage in view.stages]
         store.record_placement(view.epoch, stages or [PlacedNode(0, "", "")])
-    for one in planned:
-        # One that was made after a rollback takes the place of those of later steps, as it did then.
-        plan = CodecPlan(activations=one.activations, gradients=one.gradients)
-        record_plan(store, RecordCodecs(epoch=view.epoch, step=one.step, plan=plan))
-    for other in stored:
-        record_plan(
-            store, RecordStorages(epoch=view.epoch, step=other.step, plan=StoragePlan(other.storages))
-        )
+    # A plan that was made after a rollback takes the place of those of later steps, as it did then.
+    for codecs in planned:
+        plan = CodecPlan(activations=codecs.activations, gradients=codecs.gradients)
+        record_plan(store, RecordPlan(step=codecs.step, plan=plan))
+    for storages in stored:
+        record_plan(store, RecordPlan(step=storages.step, plan=StoragePlan(storages.storages)))
     if done is not None:
         store.record_step(_step(done, view.epoch, view.tokens_per_step, now))
 
@@ -249,7 +247,7 @@ class NodeRecord:
     manifests: tuple[Manifest, ...]
     """The manifests of complete snapshots, oldest first; at least one."""
     urls: Mapping[int, str]
-    """By step, the object store's folder that has a snapshot, if nodes do not hold it."""
+    """The object store's folder of each snapshot that nodes do not hold, by step."""
 
     @property
     def config(self) -> RunConfig:
@@ -267,13 +265,13 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
 
     Raises UserError.
     """
-    found: list[NodeRecord] = []
+    records: list[NodeRecord] = []
     layers: dict[int, tuple[dict[str, str], Path | str]] = {}
     for place in places:
         path = place if isinstance(place, str) else snapshots_of(place) / RECORD_FILE
         try:
-            found.append(_read(_store(place).record(), str(path)))
-            _compare(found[-1], path, layers)
+            records.append(_read(_store(place).record(), str(path)))
+            _compare(records[-1], path, layers)
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}): give a node's state directory, of a run whose "
@@ -283,10 +281,10 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
             raise UserError(f"{path} is damaged ({error}): give another node's state directory") from None
         except RunError as error:  # the object store's
             raise UserError(str(error)) from None
-    runs = sorted({record.run_id for record in found})
+    runs = sorted({record.run_id for record in records})
     if len(runs) != 1:
         raise UserError(f"these are folders of different runs ({', '.join(runs)}): give those of one")
-    return max(found, key=lambda record: (record.manifests[-1].step, record.epoch))
+    return max(records, key=lambda record: (record.manifests[-1].step, record.epoch))
 
 
 def _compare(
@@ -328,7 +326,7 @@ def recover(
     for manifest in record.manifests:
         write_kept_manifest(directory, manifest, record.urls.get(manifest.step, ""))
     nodes = [_store(place) for place in places if isinstance(place, Path)]
-    here = _copy(newest, config, directory, nodes)
+    is_copied = _copy(newest, config, directory, nodes)
     # The database comes last: a directory with a database is complete.
     with Store.create(
         directory, run_id=record.run_id, config_json=to_json(config), pin=authority.pin, now=now
@@ -338,7 +336,7 @@ def recover(
         store.record_placement(record.epoch + _EPOCHS, [PlacedNode(0, "", "")])
     where = (
         f"all of it is in {directory}"
-        if here
+        if is_copied
         else f"its layers are in {record.urls[newest.step]}"
         if newest.step in record.urls
         else "the run goes on once machines that hold its layers have joined"

@@ -52,7 +52,7 @@ class RelayPlan:
         self._left: set[Pair] = set()
         """A node and a relay that its links left as too slow: its word alone, so other nodes try it."""
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
-        """By node and neighbour, the relays of their link, the best first."""
+        """The relays of the link between a node and a neighbour, the best first."""
 
     def measured(self, node: str, times: Mapping[str, float]) -> list[str]:
         """`node` has measured its round trips to these relays; returns those that its links newly left."""
@@ -89,7 +89,7 @@ class RelayPlan:
                 load[choices[0][1]] += 1
 
     def relays_of(self, node: str) -> Mapping[str, tuple[str, ...]]:
-        """By neighbour of `node`, the relays of their link, the best first."""
+        """The relays of the link to each neighbour of `node`, the best first."""
         return self._routes.get(node, {})
 
     def _seconds(self, pair: Pair, relay: str, load: int) -> float:
@@ -99,16 +99,16 @@ class RelayPlan:
 
 def pairs_to_relay(rows: Sequence[Sequence[PlacedStage]]) -> list[Pair]:
     """Neighbours of which neither can be dialled: of a row, its ends included, and of a stage in all rows."""
-    found: dict[Pair, None] = {}
+    pairs: dict[Pair, None] = {}
     beside = [ends for row in rows for ends in (*pairwise(row), (row[-1], row[0]))]
     beside += [ends for column in zip(*rows, strict=True) for ends in combinations(column, 2)]
-    for one, other in beside:
+    for first, other in beside:
         # A place without a name is empty.
-        is_pair = bool(one.node_id and other.node_id) and one.node_id != other.node_id
-        if is_pair and not one.address and not other.address:
-            low, high = sorted((one.node_id, other.node_id))
-            found[low, high] = None
-    return sorted(found)
+        is_pair = bool(first.node_id and other.node_id) and first.node_id != other.node_id
+        if is_pair and not first.address and not other.address:
+            low, high = sorted((first.node_id, other.node_id))
+            pairs[low, high] = None
+    return sorted(pairs)
 
 
 def _is_address(text: str) -> bool:
@@ -147,7 +147,7 @@ class RelayDesk:
         """A node has connected."""
         node, rate = session.node_id, session.hello.relay_rate
         self._here[node] = None
-        others = dict.fromkeys(one for one in session.hello.also if one != session.address)
+        others = dict.fromkeys(address for address in session.hello.also if address != session.address)
         self._also[node] = tuple(filter(_is_address, others))[:MOST_FURTHER] if session.address else ()
         if self._enabled and rate >= LEAST_RATE and session.address:
             self.plan.offers[node] = RelayOffer(address=session.address, rate=rate)
@@ -170,7 +170,7 @@ class RelayDesk:
         self.offered(nodes, addresses, rows)
 
     def offered(self, nodes: Sequence[str], addresses: Sequence[str], rows: int) -> None:
-        """The same placement, in which some seats are other nodes'."""
+        """The same placement, with other nodes in some seats."""
         stages = len(nodes) // rows
         places = [PlacedStage(node_id=n, address=a) for n, a in zip(nodes, addresses, strict=True)]
         self._rows = [places[row * stages : (row + 1) * stages] for row in range(rows)]
@@ -186,15 +186,15 @@ class RelayDesk:
         self._placements[node] = replace(placement, renewed=())
         relays = {}
         for peer, choices in self.plan.relays_of(node).items():
-            if here := tuple(self._place(relay) for relay in choices if relay in self.plan.offers):
-                relays[peer] = here
+            if places := tuple(self._place(relay) for relay in choices if relay in self.plan.offers):
+                relays[peer] = places
         also = {}
         if self._also:
             beside = (*placement.stages, *(row.node for row in placement.rows))
             also = {
-                one.node_id: found
-                for one in beside
-                if one.node_id != node and (found := self._also.get(one.node_id, ()))
+                place.node_id: further
+                for place in beside
+                if place.node_id != node and (further := self._also.get(place.node_id, ()))
             }
         return replace(placement, relays=relays, also=also) if relays or also else placement
 
@@ -202,8 +202,8 @@ class RelayDesk:
         """A relay has come in mid-epoch: the links that need one learn of it."""
         self.plan.place(self._rows)
         for node, placement in list(self._placements.items()):
-            if (found := self.with_relays(node, placement)).relays:
-                self._send(node, found)
+            if (routed := self.with_relays(node, placement)).relays:
+                self._send(node, routed)
 
     def _tell(self, nodes: Sequence[str]) -> None:
         message = Relays(relays=tuple(self._place(relay) for relay in self.plan.offers))

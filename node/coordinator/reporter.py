@@ -21,10 +21,9 @@ from node.run_state.actions import (
     Aborted,
     AbortKind,
     Announce,
-    RecordCodecs,
     RecordHeldOut,
+    RecordPlan,
     RecordRestored,
-    RecordStorages,
     SeatFilled,
     SeatLost,
 )
@@ -136,7 +135,7 @@ class Reporter:
         """There are nodes for every stage again."""
         self._recovery.placed(time.monotonic())
 
-    def planned(self, record: RecordCodecs | RecordStorages) -> None:
+    def planned(self, record: RecordPlan) -> None:
         """From a step on, links use other codecs, or stages store their activations in another form."""
         step, plan = record.step, record.plan
         if isinstance(plan, StoragePlan):

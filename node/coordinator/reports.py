@@ -6,8 +6,8 @@ from wire.telemetry import Telemetry
 NO_REPORT = Telemetry()
 REPORTS = Vote, Heartbeat, Applied, Ready, Validated
 """Messages with a node's totals."""
-REPORTING = frozenset(one.__name__.lower() for one in REPORTS)
-"""Their kinds on the wire."""
+REPORTING = frozenset(kind.__name__.lower() for kind in REPORTS)
+"""The kinds of these messages on the wire."""
 
 
 def is_continued(before: Telemetry, now: Telemetry) -> bool:
@@ -27,5 +27,5 @@ def longest_kind(before: Telemetry, after: Telemetry) -> str:
     """The kind of time that grew most between two reports of one node's epoch; "" if none did."""
     known = before.seconds if before.epoch == after.epoch else {}
     grown = {kind: seconds - known.get(kind, 0.0) for kind, seconds in after.seconds.items()}
-    kind = max(grown, key=lambda one: grown[one], default="")
+    kind = max(grown, key=lambda name: grown[name], default="")
     return kind if grown.get(kind, 0.0) > 0 else ""

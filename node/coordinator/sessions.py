@@ -319,10 +319,10 @@ class Names:
                 return [str(ipaddress.ip_address(host))]
         if node_id in self._under_way:
             raise OSError("an earlier name is still being looked up")
-        found = self._threads.submit(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
-        self._under_way[node_id] = found
-        found.add_done_callback(lambda _: self._under_way.pop(node_id))
-        return [str(place[4][0]) for place in await asyncio.wrap_future(found)]
+        lookup = self._threads.submit(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+        self._under_way[node_id] = lookup
+        lookup.add_done_callback(lambda _: self._under_way.pop(node_id))
+        return [str(place[4][0]) for place in await asyncio.wrap_future(lookup)]
 
 
 class Greetings:
@@ -409,11 +409,11 @@ class SessionDesk:
                 await asyncio.sleep(RECONNECT_SECONDS)
                 raise TimeoutError
             hello = await said()
-            found = await self._look_at(node_id, hello, source)
-        return found if isinstance(found, Refusal) else make(node_id, hello, found)
+            place = await self._look_at(node_id, hello, source)
+        return place if isinstance(place, Refusal) else make(node_id, hello, place)
 
     def wrong(self, session: ControlSession, why: str) -> None:
-        """Its node has sent what no correct node sends: the session ends, and the coordinator knows."""
+        """The node has sent what no correct node sends: end the session, and tell the coordinator."""
         log.warning("closed the session of %s: %s", session.node_id, why)
         self.handler.refused(session.node_id, why)
         session.close()

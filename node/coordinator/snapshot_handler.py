@@ -114,15 +114,15 @@ class SnapshotHandler:
         self._weights = SnapshotFolder(
             book.directory / WEIGHTS_FOLDER, alone, book.run_id, book.windows, book.scale_of
         )
-        """Of the last snapshot, until the whole of it is here."""
+        """The weights of the last snapshot, until the whole of it is here."""
         self._ahead: dict[str, UnitEntry] = {}
-        """Its layers' weights that came in the attempt that is on."""
+        """The entries of the layers' weights that came in the current attempt."""
         self._wanted: dict[int, Hosts] = {}
         """Snapshots by step, in the order of the requests, including complete ones."""
         self._came: Counter[tuple[int, str, str, bool]] = Counter()
         """How often each node's layers of a wanted step arrived whole, and how often their weights did."""
         self._agreements: dict[int, asyncio.Future[Agreement | None]] = {}
-        """By step, from the request on; None if the snapshot is not taken."""
+        """What was agreed on, by step, from the request on; None if the snapshot is not taken."""
         self._newest = 0
         """The newest step completed by this process."""
         self._first: dict[str, asyncio.Task[LayerFile]] = {}
@@ -143,9 +143,9 @@ class SnapshotHandler:
             try:
                 manifest = await self._take_in(upload)
             except Exception as error:  # the waiting sender gets it; the next upload is handled
-                told = self._error_for(error, upload.permit)
+                reply = self._error_for(error, upload.permit)
                 if not upload.done.done():
-                    upload.done.set_exception(told)
+                    upload.done.set_exception(reply)
                 continue
             if manifest is not None:
                 self._run.snapshot_stored(manifest, str(self.path(manifest.step)), is_here=True)
@@ -323,8 +323,8 @@ class SnapshotHandler:
         return await asyncio.to_thread(read)
 
     async def put(self, permit: UploadPermit, file: LayerFile) -> None:
-        """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored. Of a
-        step that is, it is dropped.
+        """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored. Drop
+        the file if its step is stored already.
 
         Raises RunError when the disk or the database fails, WrongLayerError for a file that is not what was
         agreed on, NotDueError if the step was asked for again meanwhile.
@@ -370,13 +370,13 @@ class SnapshotHandler:
 
         Raises WrongLayerError, or ProtocolViolationError if no run can continue from it.
         """
-        said = agreement.units[permit.unit]
+        agreed = agreement.units[permit.unit]
         wrong = WrongLayerError(permit.node_id, permit.step, permit.unit)
-        if file.sha256 != (said.weights_sha256 if permit.weights_alone else said.sha256):
+        if file.sha256 != (agreed.weights_sha256 if permit.weights_alone else agreed.sha256):
             raise wrong
         folder = self._weights if permit.weights_alone else self._folder
         entry, sums = folder.check(permit.step, permit.unit, file)
-        expected = (said.weights, 0.0, 0.0) if permit.weights_alone else said[1:4]
+        expected = (agreed.weights, 0.0, 0.0) if permit.weights_alone else agreed[1:4]
         same = all(math.isclose(*pair, rel_tol=SAME_SUM) for pair in zip(sums, expected, strict=True))
         # A run that went back stores earlier steps again.
         went_ahead = has_weights_first(self._config, permit.step) and not permit.weights_alone

@@ -144,13 +144,13 @@ class SnapshotSamples:
             return
         try:
             async with asyncio.timeout(seconds):
-                made = await self._answers()
+                samples = await self._answers()
         except TimeoutError:
             self._tell(f"data.prompts were not sampled within {seconds:.0f} s")
         except (OSError, ValueError, LookupError, ThinwireError) as error:  # what it printed may be no answer
             self._tell(f"data.prompts were not sampled: {error}")
         else:
-            for sample in made:
+            for sample in samples:
                 self._emit(sample)
         if self._due == step:
             self._due = 0
@@ -181,8 +181,8 @@ class SnapshotSamples:
             lines = errors.decode(errors="replace").splitlines()
             raise ThinwireError(shortened(printable(lines[-1])) if lines else f"exit {process.returncode}")
         return [
-            events.SampleMade(step=made["step"], prompt=made["prompt"], text=made["text"][:MOST_TEXT])
-            for made in map(json.loads, output.splitlines())
+            events.SampleMade(step=answer["step"], prompt=answer["prompt"], text=answer["text"][:MOST_TEXT])
+            for answer in map(json.loads, output.splitlines())
         ]
 
     def _tell(self, line: str) -> None:

@@ -129,20 +129,20 @@ class Eviction:
     keeps_token: bool
 
     def __str__(self) -> str:
-        said = f"evicted {self.node_id}: it gets no stage and no certificate from now on"
+        text = f"evicted {self.node_id}: it gets no stage and no certificate from now on"
         for token in self.tokens:
             left = token.uses_allowed - token.uses if token.state(self.at) == "usable" else 0
             uses = f"{left} more node{'s' * (left != 1)}"
-            said += f"; it came by token {token.token_id}, "
+            text += f"; it came by token {token.token_id}, "
             if not left:
-                said += "which admits no more nodes"
+                text += "which admits no more nodes"
             elif self.keeps_token:
-                said += f"which still admits {uses}, this one under another key too"
+                text += f"which still admits {uses}, this one under another key too"
             else:
-                said += f"which would have admitted {uses} and is closed"
+                text += f"which would have admitted {uses} and is closed"
             if others := sorted(map(node_id_of, token.bound - self.evicted)):
-                said += f", as did {', '.join(others)}"
-        return said if self.tokens else f"{said}; by which token it came is not on record"
+                text += f", as did {', '.join(others)}"
+        return text if self.tokens else f"{text}; by which token it came is not on record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class SnapshotRecord:
 
     @classmethod
     def of(cls, manifest: Manifest, created: float) -> "SnapshotRecord":
-        """That of a complete snapshot."""
+        """The record of a complete snapshot."""
         digest = sha256(manifest.to_json().encode()).hexdigest()
         return cls(manifest.step, digest, manifest.total_bytes, True, created)
 
@@ -380,8 +380,8 @@ class Store:
 
     def member(self, node_id: str) -> Member | None:
         with self.reading() as db:
-            found = _members(db, "node_id = ?", node_id)
-            return found[0] if found else None
+            rows = _members(db, "node_id = ?", node_id)
+            return rows[0] if rows else None
 
     def restore_members(self, members: Sequence[Member]) -> None:
         """Put back members of a damaged database, evicted ones as evicted."""
@@ -402,11 +402,11 @@ class Store:
         if not node_id.isascii():  # as no id is; and SQLite has no form for half a surrogate pair
             return None
         with self.writing() as db:
-            found = _members(db, "node_id = ?", node_id)
-            if not found:
+            rows = _members(db, "node_id = ?", node_id)
+            if not rows:
                 return None
             db.execute("UPDATE members SET evicted = coalesce(evicted, ?) WHERE node_id = ?", (now, node_id))
-            key = found[0].public_key_hash
+            key = rows[0].public_key_hash
             by = "token_id IN (SELECT token_id FROM token_bindings WHERE public_key_hash = ?)"
             tokens = _tokens(db, by, key)
             if not keep_token:
@@ -487,12 +487,12 @@ class Store:
 
     def unit_norms(self, after: int) -> dict[int, dict[int, float]]:
         """Squared gradient norms of the committed steps above `after`, by step and layer unit."""
-        found: dict[int, dict[int, float]] = {}
+        norms: dict[int, dict[int, float]] = {}
         with self.reading() as db:
             query = "SELECT step, unit, squared_norm FROM unit_norms WHERE step > ? ORDER BY step, unit"
             for step, unit, norm in db.execute(query, (after,)):
-                found.setdefault(step, {})[unit] = norm
-        return found
+                norms.setdefault(step, {})[unit] = norm
+        return norms
 
     def last_step(self) -> StepRecord | None:
         """The highest committed step; None before the first."""
@@ -533,8 +533,12 @@ class Store:
         return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
 
     def best_of(self, steps: Iterable[int]) -> int | None:
-        """Of these steps, the one with the least held-out loss; None if none has one."""
-        losses = {one.step: one.uncompressed for one in self.held_out() if math.isfinite(one.uncompressed)}
+        """The step among these with the least held-out loss; None if none has one."""
+        losses = {
+            record.step: record.uncompressed
+            for record in self.held_out()
+            if math.isfinite(record.uncompressed)
+        }
         return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
 
     def delete_snapshot(self, step: int) -> bool:

@@ -259,12 +259,15 @@ def _reopen(
         storages=recorded_storages(store),
         scales=_scales(config, store, directory / "snapshots", newest, kept),
         validated=frozenset(record.step for record in held_out),
-        best=min((one.uncompressed for one in held_out if math.isfinite(one.uncompressed)), default=math.inf),
+        best=min(
+            (record.uncompressed for record in held_out if math.isfinite(record.uncompressed)),
+            default=math.inf,
+        ),
         later=_later(store, from_json(recorded), config, newest, same_text=other_text is None),
         newest=tuple(
-            _past_step(one, norms)
-            for one in store.steps(newest - 1 - HISTORY_STEPS)
-            if one.step < newest and config.is_round(one.step) == config.is_round(newest)
+            _past_step(record, norms)
+            for record in store.steps(newest - 1 - HISTORY_STEPS)
+            if record.step < newest and config.is_round(record.step) == config.is_round(newest)
         ),
     )
     return _Run(
@@ -280,14 +283,18 @@ def _reopen(
 def _scales(
     config: RunConfig, store: Store, snapshots: Path, newest: int, kept: Sequence[Manifest]
 ) -> LossScales | None:
-    """Those of a run in float16: what the newest snapshot says, and which steps on record were skipped."""
+    """The loss scales of a run in float16, from the newest snapshot and the skipped steps on record."""
     if config.training.precision != "float16":
         return None
     directory = snapshot_directory(snapshots, newest)
     own = [read_manifest(directory)] if (directory / MANIFEST_NAME).exists() else []
-    found = [one.loss_scale for one in (*kept, *own) if one.step == newest and one.loss_scale is not None]
+    scales = [
+        manifest.loss_scale
+        for manifest in (*kept, *own)
+        if manifest.step == newest and manifest.loss_scale is not None
+    ]
     skipped = store.steps_with_clip(SKIPPED)
-    return loss_scales(config.training, skipped, (newest, found[0]) if found else None)
+    return loss_scales(config.training, skipped, (newest, scales[0]) if scales else None)
 
 
 def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> StepHistory[tuple[int, ...]]:
@@ -296,14 +303,14 @@ def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> St
     history, stages = recorded_splits(store), config.pipeline.stages
     if not config.pipeline.measures_places or before.pipeline.stages != stages:
         return StepHistory()
-    old, new = (block_counts(one, stages) for one in (before, config))
+    old, new = (block_counts(each, stages) for each in (before, config))
     usable = history.changes and all(len(split) == stages for _, split in history.changes)
-    found = history if usable else StepHistory(((0, old),))
-    if new not in (old, found.at(step)):
-        found = found.instead(step, new)
-    if found != history:
-        record_splits(store, found)
-    return found
+    splits = history if usable else StepHistory(((0, old),))
+    if new not in (old, splits.at(step)):
+        splits = splits.instead(step, new)
+    if splits != history:
+        record_splits(store, splits)
+    return splits
 
 
 def _with_split(config: RunConfig, past: Past) -> RunConfig:
@@ -324,8 +331,8 @@ def _check_text(
         expected, earlier = known["sha256"], list(known.get("earlier", []))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): the run cannot go on") from None
-    found = corpus.fingerprint()
-    if found == expected:
+    own = corpus.fingerprint()
+    if own == expected:
         return None
     if not new_text:
         raise DataError(
@@ -334,7 +341,7 @@ def _check_text(
         )
 
     def record(done: int) -> None:
-        fields = {"sha256": found, "earlier": [*earlier, {"sha256": expected, "steps": done}]}
+        fields = {"sha256": own, "earlier": [*earlier, {"sha256": expected, "steps": done}]}
         write_private(_corpus_file(directory), json.dumps(fields).encode())
 
     return record
@@ -367,9 +374,9 @@ def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
     discard_incomplete(snapshots)
     checked = set_damaged_aside(snapshots, tell)
     if checked.damaged and not checked.whole:
-        found = "; ".join(what for _, what in checked.damaged)
+        damage = "; ".join(what for _, what in checked.damaged)
         raise UserError(
-            f"no snapshot of this run is whole ({found}): put back a copy of one that is, then resume, or "
+            f"no snapshot of this run is whole ({damage}): put back a copy of one that is, then resume, or "
             "start a new run"
         )
     return checked
@@ -421,7 +428,9 @@ def _later(
         return {}
     norms = store.unit_norms(newest - 1)
     return {
-        one.step: _past_step(one, norms) for one in store.steps(newest - 1)[:PROOF_STEPS] if one.step in norms
+        record.step: _past_step(record, norms)
+        for record in store.steps(newest - 1)[:PROOF_STEPS]
+        if record.step in norms
     }
 
 

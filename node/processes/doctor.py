@@ -219,7 +219,7 @@ def check_mac(device: "torch.device") -> Iterator[Check]:
     from node.stage.machine_info import measure_flops
 
     room = bytes_text(torch.mps.recommended_max_memory())
-    speeds = [measure_flops(one) / 1e12 for one in (device, torch.device("cpu"))]
+    speeds = [measure_flops(each) / 1e12 for each in (device, torch.device("cpu"))]
     yield ok(
         "gpu",
         f"a Mac's GPU, which may take {room} of memory; {speeds[0]:.1f} TFLOP/s in float32, the CPU "
@@ -287,13 +287,13 @@ def package_owners() -> dict[str, list[str]]:
 def check_packages(owners: Mapping[str, list[str]]) -> Check:
     """Whether another distribution installs packages of our names. `owners`: package to distributions."""
     clashes = {name: sorted(set(owners.get(name, [])) - {"thinwire"}) for name in OUR_PACKAGES}
-    found = [f"{', '.join(others)} also ships {name!r}" for name, others in clashes.items() if others]
-    if not found:
+    clashing = [f"{', '.join(others)} also ships {name!r}" for name, others in clashes.items() if others]
+    if not clashing:
         detail = f"no other package installs {' or '.join(OUR_PACKAGES)}"
         return ok("packages", detail)
     return warn(
         "packages",
-        "; ".join(found),
+        "; ".join(clashing),
         "install thinwire in a virtual environment of its own, or one may import the other's code",
     )
 
@@ -376,9 +376,9 @@ def check_token(text: str) -> Iterator[Check]:
         return
     places = ", ".join(token.addresses)
     yield ok("token", printable(f"run {token.run_id} at {places}"))
-    found = event_loop.run(_contact(token.addresses, token.pin))
-    reached = any(check.status is Status.OK for check in found)
-    for check in found:
+    checks = event_loop.run(_contact(token.addresses, token.pin))
+    reached = any(check.status is Status.OK for check in checks)
+    for check in checks:
         # One address is enough; others may belong to networks that this machine is not in.
         lesser = check.status is Status.FAIL and reached
         yield replace(check, status=Status.WARN) if lesser else check

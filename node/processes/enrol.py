@@ -131,8 +131,8 @@ async def _ask_all(
 
     looks = [asyncio.create_task(look(address)) for address in token.addresses]
     try:
-        for found in asyncio.as_completed(looks):
-            address, authority = await found
+        for coming in asyncio.as_completed(looks):
+            address, authority = await coming
             if isinstance(authority, ThinwireError):
                 failures.append(authority)
                 continue

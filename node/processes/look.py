@@ -25,9 +25,9 @@ class SeenThere:
     host: str = ""
     """From which the call came."""
     reached: bool = False
-    """Its port accepted the coordinator's connection."""
+    """Whether its port accepted the coordinator's connection."""
     mapped_reached: bool = False
-    """The same for its router's port."""
+    """Whether its router's port accepted the coordinator's connection."""
     relayed: bool = False
     """The coordinator relays."""
     relays: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class SeenThere:
     refusal: str = ""
     """Why a join with this token would be refused; empty if it would not."""
     control_port: int = 0
-    """Of the coordinator, for nodes that were admitted; 0: the one that answered."""
+    """The coordinator's port for nodes that were admitted; 0: the port that answered."""
     precision: str = ""
     """`training.precision`, as the coordinator says."""
     compute: str = ""

@@ -79,20 +79,20 @@ def check_reach(text: str, device: torch.device) -> Iterator[Check]:
     """
     try:
         token = JoinToken.parse((text.split() or [""])[-1])
-        found = event_loop.run(_find_by(token))
+        findings = event_loop.run(_find_by(token))
     except TokenError:
         return
     except ThinwireError as error:
         fix = "try again; if it happens again, ask the run's operator"
         yield warn("paths", printable(str(error)), fix)
         return
-    if found is not None:
-        yield from judged(found)
-        yield from judge_precision(found.precision, found.compute, device)
+    if findings is not None:
+        yield from judged(findings)
+        yield from judge_precision(findings.precision, findings.compute, device)
 
 
 async def _find_by(token: JoinToken) -> Findings | None:
-    """By the first of the token's addresses that is the coordinator's."""
+    """The findings by the first of the token's addresses that is the coordinator's; None if none is."""
 
     async def ask(address: str) -> tuple[str, x509.Certificate] | None:
         with contextlib.suppress(LinkError, TokenError):
@@ -102,8 +102,8 @@ async def _find_by(token: JoinToken) -> Findings | None:
     looks = [asyncio.create_task(ask(address)) for address in token.addresses]
     try:
         for coming in asyncio.as_completed(looks):
-            if (found := await coming) is not None:
-                return await find(token, *found)
+            if (coordinator := await coming) is not None:
+                return await find(token, *coordinator)
         return None
     finally:
         for task in looks:
@@ -315,33 +315,33 @@ async def _listening() -> AsyncIterator[int]:
 
 async def _through_the_nat(address: str, mirrors: tuple[str, ...]) -> tuple[Seen, ...]:
     """Connections from one port to as many of these machines as answer, the one at `address` first."""
-    found: list[Seen] = []
+    seen: list[Seen] = []
     own: tuple[str, int] | None = None
     hosts: set[str] = set()
     for target in dict.fromkeys((address, *mirrors)):
         for place in await _places(target):
             host = str(place[1][0])
-            if host in hosts or (found and (":" in host) != (":" in found[0].here[0])):
+            if host in hosts or (seen and (":" in host) != (":" in seen[0].here[0])):
                 continue
             try:
-                here, there = await seen_as(place, own or ("::" if ":" in host else "0.0.0.0", 0))
+                own_end, there = await seen_as(place, own or ("::" if ":" in host else "0.0.0.0", 0))
             except LinkError:
                 continue
             hosts.add(host)
-            own = here
-            found.append(Seen(target=target, here=here, there=there))
+            own = own_end
+            seen.append(Seen(target=target, here=own_end, there=there))
             break
-    return tuple(found)
+    return tuple(seen)
 
 
 async def _places(address: str) -> list[Place]:
     """IPv4 first: it is what NATs change."""
     try:
         host, port = split_address(address)
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return []
-    return sorted(((int(family), place[:2]) for family, _, _, _, place in found), key=lambda one: one[0])
+    return sorted(((int(family), place[:2]) for family, _, _, _, place in places), key=lambda place: place[0])
 
 
 async def _answers(address: str) -> bool:
@@ -355,7 +355,7 @@ async def _answers(address: str) -> bool:
 
 
 async def _nearness(relays: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    """Those that answer, and how many seconds a connection takes."""
+    """The relays that answer, and how many seconds a connection to each takes."""
 
     async def one(address: str) -> tuple[str, float] | None:
         began = time.monotonic()
@@ -368,4 +368,4 @@ async def _nearness(relays: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(address)) for address in relays]
-    return tuple(found for task in tasks if (found := task.result()) is not None)
+    return tuple(near for task in tasks if (near := task.result()) is not None)

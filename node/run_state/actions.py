@@ -52,21 +52,12 @@ class RecordRestored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordCodecs:
-    """From `step` on, links use these codecs, until another such record."""
+class RecordPlan:
+    """From `step` on, until the next record of this kind, links use these codecs, or stages store their
+    activations like this."""
 
-    epoch: int
     step: int
-    plan: CodecPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordStorages:
-    """From `step` on, stages store their activations like this, until another such record."""
-
-    epoch: int
-    step: int
-    plan: StoragePlan
+    plan: CodecPlan | StoragePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +79,6 @@ class RecordCommit:
 class RecordHeldOut:
     """The held-out loss of the state of `step`, in nats per token."""
 
-    epoch: int
     step: int
     loss: float | None
     """The loss with the run's codecs on the links; None if they cannot carry samples that are not trained
@@ -180,7 +170,7 @@ class SeatLost:
     stage: int
     reason: str
     groups: tuple[int, ...]
-    """That its row had in the step that runs; none between two steps."""
+    """The gradient groups that its row had in the step that runs; none between two steps."""
     portions: tuple[Portion, ...] = ()
     """Which groups each row computes from now on."""
 
@@ -241,8 +231,7 @@ Action = (
     | Decide
     | RecordPlacement
     | RecordRestored
-    | RecordCodecs
-    | RecordStorages
+    | RecordPlan
     | RecordCommit
     | RecordHeldOut
     | StepDone
@@ -309,7 +298,7 @@ def costs_last(actions: Sequence[Action]) -> Sequence[Action]:
     """Put the begin of the next step first, so that nodes compute while the costs of this step are summed."""
     if not actions:  # as after nearly every vote
         return actions
-    at = next((at for at, one in enumerate(actions) if isinstance(one, StepDone)), None)
-    if at is None or not all(isinstance(one, Send) for one in actions[at + 1 :]):
+    at = next((at for at, action in enumerate(actions) if isinstance(action, StepDone)), None)
+    if at is None or not all(isinstance(action, Send) for action in actions[at + 1 :]):
         return actions
     return [*actions[:at], *actions[at + 1 :], actions[at]]

@@ -43,7 +43,7 @@ class Difference:
     what: str
     """The value, the same words in every attempt at the step."""
     said: Mapping[str, bytes]
-    """Its digest, by node."""
+    """The digest of the value, by node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Auditor:
         if self.doubted is not None and self.doubted[0] == step:
             group = self.doubted[1]
             own = next(row for row, run in enumerate(groups) if group in run)
-            others = [row for one, row in pairs if one == own]
+            others = [row for first, row in pairs if first == own]
             return Audit(group=group, rows=(own, *others[:2])) if others else None
         drawn = hmac.digest(self._secret, step.to_bytes(8), "sha256")
         share, pair, which = (int.from_bytes(drawn[at : at + 8]) for at in (0, 8, 16))
@@ -168,21 +168,21 @@ class Auditor:
         """
         self.agreed = {}
         group, stages = audit.group, len(next(iter(rows.values())))
-        found = {row: [vote.digests[group] for _, vote in places] for row, places in rows.items()}
+        digests_of = {row: [vote.digests[group] for _, vote in places] for row, places in rows.items()}
         last = self._boundaries(stages) - 1
         order = [(boundary, False) for boundary in range(last + 1)]
         backward = [(boundary, True) for boundary in range(last, -1, -1)]
         for boundary, is_gradient in order:
-            if (odd := self._at(step, group, rows, found, boundary, backward=is_gradient)) is not None:
+            if (odd := self._at(step, group, rows, digests_of, boundary, backward=is_gradient)) is not None:
                 return odd
         losses = {row: _loss(places[loss_stage][1], group) for row, places in rows.items()}
         if (odd := self._difference(step, group, "the loss", rows, loss_stage, losses)) is not None:
             return odd
         for boundary, is_gradient in backward:
-            if (odd := self._at(step, group, rows, found, boundary, backward=is_gradient)) is not None:
+            if (odd := self._at(step, group, rows, digests_of, boundary, backward=is_gradient)) is not None:
                 return odd
         for stage in range(stages):
-            sums = {row: digests[stage].gradient for row, digests in found.items()}
+            sums = {row: digests[stage].gradient for row, digests in digests_of.items()}
             if (odd := self._difference(step, group, "the gradient", rows, stage, sums)) is not None:
                 return odd
         return None
@@ -219,11 +219,11 @@ class Auditor:
         stage: int,
         values: Mapping[int, bytes],
     ) -> Difference | None:
-        said = {rows[row][stage][0]: value for row, value in values.items()}
+        digest_of = {rows[row][stage][0]: value for row, value in values.items()}
         what = f"{what} of stage {stage}"
         if len(set(values.values())) > 1:
-            return Difference(step=step, group=group, what=what, said=said)
-        self.agreed[what] = said
+            return Difference(step=step, group=group, what=what, said=digest_of)
+        self.agreed[what] = digest_of
         return None
 
 
@@ -235,7 +235,7 @@ def rows_alike(kinds: Sequence[Hashable], rows: int) -> list[list[int]]:
     """
     stages = len(kinds) // rows
     of_rows = [tuple(kinds[row * stages : (row + 1) * stages]) for row in range(rows)]
-    return [[row for row, those in enumerate(of_rows) if those == own] for own in of_rows]
+    return [[row for row, other in enumerate(of_rows) if other == own] for own in of_rows]
 
 
 def _loss(vote: Vote, group: int) -> bytes:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from node.config.schema import RunConfig
-from node.run_state.actions import Action, RecordCodecs
+from node.run_state.actions import Action, RecordPlan
 from node.run_state.epoch import Epoch
 from node.schedule.placement import boundaries
 from node.tuning.codec_plan import CodecPlan, Lines
@@ -63,7 +63,7 @@ class CodecControl:
             epoch.use_codecs(plan)
             return []
         epoch.use_codecs(plan)
-        return [RecordCodecs(epoch=epoch.number, step=step, plan=plan)]
+        return [RecordPlan(step=step, plan=plan)]
 
     def step_done(self, step: int) -> None:
         """A step was committed and applied."""

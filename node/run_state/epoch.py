@@ -143,7 +143,7 @@ class StepRules:
     scales: LossScales | None = None
     """The loss scale of a run that computes in float16."""
     unlabelled: Container[int] = ()
-    """Steps none of whose tokens counts as a label: what is said to be their loss is none."""
+    """Steps without labels: the loss that nodes report for them does not count."""
     group_seconds: Callable[[str], float | None] = lambda _: None
     """The seconds that a node usually takes for a gradient group; None if they are not known."""
 
@@ -168,7 +168,7 @@ class Epoch:
         *,
         windows: tuple[int, ...] = (),
     ) -> None:
-        """`windows`: as for `plan_windows`."""
+        """`windows`: as `planned_windows`."""
         self.number = number
         self.hosts = tuple(node for node in assignment.hosts if node)
         """The host of each seat now, row after row."""
@@ -179,12 +179,12 @@ class Epoch:
         self.placed_nodes = list(assignment.hosts)
         """The node to which each seat was last given."""
         self.grid = list(assignment.hosts)
-        """Addresses by seat; "" for an empty seat."""
+        """The node of each seat, row after row; "" for an empty seat."""
         self.entering: dict[str, int] = {}
         """Nodes that open the links of a seat. They get the seat when they hold the run's state."""
         self._entering_since: dict[str, float] = {}
         self._linked: set[str] = set()
-        """Those of these nodes whose links are open."""
+        """The entering nodes whose links are open."""
         self._unheard: dict[str, tuple[int, int]] = {}
         """Nodes that were lost because nobody heard them: their seats, and in which step."""
         self.fresh: set[str] = set()
@@ -219,6 +219,7 @@ class Epoch:
         self.storages: StoragePlan | None = None
         """The storage of each stage; None if the coordinator does not choose it."""
         self.planned_windows = windows
+        """The windows of each link, row after row, from the next step on; empty: those of the run file."""
         self.newcomers: frozenset[str] = frozenset()
         """Hosts that fetched their state while others held it, until they have shown that it is the same."""
         self.behind: list[str] = []
@@ -231,7 +232,7 @@ class Epoch:
         self._has_digests = False
         """Whether votes for the current step have digests. This does not change if a death ends its audit."""
         self._uneven: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
-        """Those of the newest steps in which rows computed other groups than they were placed with."""
+        """The newest steps in which rows computed other groups than they were placed with."""
         self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
         self._known_losses: Mapping[int, float] = {}
@@ -269,8 +270,7 @@ class Epoch:
 
     @property
     def speakers(self) -> tuple[str, ...]:
-        """The first row that is whole, of those without a new node if there are any: what it says of
-        gradients counts for all."""
+        """The first whole row, if possible one without a new node. Its votes stand for all rows."""
         rows = [self.row(row) for row in self.whole_rows]
         return next((row for row in rows if self.fresh.isdisjoint(row)), rows[0])
 
@@ -319,7 +319,7 @@ class Epoch:
 
     def _seconds(self, rows: Iterable[int]) -> dict[int, float | None]:
         """The seconds that rows usually take for a group; None if they are not known."""
-        known = {node: one for node in self.hosts if (one := self._rules.group_seconds(node)) is not None}
+        known = {node: took for node in self.hosts if (took := self._rules.group_seconds(node)) is not None}
         return {row: row_seconds(self.row(row), 1, known)[0] for row in rows}
 
     def has(self, node_id: str) -> bool:
@@ -369,8 +369,8 @@ class Epoch:
         return stage if self.rows == 1 else f"{stage} of row {self.replica_of(node_id)}"
 
     def may_fetch(self, node_id: str, groups: Collection[int], part: BatchPart) -> bool:
-        """Whether a node has use for a part of the samples: of these groups, or of the whole step if
-        empty."""
+        """Whether a node needs this part of the samples of these gradient groups; no groups stand for the
+        whole step."""
         stage = self.loss_stage if part is BatchPart.LABELS else 0
         every = part is BatchPart.DOCUMENTS
         if node_id not in self._seats or not (every or self.stage_of(node_id) == stage):
@@ -443,10 +443,6 @@ class Epoch:
         """The run is between two steps, though this one is not done: its stages may have to end before."""
         self.phase = Phase.IDLE
 
-    def plan_windows(self, windows: tuple[int, ...]) -> None:
-        """The windows of each link, row after row, from the next step on; empty is the run file's."""
-        self.planned_windows = windows
-
     def _seat(self, nodes: Collection[str]) -> None:
         """Give entering nodes their seats."""
         self._linked.difference_update(nodes)
@@ -476,8 +472,8 @@ class Epoch:
         near = [seat.row * self.stages + stage for stage in self._rules.neighbours(seat.stage, self.stages)]
         column = range(seat.stage, len(self.grid), self.stages)
         known = {**{at: node for node, at in self.entering.items()}, **dict(enumerate(self.grid))}
-        peers = [known.get(one) for one in dict.fromkeys((*near, *column)) if one != at]
-        told: list[Action] = [
+        peers = [known.get(seat_at) for seat_at in dict.fromkeys((*near, *column)) if seat_at != at]
+        sends: list[Action] = [
             Send(node_id=node, message=replace(self._placement(node), renewed=(seat,)))
             for node in peers
             if node
@@ -488,7 +484,11 @@ class Epoch:
             addresses=tuple(place.address for place in places),
             rows=self.rows,
         )
-        return [offered, *told, Send(node_id=node_id, message=replace(self._placement(node_id), enters=True))]
+        return [
+            offered,
+            *sends,
+            Send(node_id=node_id, message=replace(self._placement(node_id), enters=True)),
+        ]
 
     def entrant_placed(self, node_id: str) -> list[Action]:
         """A node that enters has taken its place: it is to open its links."""
@@ -501,7 +501,7 @@ class Epoch:
         return [node for node in waits if now - since[node] > ENTERING_SECONDS]
 
     def entrant_linked(self, node_id: str) -> None:
-        """Its links are open."""
+        """The links of a node that enters are open."""
         self._linked.add(node_id)
 
     def entering_seat(self, node_id: str) -> Seat:
@@ -703,7 +703,7 @@ class Epoch:
 
     @property
     def storage_names(self) -> tuple[str, ...]:
-        """The seats as nodes are told about them."""
+        """The storage of each stage, as nodes are told; empty if the coordinator does not choose it."""
         return self._restore.storages
 
     def storage_seconds(self, stage: int) -> list[Mapping[str, float]]:
@@ -724,7 +724,8 @@ class Epoch:
         return [RecordRestored(epoch=self.number, step=self.step, nodes=nodes, groups=self.groups)]
 
     def vote(self, node_id: str, vote: Vote) -> Outcome:
-        """Once all have voted: what their votes come to. After a commit `apply` or `go_on` is next."""
+        """Take a vote. Returns the outcome once all hosts have voted. After a commit, call `apply` or
+        `go_on`."""
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
         if vote.generation != self.generation or self.waits:
@@ -771,8 +772,7 @@ class Epoch:
         return self._commit_step()
 
     def commit_anyway(self, *, confirmed: bool) -> list[Action]:
-        """Commit votes that are not plausible: `confirmed` where other nodes found the same, else there are
-        none."""
+        """Commit votes that are not plausible. `confirmed` says that other nodes computed the same values."""
         outcome = self._commit_step(anyway=True, confirmed=confirmed)
         assert isinstance(outcome, list), "only plausibility was in question"
         return outcome
@@ -782,7 +782,7 @@ class Epoch:
         it."""
         has_begun = self.phase not in (Phase.PLACING, Phase.RESTORING) and not self.uncompressed
         row = self.replica_of(node_id)
-        others = [one for one in self.whole_rows if one != row]
+        others = [other for other in self.whole_rows if other != row]
         if not has_begun or not others:
             return False
         return self.phase is not Phase.STEPPING or self._shared.can_give(others, self.groups_of(row))
@@ -802,10 +802,10 @@ class Epoch:
         )
 
     def lose(self, node_id: str, now: float) -> Outcome:
-        """A host is gone, which the epoch `can_lose`: what follows.
+        """Go on without a host that is gone, and that the epoch `can_lose`.
 
-        In a step that is what votes come to if all others have voted; else rows that are whole compute its
-        row's groups.
+        Within a step, returns the outcome if all other hosts have voted. Otherwise whole rows compute the
+        groups of its row.
         """
         row, asked = self.replica_of(node_id), self.asked
         vote = self.votes.pop(node_id, None)
@@ -837,9 +837,9 @@ class Epoch:
         self._note_uneven()
         if len(self.votes) == len(self.hosts):
             # All sums are complete, and so is what is known of the loss, unless that was for it to say.
-            said = {**self._group_losses(), **({} if vote is None else vote.group_losses)}
-            if len(said) == self._group_count:
-                return self._commit_step(losses=said)
+            losses = {**self._group_losses(), **({} if vote is None else vote.group_losses)}
+            if len(losses) == self._group_count:
+                return self._commit_step(losses=losses)
         self._shared.lose(row)
         self._shared.give(self._seconds(self.whole_rows), now)
         self.votes.clear()
@@ -875,14 +875,13 @@ class Epoch:
         if len(self._losses) < len(self._passes):
             return self._to_asked(self._validate())
         self.phase = Phase.IDLE
-        found, labelled = pass_losses(self._passes, self._losses), self._label_weight > 0
+        mean, labelled = pass_losses(self._passes, self._losses), self._label_weight > 0
         return [
             RecordHeldOut(
-                epoch=self.number,
                 step=self.step,
-                loss=found.as_trained if labelled else None,
-                uncompressed=found.uncompressed if labelled else math.nan,
-                samples=self._microbatch * found.microbatches,
+                loss=mean.as_trained if labelled else None,
+                uncompressed=mean.uncompressed if labelled else math.nan,
+                samples=self._microbatch * mean.microbatches,
             )
         ]
 
@@ -912,8 +911,8 @@ class Epoch:
         loss = self._step_loss()
         factor = 1.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor
         votes = [unscaled(self.votes[node], factor) for node in self.speakers]
-        said = None if math.isnan(loss) else loss
-        votes[self.loss_stage] = replace(votes[self.loss_stage], loss=said)
+        counted_loss = None if math.isnan(loss) else loss
+        votes[self.loss_stage] = replace(votes[self.loss_stage], loss=counted_loss)
         norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         if not math.isfinite(grad_norm):
@@ -922,7 +921,7 @@ class Epoch:
         if self.uncompressed:
             return FiniteUncompressed()
         # Of a step without labels every gradient is 0, which says nothing of other steps.
-        judged = norms if said is not None else {}
+        judged = norms if counted_loss is not None else {}
         if (
             judged
             and self.is_proving
@@ -932,9 +931,9 @@ class Epoch:
         if (
             judged
             and not anyway
-            and (found := self._rules.history.implausible(self.speakers, votes)) is not None
+            and (doubt := self._rules.history.implausible(self.speakers, votes)) is not None
         ):
-            return found
+            return doubt
         self._rules.history.committed(self.step, judged, loss, confirmed=confirmed)
         clip, lr = self._rules.plan(self.step, grad_norm)
         line = self._rules.history.clipped(clip, norms, self.speakers)
@@ -981,7 +980,7 @@ class Epoch:
         return summed_loss(self._known_losses or self._group_losses()) if only is None else only
 
     def _group_losses(self) -> dict[int, float]:
-        """The loss and the norms according to the votes so far."""
+        """The losses by gradient group, in the votes so far."""
         votes = [self.votes[node] for node in self.column(self.loss_stage) if node in self.votes]
         return {group: loss for vote in votes for group, loss in vote.group_losses.items()}
 
@@ -1029,9 +1028,9 @@ class Epoch:
         return replace(self._commit(), then=begin) if tells_commit else begin
 
     def _commit(self) -> Commit:
-        one = self.committed
-        assert one is not None, "called only when there is one"
-        return Commit(epoch=self.number, step=one.step, clip_coefficient=one.clip_coefficient, lr=one.lr)
+        last = self.committed
+        assert last is not None, "called only when there is one"
+        return Commit(epoch=self.number, step=last.step, clip_coefficient=last.clip_coefficient, lr=last.lr)
 
     @functools.cached_property
     def _rows(self) -> tuple[tuple[PlacedStage, ...], ...]:
@@ -1056,13 +1055,13 @@ class Epoch:
     def _to_rows(self, message: Callable[[str], CoordinatorMessage]) -> list[Action]:
         nodes = sorted(self.hosts, key=self.stage_of)  # first stages first: the others wait for them
         known: dict[tuple[int, bool], CoordinatorMessage] = {}
-        told: list[Action] = []
+        actions: list[Action] = []
         for node in nodes:
             kind = self.replica_of(node), node in self.fresh
             if kind not in known:
                 known[kind] = message(node)
-            told.append(Send(node_id=node, message=known[kind]))
-        return told
+            actions.append(Send(node_id=node, message=known[kind]))
+        return actions
 
     def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.asked]
@@ -1081,7 +1080,7 @@ class EpochSeries:
         self._record = OnRecord(
             committed=committed, newest_state=committed.step + 1 if committed is not None else 0
         )
-        """Its lineages are that of the newest commit, and those that began since."""
+        """The lineages in it are that of the newest commit, and those that began since."""
         self._windows: tuple[int, ...] = ()
         """The newest plan for the links; empty before there is one."""
         self._windows_of = (0, 0)
@@ -1136,7 +1135,7 @@ class EpochSeries:
         """If this epoch is on: its next step has these windows, and later epochs of as many stages too."""
         if self.current is not None and self.current.number == number:
             self._windows = windows
-            self.current.plan_windows(windows)
+            self.current.planned_windows = windows
             self._windows_of = len(self.current.hosts), self.current.rows
 
     def unplaced(self, now: float, prepared: Mapping[str, float]) -> dict[str, str]:

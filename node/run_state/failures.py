@@ -163,14 +163,14 @@ class Failures:
             remedy="use wider codecs in [pipeline], then resume",
         )
 
-    def absurd(self, epoch: Epoch, found: Implausible) -> GiveUp:
+    def absurd(self, epoch: Epoch, doubt: Implausible) -> GiveUp:
         """A node's norms have grown beyond all reason, and no other node can say whether they are true."""
         why = (
-            f"step {epoch.step + 1} was not committed: {found.what}, as node {found.node_id} says, and no "
+            f"step {epoch.step + 1} was not committed: {doubt.what}, as node {doubt.node_id} says, and no "
             "other node is left to compute it again"
         )
-        remedy = f"let one more node join or evict node {found.node_id}, then resume"
-        return GiveUp(kind=AbortKind.FAILED, reason=found.what, why=why, remedy=remedy)
+        remedy = f"let one more node join or evict node {doubt.node_id}, then resume"
+        return GiveUp(kind=AbortKind.FAILED, reason=doubt.what, why=why, remedy=remedy)
 
     def committed(self, step: int) -> None:
         """The votes of every stage on `step` were in order."""
@@ -257,13 +257,13 @@ class Quarantine:
         other = other_end(epoch, node_id, failure) if failure.kind is FailureKind.PEER else None
         if other is None:
             return None
-        found = self._pairs.setdefault(frozenset((node_id, other)), {})
-        if epoch.number in found:
+        steps = self._pairs.setdefault(frozenset((node_id, other)), {})
+        if epoch.number in steps:
             return None
-        found[epoch.number] = epoch.step
+        steps[epoch.number] = epoch.step
         self._forget_before(epoch.step - MEMORY_STEPS)
         for node in (other, node_id):
-            partners = {one for pair in self._pairs if node in pair for one in pair} - {node}
+            partners = {partner for pair in self._pairs if node in pair for partner in pair} - {node}
             if len(partners) < MIN_PARTNERS or self._failed(node) < MAX_STRIKES or node in self.why:
                 continue
             if all(self._failed(partner) < self._failed(node) for partner in partners):
@@ -338,8 +338,10 @@ class Blame:
         self._named.clear()
 
     def set_back(self, node_id: str, step: int, *, ended: bool = False) -> int:
-        """The node gets a stage only if no other is left, for so many steps from now on: twice as many as the
-        time before, if that is over, and not long ago. Gives 0 if that time only begins again.
+        """For a number of steps from now on, the node gets a stage only if no other node is left.
+
+        Returns that number: twice the number before, if that period is over and was recent, or 0 if the same
+        period only begins again.
 
         Args:
             ended: the reason is that the node ended or left.
@@ -361,7 +363,7 @@ class Blame:
         return self._replaced.get(node_id, -1) > step
 
     def inherit(self, node_id: str, before: str) -> None:
-        """From now on, hold against another node what is held against this one."""
+        """From now on, hold against `node_id` what was held against the node `before`."""
         if before in self._replaced:
             self._replaced[node_id] = self._replaced.pop(before)
         if before in self._unsteady:
@@ -419,62 +421,64 @@ class Departures:
     def __init__(self) -> None:
         self._nodes: dict[str, _Hosting] = {}
 
-    def arrives(self, candidate: Candidate, here: Collection[str]) -> str | None:
-        """A node comes. One that is new continues what the same owner's node has left that came last and is
-        gone; gives that node."""
+    def arrives(self, candidate: Candidate, present: Collection[str]) -> str | None:
+        """A node arrives. A new node continues the record of the newest node of the same owner that is gone.
+        Returns that node."""
         if candidate.node_id in self._nodes:
             return None
         owner = candidate.owner
         gone = [
-            node for node, one in self._nodes.items() if one.owner == owner and one.ends and node not in here
+            node
+            for node, past in self._nodes.items()
+            if past.owner == owner and past.ends and node not in present
         ]
         before = gone[-1] if gone and owner else None
-        found = _Hosting(owner) if before is None else self._nodes.pop(before)
-        self._nodes[candidate.node_id] = found
+        hosting = _Hosting(owner) if before is None else self._nodes.pop(before)
+        self._nodes[candidate.node_id] = hosting
         if len(self._nodes) > MOST_KNOWN:
             del self._nodes[
-                next(node for node in self._nodes if node not in here or node == candidate.node_id)
+                next(node for node in self._nodes if node not in present or node == candidate.node_id)
             ]
         return before
 
     def placed(self, hosts: Collection[str], now: float) -> None:
         """These nodes host stages from now on, and no others."""
-        for node, one in self._nodes.items():
-            self._look(one, now)
-            one.since = now if node in hosts else None
+        for node, hosting in self._nodes.items():
+            self._look(hosting, now)
+            hosting.since = now if node in hosts else None
 
     def ends(self, node_id: str, now: float, failed_at: int | None = None) -> str | None:
         """A host ends or leaves, or fails by itself in a step, which counts once. A line if it stands out."""
-        one = self._nodes.get(node_id)
-        if one is None or one.since is None or failed_at == one.failed_at:
+        hosting = self._nodes.get(node_id)
+        if hosting is None or hosting.since is None or failed_at == hosting.failed_at:
             return None
         for other in self._nodes.values():
             self._look(other, now)
         if failed_at is None:
-            one.since = None
+            hosting.since = None
         else:
-            one.failed_at = failed_at
-        one.ends += 1
-        count = sum(other.ends for other in self._nodes.values()) - one.ends
-        seconds = sum(other.seconds for other in self._nodes.values()) - one.seconds
+            hosting.failed_at = failed_at
+        hosting.ends += 1
+        count = sum(other.ends for other in self._nodes.values()) - hosting.ends
+        seconds = sum(other.seconds for other in self._nodes.values()) - hosting.seconds
         rate = (count + 1) / (seconds + CALM_SECONDS)
-        hosted, found = 0.0, None
-        for ends, before in enumerate(reversed(one.before_end), 1):
+        hosted, line = 0.0, None
+        for ends, before in enumerate(reversed(hosting.before_end), 1):
             hosted += before
             if ends >= LEAST_ENDS and _chance(ends, rate * hosted) < UNLIKELY:
-                found = f"it ended, left or failed {ends} times within {hosted:.0f} s of having a stage"
-        one.before_end.append(0.0)
-        return found
+                line = f"it ended, left or failed {ends} times within {hosted:.0f} s of having a stage"
+        hosting.before_end.append(0.0)
+        return line
 
-    def _look(self, one: _Hosting, now: float) -> None:
-        if one.since is not None:
-            one.seconds += now - one.since
-            one.before_end[-1] += now - one.since
-            one.since = now
+    def _look(self, hosting: _Hosting, now: float) -> None:
+        if hosting.since is not None:
+            hosting.seconds += now - hosting.since
+            hosting.before_end[-1] += now - hosting.since
+            hosting.since = now
 
 
 def _chance(least: int, mean: float) -> float:
-    """That a Poisson variable is at least so large."""
+    """The probability that a Poisson variable with this mean is at least `least`."""
     term = below = math.exp(-mean)
     for count in range(1, least):
         term *= mean / count
@@ -688,7 +692,7 @@ class Stragglers:
 
     def slow(self, epoch: Epoch) -> list[Slow]:
         """Hosts that hold up the run again and again, the slowest first."""
-        found = []
+        slow = []
         for (node, phase), costs in self._costs.items():
             if not epoch.has(node) or len(costs) < SLOW_STEPS or not costs[-1][0]:
                 continue
@@ -702,8 +706,8 @@ class Stragglers:
             step = max(self._usual(epoch, slowly=True), 1e-3)
             what = "step" if phase is Phase.STEPPING else f"time that it was {_DOING[phase]}"
             line = f"it holds up each {what} by {lost / count:.1f} s, where a step takes {step:.2g} s"
-            found.append(Slow(node_id=node, times=1 + lost / count / step, line=line))
-        return sorted(found, key=lambda one: -one.times)
+            slow.append(Slow(node_id=node, times=1 + lost / count / step, line=line))
+        return sorted(slow, key=lambda each: -each.times)
 
     def _judge(self, phase: _Phase, seconds: float) -> None:
         """All have answered: what did each cost?"""
@@ -747,13 +751,13 @@ class Stragglers:
         row, stage = epoch.row(epoch.replica_of(node)), epoch.stage_of(node)
         long = [by for kind, by in _WAITS.items() if spent.get(kind, 0.0) > least]
         peers = epoch.column(stage) if spent.get(TimeKind.SYNC, 0.0) > least else ()
-        return [*(row[(stage + by) % epoch.stages] for by in long), *(one for one in peers if one != node)]
+        return [*(row[(stage + by) % epoch.stages] for by in long), *(peer for peer in peers if peer != node)]
 
     def _worked_long(self, phase: _Phase, seconds: float, usual: float) -> dict[str, float]:
         """Nodes whose own work is most of what a long step took; none if that is so for most of them: then
         it is no node's fault."""
         works = {
-            node: sum(one for kind, one in spent.items() if kind not in WAITS)
+            node: sum(part for kind, part in spent.items() if kind not in WAITS)
             for node, spent in phase.waited.items()
         }
         long = {node: seconds - usual for node, work in works.items() if 2 * work > seconds + usual}
@@ -784,8 +788,8 @@ class Stragglers:
             return Late()
         phase.loading = loading
         usual = self._usual(epoch)
-        if epoch.phase is Phase.STEPPING and (found := self._stuck(epoch, now, usual)) is not None:
-            return found
+        if epoch.phase is Phase.STEPPING and (stuck := self._stuck(epoch, now, usual)) is not None:
+            return stuck
         if not epoch.answered:
             return Late()
         if self._answered == 0:

@@ -64,12 +64,12 @@ def share_groups(groups: int, row_seconds: Sequence[float | None], current: Grou
     """
     known = [seconds for seconds in row_seconds if seconds is not None]
     usual = median(known) if known else 1.0
-    seconds = [usual if one is None else one for one in row_seconds]
+    seconds = [usual if each is None else each for each in row_seconds]
     counts = [1] * len(seconds)
     for _ in range(groups - len(seconds)):
         # The next group goes where it is done first: no other sharing has a shorter maximum.
         counts[min(range(len(seconds)), key=lambda row: ((counts[row] + 1) * seconds[row], row))] += 1
-    best = max(count * one for count, one in zip(counts, seconds, strict=True))
+    best = max(count * each for count, each in zip(counts, seconds, strict=True))
     rows = len(seconds)
     if (
         current is not None
@@ -89,7 +89,7 @@ def _fewest_subtrees(groups: int, seconds: Sequence[float], longest: float) -> G
     """The sharing with fewest subtrees in all of those in which no row takes longer than `longest`."""
     tree, everyone = GroupTree(groups), (1 << len(seconds)) - 1
     # Sums of whole numbers do not depend on the order, so that rows of equal speed stay in theirs.
-    weights = [round(1e6 * one / longest) if longest else 0 for one in seconds]
+    weights = [round(1e6 * each / longest) if longest else 0 for each in seconds]
     none = (math.inf, math.inf)
 
     @cache
@@ -98,19 +98,19 @@ def _fewest_subtrees(groups: int, seconds: Sequence[float], longest: float) -> G
         ends."""
         if placed == everyone:
             return ((0, 0) if first == groups else none), -1, first
-        found = none, -1, first
+        best = none, -1, first
         left = len(seconds) - placed.bit_count()
-        for row, one in enumerate(seconds):
+        for row, each in enumerate(seconds):
             if placed >> row & 1:
                 continue
             for end in range(groups - left + 1, first, -1):
-                if (end - first) * one > longest:
+                if (end - first) * each > longest:
                     continue
                 (subtrees, squares), *_ = rest(end, placed | 1 << row)
                 subtrees += tree.subtree_count(first, end)
                 cost = subtrees, squares + ((end - first) * weights[row]) ** 2
-                found = min(found, (cost, row, end), key=lambda one: one[0])
-        return found
+                best = min(best, (cost, row, end), key=lambda way: way[0])
+        return best
 
     runs: dict[int, tuple[int, ...]] = {}
     first = placed = 0
@@ -123,12 +123,12 @@ def _fewest_subtrees(groups: int, seconds: Sequence[float], longest: float) -> G
 
 def _longest(groups: Groups, seconds: Sequence[float]) -> float:
     """The seconds of the slowest row, from what each row takes per group."""
-    return max(len(run) * one for run, one in zip(groups, seconds, strict=True))
+    return max(len(run) * each for run, each in zip(groups, seconds, strict=True))
 
 
 def _fits(current: Groups, groups: int, rows: int) -> bool:
     """Whether a sharing is one of so many groups over so many rows."""
-    return len(current) == rows and sorted(one for run in current for one in run) == list(range(groups))
+    return len(current) == rows and sorted(group for run in current for group in run) == list(range(groups))
 
 
 def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -> list[float | None]:
@@ -140,7 +140,7 @@ def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -
     """
     stages = len(hosts) // rows
     times = [[seconds.get(node) for node in hosts[row * stages : (row + 1) * stages]] for row in range(rows)]
-    return [max(one or 0.0 for one in row) if None not in row else None for row in times]
+    return [max(each or 0.0 for each in row) if None not in row else None for row in times]
 
 
 class StepGroups:
@@ -175,14 +175,14 @@ class StepGroups:
 
     def of(self, row: int) -> tuple[int, ...]:
         """The groups of a row."""
-        return tuple(group for one, groups in self.runs for group in groups if one == row)
+        return tuple(group for other, groups in self.runs for group in groups if other == row)
 
     def lose(self, row: int) -> None:
         """A row computes nothing any more: its groups wait."""
         lost = self.of(row)
         self.waiting = sorted((*lost, *self.waiting))
         self._had.setdefault(row, set()).update(lost)
-        self.runs = [(one, groups) for one, groups in self.runs if one != row]
+        self.runs = [(other, groups) for other, groups in self.runs if other != row]
         self._free_at.pop(row, None)
 
     def is_for(self, row: int) -> bool:
@@ -205,14 +205,16 @@ class StepGroups:
         known, left = _known_seconds(seconds), list[int]()
         given: dict[int, list[int]] = {}
         done = {
-            row: max(now, self._free_at.get(row, self._began + len(self.of(row)) * one))
-            for row, one in known.items()
+            row: max(now, self._free_at.get(row, self._began + len(self.of(row)) * each))
+            for row, each in known.items()
         }
         # Where times are not known, those that have the fewest.
         counts = {row: len(self.of(row)) for row in known}
         for group in self.waiting:
-            free_at = {row: one for row, one in done.items() if group not in self._had.get(row, ())}
-            row = min(free_at, key=lambda one: (free_at[one] + known[one], counts[one], one), default=None)
+            free_at = {row: at for row, at in done.items() if group not in self._had.get(row, ())}
+            row = min(
+                free_at, key=lambda other: (free_at[other] + known[other], counts[other], other), default=None
+            )
             if row is None or free_at[row] - now > max(known[row], PROMPT_SECONDS):
                 left.append(group)
                 continue
@@ -227,8 +229,8 @@ class StepGroups:
 def _known_seconds(seconds: Mapping[int, float | None]) -> dict[int, float]:
     """The seconds that rows take per group: the usual time if a row's is not known, and next to nothing if
     none is, so that no group waits."""
-    usual = median([one for one in seconds.values() if one is not None] or [0.001])
-    return {row: usual if one is None else one for row, one in seconds.items()}
+    usual = median([each for each in seconds.values() if each is not None] or [0.001])
+    return {row: usual if each is None else each for row, each in seconds.items()}
 
 
 class GroupSharing:
@@ -258,8 +260,8 @@ class GroupSharing:
             self._began = None
         self._found = None
         self._steps.append(step_seconds)
-        for node, one in seconds.items():
-            self._times.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(one)
+        for node, took in seconds.items():
+            self._times.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(took)
 
     def seconds(self, node: str) -> float | None:
         """The seconds that a node usually takes per group; None if they are not known yet."""
@@ -273,7 +275,7 @@ class GroupSharing:
         if same and before is not None and len(before) == rows:
             self._current = self._better(hosts, before)[0]
         else:
-            seconds = {node: one for node in hosts if (one := self.seconds(node)) is not None}
+            seconds = {node: took for node in hosts if (took := self.seconds(node)) is not None}
             self._current = share_groups(self._groups, row_seconds(hosts, rows, seconds), before)
         if before is not None and len(before) == rows and before != self._current:
             self._wait = min(2 * self._wait, MOST_SHARED_STEPS)
@@ -298,12 +300,12 @@ class GroupSharing:
 
     def _look(self, hosts: Sequence[str], current: Groups) -> tuple[Groups, float]:
         times = {node: sorted(self._times.get(node, ())) for node in hosts}
-        if len(self._steps) < LEAST_STEPS or any(len(one) < REMEMBERED_STEPS for one in times.values()):
+        if len(self._steps) < LEAST_STEPS or any(len(taken) < REMEMBERED_STEPS for taken in times.values()):
             return current, 0.0
 
         def rows_at(part: float) -> list[float]:
-            at = {node: one[int(part * (len(one) - 1))] for node, one in times.items()}
-            return [one or 0.0 for one in row_seconds(hosts, len(current), at)]
+            at = {node: taken[int(part * (len(taken) - 1))] for node, taken in times.items()}
+            return [each or 0.0 for each in row_seconds(hosts, len(current), at)]
 
         usual = rows_at(0.5)
         other = share_groups(self._groups, usual, current)
@@ -325,7 +327,7 @@ def spare_stages(spares: Sequence[str], held: Mapping[str, int], stages: int) ->
     copies = [list(chosen.values()).count(stage) for stage in range(stages)]
     for node in spares:
         if node not in chosen:
-            stage = min(range(stages), key=lambda one: (copies[one], one))
+            stage = min(range(stages), key=lambda at: (copies[at], at))
             chosen[node] = stage
             copies[stage] += 1
     return chosen

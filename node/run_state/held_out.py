@@ -71,8 +71,8 @@ class PassLosses:
 def pass_losses(passes: Sequence[HeldOutPass], losses: Sequence[float]) -> PassLosses:
     """The means over these passes' losses."""
     done = list(zip(passes, losses, strict=True))
-    as_trained = mean_loss([(one.microbatches, loss) for one, loss in done if one.number % 2 == 0])
-    exact = [(one.microbatches, loss) for one, loss in done if one.number % 2]
+    as_trained = mean_loss([(run.microbatches, loss) for run, loss in done if run.number % 2 == 0])
+    exact = [(run.microbatches, loss) for run, loss in done if run.number % 2]
     uncompressed = mean_loss(exact)
     assert uncompressed is not None, "every batch has a pass with fp32"
     count = sum(count for count, _ in exact)

@@ -41,25 +41,25 @@ class _Layer:
     refused: dict[str, float] = field(default_factory=dict)
     """Nodes that could not store a copy, and when."""
 
-    def enough(self, here: Collection[str], now: float) -> int:
+    def enough(self, present: Collection[str], now: float) -> int:
         """How many copies there should be, if these nodes are connected."""
-        able = [node for node in here if node in self.holders or not self._refuses(node, now)]
+        able = [node for node in present if node in self.holders or not self._refuses(node, now)]
         return min(COPIES, max(1, len(able)))
 
-    def next_holder(self, here: Sequence[str], load: Mapping[str, int], now: float) -> str | None:
+    def next_holder(self, present: Sequence[str], load: Mapping[str, int], now: float) -> str | None:
         """The node to ask for a copy: the one that holds least of this snapshot, and among equals the next in
         the ring."""
-        held = self.holders & set(here)
+        held = self.holders & set(present)
         if self.entry is None or not held:
             return None
-        pending = {node for node, at in self.asked.items() if now - at <= self._patience} & set(here)
-        if len(held | pending) >= self.enough(here, now):
+        pending = {node for node, at in self.asked.items() if now - at <= self._patience} & set(present)
+        if len(held | pending) >= self.enough(present, now):
             return None
-        candidates = [node for node in here if node not in held | pending and not self._refuses(node, now)]
-        first = here.index(min(held, key=here.index))
+        candidates = [node for node in present if node not in held | pending and not self._refuses(node, now)]
+        first = present.index(min(held, key=present.index))
 
         def order(node: str) -> tuple[bool, int, int]:
-            return node in self.asked, load[node], (here.index(node) - first) % len(here)
+            return node in self.asked, load[node], (present.index(node) - first) % len(present)
 
         return min(candidates, key=order, default=None)
 
@@ -78,7 +78,7 @@ class _Layer:
     def _weigh(self) -> None:
         """The description of the file that most nodes report, because the first one may lie. Among equals
         makers count first, then the earliest."""
-        files = [file for _, file in sorted(self.files.items(), key=lambda said: said[0] not in self.makers)]
+        files = [file for _, file in sorted(self.files.items(), key=lambda item: item[0] not in self.makers)]
         size = Counter(file.bytes for file in files).most_common(1)[0][0]
         weights = Counter(file.weights_sha256 for file in files if file.bytes == size and file.weights_sha256)
         self.holders = {node for node, file in self.files.items() if file.bytes == size}
@@ -131,7 +131,7 @@ class LayerPlaces:
     @property
     def complete(self) -> tuple[int, ...]:
         """Steps of complete snapshots, oldest first."""
-        return tuple(sorted(step for step, one in self._snapshots.items() if one.complete))
+        return tuple(sorted(step for step, state in self._snapshots.items() if state.complete))
 
     def entry(self, step: int, unit: str) -> UnitEntry | None:
         """The description of the unit's file; None until a node has reported it."""
@@ -139,8 +139,8 @@ class LayerPlaces:
 
     def entries(self, step: int) -> tuple[UnitEntry, ...]:
         """The files of all units, in model order. Call it only on complete snapshots."""
-        found = (self.entry(step, unit) for unit in self._units)
-        return tuple(entry for entry in found if entry is not None)
+        entries = (self.entry(step, unit) for unit in self._units)
+        return tuple(entry for entry in entries if entry is not None)
 
     def url(self, step: int) -> str:
         """The folder in an object store that a snapshot is in; empty if nodes hold it."""
@@ -150,26 +150,26 @@ class LayerPlaces:
         """The nodes that hold the unit's file, connected or not."""
         return tuple(sorted(self._snapshots[step].layers[unit].holders))
 
-    def missing(self, step: int, here: Collection[str]) -> tuple[str, ...]:
+    def missing(self, step: int, present: Collection[str]) -> tuple[str, ...]:
         """Units of a snapshot that no node that is here holds."""
         if self.url(step):
             return ()
         layers = self._snapshots[step].layers
-        return tuple(unit for unit in self._units if layers[unit].holders.isdisjoint(here))
+        return tuple(unit for unit in self._units if layers[unit].holders.isdisjoint(present))
 
-    def is_whole(self, step: int, here: Collection[str], now: float) -> bool:
+    def is_whole(self, step: int, present: Collection[str], now: float) -> bool:
         """Whether every layer is on as many machines as it should be."""
         return all(
             layer.entry is not None
             and layer.entry.weights_sha256
-            and (self.url(step) or len(layer.holders & set(here)) >= layer.enough(here, now))
+            and (self.url(step) or len(layer.holders & set(present)) >= layer.enough(present, now))
             for layer in self._snapshots[step].layers.values()
         )
 
     @property
     def under_way(self) -> tuple[int, ...]:
         """Steps of snapshots that are not complete, oldest first."""
-        return tuple(sorted(step for step, one in self._snapshots.items() if not one.complete))
+        return tuple(sorted(step for step, state in self._snapshots.items() if not state.complete))
 
     # ---- what happens
 
@@ -197,7 +197,7 @@ class LayerPlaces:
             unit: _Layer(tuple(makers[unit]), asked=dict.fromkeys(makers[unit], now)) for unit in self._units
         }
         self._snapshots[step] = _Snapshot(layers, url=url)
-        for other in [one for one in self.under_way if one != step][: 1 - MOST_UNDER_WAY]:
+        for other in [old for old in self.under_way if old != step][: 1 - MOST_UNDER_WAY]:
             del self._snapshots[other]
 
     def held(self, node_id: str, file: HeldLayer) -> bool:
@@ -238,8 +238,8 @@ class LayerPlaces:
                 break
             layer = snapshot.layers[unit]
             layer.agreed = sha256
-            said, layer.said = layer.said, {}
-            wrong += [(node, unit) for node, file in said.items() if not self.held(node, file)]
+            reported, layer.said = layer.said, {}
+            wrong += [(node, unit) for node, file in reported.items() if not self.held(node, file)]
         return wrong
 
     def others(self, node_id: str, step: int) -> dict[str, tuple[str, ...]]:
@@ -285,27 +285,27 @@ class LayerPlaces:
     def completed(self, step: int) -> None:
         """The manifest of `step` is on disk; older ones under way are no longer needed."""
         self._snapshots[step].complete = True
-        for other in [one for one, state in self._snapshots.items() if one < step and not state.complete]:
+        for other in [old for old, state in self._snapshots.items() if old < step and not state.complete]:
             del self._snapshots[other]
 
     def drop(self, step: int) -> None:
         """The snapshot no longer counts."""
         self._snapshots.pop(step, None)
 
-    def asks(self, here: Sequence[str], now: float) -> list[Ask]:
+    def asks(self, present: Sequence[str], now: float) -> list[Ask]:
         """Copies that are wanted: of all snapshots under way and of the newest complete one.
 
         Args:
-            here: nodes that are connected, hosts in the order of their stages first.
+            present: nodes that are connected, hosts in the order of their stages first.
         """
         newest = self.complete[-1:]
         wanted: dict[tuple[int, str], list[str]] = {}
         for step, snapshot in self._snapshots.items():
             if snapshot.url or (snapshot.complete and step not in newest):
                 continue
-            load = self._load(snapshot, here)
+            load = self._load(snapshot, present)
             for unit, layer in snapshot.layers.items():
-                node_id = layer.next_holder(here, load, now)
+                node_id = layer.next_holder(present, load, now)
                 if node_id is None:
                     continue
                 assert layer.entry is not None
@@ -316,9 +316,9 @@ class LayerPlaces:
 
     # ---- inside
 
-    def _load(self, snapshot: _Snapshot, here: Sequence[str]) -> dict[str, int]:
+    def _load(self, snapshot: _Snapshot, present: Sequence[str]) -> dict[str, int]:
         """Bytes of the snapshot that each node holds, makes or was asked for."""
-        load = dict.fromkeys(here, 0)
+        load = dict.fromkeys(present, 0)
         for layer in snapshot.layers.values():
             size = layer.entry.bytes if layer.entry is not None else 0
             for node_id in {*layer.makers, *layer.holders, *layer.asked} & load.keys():

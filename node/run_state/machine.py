@@ -115,8 +115,8 @@ class RunMachine:
             plan.audit_rate, plan.audit_secret, plan.boundaries, compares=plan.compares_newcomers
         )
         history = VoteHistory(plan.unit_numbers, past.newest, plan.rounds_from)
-        for step, one in past.later.items():
-            history.on_record(step, one.norms, one.loss)
+        for step, past_step in past.later.items():
+            history.on_record(step, past_step.norms, past_step.loss)
         self._sharing = GroupSharing(plan.groups)
         rules = StepRules(
             plan=step_plan,
@@ -143,7 +143,7 @@ class RunMachine:
         )
         self.codecs = plan.codecs(past.codecs, past.committed.step + 1 if past.committed else 0)
         self._quarantine = Quarantine()
-        self._stragglers = Stragglers([one.seconds for one in past.newest])
+        self._stragglers = Stragglers([past_step.seconds for past_step in past.newest])
         self._wrong = WrongValues(self._assigner, self._roster, self._blame, auditor)
         self._newcomers = Newcomers(
             self._assigner, self._roster, self._blame, plan.unit_numbers, follows=plan.follows
@@ -195,7 +195,7 @@ class RunMachine:
         """A node opened its control connection: for the first time, again, or as a new process.
 
         `epoch` is the one it believes to be in, 0 for none. `rate` is bytes a second from the coordinator (0:
-        unknown). One that cannot hold any stage is sent away.
+        unknown). A node that cannot host any stage is sent away.
         """
         node_id = offer.node_id
         if self.stopped:
@@ -255,7 +255,7 @@ class RunMachine:
             self._assigner.excuse(unseen)
             self._unseen += unseen
         overdue = self._roster.overdue(now)
-        actions = [one for node, reason in overdue.items() for one in self._unheard(node, reason, now)]
+        actions = [action for node, reason in overdue.items() for action in self._unheard(node, reason, now)]
         actions += self._if_silenced([*self.members], now)
         for node in self.epoch.late_entrants(now - self._unseen) if self.epoch is not None else ():
             actions += self._no_entrant(node, "its links did not open")
@@ -296,10 +296,10 @@ class RunMachine:
         member.leaving = True
         epoch = self.epoch
         hosts = epoch is not None and epoch.has(node_id)
-        told = self._stands_out(epoch, node_id, now) if epoch is not None and hosts else []
+        actions = self._stands_out(epoch, node_id, now) if epoch is not None and hosts else []
         if epoch is not None and hosts and self._holds_progress(epoch):
-            return told  # `_placed` or, after the step, `_between_steps` sees the flag
-        return told + self._release(node_id, now) + self._try_place(now)
+            return actions  # `_placed` or, after the step, `_between_steps` sees the flag
+        return actions + self._release(node_id, now) + self._try_place(now)
 
     def stop(self, reason: str, *, at_once: bool, soon: bool = False) -> list[Action]:
         """The operator ends the run: after this step and a snapshot, however often asked, or at once.
@@ -434,12 +434,12 @@ class RunMachine:
         if other is None or self.stopped:
             return []
         asked = self._roster.suspect(other, now)
-        told: list[Action] = [Send(node_id=other, message=AskHeartbeat())] if asked else []
-        return [*told, *self._if_silenced([other], now)]
+        asks: list[Action] = [Send(node_id=other, message=AskHeartbeat())] if asked else []
+        return [*asks, *self._if_silenced([other], now)]
 
     def _if_silenced(self, nodes: Sequence[str], now: float) -> list[Action]:
-        """Those of the members that neither the coordinator nor a neighbour hears are gone, if others can do
-        their work. If nobody can, there is time to wait for them."""
+        """Members that neither the coordinator nor a neighbour hears are gone, if others can do their work.
+        If nobody can, there is time to wait for them."""
         actions: list[Action] = []
         for node_id in nodes:
             why = self._roster.silenced(node_id, now) if node_id in self.members else None
@@ -487,16 +487,18 @@ class RunMachine:
         actions: list[Action] = []
         out: dict[str, str] = {}
         left = ""
-        for found in findings:
+        for finding in findings:
             if self.stopped:
                 break
-            match found:
+            match finding:
                 case Settled():
                     self._undecided = 0
-                    self._wrong.cleared(found.cleared)
+                    self._wrong.cleared(finding.cleared)
                     if self.epoch is not None:
-                        self._standing.prove(self.epoch, found.proven)
-                    actions.append(SnapshotAgreed(step=found.step, units=found.units, alone=[*found.alone]))
+                        self._standing.prove(self.epoch, finding.proven)
+                    actions.append(
+                        SnapshotAgreed(step=finding.step, units=finding.units, alone=[*finding.alone])
+                    )
                 case WrongState(node_id=node, why=why) if self._leaves_newcomer(node, now):
                     left = why
                     actions.append(Announce(text=f"node {node} has no stage any more: {why}", about=node))
@@ -505,7 +507,7 @@ class RunMachine:
                 case TooFew(step=step):
                     actions += self._drop_snapshot(step, "too few of the nodes that held it are left", now)
                 case Dispute():
-                    actions += self._dispute(found, now)
+                    actions += self._dispute(finding, now)
         # All of them first: none is placed again.
         over = self._end_epoch(AbortKind.DIFFERS, left) if left else []
         return [*actions, *over, *self._convict(out, now), *(self._try_place(now) if left else ())]
@@ -527,7 +529,7 @@ class RunMachine:
         if not news:
             return []
         self._snapshots.request()
-        return [one for node in news for one in self._out(node, now)] + self._try_place(now)
+        return [action for node in news for action in self._out(node, now)] + self._try_place(now)
 
     def _drop_snapshot(self, step: int, why: str, now: float) -> list[Action]:
         """A snapshot is not taken; if the run waits for it, it goes on."""
@@ -539,26 +541,26 @@ class RunMachine:
             return [*dropped, *self._between_steps(epoch, now)]
         return [*dropped]
 
-    def _dispute(self, found: Dispute, now: float) -> list[Action]:
+    def _dispute(self, dispute: Dispute, now: float) -> list[Action]:
         """Another node computes the state again, from the newest snapshot; without one it is not saved, and
         after a few times the run ends."""
         epoch, waits = self.epoch, self._snapshots.awaited
-        self._snapshots.drop(found.step)
-        dropped: list[Action] = [SnapshotDropped(step=found.step, reason=found.what)]
-        named = " and ".join(f"node {node}" for node in found.nodes)
-        who = f"which of {named}" if len(found.nodes) > 1 else f"whether {named}"
-        again = self._states.may_try_again(found.step) and not self._ending.due
+        self._snapshots.drop(dispute.step)
+        dropped: list[Action] = [SnapshotDropped(step=dispute.step, reason=dispute.what)]
+        named = " and ".join(f"node {node}" for node in dispute.nodes)
+        who = f"which of {named}" if len(dispute.nodes) > 1 else f"whether {named}"
+        again = self._states.may_try_again(dispute.step) and not self._ending.due
         if epoch is not None and again:
-            line = self._wrong.third_for_state(epoch, found.nodes, now)
+            line = self._wrong.third_for_state(epoch, dispute.nodes, now)
             if line:
-                note = f"the snapshot of step {found.step} is not taken: {found.what} ({named}); {line}"
+                note = f"the snapshot of step {dispute.step} is not taken: {dispute.what} ({named}); {line}"
                 self._epochs.leave()
-                self._snapshots.again(found.step)
-                over = self._end_epoch(AbortKind.DIFFERS, found.what)
+                self._snapshots.again(dispute.step)
+                over = self._end_epoch(AbortKind.DIFFERS, dispute.what)
                 return [*dropped, Announce(text=note), *over, *self._try_place(now)]
         self._undecided += 1
         note = (
-            f"the snapshot of step {found.step} is not taken: {found.what}, and no other node can say "
+            f"the snapshot of step {dispute.step} is not taken: {dispute.what}, and no other node can say "
             f"{who} is right: let another node of their kind join"
         )
         if not waits and not self._ending.due and self._undecided <= MOST_DISPUTES:
@@ -566,25 +568,25 @@ class RunMachine:
         self._ending.give_up(
             GiveUp(
                 kind=AbortKind.DIFFERS,
-                reason=found.what,
-                why=f"{found.what}, and no other node can say {who} is right",
+                reason=dispute.what,
+                why=f"{dispute.what}, and no other node can say {who} is right",
                 remedy="resume with more nodes",
             )
         )
-        return [*dropped, *self._end_epoch(AbortKind.DIFFERS, found.what), *self._end()]
+        return [*dropped, *self._end_epoch(AbortKind.DIFFERS, dispute.what), *self._end()]
 
-    def _not_reproduced(self, epoch: Epoch, found: NotReproduced, now: float) -> list[Action]:
+    def _not_reproduced(self, epoch: Epoch, odd: NotReproduced, now: float) -> list[Action]:
         """The snapshot that was loaded is not what the run computed: go back to an older one."""
-        sources = self._states.held_alone(found.snapshot)
+        sources = self._states.held_alone(odd.snapshot)
         came = f"; node {', node '.join(sources)} alone held what was saved" if sources else ""
         note = (
-            f"step {epoch.step + 1} is not committed: {found.what}; the snapshot of step {found.snapshot} is "
+            f"step {epoch.step + 1} is not committed: {odd.what}; the snapshot of step {odd.snapshot} is "
             f"set aside{came}"
         )
-        self._refusing = found.snapshot
+        self._refusing = odd.snapshot
         self._epochs.leave()
-        over = self._end_epoch(AbortKind.DIFFERS, found.what)
-        return [Announce(text=note), *over, RefuseSnapshot(step=found.snapshot, reason=found.what)]
+        over = self._end_epoch(AbortKind.DIFFERS, odd.what)
+        return [Announce(text=note), *over, RefuseSnapshot(step=odd.snapshot, reason=odd.what)]
 
     # ---- inside: steps
 
@@ -635,9 +637,9 @@ class RunMachine:
                     self._standing.stepped(epoch)
                     # Before the step that it is seated with, a newcomer hears of the one before.
                     follows = self._newcomers.committed(epoch)
-                    told = [*self._settle_doubt(epoch, now), *self._relieve_slow(epoch, now)]
+                    notes = [*self._settle_doubt(epoch, now), *self._relieve_slow(epoch, now)]
                     late = self._late_movers()
-                    return [*outcome, *follows, *late, *self._apply(epoch, now), *told]
+                    return [*outcome, *follows, *late, *self._apply(epoch, now), *notes]
                 return outcome
 
     def _apply(self, epoch: Epoch, now: float) -> list[Action]:
@@ -823,10 +825,10 @@ class RunMachine:
                 is_fault = message.kind is not FailureKind.LINK
                 return self._no_entrant(node_id, message.message, is_fault=is_fault)
             case Following():
-                told = self._newcomers.message(node_id, message)
+                actions = self._newcomers.message(node_id, message)
                 if self._newcomers.follows(node_id) or self._newcomers.moves(node_id):
-                    return told
-                return told + self._no_entrant(node_id, "it follows no longer")
+                    return actions
+                return actions + self._no_entrant(node_id, "it follows no longer")
             case _:
                 return []  # of the seat that it had before
 
@@ -849,15 +851,15 @@ class RunMachine:
         """Within a step, move hosts of broken rows to seats where they complete other rows."""
         actions: list[Action] = []
         while epoch.phase is Phase.STEPPING and (moves := self._newcomers.move(epoch)):
-            told: Outcome = []
+            outcome: Outcome = []
             for node, seat in moves.items():
                 why = f"node {node} makes row {seat.row} whole"
                 actions += [epoch.seat_lost(node, why), *epoch_over([node], epoch.number, why)]
                 self._assigner.vacate(node, now)
-                told = epoch.lose(node, now)
+                outcome = epoch.lose(node, now)
                 actions += self._offer_seat(epoch, node, seat, now)
-            assert isinstance(told, list), "no row that was whole has lost a node"
-            actions += told
+            assert isinstance(outcome, list), "no row that was whole has lost a node"
+            actions += outcome
         return actions
 
     def _take_seats(self, epoch: Epoch, now: float) -> list[Action]:
@@ -868,14 +870,14 @@ class RunMachine:
         if not nodes:
             return []
         self._note_seated(epoch, nodes, now)
-        told = epoch.seat(nodes, now)
+        actions = epoch.seat(nodes, now)
         self._standing.noted(epoch, nodes)
-        return told
+        return actions
 
     def _late_movers(self) -> list[Action]:
-        """A step is over: who was to have a seat in it holds the state of the one before."""
+        """A step is over: nodes that did not get their new seats in it hold the state of the step before."""
         why = "its links did not open before the step was done"
-        return [one for node in self._newcomers.late() for one in self._no_entrant(node, why, is_fault=False)]
+        return [act for node in self._newcomers.late() for act in self._no_entrant(node, why, is_fault=False)]
 
     def _note_seated(self, epoch: Epoch, nodes: Sequence[str], now: float) -> None:
         """These nodes are about to take the seats whose links they have opened."""
@@ -913,17 +915,17 @@ class RunMachine:
                 verdict = self._failures.stage_given_up(epoch, culprit, verdict)
         return actions + self._after_failure(epoch, verdict, now)
 
-    def _rows_differ(self, epoch: Epoch, found: Disagreement | Difference, now: float) -> list[Action]:
-        match self._wrong.rows_differ(epoch, found, now):
+    def _rows_differ(self, epoch: Epoch, differs: Disagreement | Difference, now: float) -> list[Action]:
+        match self._wrong.rows_differ(epoch, differs, now):
             case CallThird(note=note):
                 self._newcomers.wait_for_them()
                 epoch.pause()
                 return [Announce(text=note), *self._between_steps(epoch, now)]
             case Undecided(note=note):
-                told = [Announce(text=note)] if note else []
-                return [*told, *self._voted(epoch, epoch.commit_unaudited(), now)]
+                notes = [Announce(text=note)] if note else []
+                return [*notes, *self._voted(epoch, epoch.commit_unaudited(), now)]
             case again:
-                verdict = again or self._failures.failed(epoch, min(found.said), found.what)
+                verdict = again or self._failures.failed(epoch, min(differs.said), differs.what)
                 return self._after_failure(epoch, verdict, now)
 
     def _after_failure(self, epoch: Epoch, verdict: Verdict, now: float) -> list[Action]:
@@ -951,28 +953,29 @@ class RunMachine:
             return again
         return self._after_failure(epoch, self._failures.not_finite(epoch, what), now)
 
-    def _implausible(self, epoch: Epoch, found: Implausible, now: float) -> list[Action]:
+    def _implausible(self, epoch: Epoch, odd: Implausible, now: float) -> list[Action]:
         """Another node computes the stage again. What it finds too counts; so does what no other can check,
         unless it is absurd."""
-        if (again := self._compute_again(epoch, found.node_id, found.what, now, finite=True)) is not None:
+        if (again := self._compute_again(epoch, odd.node_id, odd.what, now, finite=True)) is not None:
             return again
         loaded = epoch.step - epoch.steps_done
         if epoch.is_proving and self._states.held_alone(loaded):
-            return self._not_reproduced(epoch, NotReproduced(found.what, loaded), now)
-        is_checked, told = self._wrong.computed_twice(epoch), []
-        if found.is_trend and not is_checked:
-            if found.is_absurd and not self._ending.due:
-                return self._after_failure(epoch, self._failures.absurd(epoch, found), now)
-            if found.node_id not in self._told_trends:
-                self._told_trends.add(found.node_id)
-                line = f"{found.what}, and no other node is left to compute it again: let one more node join"
-                told = [Announce(text=f"node {found.node_id}: {line}", about=found.node_id)]
-        return [*told, *self._voted(epoch, epoch.commit_anyway(confirmed=is_checked), now)]
+            return self._not_reproduced(epoch, NotReproduced(odd.what, loaded), now)
+        is_checked, notes = self._wrong.computed_twice(epoch), []
+        if odd.is_trend and not is_checked:
+            if odd.is_absurd and not self._ending.due:
+                return self._after_failure(epoch, self._failures.absurd(epoch, odd), now)
+            if odd.node_id not in self._told_trends:
+                self._told_trends.add(odd.node_id)
+                line = f"{odd.what}, and no other node is left to compute it again: let one more node join"
+                notes = [Announce(text=f"node {odd.node_id}: {line}", about=odd.node_id)]
+        return [*notes, *self._voted(epoch, epoch.commit_anyway(confirmed=is_checked), now)]
 
     def _compute_again(
         self, epoch: Epoch, node_id: str, what: str, now: float, *, finite: bool = False
     ) -> list[Action] | None:
-        """Run the step again without the node that may be wrong; None if none is left to try, or no other."""
+        """Run the step again without the node that may be wrong. None if no such node is left to try, or no
+        other node can take its stage."""
         if epoch.uncompressed or self._ending.due:
             self._wrong.nothing_to_try(epoch)
             return None
@@ -980,15 +983,15 @@ class RunMachine:
         return None if verdict is None else self._after_failure(epoch, verdict, now)
 
     def _settle_doubt(self, epoch: Epoch, now: float) -> list[Action]:
-        """A step is committed: who was wrong before it is known now."""
+        """A step is committed, which shows who was wrong in earlier attempts at it."""
         actions: list[Action] = []
-        for one in self._wrong.refuted(epoch, now):
-            if isinstance(one, Alone):
-                actions.append(Announce(text=one.note))
+        for fault in self._wrong.refuted(epoch, now):
+            if isinstance(fault, Alone):
+                actions.append(Announce(text=fault.note))
                 continue
-            line = f"node {one.node_id}: {one.why}; it gets a stage again only if no other node is left"
-            is_out = self._strike(one.node_id, one.why, now) if one.at_fault else []
-            actions += is_out or [Announce(text=line, about=one.node_id)]
+            line = f"node {fault.node_id}: {fault.why}; it gets a stage again only if no other node is left"
+            is_out = self._strike(fault.node_id, fault.why, now) if fault.at_fault else []
+            actions += is_out or [Announce(text=line, about=fault.node_id)]
         return actions
 
     def _strike(self, node_id: str, why: str, now: float) -> list[Action]:
@@ -1024,16 +1027,20 @@ class RunMachine:
         """A step is committed: once the stages' state is on disk, faster spares take those of slow nodes."""
         self._stragglers.watch(epoch, now - self._unseen)
         actions: list[Action] = []
-        found = [slow for slow in self._stragglers.slow(epoch) if slow.node_id not in self._relieved]
-        if not found or self._ending.due or (self._newcomers.awaited and not self._relieved):
+        slow_nodes = [slow for slow in self._stragglers.slow(epoch) if slow.node_id not in self._relieved]
+        if not slow_nodes or self._ending.due or (self._newcomers.awaited and not self._relieved):
             return actions
         candidates = self._roster.candidates()
-        spares = [one for one in self._blame.blameless(candidates) if not epoch.has(one.node_id)]
-        for slow in found:
+        spares = [offer for offer in self._blame.blameless(candidates) if not epoch.has(offer.node_id)]
+        for slow in slow_nodes:
             node = slow.node_id
             line = f"node {node} ({epoch.place_of(node)}) is slow: {slow.line}"
-            stay = [one for one in candidates if epoch.has(one.node_id) and one.node_id not in self._relieved]
-            faster = [one for one in spares if self._is_faster(one, slow)]
+            stay = [
+                offer
+                for offer in candidates
+                if epoch.has(offer.node_id) and offer.node_id not in self._relieved
+            ]
+            faster = [spare for spare in spares if self._is_faster(spare, slow)]
             if (faster or epoch.rows > 1) and self._assigner.can_hand_over(node, [*stay, *faster]):
                 self._relieved.append(node)
                 self._newcomers.wait_for_them()
@@ -1073,7 +1080,7 @@ class RunMachine:
             self._blame.usable(self._roster.candidates(), self.plan.min_stages),
             self._stragglers.times,
         )
-        return sorted(usable, key=lambda one: slow.get(one.node_id, 0.0)) if slow else usable
+        return sorted(usable, key=lambda offer: slow.get(offer.node_id, 0.0)) if slow else usable
 
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""
@@ -1149,9 +1156,9 @@ class RunMachine:
             return []
         self._snapshots.epoch_over()
         self._relieved.clear()
-        here = [node for node in (*epoch.hosts, *epoch.entering) if node in self.members]
+        present = [node for node in (*epoch.hosts, *epoch.entering) if node in self.members]
         over = Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)
-        return [*self._newcomers.epoch_over(), *epoch_over(here, epoch.number, reason), over]
+        return [*self._newcomers.epoch_over(), *epoch_over(present, epoch.number, reason), over]
 
     def _try_place(self, now: float) -> list[Action]:
         """Between epochs: end the run if it is to stop, let go who wants to, start an epoch if it can be."""
@@ -1159,7 +1166,7 @@ class RunMachine:
             return []
         if self._ending.due:
             return self._end()
-        actions = [one for node in self._roster.leaving(self.members) for one in self._release(node, now)]
+        actions = [act for node in self._roster.leaving(self.members) for act in self._release(node, now)]
         candidates = self._candidates()
         nodes = self._assigner.choose(candidates, now)
         if nodes is None:

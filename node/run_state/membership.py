@@ -15,7 +15,7 @@ from wire.messages import Prefetch
 ANSWER_SECONDS = 2.0
 """A node that a neighbour does not hear has this long to answer, and as long as it was silent lately."""
 PACE_KEPT = 0.98
-"""Of what a node's longest silence was, with each message: others count less and less."""
+"""The share of a node's longest silence that still counts after each further message."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Roster:
     def kinds(self, hosts: Sequence[str]) -> list[Hashable]:
         """For each host, what the bits of its results depend on; nothing for ""."""
         offers = [self.members[node].offer if node else None for node in hosts]
-        return ["" if one is None else (one.kind, one.devices) for one in offers]
+        return ["" if offer is None else (offer.kind, offer.devices) for offer in offers]
 
     def spares(self, hosts: Collection[str]) -> list[str]:
         """Candidates without a stage."""

@@ -129,7 +129,7 @@ class Newcomers:
         self.awaited = True
 
     def others(self, nodes: Iterable[str]) -> list[str]:
-        """Those of `nodes` that do not follow."""
+        """The nodes among these that do not follow."""
         return [node for node in nodes if self._entry is None or node not in self._entry.orders]
 
     def begin(self, epoch: Epoch, candidates: Sequence[Candidate], *, able: bool, due: bool) -> list[Action]:
@@ -144,7 +144,7 @@ class Newcomers:
             due: whether a snapshot is due anyway.
         """
         if (entry := self._entry) is not None and (entry.orders or epoch.vacant):
-            return self._extended(entry, epoch, candidates)
+            return self.extend(epoch, candidates)
         able = able and epoch.step > 0
         seats = self._fillers(epoch, candidates)
         if able and (seats or (self._expects and epoch.vacant)):
@@ -205,9 +205,11 @@ class Newcomers:
         return fillers
 
     def move(self, epoch: Epoch) -> dict[str, Seat]:
-        """Hosts of broken rows that leave their seats to make another one whole: of the rows that lack fewest
-        nodes, the first whose empty seats have a node in rows that lack more, or stand behind. Who follows
-        the run to have such a seat gets the one that is left."""
+        """The hosts of broken rows that move to complete another row, and their new seats.
+
+        The first row is completed for which rows behind it have the nodes, beginning with the row that lacks
+        fewest. A node that follows the run to have one of these seats gets the seat that becomes empty.
+        """
         if not self._follows or len(vacant := epoch.vacant) < 2:
             return {}
         taken = {*map(epoch.entering_seat, epoch.entering)}
@@ -215,17 +217,17 @@ class Newcomers:
         rows = sorted(lacking, key=lambda row: (not epoch.takes_groups(row), lacking[row], row))
         for at, row in enumerate(rows):
             empty = [seat for seat in vacant if seat.row == row and seat not in taken]
-            found: dict[str, Seat] = {}
+            moves: dict[str, Seat] = {}
             for seat in empty:
                 donors = [epoch.row(other)[seat.stage] for other in reversed(rows[at + 1 :])]
                 able = [node for node in donors if node and node not in self._slow]
                 if able and self._roster.connected(able[:1]):
-                    found[able[0]] = seat
-            if len(found) == len(empty):
-                for node, seat in found.items():
+                    moves[able[0]] = seat
+            if len(moves) == len(empty):
+                for node, seat in moves.items():
                     self._swap(seat, Seat(epoch.replica_of(node), seat.stage))
-                self._moving.update(found)
-                return found
+                self._moving.update(moves)
+                return moves
         return {}
 
     def returns(self, node_id: str, seat: Seat) -> list[Action]:
@@ -233,23 +235,21 @@ class Newcomers:
         that runs. Who follows the run to have that seat goes elsewhere."""
         self._moving[node_id] = seat
         entry = self._entry
-        others = [] if entry is None else [node for node, one in entry.seats.items() if one == seat]
+        others = [] if entry is None else [node for node, wanted in entry.seats.items() if wanted == seat]
         why = "the node that had the seat is back"
-        return [one for node in others for one in self.fails(node, why, is_fault=False)]
+        return [action for node in others for action in self.fails(node, why, is_fault=False)]
 
     def _swap(self, seat: Seat, other: Seat) -> None:
-        """Who follows the run to have a seat is to have another one of the same stage."""
+        """A node that follows the run to have a seat is to have another one of the same stage."""
         known = {} if self._entry is None else self._entry.seats
-        for node in [node for node, one in known.items() if one == seat]:
+        for node in [node for node, wanted in known.items() if wanted == seat]:
             known[node] = other
 
     def extend(self, epoch: Epoch, candidates: Sequence[Candidate]) -> list[Action]:
-        """Nodes have come: those for whom there is a seat follow at once if others do already."""
-        return [] if self._entry is None else self._extended(self._entry, epoch, candidates)
-
-    def _extended(self, entry: _Entry, epoch: Epoch, candidates: Sequence[Candidate]) -> list[Action]:
-        """More nodes for other seats, which have become empty or came meanwhile."""
-        return self._fill(entry, epoch, self._fillers(epoch, candidates)) if entry.may_extend else []
+        """Nodes have come or seats have become empty: more nodes follow at once if others do already."""
+        if self._entry is None or not self._entry.may_extend:
+            return []
+        return self._fill(self._entry, epoch, self._fillers(epoch, candidates))
 
     def _fill(self, entry: _Entry, epoch: Epoch, seats: Mapping[str, Seat]) -> list[Action]:
         """These nodes are to follow the run, and then to have these seats."""
@@ -304,17 +304,17 @@ class Newcomers:
         it has its seat from the next step on, and nobody waits for it.
         """
         held = {} if self._entry is None else self._entry.held
-        found = [
+        nodes = [
             node
             for node in epoch.linked
             if node in self._moving
             or (epoch.takes_groups(epoch.entering_seat(node).row) and held.get(node) == epoch.step)
         ]
-        for node in found:
+        for node in nodes:
             self._moving.pop(node, None)
             if self._entry is not None:
                 self._forget(self._entry, node)
-        return found
+        return nodes
 
     def moves(self, node: str) -> bool:
         """Whether it held a seat in the step that runs, and is to have another one in it."""
@@ -339,10 +339,10 @@ class Newcomers:
     def _dropped(self, entry: _Entry, node: str, why: str) -> list[Action]:
         """A node does not fill its seat; others go on."""
         self._forget(entry, node)
-        told: list[Action] = [Announce(text=f"node {node} does not enter: {why}")]
+        actions: list[Action] = [Announce(text=f"node {node} does not enter: {why}")]
         if node in self._roster.members:
-            told.append(Send(node_id=node, message=Follow(step=entry.snapshot)))
-        return told
+            actions.append(Send(node_id=node, message=Follow(step=entry.snapshot)))
+        return actions
 
     def fails(self, node_id: str, why: str, *, is_fault: bool = True) -> list[Action]:
         """A node that enters cannot; if it `is_fault` of its own, it does not try again."""
@@ -361,10 +361,7 @@ class Newcomers:
 
     def not_stored(self, step: int) -> list[Action]:
         """There will be no snapshot of this step."""
-        entry = self._entry
-        if entry is None or entry.snapshot != step or entry.is_stored:
-            return []
-        return self._given_up("its state is not saved", waits=False)
+        return self._given_up("its state is not saved", waits=False) if self.need(step) else []
 
     def _next_grid(
         self, epoch: Epoch, candidates: Sequence[Candidate], *, due: bool
@@ -377,7 +374,7 @@ class Newcomers:
             return None
         if not self._roster.connected(epoch.hosts):
             return None
-        fast = [one for one in candidates if one.node_id not in self._slow]
+        fast = [offer for offer in candidates if offer.node_id not in self._slow]
         return self._assigner.with_more_rows(epoch.hosts, fast)
 
     def enter_at_once(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> bool:
@@ -423,7 +420,7 @@ class Newcomers:
         return f"node {node_id} does not hold the state of step {epoch.step}; the others go on without it"
 
     def refused(self, node_id: str) -> bool:
-        """What this one holds is not what the others do; whether that is so for the second time."""
+        """The node holds another state than the others. Returns whether that is so for the second time."""
         is_again = node_id in self._refused
         self._refused.add(node_id)
         self._slow.add(node_id)
@@ -434,7 +431,7 @@ class Newcomers:
     def stored(self, step: int) -> list[Action]:
         """The snapshot of `step` is complete."""
         entry = self._entry
-        if entry is None or entry.snapshot != step or entry.is_stored:
+        if entry is None or not self.need(step):
             return []
         entry.is_stored = True
         return [action for node in entry.orders for action in self._told(entry, node)]
@@ -448,7 +445,7 @@ class Newcomers:
             slow = [node for node in entry.orders if entry.held.get(node, -1) < committed.step - 1]
             self._slow.update(slow)
             if entry.mends and len(slow) < len(entry.orders):
-                return [one for node in slow for one in self._dropped(entry, node, "it cannot keep up")]
+                return [action for node in slow for action in self._dropped(entry, node, "it cannot keep up")]
             return self._given_up(f"{_nodes(slow)} cannot keep up with the run")
         norms = {unit: norm for node in epoch.speakers for unit, norm in epoch.votes[node].norms.items()}
         step = FollowStep(
@@ -532,9 +529,9 @@ class Newcomers:
         if entry.mends and not entry.orders:
             return []
         self._waits = waits and not entry.mends
-        here = [node for node in entry.orders if node in self._roster.members]
-        told: list[Action] = [Announce(text=f"no row enters after step {entry.snapshot}: {why}")]
-        return told + [Send(node_id=node, message=Follow(step=entry.snapshot)) for node in here]
+        present = [node for node in entry.orders if node in self._roster.members]
+        actions: list[Action] = [Announce(text=f"no row enters after step {entry.snapshot}: {why}")]
+        return actions + [Send(node_id=node, message=Follow(step=entry.snapshot)) for node in present]
 
 
 def _announced(nodes: Iterable[str], step: int) -> Action:

@@ -58,7 +58,7 @@ class RunPlan:
     held_out: tuple[HeldOutPass, ...] = ()
     """The passes of a measurement."""
     label_weight: float = 1.0
-    """Of all held-out samples (`node.model.labels`)."""
+    """The label weight of all held-out samples (`node.model.labels`)."""
     unlabelled: Container[int] = ()
     """Steps, known before their votes come, none of whose tokens counts as a label."""
     microbatch: int = 1
@@ -104,7 +104,7 @@ class Past:
     hosts: tuple[str, ...] = ()
     """The newest grid, row after row."""
     rows: int = 1
-    """Its rows."""
+    """The rows of the newest grid."""
     validated: frozenset[int] = frozenset()
     """Steps whose held-out loss is recorded."""
     best: float = math.inf
@@ -120,14 +120,14 @@ class Past:
     moves: int = 0
     """Plans of places on record."""
     scales: LossScales | None = None
-    """Of the loss, in a run that computes in float16; it goes on with the run."""
+    """The scales of the loss, in a run that computes in float16. They change as the run goes on."""
     newest: tuple[PastStep, ...] = ()
     """The newest committed steps, oldest first."""
     later: Mapping[int, PastStep] = field(default_factory=dict)
     """Committed steps after the newest snapshot, which run again; empty where they may differ."""
 
     def scale_of(self, step: int) -> LossScale | None:
-        """Of the loss in a step, all steps before which are committed."""
+        """The scale of the loss in a step. All steps before it must be committed."""
         return None if self.scales is None else self.scales.at(step)
 
 

@@ -37,7 +37,7 @@ class _Asked:
     step: int
     at: float
     missing: dict[str, set[str]]
-    """By node, the layers that it has not handed in."""
+    """The layers that each node has not handed in."""
     sizes: Mapping[str, int]
 
 

@@ -58,7 +58,7 @@ class Candidate:
     kind: str = ""
     """What the bits of its results depend on, beside the number of devices."""
     flops: float = 0.0
-    """Its rate of matrix multiplication, as it has measured; 0 if unknown."""
+    """The rate of matrix multiplication that it has measured, in operations per second; 0 if unknown."""
     owner: str = ""
     """What its owner calls it; "" if unknown."""
 
@@ -78,7 +78,7 @@ def assign(
     changes they keep their order along the pipeline. Newcomers fill the gaps in order of arrival. No node
     gets a stage that does not fit in its memory; nodes swap stages where only that helps.
     """
-    here = {candidate.node_id for candidate in candidates}
+    present = {candidate.node_id for candidate in candidates}
     needs = {devices: stage_bytes(stages, devices) for devices in {c.devices for c in candidates}}
     offers = [(c.node_id, c.memory_bytes, needs[c.devices]) for c in candidates]
     # Most stages need the same: look once for all of them which nodes fit.
@@ -96,9 +96,9 @@ def assign(
     left = {kind: iter(nodes) for kind, nodes in known.items()}
     waiting = [left[kind] for kind in alike] * rows
     taken: set[str] = set()
-    wished: Sequence[str | None] = [node for node in previous if node in here]
+    wished: Sequence[str | None] = [node for node in previous if node in present]
     if len(previous) == previous_rows * stages:
-        wished = by_row(holders_by_stage(previous, previous_rows, here), rows)
+        wished = by_row(holders_by_stage(previous, previous_rows, present), rows)
     hosts: list[str | None] = [None] * places
     for place, node in enumerate(wished[:places]):
         if node in able[place]:
@@ -193,7 +193,7 @@ class StageAssigner:
             follows: nodes can follow the run and take empty seats while steps go on.
         """
         self.rows = previous_rows
-        """Of the newest grid."""
+        """The rows of the newest grid."""
         self._stages = stages
         self._min_stages = min_stages
         self.most_rows = most_rows
@@ -247,8 +247,8 @@ class StageAssigner:
         holders = self._exchanged(one, other)
         hosts = [candidate for candidate in candidates if candidate.node_id in holders]
         stages = len(holders) // self.rows
-        found = assign(holders, hosts, stages, self._stage_bytes, rows=self.rows, previous_rows=self.rows)
-        return found == tuple(holders)
+        grid = assign(holders, hosts, stages, self._stage_bytes, rows=self.rows, previous_rows=self.rows)
+        return grid == tuple(holders)
 
     def exchange(self, one: str, other: str, candidates: Sequence[Candidate]) -> None:
         """The next grid has these two hosts in each other's places, if they fit there."""
@@ -313,9 +313,9 @@ class StageAssigner:
         host in its place; None if they cannot host any."""
         stages = len(hosts) // self.rows
         for rows in range(self._row_limit(candidates, stages), self.rows, -1):
-            found = assign(hosts, candidates, stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
-            if found is not None and found[: len(hosts)] == tuple(hosts):
-                return found
+            grid = assign(hosts, candidates, stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
+            if grid is not None and grid[: len(hosts)] == tuple(hosts):
+                return grid
         return None
 
     def fits(self, candidate: Candidate, stage: int, stages: int) -> bool:
@@ -375,15 +375,15 @@ class StageAssigner:
             all_rows = min(self.most_rows, max(map(len, by_stage)))
             return tuple(node or "" for node in by_row(by_stage, all_rows))
         kept = set(by_row(by_stage, rows))
-        those = [candidate for candidate in candidates if candidate.node_id in kept]
+        stay = [candidate for candidate in candidates if candidate.node_id in kept]
         if rows == 0:
             return None
-        return assign(holders, those, self._stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
+        return assign(holders, stay, self._stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
 
     def _most(self, candidates: Sequence[Candidate], stages: int) -> tuple[str, ...] | None:
         """The grid of as many rows as these nodes can host."""
         for rows in range(self._row_limit(candidates, stages), 0, -1):
-            found = assign(
+            grid = assign(
                 self._holders,
                 candidates,
                 stages,
@@ -391,8 +391,8 @@ class StageAssigner:
                 rows=rows,
                 previous_rows=self.rows,
             )
-            if found is not None:
-                return found
+            if grid is not None:
+                return grid
         return None
 
     def _row_limit(self, candidates: Sequence[Candidate], stages: int) -> int:

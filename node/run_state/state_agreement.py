@@ -44,7 +44,7 @@ class Settled:
     step: int
     units: Mapping[int, UnitHash]
     alone: Mapping[int, str]
-    """By layer unit that one node alone holds: that node."""
+    """The node, for each layer unit that one node alone holds."""
     proven: frozenset[str]
     """Nodes that hold what was agreed."""
     cleared: frozenset[str]
@@ -66,7 +66,8 @@ class Dispute:
 
     step: int
     nodes: tuple[str, ...]
-    """Who differs, in the order of their places; of one node alone, it differs from what the run had."""
+    """The nodes that differ, in the order of their places; or the only holder, which differs from what the
+    run had."""
     what: str
 
 
@@ -93,7 +94,7 @@ class _Asked:
     witnesses: frozenset[str]
     """Nodes that held the state before others fetched it."""
     makers: tuple[str, ...]
-    """By stage, who hands in the layers."""
+    """The node of each stage that hands in its layers."""
     trained: frozenset[int]
     """Layer units that have had gradients."""
     said: dict[str, Mapping[int, UnitHash]] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class _Asked:
         return tuple(node for node in self.grid[stage :: self.stages] if node)
 
     def judges(self, stage: int) -> list[str]:
-        """Whose word counts on the layers that the stage's maker hands in.
+        """The nodes whose word counts on the layers that the stage's maker hands in.
 
         A witness alone decides nothing against newcomers, and they nothing against it.
         """
@@ -117,8 +118,8 @@ class _Asked:
 
     def outvoted(self, judges: Collection[str], words: Mapping[str, UnitHash], top: UnitHash) -> bool:
         """Whether newcomers say another thing than all witnesses."""
-        said = [words[node] for node in judges if node in self.witnesses and node in words]
-        return bool(said) and all(word.hashes != top.hashes for word in said)
+        witnessed = [words[node] for node in judges if node in self.witnesses and node in words]
+        return bool(witnessed) and all(word.hashes != top.hashes for word in witnessed)
 
 
 class StateAgreement:
@@ -133,16 +134,16 @@ class StateAgreement:
         self._units = units
         self._weights_from = weights_from
         self._asked: dict[int, _Asked] = {}
-        """By step."""
+        """The newest attempt at each step."""
         self._newest: Mapping[int, UnitHash] = {}
-        """Of the newest snapshot that was agreed on."""
+        """The hashes of the newest snapshot that was agreed on."""
         self._words: dict[tuple[int, int], dict[int, dict[str, UnitHash]]] = {}
-        """By step and number of stages, then by unit: what nodes said of it when they differed."""
+        """What nodes reported of each unit when they differed, by step and number of stages."""
         self._disputes: Counter[int] = Counter()
         self._doubtful: set[str] = set()
         """Nodes that differ from others, since the newest snapshot that was agreed on."""
         self._alone: dict[int, tuple[str, ...]] = {}
-        """By step of an agreed snapshot."""
+        """The nodes that alone held a layer, by step of an agreed snapshot."""
 
     # ---- what happens
 
@@ -180,12 +181,12 @@ class StateAgreement:
         return self._look(asked)
 
     def lost(self, node_id: str) -> list[Finding]:
-        """A node is gone: what it has not said, it never says."""
-        found: list[Finding] = []
-        for asked in [one for one in self._asked.values() if node_id in one.kinds]:
+        """A node is gone: do not wait for its report."""
+        findings: list[Finding] = []
+        for asked in [ask for ask in self._asked.values() if node_id in ask.kinds]:
             asked.gone.add(node_id)
-            found += self._look(asked)
-        return found
+            findings += self._look(asked)
+        return findings
 
     def stored(self, step: int) -> None:
         """The snapshot of `step` is complete: nobody goes back to before it."""
@@ -241,7 +242,7 @@ class StateAgreement:
         self._doubtful.clear()
         self._alone[asked.step] = tuple(dict.fromkeys(alone.values()))
         wrong = self._wrong(asked, agreed)
-        bad = {one.node_id for one in wrong}
+        bad = {odd.node_id for odd in wrong}
         before = self._words.get((asked.step, asked.stages), {})
         cleared = {
             node for unit, words in before.items() for node in words if words[node] == agreed.get(unit)
@@ -256,8 +257,9 @@ class StateAgreement:
         return [settled, *wrong]
 
     def _wrong(self, asked: _Asked, agreed: Mapping[int, UnitHash]) -> list[WrongState]:
-        """Who of the makers' kinds does not say what was agreed on, now or in earlier attempts."""
-        found: dict[str, WrongState] = {}
+        """The nodes of the makers' kinds that report something else than what was agreed on, now or in
+        earlier attempts."""
+        wrong: dict[str, WrongState] = {}
         for stage, units in enumerate(self._units(asked.stages)):
             kind, judges = asked.kinds[asked.makers[stage]], asked.judges(stage)
             for unit in sorted(units):
@@ -276,10 +278,10 @@ class StateAgreement:
                 same = sum(words[node].hashes == right for node in words)
                 for node, word in words.items():
                     if word.hashes != right and node not in asked.gone:
-                        found.setdefault(node, self._against(asked, node, unit, max(same, len(judges) // 2)))
-        for node in found:
+                        wrong.setdefault(node, self._against(asked, node, unit, max(same, len(judges) // 2)))
+        for node in wrong:
             asked.gone.add(node)  # said once
-        return list(found.values())
+        return list(wrong.values())
 
     def _against(self, asked: _Asked, node: str, unit: int, others: int) -> WrongState:
         who = "another node holds" if others == 1 else f"{others} other nodes hold"
@@ -289,21 +291,25 @@ class StateAgreement:
     def _disputed(
         self, asked: _Asked, stage: int, words: Mapping[str, UnitHash], why: str = ""
     ) -> list[Finding]:
-        """Two against each other, or one against what the run had: has anybody said the same before?"""
+        """Nodes differ, or the only holder differs from what the run had. Returns who is wrong by the reports
+        of earlier attempts, or else a dispute."""
         asked.over = True
         self._disputes[asked.step] += 1
         known = self._words.setdefault((asked.step, asked.stages), {})
         wrong: dict[str, WrongState] = {}
         for unit in sorted(self._units(asked.stages)[stage]):
             earlier = known.setdefault(unit, {})
-            said = {**earlier, **{node: asked.said[node][unit] for node in words if node in asked.witnesses}}
-            top, count = _most(said)
+            known_words = {
+                **earlier,
+                **{node: asked.said[node][unit] for node in words if node in asked.witnesses},
+            }
+            top, count = _most(known_words)
             # Who says another thing than before computed another state, and is no witness of this one.
-            steady = {n for n in said if n not in earlier or earlier[n] == said[n]}
-            if len(steady) > 2 and count > len(said) // 2:
+            steady = {n for n in known_words if n not in earlier or earlier[n] == known_words[n]}
+            if len(steady) > 2 and count > len(known_words) // 2:
                 for node in [n for n in words if asked.said[n][unit].hashes != top.hashes]:
                     wrong.setdefault(node, self._against(asked, node, unit, count))
-            earlier.update(said)
+            earlier.update(known_words)
         if len(words) > 1 or self._doubtful.intersection(words):
             self._doubtful.update(words)
         nodes = tuple(sorted(words, key=asked.grid.index))
@@ -313,7 +319,7 @@ class StateAgreement:
     def _said_before(self, asked: _Asked, unit: int, words: Collection[str], word: UnitHash) -> bool:
         """Whether another node said the same in an earlier attempt."""
         earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
-        return any(said.hashes == word.hashes for node, said in earlier.items() if node not in words)
+        return any(other.hashes == word.hashes for node, other in earlier.items() if node not in words)
 
     def _doubted(self, asked: _Asked, unit: int, words: Collection[str]) -> str | None:
         """Whether the only holder, or who held the layer before, differs from others on an earlier state.
@@ -365,7 +371,7 @@ class Standing:
         self._proven: set[tuple[str, int, int]] = set()
         """Nodes, with their stage and the number of stages."""
         self._left: Counter[str] = Counter()
-        """By newcomer: steps that it still has to show."""
+        """The steps that each newcomer still has to show."""
 
     def began(self, epoch: Epoch) -> None:
         """All hosts hold the state of the epoch's first step."""
@@ -382,7 +388,7 @@ class Standing:
         self._left[node_id] = PROBATION
 
     def noted(self, epoch: Epoch, nodes: Collection[str]) -> None:
-        """They have their seats."""
+        """These nodes have their seats now."""
         if nodes:
             self._note(epoch)
 
@@ -395,9 +401,9 @@ class Standing:
         self.prove(epoch, [node for node in epoch.newcomers if self._left[node] <= 0])
 
     def prove(self, epoch: Epoch, nodes: Collection[str]) -> None:
-        """These hold what the run does."""
-        here = epoch.newcomers.intersection(nodes)
-        self._proven |= {(node, epoch.stage_of(node), epoch.stages) for node in here}
+        """These nodes hold the run's state."""
+        new = epoch.newcomers.intersection(nodes)
+        self._proven |= {(node, epoch.stage_of(node), epoch.stages) for node in new}
         self._note(epoch)
 
     def _note(self, epoch: Epoch) -> None:
@@ -405,12 +411,12 @@ class Standing:
 
 
 def _most(words: Mapping[str, UnitHash]) -> tuple[UnitHash, int]:
-    """What most say, and how many."""
+    """The most frequent report, and how many nodes gave it."""
     if not words:
         return UnitHash(""), 0
     ((hashes, count),) = Counter(word.hashes for word in words.values()).most_common(1)
     return next(word for word in words.values() if word.hashes == hashes), count
 
 
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= OTHER_KIND * max(one, other)
+def _near(value: float, other: float) -> bool:
+    return abs(value - other) <= OTHER_KIND * max(value, other)

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from node.config.schema import RunConfig
-from node.run_state.actions import Action, RecordStorages
+from node.run_state.actions import Action, RecordPlan
 from node.run_state.epoch import Epoch
 from node.run_state.stage_assignment import StageBytes
 from node.tuning.decisions import StepHistory
@@ -47,7 +47,7 @@ class StorageControl:
         if plan is None or len(plan.names) != epoch.stages:
             plan = self._choose([epoch.storage_seconds(stage) for stage in range(epoch.stages)])
             self.history = self.history.instead(epoch.step, plan)
-            records.append(RecordStorages(epoch=epoch.number, step=epoch.step, plan=plan))
+            records.append(RecordPlan(step=epoch.step, plan=plan))
         epoch.use_storages(plan)
         return records
 
@@ -60,14 +60,14 @@ class StorageControl:
 
 
 def no_choice(history: StepHistory[StoragePlan], plain: StageBytes) -> StorageControl:
-    """Of a run whose storage is its run file's. `plain`: what its stages need."""
+    """Create the control for a run whose storage is its run file's. `plain` gives what its stages need."""
     return StorageControl(None, lambda stages, devices, plan: plain(stages, devices), history)
 
 
 def storage_control(
     config: RunConfig, windows: int, history: StepHistory[StoragePlan], plain: StageBytes
 ) -> StorageControl:
-    """Of a run.
+    """Create the control for a run.
 
     Args:
         windows: samples of one pass over the text.

@@ -191,22 +191,22 @@ class VoteHistory:
         self._in_rounds: bool | None = None
         self._units = units
         self._model = _Norms()
-        """Of the whole model, in steps on record."""
+        """The norms of the whole model, in steps on record."""
         self._norms: dict[int, _Norms] = {}
         self._clipped = 0
         """Steps, one after the other, in which gradients were clipped to next to nothing."""
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
         self._loss_stages: dict[int, int] = {}
-        """By number of stages: which one has the head."""
+        """The stage that has the head, by number of stages."""
         self._step = -1
         self._confirmed: set[int] = set()
         """Units whose norms another node confirmed to be far above the others'."""
         self._record: dict[int, tuple[Mapping[int, float], float]] = {}
         """Norms and loss of committed steps that may be replayed."""
-        for one in past:
-            if 0 < one.grad_norm < math.inf:
-                self._model.add(2 * math.log(one.grad_norm))
-            self._remember(one.norms, one.loss)
+        for step in past:
+            if 0 < step.grad_norm < math.inf:
+                self._model.add(2 * math.log(step.grad_norm))
+            self._remember(step.norms, step.loss)
 
     def begins(self, step: int) -> None:
         """The votes that come are of this step. Norms of the other kind of step say nothing of them."""
@@ -272,9 +272,10 @@ class VoteHistory:
         return None
 
     def implausible(self, hosts: Sequence[str], votes: Sequence[Vote]) -> Implausible | None:
-        """Whose finite vote is far from those of the steps before, and what of it. Both are by stage."""
-        if (found := self._trend(hosts, votes)) is not None:
-            return found
+        """The finite vote that is far from those of the steps before, if there is one. `hosts` and `votes`
+        are by stage."""
+        if (odd := self._trend(hosts, votes)) is not None:
+            return odd
         largest = [max(vote.norms.values(), default=0.0) for vote in votes]
         # Of all stages but one, the largest is one of the two largest.
         first, second = (*sorted(largest, reverse=True)[:2], 0.0)[:2]
@@ -300,8 +301,8 @@ class VoteHistory:
         self._step = step
         self._remember(norms, loss)
         if confirmed:
-            for one in self._norms.values():
-                one.reference = one.usual()
+            for unit_norms in self._norms.values():
+                unit_norms.reference = unit_norms.usual()
 
     def clipped(self, coefficient: float, norms: Mapping[int, float], hosts: Sequence[str]) -> str | None:
         """A line for the operator once gradients are clipped to next to nothing in many steps running."""
@@ -309,7 +310,7 @@ class VoteHistory:
         if self._clipped != CLIPPED_STEPS:
             return None
         units = self._units(len(hosts))
-        stage = max(range(len(hosts)), key=lambda one: sum(norms.get(unit, 0.0) for unit in units[one]))
+        stage = max(range(len(hosts)), key=lambda at: sum(norms.get(unit, 0.0) for unit in units[at]))
         least = f"{LEAST_CLIP:.0%}"
         return (
             f"in {CLIPPED_STEPS} steps running training.clip left less than {least} of the gradients, so "
@@ -339,9 +340,11 @@ class VoteHistory:
         """A unit whose norms have left their reference in most of the newest steps, and others' have not."""
         moved = []
         for vote in votes:
-            known = {unit: one for unit in vote.norms if len(one := self._norms.get(unit, _Norms())) >= LEAST}
+            known = {
+                unit: past for unit in vote.norms if len(past := self._norms.get(unit, _Norms())) >= LEAST
+            }
             moved.append(
-                {unit: one.usual(_log(vote.norms[unit])) - one.reference for unit, one in known.items()}
+                {unit: past.usual(_log(vote.norms[unit])) - past.reference for unit, past in known.items()}
             )
         by_stage = [median(units.values()) if units else 0.0 for units in moved]
         for stage, units in enumerate(moved):
@@ -410,7 +413,7 @@ def _group_refusal(vote: Vote, has_loss: bool, groups: Collection[int]) -> str |
 
 
 def _log(norm: float) -> float:
-    """Of 0 that of the least number."""
+    """The logarithm of a squared norm; for 0, that of the least positive number."""
     return math.log(max(norm, math.ulp(0.0)))
 
 

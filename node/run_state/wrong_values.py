@@ -36,17 +36,17 @@ class _Doubt:
     left_out: set[str] = field(default_factory=set)
     """With several rows: nodes without which the step ran again."""
     replaced: str = ""
-    """Who gave up the stage that was retried last."""
+    """The node that gave up the stage that was retried last."""
     stage: int = -1
-    """That stage."""
+    """The stage that was retried last."""
     norms: dict[int, dict[str, Norms]] = field(default_factory=dict)
     """The newest norms from each node of a stage, if rows did not agree."""
     computed: dict[str, dict[str, set[bytes]]] = field(default_factory=dict)
     """What nodes said in audits that found a difference: digests by value and node."""
     wrong: dict[str, str] = field(default_factory=dict)
-    """Who is wrong as an audit found, with a line for each."""
+    """The nodes that an audit found to be wrong, with a line for each."""
     third_for: str = ""
-    """Whose place another node takes, so that there are three words."""
+    """The node whose place a third one takes, so that three nodes have computed the same."""
     exchanged: str = ""
     """The node that changes places with that one; empty if it is a spare."""
 
@@ -54,7 +54,7 @@ class _Doubt:
         """Nodes whose stage others are to compute again: the one that reports, those of its stage in other
         rows, whose gradients are in its sum, then those that send to it."""
         stage, row = epoch.stage_of(node_id), epoch.row(epoch.replica_of(node_id))
-        near = [row[one] for one in sorted(epoch.neighbours(node_id)) if row[one]] if neighbours else []
+        near = [row[at] for at in sorted(epoch.neighbours(node_id)) if row[at]] if neighbours else []
         if epoch.rows == 1:
             return [node for node in (node_id, *near) if epoch.stage_of(node) not in self.retried]
         column = [node for node in epoch.column(stage) if node != node_id]
@@ -71,14 +71,15 @@ class _Doubt:
             self.left_out.add(culprit)
 
     def refuted(self, epoch: Epoch) -> list[str]:
-        """Whose norms are not those of the commit, where two nodes or more say the same as it does."""
+        """Nodes whose norms differ from those of the commit, in stages where at least two nodes agree with
+        it."""
         wrong = []
-        for stage, said in self.norms.items():
+        for stage, by_node in self.norms.items():
             right = {*epoch.column(stage)}
             committed = epoch.votes[epoch.speakers[stage]].norms
-            right |= {node for node, norms in said.items() if norms == committed}
+            right |= {node for node, norms in by_node.items() if norms == committed}
             right -= epoch.newcomers
-            wrong += [node for node, norms in said.items() if norms != committed and len(right) > 1]
+            wrong += [node for node, norms in by_node.items() if norms != committed and len(right) > 1]
         return wrong
 
     def note_norms(self, epoch: Epoch) -> None:
@@ -87,11 +88,11 @@ class _Doubt:
             self.norms.setdefault(epoch.stage_of(node), {})[node] = epoch.votes[node].norms
 
     def odd_norms(self, newcomers: Collection[str]) -> list[str]:
-        """Nodes that most of their stage contradict, who are no newcomers; or newcomers that all of these
-        do."""
+        """Nodes that most of the known nodes of their stage contradict, and newcomers that all of these
+        contradict."""
         odd = []
-        for said in self.norms.values():
-            values = {node: tuple(sorted(norms.items())) for node, norms in said.items()}
+        for by_node in self.norms.values():
+            values = {node: tuple(sorted(norms.items())) for node, norms in by_node.items()}
             known = [value for node, value in values.items() if node not in newcomers] or [*values.values()]
             usual, most = Counter(known).most_common(1)[0]
             for node, value in values.items():
@@ -100,9 +101,9 @@ class _Doubt:
                     odd.append(node)
         return odd
 
-    def note_computed(self, said: Mapping[str, Mapping[str, bytes]]) -> None:
+    def note_computed(self, by_value: Mapping[str, Mapping[str, bytes]]) -> None:
         """What nodes said in an audit of this step: digests by value and node. Finds who is wrong."""
-        for what, digests in said.items():
+        for what, digests in by_value.items():
             known = self.computed.setdefault(what, {})
             for node, digest in digests.items():
                 known.setdefault(node, set()).add(digest)
@@ -201,7 +202,7 @@ class WrongValues:
     def rows_differ(
         self,
         epoch: Epoch,
-        found: Disagreement | Difference,
+        odd: Disagreement | Difference,
         now: float,
     ) -> RunAgain | CallThird | Undecided | GiveUp | None:
         """Nodes of one stage do not say the same: run the step again without the one that most contradict.
@@ -209,47 +210,47 @@ class WrongValues:
         Of two, none is the odd one: a third has to compute the same. None if the run cannot do without the
         node.
         """
-        if isinstance(found, Disagreement):
-            return self._norms_differ(epoch, found, now)
-        return self._audit_differs(epoch, found, now)
+        if isinstance(odd, Disagreement):
+            return self._norms_differ(epoch, odd, now)
+        return self._audit_differs(epoch, odd, now)
 
     def _norms_differ(
-        self, epoch: Epoch, found: Disagreement, now: float
+        self, epoch: Epoch, case: Disagreement, now: float
     ) -> RunAgain | CallThird | GiveUp | None:
         doubt = self._of(epoch)
         is_first = not doubt.norms
         doubt.note_norms(epoch)
-        note = f"step {epoch.step + 1} is not committed: {found.what}; it runs again"
+        note = f"step {epoch.step + 1} is not committed: {case.what}; it runs again"
         if is_first:
-            return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
+            return RunAgain(kind=AbortKind.DIFFERS, reason=case.what, note=note)
         odd = [node for node in doubt.odd_norms(epoch.newcomers) if node in epoch.hosts]
         if not odd:
-            if (third := self._call_third(epoch, found.said, found.what)) is not None:
+            if (third := self._call_third(epoch, case.said, case.what)) is not None:
                 return third
             # Who says something else each time need not be wrong: a liar can change the sum of others.
-            differ = self._named(epoch, found.said)
+            differ = self._named(epoch, case.said)
             return GiveUp(
                 kind=AbortKind.DIFFERS,
-                reason=found.what,
-                why=f"step {epoch.step + 1} was not committed: {found.what}, and no other node can say which "
+                reason=case.what,
+                why=f"step {epoch.step + 1} was not committed: {case.what}, and no other node can say which "
                 f"of {differ} is wrong",
                 remedy="resume with one more node of their kind, or without one of them",
             )
         if not self._leave_out(odd[0], epoch.step, now):
             return None
         note += f", without node {odd[0]}"
-        return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
+        return RunAgain(kind=AbortKind.DIFFERS, reason=case.what, note=note)
 
     def _audit_differs(
-        self, epoch: Epoch, found: Difference, now: float
+        self, epoch: Epoch, odd: Difference, now: float
     ) -> RunAgain | CallThird | Undecided | None:
         if new := [node for node in epoch.hosts if node in epoch.newcomers]:
-            return self._newcomers_differ(epoch, found, new, now)
+            return self._newcomers_differ(epoch, odd, new, now)
         doubt = self._of(epoch)
-        is_first = found.what not in doubt.computed
-        doubt.note_computed({**self._auditor.agreed, found.what: found.said})
-        self._auditor.doubted = found.step, found.group
-        what = f"{found.what} is not the same in all rows that computed group {found.group}"
+        is_first = odd.what not in doubt.computed
+        doubt.note_computed({**self._auditor.agreed, odd.what: odd.said})
+        self._auditor.doubted = odd.step, odd.group
+        what = f"{odd.what} is not the same in all rows that computed group {odd.group}"
         note = f"step {epoch.step + 1} is not committed: {what}; it runs again"
         if wrong := [node for node in sorted(doubt.wrong) if node in epoch.hosts]:
             if not self._leave_out(wrong[0], epoch.step, now):
@@ -257,16 +258,16 @@ class WrongValues:
             note += f" without node {wrong[0]}: {doubt.wrong[wrong[0]]}"
         elif epoch.has_more_auditors:
             note += ", and a third row computes the group"
-        elif (third := self._call_third(epoch, found.said, what, only_spares=is_first)) is not None:
+        elif (third := self._call_third(epoch, odd.said, what, only_spares=is_first)) is not None:
             return third
-        elif not is_first or frozenset(found.said) in self._told:
-            return self._undecided(epoch, found)
+        elif not is_first or frozenset(odd.said) in self._told:
+            return self._undecided(epoch, odd)
         return RunAgain(kind=AbortKind.DIFFERS, reason=what, note=note)
 
     def _newcomers_differ(
         self,
         epoch: Epoch,
-        found: Difference,
+        odd: Difference,
         new: Sequence[str],
         now: float,
     ) -> RunAgain | None:
@@ -280,41 +281,41 @@ class WrongValues:
         for node in gone:
             self._blame.exonerate(node)
         note = (
-            f"step {epoch.step + 1} is not committed: {found.what} is not the same from newcomers and from "
+            f"step {epoch.step + 1} is not committed: {odd.what} is not the same from newcomers and from "
             f"those that held the state before; it runs again without node {', node '.join(gone)}"
         )
-        return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
+        return RunAgain(kind=AbortKind.DIFFERS, reason=odd.what, note=note)
 
     def third_for_state(self, epoch: Epoch, nodes: Sequence[str], now: float) -> str:
         """Another node takes the place of one of these, which differ on a state, to compute it too.
 
         Gives the line for the operator; empty if there is no third node of their kind.
         """
-        for one in [node for node in reversed(nodes) if node in epoch.hosts]:
-            alike = self._alike(one)
-            if self._has_spare(epoch, alike) and self._leave_out(one, epoch.step, now):
+        for node_id in [node for node in reversed(nodes) if node in epoch.hosts]:
+            alike = self._alike(node_id)
+            if self._has_spare(epoch, alike) and self._leave_out(node_id, epoch.step, now):
                 self._assigner.regroup(now)
-                return f"a spare takes the place of node {one}, to tell who is wrong"
-            for other in epoch.row(epoch.replica_of(one)):
-                if epoch.rows == 1 or other == one or other not in alike:
+                return f"a spare takes the place of node {node_id}, to tell who is wrong"
+            for other in epoch.row(epoch.replica_of(node_id)):
+                if epoch.rows == 1 or other == node_id or other not in alike:
                     continue
-                if self._assigner.can_exchange(one, other, self._roster.candidates()):
-                    self._assigner.exchange(one, other, self._roster.candidates())
-                    return f"node {one} and node {other} change places, to tell who is wrong"
+                if self._assigner.can_exchange(node_id, other, self._roster.candidates()):
+                    self._assigner.exchange(node_id, other, self._roster.candidates())
+                    return f"node {node_id} and node {other} change places, to tell who is wrong"
         return ""
 
     def cleared(self, nodes: Collection[str]) -> None:
-        """What these gave was right, as others found."""
+        """Others have confirmed what these nodes computed."""
         for node in nodes:
             self._blame.exonerate(node)
 
-    def _undecided(self, epoch: Epoch, found: Difference) -> Undecided:
+    def _undecided(self, epoch: Epoch, odd: Difference) -> Undecided:
         note = (
-            f"step {epoch.step + 1}: {found.what} is not the same from {self._named(epoch, found.said)}; one "
+            f"step {epoch.step + 1}: {odd.what} is not the same from {self._named(epoch, odd.said)}; one "
             "of them is wrong, and no third node can say which: let another node of their kind join"
         )
-        is_news = frozenset(found.said) not in self._told
-        self._told.add(frozenset(found.said))
+        is_news = frozenset(odd.said) not in self._told
+        self._told.add(frozenset(odd.said))
         return Undecided(note=note if is_news else "")
 
     def _named(self, epoch: Epoch, nodes: Collection[str]) -> str:
@@ -341,20 +342,20 @@ class WrongValues:
         only_spares: bool = False,
     ) -> CallThird | None:
         """Call a third node of the kind of these two, once a step: a spare, else one of another stage."""
-        doubt, one = self._of(epoch), max(nodes, key=epoch.hosts.index)
+        doubt, last = self._of(epoch), max(nodes, key=epoch.hosts.index)
         if doubt.third_for:
             return None
-        alike = self._alike(one)
-        told = f"step {epoch.step + 1} is not committed: {what}; it runs again once "
+        alike = self._alike(last)
+        start = f"step {epoch.step + 1} is not committed: {what}; it runs again once "
         if self._has_spare(epoch, alike):
-            doubt.third_for = one
-            return CallThird(note=f"{told}a spare has the place of node {one}, to tell who is wrong")
-        row = epoch.row(epoch.replica_of(one))
-        for other in (node for node in row if node != one and node in alike and not only_spares):
-            if self._assigner.can_exchange(one, other, self._roster.candidates()):
-                doubt.third_for, doubt.exchanged = one, other
+            doubt.third_for = last
+            return CallThird(note=f"{start}a spare has the place of node {last}, to tell who is wrong")
+        row = epoch.row(epoch.replica_of(last))
+        for other in (node for node in row if node != last and node in alike and not only_spares):
+            if self._assigner.can_exchange(last, other, self._roster.candidates()):
+                doubt.third_for, doubt.exchanged = last, other
                 return CallThird(
-                    note=f"{told}node {one} and node {other} have changed places, to tell who is wrong"
+                    note=f"{start}node {last} and node {other} have changed places, to tell who is wrong"
                 )
         return None
 
@@ -381,9 +382,9 @@ class WrongValues:
         return self.leave_out_one([node_id], step, now, by=node_id) is not None
 
     def refuted(self, epoch: Epoch, now: float) -> list[Refuted | Alone]:
-        """The step is committed: who was wrong before. The doubt is over.
+        """The step is committed, which ends the doubt. Returns who was wrong in earlier attempts.
 
-        From the next epoch on others have their stages, if there are any.
+        From the next epoch on, other nodes have their stages if there are any.
         """
         doubt, step = self._doubt, epoch.step
         if doubt is None or doubt.step != step:
@@ -407,18 +408,18 @@ class WrongValues:
             and (wrong or odd)
         ):
             self._blame.exonerate(doubt.third_for)
-        found: list[Refuted | Alone] = [
+        results: list[Refuted | Alone] = [
             Refuted(node_id=node, why=why, at_fault=True) for node, why in wrong.items()
         ]
-        for stage, said in doubt.norms.items() if epoch.rows == 1 else ():
+        for stage, by_node in doubt.norms.items() if epoch.rows == 1 else ():
             host = epoch.hosts[stage]
-            gone = [node for node, norms in said.items() if norms != epoch.votes[host].norms]
+            gone = [node for node, norms in by_node.items() if norms != epoch.votes[host].norms]
             if gone and not odd:
                 differed = f"node {', node '.join(sorted(gone))}, which left its place, differed"
                 note = f"step {step + 1} is as node {host} alone computes stage {stage}; {differed}"
-                found.append(Alone(note=f"{note}: let one more node of their kind join"))
+                results.append(Alone(note=f"{note}: let one more node of their kind join"))
         why = f"its gradient of step {step + 1} was not that of other nodes with its stage"
-        return found + [Refuted(node_id=node, why=why, at_fault=False) for node in sorted(odd)]
+        return results + [Refuted(node_id=node, why=why, at_fault=False) for node in sorted(odd)]
 
     def _of(self, epoch: Epoch) -> _Doubt:
         if self._doubt is None or (self._doubt.step, self._doubt.stages) != (epoch.step, epoch.stages):
@@ -426,11 +427,11 @@ class WrongValues:
         return self._doubt
 
 
-def _contradicted(said: Mapping[str, Collection[bytes]]) -> set[str]:
-    """Who said two things of the same value, or something else than two others, who said the same."""
-    wrong = {node for node, digests in said.items() if len(digests) > 1}
-    counts = Counter(digest for digests in said.values() for digest in set(digests))
+def _contradicted(by_node: Mapping[str, Collection[bytes]]) -> set[str]:
+    """Nodes that reported two digests of one value, or another one than nodes that agree."""
+    wrong = {node for node, digests in by_node.items() if len(digests) > 1}
+    counts = Counter(digest for digests in by_node.values() for digest in set(digests))
     right = [digest for digest, nodes in counts.items() if nodes > 1]
     if len(right) != 1:
         return wrong
-    return wrong | {node for node, digests in said.items() if set(digests) != {right[0]}}
+    return wrong | {node for node, digests in by_node.items() if set(digests) != {right[0]}}

@@ -38,10 +38,10 @@ class BoundaryCaches:
                 "coordinator did not say: install the same thinwire on both"
             )
         check_cache(config, windows)
-        found = codec(config.pipeline.forward_codec)
-        assert isinstance(found, AqsgdCodec), "the only codec with a sample cache"
+        caching = codec(config.pipeline.forward_codec)
+        assert isinstance(caching, AqsgdCodec), "the only codec with a sample cache"
         training = config.training
-        self._codec = found
+        self._codec = caching
         self._microbatch = training.microbatch
         self._shape = (config.model.sequence, config.model.hidden)
         self._order = SampleOrder(windows=windows, global_batch=training.global_batch, seed=config.run.seed)

@@ -288,7 +288,11 @@ class CapturedPasses:
         blocks = [layer for layer in self._module.chunk.layers if isinstance(layer, Block)]
         # In FP8 they are multiplied by codes of their own.
         coded = {
-            one.weight for block in blocks if block.is_coded for group in block.products() for one in group
+            product.weight
+            for block in blocks
+            if block.is_coded
+            for group in block.products()
+            for product in group
         }
         copies = {
             f"{path}.{name}": torch.empty_like(parameter, dtype=half)

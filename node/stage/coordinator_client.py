@@ -315,18 +315,18 @@ class CoordinatorClient:
             return await _on_thread(receive, asked)
 
         async with self._turns["get"]:
-            told = await self._retry(call, self._layers)
-        if isinstance(told, LayerFile):
-            return told
+            answer = await self._retry(call, self._layers)
+        if isinstance(answer, LayerFile):
+            return answer
         return LayerPlace(
             step=step,
             unit=unit,
-            bytes=told.total_bytes,
-            sha256=told.sha256,
+            bytes=answer.total_bytes,
+            sha256=answer.sha256,
             holders=tuple(
-                PlacedStage(node_id=one.node_id, address=one.address) for one in told.place.holders
+                PlacedStage(node_id=holder.node_id, address=holder.address) for holder in answer.place.holders
             ),
-            url=told.place.url,
+            url=answer.place.url,
         )
 
     async def hold_layers(
@@ -474,11 +474,11 @@ class Batches:
             self._ahead[part].clear()
         self._groups[part] = groups
         # What is still on its way comes all the same: somebody may wait for it.
-        self._ahead[part] = [one for one in self._ahead[part] if one.steps.stop > step]
+        self._ahead[part] = [batch for batch in self._ahead[part] if batch.steps.stop > step]
         batch = await self._fetched(step, part)
         if batch is None:
             batch = await self._fetch(step, part, groups=groups)
-        if step + 1 < self._steps and not any(step + 1 in one.steps for one in self._ahead[part]):
+        if step + 1 < self._steps and not any(step + 1 in batch.steps for batch in self._ahead[part]):
             count = steps_at_once(part, *self._rows_and_columns(groups))
             steps = range(step + 1, min(step + 1 + count, self._steps))
             fetching = self._group.create_task(self._try_fetch(steps, part, groups))
@@ -495,16 +495,16 @@ class Batches:
         raises."""
         if part is BatchPart.LABELS and self._masks_labels:
             return {}
-        found = await self._fetch(step, part, groups=groups)
-        return dict(zip(groups, np.split(found, len(groups)), strict=True))
+        samples = await self._fetch(step, part, groups=groups)
+        return dict(zip(groups, np.split(samples, len(groups)), strict=True))
 
     async def held_out(self, batch: int, rows: int, part: BatchPart) -> np.ndarray:
         """Held-out batch `batch`, [rows, sequence]; fetched once. Raises as `get`."""
-        found = self._held_out.get((batch, part))
-        if found is None or len(found) != rows:
-            found = await self._fetch(batch, part, rows)
-            self._held_out[batch, part] = found
-        return found
+        ids = self._held_out.get((batch, part))
+        if ids is None or len(ids) != rows:
+            ids = await self._fetch(batch, part, rows)
+            self._held_out[batch, part] = ids
+        return ids
 
     def forget(self) -> None:
         """Ask for everything again: another process may coordinate the run, with another text."""
@@ -512,7 +512,7 @@ class Batches:
 
     async def _fetched(self, step: int, part: BatchPart) -> np.ndarray | None:
         """The step's batch if it was fetched before, or is being."""
-        ahead = next((one for one in self._ahead[part] if step in one.steps), None)
+        ahead = next((batch for batch in self._ahead[part] if step in batch.steps), None)
         if ahead is None:
             return None
         # The epoch may end meanwhile; later steps need the rest.
@@ -528,10 +528,10 @@ class Batches:
     ) -> Sequence[np.ndarray] | None:
         """The batches of these steps; None on failure: `get` fetches again and reports the error."""
         try:
-            found = await self._fetch(steps.start, part, groups=groups, steps=len(steps))
+            ids = await self._fetch(steps.start, part, groups=groups, steps=len(steps))
         except ThinwireError:
             return None
-        return np.split(found, len(steps))
+        return np.split(ids, len(steps))
 
     def _rows_and_columns(self, groups: tuple[int, ...]) -> tuple[int, int]:
         """The rows and columns of a step's batch for these groups, or for all if there are none."""

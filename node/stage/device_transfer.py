@@ -69,8 +69,8 @@ class CpuTransfer(DeviceTransfer):
         return codec.encode(tensor, self._buffers.empty((size,), torch.uint8))
 
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
-        found = codec.open(packed.numpy(), spec)
-        return codec.unpack(packed, spec, found, self._buffers.empty(spec.shape, spec.dtype)), None
+        parts = codec.open(packed.numpy(), spec)
+        return codec.unpack(packed, spec, parts, self._buffers.empty(spec.shape, spec.dtype)), None
 
 
 class PlainTransfer(CpuTransfer):
@@ -142,38 +142,38 @@ class CudaTransfer(DeviceTransfer):
             whole = packed.as_strided((len(packed), packed.stride(0)), (packed.stride(0), 1))
             host, done = self._copies.fetch(whole)
         done.synchronize()
-        found = [row[: packed.shape[1]] for row in host]
-        for number, row in enumerate(found):
+        rows = [row[: packed.shape[1]] for row in host]
+        for number, row in enumerate(rows):
             try:
                 header.seal(row.numpy())
             except NonFiniteError as error:
                 error.row = number
                 raise
-        return found
+        return rows
 
     def unpack_rows(self, codec: Codec, packed: Sequence[Tensor], spec: TensorSpec) -> tuple[Tensor, Any]:
         """`unpack` of many tensors of one spec `[C]`, fp32, as rows of one: `[n, C]`."""
-        found = [codec.open(one.numpy(), spec) for one in packed]
+        opened = [codec.open(part.numpy(), spec) for part in packed]
         size = len(packed[0])
         host = self._copies.room((len(packed), -(-size // ROW_BYTES) * ROW_BYTES), torch.uint8)
-        for row, one in zip(host, packed, strict=True):
-            row[:size].copy_(one)
+        for row, part in zip(host, packed, strict=True):
+            row[:size].copy_(part)
         with self._streams.stream(self._unpacking):
             on_device = torch.empty_like(host, device=self._device)
             on_device.copy_(host, non_blocking=True)
-            values = codec.unpack_rows(on_device, spec, found, packed)
+            values = codec.unpack_rows(on_device, spec, opened, packed)
             there = self._streams.Event(blocking=True)
             there.record(self._unpacking)
         return values, there
 
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, Any]:
-        found = codec.open(packed.numpy(), spec)
+        parts = codec.open(packed.numpy(), spec)
         host = self._copies.room(packed.shape, packed.dtype)
         host.copy_(packed)
         with self._streams.stream(self._unpacking):
             on_device = torch.empty_like(host, device=self._device)
             on_device.copy_(host, non_blocking=True)
-            tensor = codec.unpack(on_device, spec, found)
+            tensor = codec.unpack(on_device, spec, parts)
             there = self._streams.Event(blocking=True)
             there.record(self._unpacking)
         return tensor, there

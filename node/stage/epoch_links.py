@@ -140,7 +140,7 @@ class EpochLinks:
     async def round_trips(self, relays: Sequence[PlacedStage]) -> dict[str, float]:
         """The seconds to connect to each relay, the least of a few; a relay that does not answer is left
         out."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         for relay in relays:
             with contextlib.suppress(OSError, TimeoutError, ThinwireError):
                 for _ in range(MEASURED):
@@ -148,8 +148,8 @@ class EpochLinks:
                     async with asyncio.timeout(PATH_SECONDS):
                         (await connect(relay.address)).close()
                     spent = time.monotonic() - began
-                    found[relay.node_id] = min(found.get(relay.node_id, spent), spent)
-        return found
+                    times[relay.node_id] = min(times.get(relay.node_id, spent), spent)
+        return times
 
     def shut_out(self, nodes: Collection[str]) -> None:
         """Serve these nodes nothing from now on."""
@@ -207,18 +207,18 @@ class EpochLinks:
                 reachable = bool(placement.stages[placement.stage].address)
                 offers: list[asyncio.Task[None]] = []
 
-                def add(peer: Peer, found: Mapping[str, RelayClient]) -> None:
-                    clients[peer] |= found
+                def add(peer: Peer, new: Mapping[str, RelayClient]) -> None:
+                    clients[peer] |= new
                     link, other = links[peer], placed_node(placement, peer).node_id
                     if isinstance(link, DialledLink):
-                        link.add_paths([_path_by(name, client, other) for name, client in found.items()])
+                        link.add_paths([_path_by(name, client, other) for name, client in new.items()])
                     else:
-                        offer(peer, found)
+                        offer(peer, new)
 
-                def offer(peer: Peer, found: Mapping[str, RelayClient]) -> None:
+                def offer(peer: Peer, paths: Mapping[str, RelayClient]) -> None:
                     link = links[peer]
                     assert isinstance(link, AcceptedLink)
-                    for path, client in found.items():
+                    for path, client in paths.items():
                         offers.append(group.create_task(self._offer(client, link, reachable, path)))
 
                 async def open_one(peer: Peer, link: Link) -> None:
@@ -269,8 +269,8 @@ class EpochLinks:
     def learn_relays(self, placement: Placement) -> None:
         """The same placement with more relays: links take them if they are better than what they have."""
         for peer, known in self._known.items():
-            found = self._relays(placement, peer)
-            if new := {name: client for name, client in found.items() if name not in known}:
+            paths = self._relays(placement, peer)
+            if new := {name: client for name, client in paths.items() if name not in known}:
                 self._add(peer, new)
 
     async def _offer(self, relay: RelayClient, link: AcceptedLink, reachable: bool, path: str) -> None:
@@ -289,10 +289,10 @@ class EpochLinks:
     def _relays(self, placement: Placement, peer: Peer) -> dict[str, RelayClient]:
         """The paths to a neighbour with a relay's help, the best first, and whose help."""
         own = self._client("", self._relay_address)
-        found = {TOGETHER: own}
+        paths = {TOGETHER: own}
         for relay in placement.relays.get(placed_node(placement, peer).node_id, ()):
-            found[relay_path(relay.node_id)] = self._client(relay.node_id, relay.address)
-        return {**found, RELAY: own}
+            paths[relay_path(relay.node_id)] = self._client(relay.node_id, relay.address)
+        return {**paths, RELAY: own}
 
     def _client(self, node_id: str, address: str) -> RelayClient:
         """The client for a volunteer's relay, or with "" for the coordinator's."""

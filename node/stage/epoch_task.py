@@ -394,12 +394,12 @@ class EpochTask:
         change = self._change(begin)
         groups = change.work.groups if len(self.placement.rows) > 1 else ()
         self._sampled = {*change.work.groups, *begin.audited}
-        found: dict[BatchPart, np.ndarray] = {}
+        samples: dict[BatchPart, np.ndarray] = {}
         for part in executor.needs:
             # All labels of a run that masks some say what a group weighs that the row may get later.
             if not (change.work.groups or (part is BatchPart.LABELS and executor.config.data.masks_labels)):
                 continue
-            found[part] = await services.batches.get(step, part, tuple(sorted(groups)), begin.audited)
+            samples[part] = await services.batches.get(step, part, tuple(sorted(groups)), begin.audited)
         io = self._io = self._make_io()
         if not change.work.groups:
             io.leave_row()
@@ -409,7 +409,7 @@ class EpochTask:
                 executor.use_windows(begin.link_windows, begin.audited, change.work.groups)
                 executor.wants_digests = begin.digests
                 began = _in_passes(executor.clock)
-                vote = executor.run_step(self.number, step, io, found, begin.loss_scale, change)
+                vote = executor.run_step(self.number, step, io, samples, begin.loss_scale, change)
                 count = len(executor.microbatch_numbers)
                 self._seconds = (_in_passes(executor.clock) - began) / count if count else 0.0
                 return vote
@@ -503,11 +503,11 @@ class EpochTask:
             services.progress.doing("measuring the held-out loss")
             rows = command.microbatches * executor.config.training.microbatch
             batches, batch = services.batches, command.number // 2
-            found = {part: await batches.held_out(batch, rows, part) for part in executor.needs}
+            samples = {part: await batches.held_out(batch, rows, part) for part in executor.needs}
             io = self._make_io()
 
             def work() -> float | None:
-                return executor.validate(self.number, command.number, command.microbatches, io, found)
+                return executor.validate(self.number, command.number, command.microbatches, io, samples)
 
             loss = await services.compute(work)
             done = self._validated = Validated(

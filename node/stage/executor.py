@@ -295,10 +295,10 @@ class StageExecutor:
             self._caches.rollback()
         given: dict[BatchPart, Mapping[int, Tensor]] = {}
         for part, batch in samples.items():
-            found = self._cut(part, batch)
-            is_whole = len(found) == self.config.microbatches
-            own = range(len(found)) if is_whole else sorted(self.microbatch_numbers)
-            given[part] = dict(zip(own, found, strict=False))
+            parts = self._cut(part, batch)
+            is_whole = len(parts) == self.config.microbatches
+            own = range(len(parts)) if is_whole else sorted(self.microbatch_numbers)
+            given[part] = dict(zip(own, parts, strict=False))
         compared = self.config.audit.rate > 0.0 or self.wants_digests or bool(self._order.audited)
         self._digests = StepDigests(self.config) if compared and self._share.rows > 1 else None
         self._scale = scale

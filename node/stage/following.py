@@ -166,9 +166,9 @@ class Follower:
         """This node gets its stage: apply what it was told, then stop following."""
         if self._task is None:
             return
-        told = asyncio.ensure_future(self._steps.join())
-        await asyncio.wait([told, self._task], timeout=SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        applied = asyncio.ensure_future(self._steps.join())
+        await asyncio.wait([applied, self._task], timeout=SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        applied.cancel()
         self.stop()
 
     def stop(self) -> None:
@@ -228,7 +228,7 @@ class Follower:
             return
         trouble = ""
         for turn in range(TRIES):
-            holders = [order.sources[(turn + one) % len(order.sources)] for one in range(len(order.sources))]
+            holders = [order.sources[(turn + at) % len(order.sources)] for at in range(len(order.sources))]
             sums = await self._fetch(holders, step.step)
 
             def put(sums: Mapping[str, bytes] = sums) -> Mapping[int, float]:

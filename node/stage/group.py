@@ -116,8 +116,8 @@ class RankModel:
         if not config.data.separate_documents:
             return None
         shape = (config.training.microbatch, slice_ranges(config)[number].stop)
-        told = torch.empty(shape, dtype=torch.uint8) if whole is None else whole.to(torch.uint8)
-        shared = self.ranks.share(told.to(self.ranks.device).contiguous()).bool().cpu()
+        starts = torch.empty(shape, dtype=torch.uint8) if whole is None else whole.to(torch.uint8)
+        shared = self.ranks.share(starts.to(self.ranks.device).contiguous()).bool().cpu()
         return shared.chunk(self.ranks.data_parallel)[self.ranks.rank // self.ranks.tensor_rank.count]
 
     def backward(
@@ -260,7 +260,7 @@ class Leader:
         for unit in self.optimizer.units:
             # Shards are gathered by all ranks together, between two steps.
             whole = self.unit_state(unit) | {**extra.get(unit, {})}
-            state = {name: StateTensor(one, one.dtype) for name, one in whole.items()}
+            state = {name: StateTensor(tensor, tensor.dtype) for name, tensor in whole.items()}
             units.append((unit, weights_of(state) if weights_alone else state))
         return StateCopy(units)
 

@@ -51,7 +51,7 @@ class StepChange:
     audited: tuple[int, ...] = ()
     """Groups of another row that the row computes as well, only for their digests."""
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
-    """By part, the samples of each group that the row also has to compute."""
+    """The samples of each group that the row also has to compute, by part."""
 
     def after(self, before: "StepChange | None") -> "StepChange":
         """This change with the samples of an earlier change that was not taken, because they are asked for

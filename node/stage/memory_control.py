@@ -62,12 +62,12 @@ class MemoryControl:
         self._left -= 1
         if self._left > 0:
             return None
-        found = self._solved_again(taken)
-        if found is not None:
+        plan = self._solved_again(taken)
+        if plan is not None:
             self._wait, self._left = 1, FIRST_LOOK
         else:
             self._wait = self._left = min(MOST_STEPS, 2 * self._wait)
-        return found
+        return plan
 
     def ran_short(self) -> MemoryPlan | None:
         """The device ran out of memory with the present plan: one that takes less; None if none does."""
@@ -131,6 +131,7 @@ def _scaled(times: BlockTimes, factor: float) -> BlockTimes:
         attention_output=factor * times.attention_output,
         ffn_input=factor * times.ffn_input,
         packing=tuple(
-            replace(one, pack=factor * one.pack, unpack=factor * one.unpack) for one in times.packing
+            replace(times_of, pack=factor * times_of.pack, unpack=factor * times_of.unpack)
+            for times_of in times.packing
         ),
     )

@@ -35,23 +35,23 @@ def pack_times(config: RunConfig, device: torch.device) -> tuple[PackTime, ...]:
     """
     samples, work = config.training.microbatch, _Kinds(config, device)
     plain: dict[str, tuple[float, float]] = {}
-    found = []
+    measured = []
     for kind, form in stored_forms(config):
         with torch.no_grad():
             if kind not in plain:
                 plain[kind] = _timed(device, work.of(kind, 0))
             packed = _timed(device, work.of(kind, PACKED[form]))
         pack, unpack = (
-            samples * max(0.0, one - other) for one, other in zip(packed, plain[kind], strict=True)
+            samples * max(0.0, whole - other) for whole, other in zip(packed, plain[kind], strict=True)
         )
-        found.append(PackTime(kind=kind, form=form, pack=pack, unpack=unpack))
-    return tuple(found)
+        measured.append(PackTime(kind=kind, form=form, pack=pack, unpack=unpack))
+    return tuple(measured)
 
 
 def _timed(device: torch.device, works: list[_Work]) -> tuple[float, float]:
     """The seconds of forward and backward of all of these."""
     totals = [seconds_of(device, work.forward, work.backward) for work in works]
-    return sum(one for one, _ in totals), sum(one for _, one in totals)
+    return sum(part for part, _ in totals), sum(part for _, part in totals)
 
 
 class _Kinds:

@@ -50,9 +50,9 @@ class PackingMeter:
         """Record a tensor on which this many seconds were spent; see `spent`."""
         alike = codec_format(codec).family
         with self._lock:
-            tried = [one for one in self._tried.values() if codec_format(one.codec).family == alike]
+            tried = [known for known in self._tried.values() if codec_format(known.codec).family == alike]
             if tried:
-                times = [one.pack if kind is WorkKind.PACK else one.unpack for one in tried]
+                times = [known.pack if kind is WorkKind.PACK else known.unpack for known in tried]
                 expected = elements * sum(times) / len(times)
                 self._spent.setdefault(alike, []).append((seconds, expected))
 
@@ -64,7 +64,7 @@ class PackingMeter:
                 if len(tensors) >= LEAST_TENSORS and expected > 0:
                     self._factors[alike] = sum(seconds for seconds, _ in tensors) / expected
                     tensors.clear()
-            now = {name: self._slowed(one) for name, one in self._tried.items()}
+            now = {name: self._slowed(known) for name, known in self._tried.items()}
             if now.keys() == self._told.keys() and all(map(_alike, now.values(), self._told.values())):
                 return None
             self._told = now
@@ -75,9 +75,9 @@ class PackingMeter:
         with self._lock:
             self._told = {}
 
-    def _slowed(self, one: CodecTime) -> CodecTime:
-        factor = self._factors.get(codec_format(one.codec).family, 1.0)
-        return CodecTime(codec=one.codec, pack=factor * one.pack, unpack=factor * one.unpack)
+    def _slowed(self, known: CodecTime) -> CodecTime:
+        factor = self._factors.get(codec_format(known.codec).family, 1.0)
+        return CodecTime(codec=known.codec, pack=factor * known.pack, unpack=factor * known.unpack)
 
 
 def packing_meter(config: RunConfig, device: torch.device) -> PackingMeter | None:
@@ -86,6 +86,6 @@ def packing_meter(config: RunConfig, device: torch.device) -> PackingMeter | Non
     return PackingMeter() if config.pipeline.plans_codecs and device.type == "cpu" else None
 
 
-def _alike(one: CodecTime, other: CodecTime) -> bool:
-    pairs = (one.pack, other.pack), (one.unpack, other.unpack)
-    return all(abs(now - told) <= TOLD_AGAIN * told for now, told in pairs)
+def _alike(time: CodecTime, other: CodecTime) -> bool:
+    pairs = (time.pack, other.pack), (time.unpack, other.unpack)
+    return all(abs(now - before) <= TOLD_AGAIN * before for now, before in pairs)

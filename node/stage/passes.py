@@ -51,9 +51,9 @@ class _Given(torch.autograd.Function):
     """A scalar whose backward gives `made` this gradient."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
         ctx.gradient = gradient
-        return made.new_zeros(())
+        return output.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
@@ -78,9 +78,9 @@ class _SliceOutput(torch.autograd.Function):
     """A scalar whose backward gives the slice's output the gradient that `flight` has by then."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, flight: "_SliceInFlight") -> Tensor:
-        ctx.flight, ctx.dtype = flight, made.dtype
-        return made.new_zeros(())
+    def forward(ctx: Any, output: Tensor, flight: "_SliceInFlight") -> Tensor:
+        ctx.flight, ctx.dtype = flight, output.dtype
+        return output.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
@@ -99,15 +99,15 @@ class _SliceInFlight:
     of_output: Tensor | None = None
 
 
-def backward_from(made: Tensor, gradient: Tensor | None) -> None:
+def backward_from(output: Tensor, gradient: Tensor | None) -> None:
     """Backward from a chunk's output with the gradient of its shape, or from a scalar loss with None.
 
     `torch.autograd.backward(made, gradient)` has the same bits, but imports sympy to compare two shapes: on a
     CPU half a second before the first step ends, and 34 MiB for as long as the process lives.
     """
     if gradient is not None:
-        made = _Given.apply(made, gradient)  # type: ignore[no-untyped-call]  # torch's
-    torch.autograd.backward(made)
+        output = _Given.apply(output, gradient)  # type: ignore[no-untyped-call]  # torch's
+    torch.autograd.backward(output)
 
 
 class ChunkCall(nn.Module):
@@ -121,8 +121,8 @@ class ChunkCall(nn.Module):
         self, fed: Tensor, labels: Tensor | None, documents: Documents | None, place: Slice | None = None
     ) -> Tensor:
         if labels is None:
-            made: Tensor = self.chunk(fed, documents, place)
-            return made
+            output: Tensor = self.chunk(fed, documents, place)
+            return output
         return self.chunk.loss(fed, labels, documents, place)
 
 
@@ -220,10 +220,10 @@ class AutogradPasses:
     ) -> Tensor:
         """The chunk's output, or the microbatch's share of the loss, with its graph."""
         with compute_precision(self._precision, self._device):
-            made = self._call(fed, labels, documents, place)
+            output = self._call(fed, labels, documents, place)
         if labels is None or place is not None:
-            return made
-        return (made if self._loss_weight is None else made * self._loss_weight) / self._shares
+            return output
+        return (output if self._loss_weight is None else output * self._loss_weight) / self._shares
 
     def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
         if self._slices:

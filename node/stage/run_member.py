@@ -240,7 +240,7 @@ class RunMember:
         """`name`: of the storage that the coordinator chose. A plan of many blocks takes a while."""
         config = self.executor.config
         if name:
-            storage = next((one for one in allowed_storages(config) if name_of(one) == name), None)
+            storage = next((choice for choice in allowed_storages(config) if name_of(choice) == name), None)
             if storage is None:
                 return  # the epoch says so
             self._tell(f"this stage stores activations as the coordinator chose: {words_of(storage)}")

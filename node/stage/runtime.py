@@ -81,7 +81,7 @@ FIRST_OUTAGE_SECONDS = 60.0
 LEAVE_SECONDS = 120.0
 """The seconds for which a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
 LEAVE_IDLE_SECONDS = 2.0
-"""The same for a node without a stage, which holds nothing."""
+"""The seconds for which a leaving node without a stage waits: it holds nothing."""
 MOST_PAUSE = 60.0
 """The longest time between two heartbeats, in seconds, even if the coordinator asks for more."""
 COMPUTING = TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER
@@ -304,7 +304,7 @@ class NodeRuntime:
         host = self._settings.listen.rpartition(":")[0]
         if not port or self._settings.advertise or host not in ("0.0.0.0", "[::]"):
             return ()
-        return tuple(join_address(one, port) for one in dialled_from_anywhere())
+        return tuple(join_address(host, port) for host in dialled_from_anywhere())
 
     async def _handle(self, group: asyncio.TaskGroup, message: CoordinatorMessage) -> None:
         match message:
@@ -516,16 +516,16 @@ class NodeRuntime:
 
     async def _measure_line(self, peer: PlacedStage) -> None:
         """One at a time: the coordinator asks for the next once it has an answer."""
-        found = None
+        line = None
         if not self._measuring:
             self._measuring = True
             try:
-                found = await self._peers.measure_line(peer, self._training_first)
+                line = await self._peers.measure_line(peer, self._training_first)
             finally:
                 self._measuring = False
         rate = PeerRate(node_id=peer.node_id)
-        if found is not None:
-            rate = replace(rate, round_trip=found.round_trip, up=found.up, down=found.down)
+        if line is not None:
+            rate = replace(rate, round_trip=line.round_trip, up=line.up, down=line.down)
         self._session.post(rate)
 
     async def _heartbeats(self, seconds: float) -> None:

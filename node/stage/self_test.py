@@ -137,14 +137,14 @@ def _key(device: torch.device, checks: Iterable[str]) -> str:
 def _kept(path: Path) -> dict[str, list[str]]:
     """What the file says of each key; empty if the file is not ours."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(known, dict):
         return {}
     return {
         str(key): parts
-        for key, parts in found.items()
+        for key, parts in known.items()
         if isinstance(parts, list) and all(part in dispatch.PARTS for part in parts)
     }
 
@@ -155,31 +155,31 @@ def _kept(path: Path) -> dict[str, list[str]]:
 def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
     """For each thing that is checked: the part whose kernels compute it, and the check."""
     dtype = getattr(torch, config.training.precision)
-    made: dict[str, tuple[str, Check]] = {
+    checks: dict[str, tuple[str, Check]] = {
         "matrix products": ("", partial(_products, dtype=dtype)),
         "norms and activations": ("layers", partial(_layers, dtype=dtype)),
         "attention": ("attention", partial(_attention, dtype=dtype)),
     }
     if config.pipeline.sequence_chunks != 1 or config.model.sinks:
-        made["attention of a slice"] = ("attention", partial(_slice_attention, dtype=dtype))
+        checks["attention of a slice"] = ("attention", partial(_slice_attention, dtype=dtype))
     if config.model.experts:
         bits = PACKED.get(config.lora.base, 0) if config.lora.rank else 0
-        made["experts"] = ("experts", partial(_experts, dtype=dtype, bits=bits % 16))
+        checks["experts"] = ("experts", partial(_experts, dtype=dtype, bits=bits % 16))
     for name, kernels in sorted(_codecs(config).items()):
-        made[f"codec {name}"] = (kernels, partial(_codec, name=name))
+        checks[f"codec {name}"] = (kernels, partial(_codec, name=name))
     stored = _stored_bits(config)
     for bits in stored:
         apart = " with channels apart" if bits >= APART else ""
-        made[f"storage in {bits % APART} bits{apart}"] = ("storage", partial(_storage, bits=bits))
+        checks[f"storage in {bits % APART} bits{apart}"] = ("storage", partial(_storage, bits=bits))
     if stored and stored[0] < 16:
-        made["layers that store"] = ("storage", partial(_storing_layers, bits=stored[0]))
+        checks["layers that store"] = ("storage", partial(_storing_layers, bits=stored[0]))
     if "fp8" in (config.training.gradients, config.training.moments, config.training.compute):
-        made["gradients in FP8"] = ("fp8", _fp8)
+        checks["gradients in FP8"] = ("fp8", _fp8)
     if config.training.compute == "fp8":
-        made["products in FP8"] = ("fp8", partial(_fp8_products, dtype=dtype))
+        checks["products in FP8"] = ("fp8", partial(_fp8_products, dtype=dtype))
     if "muon" in (config.training.optimizer, config.training.adapter_optimizer):
-        made["muon"] = ("orthogonal", _orthogonal)
-    return made
+        checks["muon"] = ("orthogonal", _orthogonal)
+    return checks
 
 
 def _codecs(config: RunConfig) -> dict[str, str]:
@@ -249,9 +249,9 @@ def _products(device: torch.device, dtype: torch.dtype) -> bool:
 def _storage(device: torch.device, bits: int) -> bool:
     x = drawn(6, 200)
     packed = storage.store(x.to(device), bits)
-    found = storage.restore(packed, x.shape, bits, torch.float32)
+    back = storage.restore(packed, x.shape, bits, torch.float32)
     wanted = blockfloat.pack(x, bits)
-    return _same([packed, found], [wanted, blockfloat.unpack(wanted, x.shape, bits, torch.float32)])
+    return _same([packed, back], [wanted, blockfloat.unpack(wanted, x.shape, bits, torch.float32)])
 
 
 def _storing_layers(device: torch.device, bits: int) -> bool:
@@ -260,13 +260,13 @@ def _storing_layers(device: torch.device, bits: int) -> bool:
     there = [part.to(device) for part in (x, weight, grad)]
     normed, packed = storage.norm_store(there[0], there[1], None, 1e-5, bits, torch.float32)
     wanted, right = blockfloat_layers.norm_store(x, weight, None, 1e-5, bits, torch.float32)
-    found = storage.norm_backward(there[2], packed, there[0], there[1], None, 1e-5, bits)
+    grads = storage.norm_backward(there[2], packed, there[0], there[1], None, 1e-5, bits)
     exact = blockfloat_layers.norm_backward(grad, right, x, weight, None, 1e-5, bits)
     inner, *stored = storage.ffn_store(there[0], there[2], bits)
     of_inner, *kept = blockfloat_layers.ffn_store(x, grad, bits)
     back = storage.ffn_backward(there[0].clone(), stored[0], stored[1], bits)
     of_back = blockfloat_layers.ffn_backward(x.clone(), kept[0], kept[1], bits)
-    results, references = [normed, *found[:2], inner, back], [wanted, *exact[:2], of_inner, of_back]
+    results, references = [normed, *grads[:2], inner, back], [wanted, *exact[:2], of_inner, of_back]
     return _same([packed, *stored], [right, *kept]) and _near(results, references, torch.float32)
 
 
@@ -277,7 +277,7 @@ def _layers(device: torch.device, dtype: torch.dtype) -> bool:
     there, weight_there = x.to(device), weight.to(device)
     # Copies, since gradients of activations and losses overwrite their inputs.
     logits, labels = there.to(dtype, copy=True), torch.arange(6, device=device)
-    found = [
+    pairs = [
         layers.norm(there, weight_there, None, 1e-5, dtype),
         *layers.norm_backward(grad, there, there, weight_there, None, 1e-5)[:2],
         layers.activation(gate, up),
@@ -301,18 +301,18 @@ def _layers(device: torch.device, dtype: torch.dtype) -> bool:
     heads = drawn(1, 2, 8, 64).to(dtype)
     cos, sin = (drawn(8, 32, seed=seed).repeat(1, 2) for seed in (3, 5))
     turned = layers.rotate(heads.to(device, copy=True), cos.to(device), sin.to(device))
-    return _near(found, wanted, dtype) and _same([turned], [reference.rotate(heads, cos, sin)])
+    return _near(pairs, wanted, dtype) and _same([turned], [reference.rotate(heads, cos, sin)])
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> bool:
     query, key, value, grad = _heads(64, dtype)
     there = query.to(device), key.to(device), value.to(device)
     out, sums = attention.attention(*there)
-    found = attention.attention_backward(grad.to(device), *there, out, sums)
+    grads = attention.attention_backward(grad.to(device), *there, out, sums)
     exact = query.float(), key.float(), value.float()
     wanted, of_sums = attention_reference.attention(*exact, EVERYTHING, None)
     gradients = attention_reference.attention_backward(grad.float(), *exact, wanted, of_sums, EVERYTHING)
-    return _near([out, *found], [wanted, *gradients], dtype)
+    return _near([out, *grads], [wanted, *gradients], dtype)
 
 
 def _slice_attention(device: torch.device, dtype: torch.dtype) -> bool:
@@ -350,7 +350,7 @@ def _experts(device: torch.device, dtype: torch.dtype, bits: int) -> bool:
     order, wanted_order = experts.group(chosen, 8), experts_reference.group(right, 8)
     used, exact = _both_weights(weights, bits, device)
     rows = experts.matmul(x.to(device), used, order, None, gathers=True)
-    found = [
+    pairs = [
         rows,
         experts.input_gradient(grad.to(device), used, order),
         experts.combine(rows, shares.to(device), order),
@@ -363,13 +363,13 @@ def _experts(device: torch.device, dtype: torch.dtype, bits: int) -> bool:
     ]
     if not bits:
         args = order, torch.float32
-        found.append(experts.weight_gradient(grad.to(device), x.to(device), *args, gathers=True))
+        pairs.append(experts.weight_gradient(grad.to(device), x.to(device), *args, gathers=True))
         of_weights = experts_reference.weight_gradient(
             grad.float(), x.float(), wanted_order, torch.float32, gathers=True
         )
         wanted.append(of_weights)
     indices = [chosen, order.slots, order.offsets], [right, wanted_order.slots, wanted_order.offsets]
-    return _same(*indices) and _near(found, wanted, dtype)
+    return _same(*indices) and _near(pairs, wanted, dtype)
 
 
 def _both_weights(
@@ -379,11 +379,11 @@ def _both_weights(
     if not bits:
         return weights.to(device), weights.float()
     packed = torch.stack([blockfloat.pack(weight.float(), bits) for weight in weights])
-    there, here = (
+    there, own = (
         experts.PackedExperts(packed=part, outputs=weights.shape[1], inputs=weights.shape[2], bits=bits)
         for part in (packed.to(device), packed)
     )
-    return there, here
+    return there, own
 
 
 def _fp8(device: torch.device) -> bool:
@@ -401,14 +401,14 @@ def _fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
     for part, into in zip((x, weight), wanted, strict=True):
         fp8_rows.code_rows(part, into)
     bits = [
-        [one for part in parts for one in (part.codes.view(torch.uint8), part.scales)]
+        [part_tensor for part in parts for part_tensor in (part.codes.view(torch.uint8), part.scales)]
         for parts in (coded, wanted)
     ]
-    made = products.product(coded[0], coded[1], dtype)
-    return _same(*bits) and _near([made], [fp8_rows.product(wanted[0], wanted[1], torch.float32)], dtype)
+    result = products.product(coded[0], coded[1], dtype)
+    return _same(*bits) and _near([result], [fp8_rows.product(wanted[0], wanted[1], torch.float32)], dtype)
 
 
 def _orthogonal(device: torch.device) -> bool:
     matrix = drawn(32, 64)
-    found = orthogonal.orthogonal([matrix.to(device)])
-    return _within(found, orthogonal_reference.orthogonal([matrix]), _ITERATED_ERROR)
+    result = orthogonal.orthogonal([matrix.to(device)])
+    return _within(result, orthogonal_reference.orthogonal([matrix]), _ITERATED_ERROR)

@@ -321,7 +321,7 @@ class SnapshotTransfer:
                 hashes[unit] = layer.hash
                 if len(hashes) == len(state.units):
                     # No layer is stored before it is agreed what it is.
-                    self._say_hashes(epoch, step, state.units, [hashes[one] for one in state.units])
+                    self._say_hashes(epoch, step, state.units, [hashes[name] for name in state.units])
                 if state.weights_first and not take.place:
                     if layer.weights is not None:
                         async with sending:

@@ -400,7 +400,9 @@ class StageModel:
         def units() -> Iterator[tuple[str, dict[str, StateTensor]]]:
             for unit in optimizer.units:
                 state = optimizer.unit_tensors(unit)
-                state |= {name: StateTensor(one, one.dtype) for name, one in extra.get(unit, {}).items()}
+                state |= {
+                    name: StateTensor(tensor, tensor.dtype) for name, tensor in extra.get(unit, {}).items()
+                }
                 yield unit, weights_of(state) if weights_alone else state
 
         # Rounds change weights before the vote, and put them back.
@@ -534,8 +536,8 @@ class StageModel:
     def any_gradient(self) -> Tensor | None:
         """Some gradient, for injected faults to spoil."""
         # Matrices' gradients may be kept elsewhere, in e4m3, or be in host memory.
-        found = (p.grad for p in self._chunks[0].parameters() if p.grad is not None)
-        return next((gradient for gradient in found if gradient.untyped_storage().nbytes()), None)
+        grads = (p.grad for p in self._chunks[0].parameters() if p.grad is not None)
+        return next((gradient for gradient in grads if gradient.untyped_storage().nbytes()), None)
 
     @property
     def optimizer(self) -> StageOptimizer:

@@ -43,8 +43,8 @@ class StageCodecs:
         """The codecs of the run file that can pack without a placement, each once."""
         # A codec with a sample cache packs for a placement only.
         directions = (Direction.ACTIVATION, Direction.GRADIENT)[self._caches is not None :]
-        found = dict.fromkeys(self._codecs[direction] for direction in directions)
-        return found | dict.fromkeys(map(codec, self._config.sync_codecs))
+        codecs = dict.fromkeys(self._codecs[direction] for direction in directions)
+        return codecs | dict.fromkeys(map(codec, self._config.sync_codecs))
 
     @property
     def to_time(self) -> Iterable[Codec]:
@@ -89,8 +89,8 @@ class StageCodecs:
         if direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
             return self._config.sync_codec_of(step)
         sent = {
-            one.name
-            for (boundary, kind), one in self._planned.items()
+            planned.name
+            for (boundary, kind), planned in self._planned.items()
             if kind is direction and source_stage(TensorKey(0, 0, 0, boundary, direction), stages) == stage
         }
         if len(sent) > 1:
@@ -111,8 +111,8 @@ class StageCodecs:
 
     def _trained(self, key: TensorKey) -> Codec:
         """The run's codec of a tensor, whatever an epoch or a pass has in its place."""
-        found = self._planned.get((key.boundary, key.direction), self._codecs[key.direction])
-        return found.salted(_salt(self._config.run.seed, key)) if found.draws else found
+        known = self._planned.get((key.boundary, key.direction), self._codecs[key.direction])
+        return known.salted(_salt(self._config.run.seed, key)) if known.draws else known
 
 
 class StageStorage:

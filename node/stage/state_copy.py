@@ -81,7 +81,7 @@ class StateCopy:
         self._closed = False
         self._copies = HostCopies()
         self._ahead = threading.Semaphore(AHEAD)
-        devices = {one.tensor.device for tensors in self._units.values() for one in tensors.values()}
+        devices = {kept.tensor.device for tensors in self._units.values() for kept in tensors.values()}
         self._device = next((device for device in devices if device.type == "cuda"), None)
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -97,16 +97,16 @@ class StateCopy:
     def bytes(self) -> int:
         """The bytes of all of it, as it is saved."""
         return sum(
-            one.tensor.numel() * one.saved.itemsize
+            kept.tensor.numel() * kept.saved.itemsize
             for state in self._units.values()
-            for one in state.values()
+            for kept in state.values()
         )
 
     def layout(self, unit: str) -> Layout:
         """dtype and shape by name, as saved."""
         return {
-            name: (str(one.saved).removeprefix("torch."), tuple(one.tensor.shape))
-            for name, one in self._units[unit].items()
+            name: (str(kept.saved).removeprefix("torch."), tuple(kept.tensor.shape))
+            for name, kept in self._units[unit].items()
         }
 
     def digest(self, unit: str, *, reports: int | None = None) -> LayerDigest:
@@ -160,7 +160,7 @@ class StateCopy:
     def whole(self, unit: str) -> dict[str, Tensor]:
         """A copy of the unit's tensors, as they are saved. Blocks."""
         with self._locks[unit]:
-            return {name: one.tensor for name, one in _copied(self._units[unit]).items()}
+            return {name: copy.tensor for name, copy in _copied(self._units[unit]).items()}
 
     def settle(self, patience: float = PATIENCE) -> None:
         """The state is about to change: wait until it is read, and copy what is not. Blocks."""
@@ -207,12 +207,13 @@ class StateCopy:
 
 def weights_of(state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
     """The weights alone among a unit's tensors."""
-    return {name: one for name, one in state.items() if name.startswith(PARAMETER_PREFIX)}
+    return {name: kept for name, kept in state.items() if name.startswith(PARAMETER_PREFIX)}
 
 
 def _copied(tensors: UnitTensors) -> UnitTensors:
     return {
-        name: StateTensor(copy_to_cpu(one.tensor).to(one.saved), one.saved) for name, one in tensors.items()
+        name: StateTensor(copy_to_cpu(kept.tensor).to(kept.saved), kept.saved)
+        for name, kept in tensors.items()
     }
 
 
@@ -241,18 +242,18 @@ def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: i
     write(digest.head)
     state.read(unit, digest.order, lambda name, array: write(digest.add(name, array)))
     state.done(unit)
-    found = digest.hash
+    known = digest.hash
     # What nobody counts on need not outlive a machine that stops at once.
     durable = reports is not None
-    kept = LayerFile(bytes(data), found.sha256) if file is None else file.keep(found.sha256, durable=durable)
+    kept = LayerFile(bytes(data), known.sha256) if file is None else file.keep(known.sha256, durable=durable)
     weights = rest = None
     if (alone := digest.weights) is not None:
         at, length = digest.weights_at, alone.bytes - len(alone.head)
         head = LayerFile(alone.head, "")
-        weights = JoinedFile([(head, 0, head.size), (kept, at, at + length)], found.weights_sha256)
-        rest = JoinedFile([(kept, 0, at), (kept, at + length, kept.size)], found.sha256)
+        weights = JoinedFile([(head, 0, head.size), (kept, at, at + length)], known.weights_sha256)
+        rest = JoinedFile([(kept, 0, at), (kept, at + length, kept.size)], known.sha256)
     reported = "" if reports is None else digest.weights_sha256
-    return ReadLayer(kept, found, reported, weights, rest, digest.weights_at)
+    return ReadLayer(kept, known, reported, weights, rest, digest.weights_at)
 
 
 def hash_layer(state: StateCopy, unit: str) -> UnitHash:

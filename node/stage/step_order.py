@@ -106,14 +106,16 @@ class StepOrder:
         numbers, layout = tuple(microbatches), self._layout
         if not numbers:
             return ()
-        if (found := self._found.get(numbers)) is not None:
-            return found
+        if (order := self._found.get(numbers)) is not None:
+            return order
         if len(self._found) >= MOST_FOUND:
             self._found.clear()
         count = len(numbers)
         if count not in self._orders:
             orders = stage_orders(self._config, layout.stages, self.windows or None, count)
             self._orders[count] = orders[layout.stage]
-        renumbered = [replace(one, microbatch=numbers[one.microbatch]) for one in self._orders[count]]
-        found = self._found[numbers] = tuple(renumbered)
-        return found
+        renumbered = [
+            replace(action, microbatch=numbers[action.microbatch]) for action in self._orders[count]
+        ]
+        order = self._found[numbers] = tuple(renumbered)
+        return order

@@ -105,7 +105,7 @@ class StepPasses:
         self._running: Mark | None = None
         """The mark after the newest action, which the device may still compute; None if each action ends when
         it returns."""
-        self._given = {part: dict(found) for part, found in self.samples.items()}
+        self._given = {part: dict(batches) for part, batches in self.samples.items()}
         self._waiting = [*self.work.groups, *self.order.audited]
         """Groups that have not begun."""
         self._known = set(self._waiting)
@@ -135,8 +135,8 @@ class StepPasses:
         assert self.sync is not None, "only a run with gradient groups has rows"
         self.work, self.generation, self.audited = change.work, change.generation, change.audited
         more = [group for group in change.work.groups if group not in self._known]
-        for part, found in change.samples.items():
-            for group, batch in found.items():
+        for part, batches in change.samples.items():
+            for group, batch in batches.items():
                 numbers = self.order.numbers_of([group])
                 self._given.setdefault(part, {}).update(zip(numbers, self.cut(part, batch), strict=True))
         if not change.work.groups:
@@ -204,7 +204,7 @@ class StepPasses:
     # ---- actions
 
     def _run_order(self, order: Order, groups: Sequence[int] = ()) -> None:
-        """`groups`: that these are; others may be added while it runs."""
+        """`groups`: the gradient groups of `order`. Others may be added while it runs."""
         extends = bool(groups) and not self.layout.interleaved
         needed = [self._needed(action) for action in order]
         # With several chunks, tensors do not arrive in the order in which they are needed.

@@ -40,7 +40,7 @@ def seconds_of(device: torch.device, *parts: Callable[[], object]) -> tuple[floa
 
 
 def _medians(rounds: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(statistics.median(one) for one in zip(*rounds, strict=True))
+    return tuple(statistics.median(taken) for taken in zip(*rounds, strict=True))
 
 
 def _on_gpu(parts: tuple[Callable[[], object], ...], delay: float = 0.0) -> tuple[float, ...]:

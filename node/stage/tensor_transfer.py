@@ -132,7 +132,7 @@ class TensorTransfer:
         self._watched: set[TensorKey] = set()
         """The tensors that are unpacked as soon as they arrive."""
         self._early: dict[TensorKey, Future[Unpacked]] = {}
-        """Those of them that have arrived, and that the compute thread has not yet asked for."""
+        """The watched tensors that have arrived, and that the compute thread has not yet asked for."""
         self._packing: list[Future[None]] = []
         self.digests: StepDigests | None = None
         """Notes what the step that runs sends and receives."""
@@ -234,8 +234,8 @@ class TensorTransfer:
         """Whether `finish` of this tensor would not wait, or no tensor is needed."""
         if needed is None:
             return True
-        found = self._unpacking.get(needed.key) or self._early.get(needed.key)
-        return isinstance(found, Future) and found.done()
+        job = self._unpacking.get(needed.key) or self._early.get(needed.key)
+        return isinstance(job, Future) and job.done()
 
     def begin(self, needed: Incoming, codec: Codec, io: LinksIO) -> None:
         """Wait for a tensor and start to unpack it. Raises what `io.take` raises."""
@@ -248,11 +248,11 @@ class TensorTransfer:
         Raises BadTensorError for a tensor that no encoder makes, and CacheMismatchError if the two ends'
         sample caches differ, which is no evidence against either.
         """
-        found = self._unpacking.pop(key)
-        others = [one for one in self._started() if isinstance(one, Future) and not one.done()]
-        if isinstance(found, _Later) and others:
+        job = self._unpacking.pop(key)
+        others = [other for other in self._started() if isinstance(other, Future) and not other.done()]
+        if isinstance(job, _Later) and others:
             wait(others)  # one at a time, on whichever thread
-        tensor, mark = found.result()
+        tensor, mark = job.result()
         self._device.wait(tensor, mark)
         return tensor
 

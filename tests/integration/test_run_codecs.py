@@ -7,7 +7,7 @@ import pytest
 
 from node.coordinator.decisions import record_plan, recorded_codecs
 from node.coordinator.store import Store
-from node.run_state.actions import RecordCodecs
+from node.run_state.actions import RecordPlan
 from node.telemetry.events import CodecsPlanned, Notice, PlacementMade, StepCosts
 from node.tuning.codec_plan import CodecPlan
 from tests.support.fault_prefork import Prefork
@@ -45,7 +45,7 @@ def test_steps_that_run_again_have_the_codecs_on_record(prefork: Prefork, tmp_pa
         assert change < still.steps
         with Store.open(run.run_dir) as store:
             assert recorded_codecs(store).changes == ((0, FIRST),)
-            record_plan(store, RecordCodecs(epoch=store.last_epoch(), step=change, plan=LATER))
+            record_plan(store, RecordPlan(step=change, plan=LATER))
 
         second = run.resume("coordinator.regroup_seconds=0.5")
         run.add_nodes(2)

@@ -166,7 +166,7 @@ async def test_windows_settle_on_a_steady_line_and_change_when_it_does(
         for _ in range(count):
             planner.step_done(line, nodes, change(next(steps)))
             await planner.plan()
-            line.plan_windows(planned[-1])
+            line.planned_windows = planned[-1]
 
     await take(1 + SOON)
     assert 1 <= len(planned) <= 2

@@ -14,7 +14,7 @@ from node.coordinator.decisions import (
     recorded_codecs,
 )
 from node.coordinator.store import Store
-from node.run_state.actions import Action, RecordCodecs, RecordPlacement, Released, Send
+from node.run_state.actions import Action, RecordPlacement, RecordPlan, Released, Send
 from node.run_state.codec_control import CodecControl
 from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
@@ -74,7 +74,7 @@ def steps(run: Driver, count: int, found: Lines, seconds: float = 0.3) -> list[A
 
 
 def recorded(actions: Sequence[Action]) -> list[tuple[int, CodecPlan]]:
-    return [(one.step, one.plan) for one in of_kind(actions, RecordCodecs)]
+    return [(one.step, one.plan) for one in of_kind(actions, RecordPlan)]
 
 
 def plan_of(restore: Restore) -> CodecPlan:
@@ -85,7 +85,7 @@ def test_codecs_change_only_with_an_epoch_and_are_on_record_before_a_node_receiv
     run = Driver(stages=3, steps=100, every=200, codecs=control)
     run.join("abc")
     actions = run.all_placed()
-    assert recorded(actions) == [(0, same(FIRST, 2))] and isinstance(actions[0], RecordCodecs)
+    assert recorded(actions) == [(0, same(FIRST, 2))] and isinstance(actions[0], RecordPlan)
     assert plan_of(restore_of(actions)) == same(FIRST, 2)
     run.all_ready()
     actions = steps(run, 3 * WATCHED, lines(1000, 6))
@@ -98,13 +98,13 @@ def test_codecs_change_only_with_an_epoch_and_are_on_record_before_a_node_receiv
     )
     assert len(placements) == len(changes) == len(set(restores))
     assert [plan_of(one) for one in dict.fromkeys(restores)] == [plan for _, plan in changes]
-    for record in of_kind(actions, RecordCodecs):
+    for record in of_kind(actions, RecordPlan):
         first = next(
             place
             for place, one in enumerate(actions)
             if isinstance(one, Send)
             and isinstance(one.message, Restore)
-            and one.message.epoch == record.epoch
+            and (one.message.step, plan_of(one.message)) == (record.step, record.plan)
         )
         assert actions.index(record) < first
     assert not any(
@@ -210,10 +210,10 @@ def test_plans_are_in_the_database_and_a_new_one_replaces_later_ones(tmp_path: P
         assert recorded_codecs(store) == StepHistory()
         one, two, three = (same(codec, 2) for codec in ("trellis-3", "trellis-4", "trellis-5"))
         for step, plan in ((0, one), (10, two), (20, three)):
-            record_plan(store, RecordCodecs(epoch=step + 1, step=step, plan=plan))
+            record_plan(store, RecordPlan(step=step, plan=plan))
     with Store.open(tmp_path / "run") as store:
         assert recorded_codecs(store) == StepHistory(((0, one), (10, two), (20, three)))
-        record_plan(store, RecordCodecs(epoch=40, step=10, plan=three))
+        record_plan(store, RecordPlan(step=10, plan=three))
         assert recorded_codecs(store) == StepHistory(((0, one), (10, three)))
         with store.writing() as db:
             db.execute('UPDATE decisions SET decision = \'{"activations": ["nothing"]}\' WHERE at = 10')

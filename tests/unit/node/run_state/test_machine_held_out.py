@@ -35,7 +35,7 @@ def test_every_pass_is_run_by_all_stages_before_the_next_step_begins() -> None:
     assert sent(run.validated("a", number=0)) == [second, second]
     assert run.validated("a", number=1) == []
     actions = run.validated("b", 3.0, number=1)
-    assert actions[0] == RecordHeldOut(epoch=1, step=2, loss=4.0, uncompressed=3.0, samples=3, best=True)
+    assert actions[0] == RecordHeldOut(step=2, loss=4.0, uncompressed=3.0, samples=3, best=True)
     assert sent(actions, "a") == [TakeSnapshot(epoch=1, step=2), Begin(epoch=1, step=2)]
     run.steps(1)
     assert run.epoch.phase is Phase.STEPPING, "the next is not due"

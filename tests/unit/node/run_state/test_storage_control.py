@@ -9,7 +9,7 @@ import pytest
 from node.config.schema import StorageSection
 from node.coordinator.decisions import record_plan, recorded_storages
 from node.coordinator.store import Store
-from node.run_state.actions import Action, RecordStorages, Send
+from node.run_state.actions import Action, RecordPlan, Send
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import StageBytes
 from node.run_state.storage_control import StorageControl, no_choice, storage_control
@@ -41,7 +41,7 @@ def control(history: StepHistory[StoragePlan], plain: StageBytes) -> StorageCont
 
 
 def recorded(actions: Sequence[Action]) -> list[tuple[int, tuple[str, ...]]]:
-    return [(one.step, one.plan.names) for one in of_kind(actions, RecordStorages)]
+    return [(one.step, one.plan.names) for one in of_kind(actions, RecordPlan)]
 
 
 def test_storages_follow_what_nodes_say_and_are_on_record_before_a_node_receives_them() -> None:
@@ -49,7 +49,7 @@ def test_storages_follow_what_nodes_say_and_are_on_record_before_a_node_receives
     machine.join("abc")
     actions = machine.all_placed()
     assert recorded(actions) == [(0, (WIDE, NARROW, WIDE))]
-    assert isinstance(actions[0], RecordStorages)
+    assert isinstance(actions[0], RecordPlan)
     assert restore_of(actions).storages == (WIDE, NARROW, WIDE)
     assert machine.epoch.storages == StoragePlan((WIDE, NARROW, WIDE))
 
@@ -117,7 +117,7 @@ def test_the_record_is_in_the_runs_database_and_damage_is_named(tmp_path: Path) 
     with Store.create(tmp_path / "run", run_id="r", config_json="{}", pin=b"", now=0.0) as store:
         assert recorded_storages(store) == StepHistory()
         for step, names in ((0, (WIDE,)), (8, (NARROW,)), (5, (NARROW, WIDE))):
-            record_plan(store, RecordStorages(epoch=1, step=step, plan=StoragePlan(names)))
+            record_plan(store, RecordPlan(step=step, plan=StoragePlan(names)))
         assert recorded_storages(store) == StepHistory(
             ((0, StoragePlan((WIDE,))), (5, StoragePlan((NARROW, WIDE))))
         )
