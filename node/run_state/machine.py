@@ -956,7 +956,7 @@ class RunMachine:
     def _implausible(self, epoch: Epoch, odd: Implausible, now: float) -> list[Action]:
         """Another node computes the stage again. What it finds too counts; so does what no other can check,
         unless it is absurd."""
-        if (again := self._compute_again(epoch, odd.node_id, odd.what, now, finite=True)) is not None:
+        if (again := self._compute_again(epoch, odd.node_id, odd.what, now, neighbours=False)) is not None:
             return again
         loaded = epoch.step - epoch.steps_done
         if epoch.is_proving and self._states.held_alone(loaded):
@@ -972,14 +972,14 @@ class RunMachine:
         return [*notes, *self._voted(epoch, epoch.commit_anyway(confirmed=is_checked), now)]
 
     def _compute_again(
-        self, epoch: Epoch, node_id: str, what: str, now: float, *, finite: bool = False
+        self, epoch: Epoch, node_id: str, what: str, now: float, *, neighbours: bool = True
     ) -> list[Action] | None:
-        """Run the step again without the node that may be wrong. None if no such node is left to try, or no
-        other node can take its stage."""
+        """Run the step again without the node that may be wrong; without `neighbours` only those of its stage
+        may be. None if no such node is left to try, or no other node can take its stage."""
         if epoch.uncompressed or self._ending.due:
             self._wrong.nothing_to_try(epoch)
             return None
-        verdict = self._wrong.compute_again(epoch, node_id, what, now, neighbours=not finite)
+        verdict = self._wrong.compute_again(epoch, node_id, what, now, neighbours=neighbours)
         return None if verdict is None else self._after_failure(epoch, verdict, now)
 
     def _settle_doubt(self, epoch: Epoch, now: float) -> list[Action]:
