@@ -42,15 +42,6 @@ def test_the_demo(tmp_path: Path) -> None:
         assert len(json.loads((snapshot / "manifest.json").read_bytes())["units"]) == 6
 
 
-def test_the_demo_without_text(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
-        demo = run.command("demo", "--data", str(tmp_path / "nowhere"), "--run-dir", str(run.run_dir))
-        assert demo.wait_exit() == 2, demo.report()
-        (line,) = demo.stderr.splitlines()
-        assert line.startswith(f"thinwire: error: no file or folder {tmp_path / 'nowhere'}; set [data] path")
-        run.assert_quiet()
-
-
 def test_ctrl_c_ends_the_demo_on_the_users_text_and_all_of_its_processes(tmp_path: Path) -> None:
     """A folder of texts. The snapshot of the step that was running is kept, so the run can go on."""
     library = tmp_path / "library"

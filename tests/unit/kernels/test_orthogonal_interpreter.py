@@ -26,7 +26,7 @@ def test_products_are_exact(shape: tuple[int, int]) -> None:
 
 
 @inside
-@pytest.mark.parametrize("shape", [(3, 40), (37, 20)])
+@pytest.mark.parametrize("shape", [(3, 40), (20, 17)])
 def test_a_matrix_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
     from kernels.orthogonal import triton
 

@@ -180,27 +180,6 @@ def test_whole_rows_stay_together() -> None:
     )
 
 
-def test_a_run_begins_with_as_many_rows_as_there_are_nodes_for() -> None:
-    assert make_assigner(3).choose(nodes("abcde"), 0.0) == ("a", "b", "c", "d")
-    assert make_assigner(1).choose(nodes("abcde"), 0.0) == ("a", "b")
-
-
-def test_the_rows_that_are_left_go_on_at_once_and_without_newcomers() -> None:
-    assigner = make_assigner(2)
-    assigner.choose(nodes("abcd"), 0.0)
-    assigner.vacate("a", 1.0)
-    assert assigner.choose(nodes("bcdx"), 1.0) == ("c", "d")
-    assert assigner.rows == 1
-
-
-def test_nodes_of_broken_rows_make_a_row_if_they_hold_all_stages() -> None:
-    assigner = make_assigner(2)
-    assigner.choose(nodes("abcd"), 0.0)
-    assigner.vacate("a", 1.0)
-    assigner.vacate("d", 1.0)
-    assert assigner.choose(nodes("bcxy"), 1.0) == ("c", "b")
-
-
 def test_a_node_left_out_for_a_step_is_a_newcomer_again() -> None:
     assigner = make_assigner(2)
     assigner.choose(nodes("abcd"), 0.0)

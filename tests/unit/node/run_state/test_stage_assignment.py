@@ -37,14 +37,6 @@ def assign(
 # ---- one placement
 
 
-def test_newcomers_get_stages_in_order_of_arrival() -> None:
-    assert assign((), nodes("badc"), [1, 1, 1]) == ("b", "a", "d")
-
-
-def test_nodes_keep_their_stages() -> None:
-    assert assign(("c", "a", "b"), nodes("abcd"), [1, 1, 1]) == ("c", "a", "b")
-
-
 def test_a_newcomer_fills_the_gap() -> None:
     assert assign(("c", None, "b"), nodes("bcxy"), [1, 1, 1]) == ("c", "x", "b")
     assert assign(("c", "gone", "b"), nodes("bcxy"), [1, 1, 1]) == ("c", "x", "b")
@@ -53,20 +45,6 @@ def test_a_newcomer_fills_the_gap() -> None:
 def test_order_is_kept_when_the_number_of_stages_changes() -> None:
     assert assign(("d", "gone", "b", "a"), nodes("abd"), [1, 1, 1]) == ("d", "b", "a")
     assert assign(("d", "b", "a"), nodes("abcd"), [1, 1, 1, 1]) == ("d", "b", "a", "c")
-
-
-def test_too_few_nodes_are_no_placement() -> None:
-    assert assign((), nodes("ab"), [1, 1, 1]) is None
-    assert assign((), [], [1]) is None
-
-
-def test_nobody_gets_a_stage_that_does_not_fit() -> None:
-    assert assign((), sized(small=4, large=9), [5, 3]) == ("large", "small")
-    assert assign((), sized(small=4, other=4), [5, 3]) is None
-
-
-def test_memory_that_is_not_known_fits() -> None:
-    assert assign((), sized(unknown=0, small=4), [100, 3]) == ("unknown", "small")
 
 
 def test_nodes_swap_stages_only_where_that_helps() -> None:
@@ -121,42 +99,11 @@ def make_assigner(
     )
 
 
-def test_a_new_run_waits_for_all_stages_however_long() -> None:
-    assigner = make_assigner(least=1)
-    assert assigner.choose(nodes("ab"), 0.0) is None
-    assert assigner.choose(nodes("ab"), 1000.0) is None
-    assert assigner.choose(nodes("abc"), 1000.0) == ("a", "b", "c")
-
-
-def test_a_spare_takes_a_dead_nodes_stage_at_once() -> None:
-    assigner = make_assigner()
-    assert assigner.choose(nodes("abc"), 0.0)
-    assert assigner.vacate("b", 5.0)
-    assert assigner.choose(nodes("acx"), 5.0) == ("a", "x", "c")
-
-
 def test_a_node_without_a_stage_gives_up_nothing() -> None:
     assigner = make_assigner()
     assert assigner.choose(nodes("abc"), 0.0)
     assert not assigner.vacate("x", 1.0)
     assert assigner.choose(nodes("abcx"), 1.0) == ("a", "b", "c")
-
-
-def test_without_a_spare_the_split_stays_until_it_is_time_to_regroup() -> None:
-    assigner = make_assigner(least=2)
-    assert assigner.choose(nodes("abc"), 0.0)
-    assigner.vacate("b", 5.0)
-    assert assigner.choose(nodes("ac"), 14.9) is None
-    assert assigner.choose(nodes("ac"), 15.0) == ("a", "c")
-
-
-def test_below_the_least_number_of_stages_the_run_waits() -> None:
-    assigner = make_assigner(least=2)
-    assert assigner.choose(nodes("abc"), 0.0)
-    assigner.vacate("a", 5.0)
-    assigner.vacate("b", 5.0)
-    assert assigner.choose(nodes("c"), 100.0) is None
-    assert assigner.choose(nodes("cx"), 100.0) == ("c", "x")
 
 
 def test_the_same_nodes_continue_at_once_when_an_epoch_ends_otherwise() -> None:
@@ -179,17 +126,6 @@ def test_holders_from_before_a_restart_get_a_moment_from_the_first_that_comes() 
     assert assigner.choose(nodes("xyzb"), 100.0) is None
     assert assigner.choose(nodes("xyzb"), 109.9) is None
     assert assigner.choose(nodes("xyzbac"), 109.9) == ("a", "b", "c")
-
-
-def test_nodes_that_do_not_return_lose_their_stages() -> None:
-    assigner = make_assigner(previous=("a", "b", "c"))
-    assert assigner.choose(nodes("xyb"), 0.0) is None
-    assert assigner.choose(nodes("xyb"), 10.0) == ("x", "b", "y")
-
-
-def test_fewer_holders_from_before_a_restart_go_on_as_they_were() -> None:
-    assert make_assigner(least=1, previous=("a",)).choose(nodes("a"), 0.0) == ("a",)
-    assert make_assigner(least=1, previous=("b", "a")).choose(nodes("ab"), 0.0) == ("b", "a")
 
 
 def test_a_resumed_run_may_ask_for_fewer_or_more_stages() -> None:
