@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from node.stage import watchdog
 from node.stage.inbox import STALL_SECONDS
 from node.stage.watchdog import STUCK_SECONDS, ComputeThread, StuckError, check_progress
 from node.telemetry.clock import WAITS, StageClock, TimeKind
+from tests.support.fault_prefork import Prefork
 
 HANGS = """
 import threading
@@ -68,9 +70,17 @@ async def test_the_clock_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         ("return main.INTERRUPTED", 130, ""),
     ],
 )
-def test_the_process_ends_although_its_thread_does_not(ends: str, code: int, words: str) -> None:
-    script = HANGS.replace("ENDS", ends)
-    done = subprocess.run((sys.executable, "-c", script), capture_output=True, text=True, timeout=150)
-    assert done.returncode == code, done.stderr
-    assert done.stderr.strip() == words
-    assert done.stdout.strip() == "released"
+def test_the_process_ends_although_its_thread_does_not(
+    ends: str, code: int, words: str, prefork: Prefork, tmp_path: Path
+) -> None:
+    script, complaints = tmp_path / "hangs.py", tmp_path / "stderr"
+    script.write_text(HANGS.replace("ENDS", ends))
+    with complaints.open("wb") as stderr:
+        process = prefork.popen(
+            (sys.executable, str(script)), stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+    assert process.stdout is not None
+    with process.stdout as said:
+        assert said.read() == "released\n"
+    assert process.wait(60) == code
+    assert complaints.read_text().strip() == words
