@@ -5,29 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from node.run_state.actions import RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
+from node.run_state.actions import RecordCommit, RecordHeldOut, Send
 from node.run_state.epoch import Assignment, Committed, Epoch, OnRecord, Phase, StepRules
 from node.run_state.held_out import HeldOutPass, HeldOutSchedule
-from node.run_state.votes import (
-    LEAST,
-    FiniteUncompressed,
-    Implausible,
-    NonFinite,
-    PastStep,
-    RefusedVote,
-    VoteHistory,
-)
-from wire.messages import (
-    Begin,
-    Commit,
-    Placed,
-    PlacedStage,
-    Placement,
-    Restore,
-    TakeSnapshot,
-    Validated,
-    Vote,
-)
+from node.run_state.votes import LEAST, Implausible, PastStep, RefusedVote, VoteHistory
+from wire.messages import Begin, Placed, Restore, Validated, Vote
 from wire.telemetry import Telemetry
 
 
@@ -36,7 +18,6 @@ def epoch(
     snapshot: int = 0,
     state: int = 0,
     committed: Committed | None = None,
-    suspect: int | None = None,
     lineages: tuple[int, ...] | None = None,
     unlabelled: tuple[int, ...] = (),
 ) -> Epoch:
@@ -45,7 +26,6 @@ def epoch(
         newest_state=state,
         committed=committed,
         lineages=lineages,
-        suspect_step=suspect,
     )
     rules = StepRules(
         plan=lambda step, norm: (1.0, 0.1 * step),
@@ -65,132 +45,14 @@ def vote(step: int, norm: float = 1.0, unit: int = 0, loss: float | None = None)
     return Vote(epoch=4, step=step, norms={unit: norm}, loss=2.0 if unit and loss is None else loss)
 
 
-def stepping(step: int = 3, suspect: int | None = None, unlabelled: tuple[int, ...] = ()) -> Epoch:
-    one = epoch(state=step, suspect=suspect, unlabelled=unlabelled)
+def stepping(step: int = 3, unlabelled: tuple[int, ...] = ()) -> Epoch:
+    one = epoch(state=step, unlabelled=unlabelled)
     one.placed("a", placed(step))
     one.placed("b", placed(step))
     one.ready("a")
     one.ready("b")
     one.begin()
     return one
-
-
-def test_phases_follow_each_other() -> None:
-    one = epoch(state=3)
-    seen = [one.phase]
-    for node in "ab":
-        one.placed(node, placed(3))
-        seen.append(one.phase)
-    one.ready("a")
-    assert one.ready("b") == [RecordRestored(epoch=4, step=3, nodes=("a", "b"))]
-    seen.append(one.phase)
-    one.begin()
-    seen.append(one.phase)
-    one.vote("a", vote(3))
-    outcome = one.vote("b", vote(3, unit=1))
-    assert isinstance(outcome, list) and isinstance(outcome[0], RecordCommit)
-    seen.append(one.phase)
-    one.applied("a", 3)
-    assert one.applied("b", 3) == [StepDone(epoch=4, step=3, nodes=("a", "b"))]
-    seen.append(one.phase)
-    expected = ["placing", "placing", "restoring", "idle", "stepping", "applying", "idle"]
-    assert [phase.value for phase in seen] == expected
-    assert one.step == 4
-
-
-def test_an_epoch_expects_to_go_on_where_the_record_ends() -> None:
-    assert epoch(snapshot=4, state=7).step == 7
-    assert epoch(snapshot=8, state=7).step == 8
-
-
-@pytest.mark.parametrize("node", ["x", ""])
-def test_strangers_are_not_counted(node: str) -> None:
-    one = epoch()
-    assert not one.placed(node, placed(0)) and one.ready(node) == []
-    one = stepping()
-    assert one.vote(node, vote(3, unit=int(node == "b"))) == [] and one.applied(node, 3) == []
-    one.vote("a", vote(3))
-    assert one.phase is Phase.STEPPING
-
-
-def test_messages_of_another_phase_are_not_counted() -> None:
-    one = epoch(state=3)
-    for node in "ab":
-        assert (
-            one.ready(node) == []
-            and one.vote(node, vote(3, unit=int(node == "b"))) == []
-            and one.applied(node, 3) == []
-        )
-    one = stepping()
-    for node in "ab":
-        assert not one.placed(node, placed(3)) and one.ready(node) == [] and one.applied(node, 3) == []
-    assert (one.phase, one.step) == (Phase.STEPPING, 3)
-
-
-@pytest.mark.parametrize("step", [0, 2, 4])
-def test_a_vote_for_another_step_is_not_counted(step: int) -> None:
-    one = stepping(3)
-    one.vote("a", vote(3))
-    assert one.vote("b", vote(step, norm=float("nan"))) == []
-    assert one.phase is Phase.STEPPING
-
-
-@pytest.mark.parametrize("step", [2, 4])
-def test_another_steps_applied_is_not_counted(step: int) -> None:
-    one = stepping(3)
-    one.vote("a", vote(3))
-    one.vote("b", vote(3, unit=1))
-    one.applied("a", 3)
-    assert one.applied("b", step) == []
-    assert one.phase is Phase.APPLYING
-
-
-def test_a_vote_replaces_the_one_before_from_the_same_node() -> None:
-    one = stepping()
-    one.vote("a", vote(3, norm=100.0))
-    one.vote("a", vote(3, norm=9.0))
-    outcome = one.vote("b", vote(3, norm=16.0, unit=1))
-    assert isinstance(outcome, list)
-    (record, *_) = outcome
-    assert isinstance(record, RecordCommit) and record.grad_norm == 5.0
-
-
-def test_votes_of_the_step_before_do_not_count_for_the_next() -> None:
-    one = stepping()
-    for node in "ab":
-        one.vote(node, vote(3, unit=int(node == "b")))
-    for node in "ab":
-        one.applied(node, 3)
-    one.begin()
-    one.vote("a", vote(4))
-    assert one.phase is Phase.STEPPING
-    assert one.outstanding("b") == [Begin(epoch=4, step=4)]
-
-
-def test_what_is_not_finite_is_named() -> None:
-    assert stepping().vote("a", vote(3, norm=float("nan"))) == NonFinite("a", "the gradient of layer unit 0")
-    assert stepping().vote("b", vote(3, unit=1, loss=float("inf"))) == NonFinite("b", "the loss")
-    one = stepping()
-    one.vote("a", vote(3, norm=1e308))
-    assert one.vote("b", vote(3, norm=1.1e308, unit=1)) == NonFinite("b", "the global gradient norm")
-
-
-def test_only_an_epoch_that_begins_at_the_suspect_step_is_uncompressed() -> None:
-    assert stepping(3, suspect=3).uncompressed
-    assert not stepping(2, suspect=3).uncompressed
-    one = stepping(3, suspect=3)
-    one.vote("a", vote(3))
-    assert one.vote("b", vote(3, unit=1)) == FiniteUncompressed()
-    assert one.phase is Phase.STEPPING and one.committed is None
-
-
-def test_a_missed_commit_is_sent_with_the_state_after_it() -> None:
-    committed = Committed(step=2, clip_coefficient=0.5, lr=0.25)
-    one = epoch(snapshot=1, state=3, committed=committed)
-    one.placed("a", placed(3))
-    one.placed("b", placed(2, voted=True))
-    commit = Commit(epoch=4, step=2, clip_coefficient=0.5, lr=0.25)
-    assert one.outstanding("a") == [Restore(epoch=4, step=3, missed=commit)]
 
 
 @pytest.mark.parametrize(
@@ -221,43 +83,6 @@ def test_a_commit_is_applied_to_gradients_of_its_own_lineage(made: int | None, s
     one.placed("a", placed(3, lineage=2))
     one.placed("b", placed(2, voted=True, lineage=2))
     assert one.step == step
-
-
-def test_a_commit_of_another_step_is_not_sent() -> None:
-    one = epoch(snapshot=1, state=3, committed=Committed(step=2, clip_coefficient=0.5, lr=0.25))
-    one.placed("a", placed(1))
-    one.placed("b", placed(1))
-    assert one.outstanding("a") == [Restore(epoch=4, step=1, missed=None)]
-
-
-def test_every_stage_hears_of_all_stages() -> None:
-    stages = (PlacedStage(node_id="a", address="a:1"), PlacedStage(node_id="b", address="b:1"))
-    assert epoch().announce() == [
-        Send(node_id=node, message=Placement(epoch=4, stage=stage, stages=stages))
-        for stage, node in enumerate("ab")
-    ]
-
-
-def test_a_snapshot_is_repeated_until_the_step_after_it_is_done() -> None:
-    one = stepping()
-    for node in "ab":
-        one.vote(node, vote(3, unit=int(node == "b")))
-    for node in "ab":
-        one.applied(node, 3)
-    one.take_snapshot()
-    take = TakeSnapshot(epoch=4, step=4)
-    assert one.outstanding("a") == [take]
-    one.take_snapshot()
-    take = replace(take, attempt=1)
-    assert one.outstanding("a") == [take], "what came of the first attempt does not count"
-    one.begin()
-    assert one.outstanding("a") == [take, Begin(epoch=4, step=4)]
-    for node in "ab":
-        one.vote(node, vote(4, unit=int(node == "b")))
-    assert one.outstanding("a")[0] == take
-    for node in "ab":
-        one.applied(node, 4)
-    assert one.outstanding("a") == []
 
 
 @pytest.mark.parametrize(
