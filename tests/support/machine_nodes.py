@@ -18,6 +18,7 @@ from node.run_state.epoch import Committed
 from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.run_plan import Past, RunPlan
 from node.training.schedule import global_norm
+from tests.support.machine_driver import UNITS, units_of
 from wire.messages import (
     DIGEST_BYTES,
     Abort,
@@ -49,18 +50,6 @@ from wire.messages import (
     Vote,
 )
 from wire.telemetry import Telemetry
-
-UNITS = ("embed", "block.0", "block.1", "block.2", "block.3", "head")
-
-
-def units_of(stages: int) -> list[tuple[str, ...]]:
-    """An even split of `UNITS`."""
-    return [UNITS[s * len(UNITS) // stages : (s + 1) * len(UNITS) // stages] for s in range(stages)]
-
-
-@cache
-def unit_numbers(stages: int) -> list[frozenset[int]]:
-    return [frozenset(map(UNITS.index, units)) for units in units_of(stages)]
 
 
 def step_plan(step: int, norm: float) -> tuple[float, float]:

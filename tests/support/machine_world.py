@@ -35,8 +35,8 @@ from node.run_state.run_plan import RunPlan
 from node.run_state.snapshot_schedule import MAX_ASKED
 from node.run_state.stage_assignment import Candidate
 from node.schedule.routing import neighbours
+from tests.support.machine_driver import UNITS, unit_numbers, units_of
 from tests.support.machine_nodes import (
-    UNITS,
     Disk,
     Session,
     SimNode,
@@ -46,8 +46,6 @@ from tests.support.machine_nodes import (
     outcome,
     step_plan,
     total_loss,
-    unit_numbers,
-    units_of,
 )
 from wire.messages import (
     Begin,

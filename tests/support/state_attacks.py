@@ -4,7 +4,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.support.machine_nodes import UNITS, SimNode, StateLie, chain
+from tests.support.machine_driver import UNITS
+from tests.support.machine_nodes import SimNode, StateLie, chain
 from tests.support.machine_world import World
 
 StateOf = Callable[[int, int], int]
