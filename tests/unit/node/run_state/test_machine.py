@@ -157,16 +157,6 @@ def test_the_norm_does_not_depend_on_the_order_of_votes() -> None:
     assert len({norm(order) for order in ("abc", "cba", "bac", "cab")}) == 1
 
 
-def test_the_vote_of_the_stage_with_the_head_has_a_loss() -> None:
-    run = Driver(stages=1).started("a")
-    vote = Vote(epoch=1, step=0, norms=dict.fromkeys(range(6), 1.0), loss=None)
-    told, again = run.machine.message("a", vote, run.time)
-    assert told == Announce(
-        text="a message of node a was refused: it voted without a loss, as the stage with the head"
-    )
-    assert again == Send(node_id="a", message=Begin(epoch=1, step=0))
-
-
 # ---- snapshots
 
 
@@ -221,13 +211,6 @@ def test_a_run_ends_when_its_last_state_is_on_disk() -> None:
     assert run.machine.stopped and run.machine.epoch is None
 
 
-def test_a_last_step_that_is_due_for_a_snapshot_takes_one() -> None:
-    run = Driver(stages=1, steps=4, every=2).started("a", 3)
-    run.all_vote()
-    assert of_kind(run.all_applied(), OpenSnapshot) == [OpenSnapshot(step=4)]
-    assert stop_of(run.stored(4)).reason == "all steps are done"
-
-
 def test_a_snapshot_that_comes_late_is_the_newest_but_ends_no_wait_for_another() -> None:
     run = Driver(stages=1, steps=4, every=2).started("a")
     run.steps(4, store=False)
@@ -238,39 +221,12 @@ def test_a_snapshot_that_comes_late_is_the_newest_but_ends_no_wait_for_another()
     assert stop_of(run.stored(4)).reason == "all steps are done"
 
 
-def test_a_snapshot_of_an_older_step_never_becomes_the_newest() -> None:
-    run = Driver(stages=1, every=2).started("a", 5)
-    assert run.machine.newest_snapshot == 4
-    assert run.stored(2) == []
-    assert run.machine.newest_snapshot == 4
-
-
-def test_slow_uploads_do_not_pile_up() -> None:
-    run = Driver(stages=1, every=1).started("a")
-    asked = [of_kind(run.steps(1, store=False), OpenSnapshot) for _ in range(5)]
-    assert asked == [[OpenSnapshot(step=1)], [OpenSnapshot(step=2)], [], [], []]
-    run.stored(1)
-    assert of_kind(run.steps(1, store=False), OpenSnapshot) == [OpenSnapshot(step=6)]
-    run.stored(6)  # which makes step 2's needless
-    asked = [of_kind(run.steps(1, store=False), OpenSnapshot) for _ in range(3)]
-    assert asked == [[OpenSnapshot(step=7)], [OpenSnapshot(step=8)], []]
-
-
 def test_a_snapshot_that_an_epoch_did_not_live_to_see_is_taken_by_the_next() -> None:
     run = Driver(stages=2, every=3).started("ab")
     run.steps(3, store=False)
     run.failed("a")
     run.all_placed(3)
     assert of_kind(run.all_ready(), OpenSnapshot) == [OpenSnapshot(step=3)]
-
-
-def test_a_snapshot_that_is_stored_is_not_taken_again() -> None:
-    run = Driver(stages=2, every=3).started("ab", 3)
-    run.failed("a")
-    run.all_placed(3)
-    actions = run.all_ready()
-    assert of_kind(actions, OpenSnapshot) == []
-    assert sent(actions, "a") == [Begin(epoch=2, step=3)]
 
 
 # ---- spares
@@ -298,17 +254,6 @@ def test_who_waits_for_a_runs_first_epoch_fetches_the_weights_of_its_stage() -> 
         assert prefetches(run.hello(node)) == {node: Prefetch(step=0, units=units)}
     assert prefetches(run.hello("c")) == {}, "it has its stage"
     assert prefetches(run.hello("d")) == {} and prefetches(Driver(stages=2).hello("a")) == {}
-
-
-def test_a_spare_that_is_away_or_leaves_is_sent_for_nothing() -> None:
-    run = Driver(stages=1, every=2).started("a")
-    run.join("xyz")
-    run.machine.disconnected("x", run.time)
-    run.leave("y")
-    run.steps(1)
-    run.all_vote()
-    run.all_applied()
-    assert list(prefetches(run.stored(2))) == ["z"]
 
 
 # ---- what is said to a node whose connection broke
@@ -496,12 +441,3 @@ def test_a_node_that_returns_too_small_gives_up_its_stage() -> None:
     actions = run.hello("c", again=True)
     assert of_kind(actions, Released)[0].node_id == "c"
     assert "c" not in run.machine.members and run.machine.epoch is None
-
-
-@pytest.mark.parametrize("nodes", ["a", "ab", "abc", "abcd"])
-def test_a_whole_run(nodes: str) -> None:
-    run = Driver(stages=len(nodes), steps=20, every=6).started(nodes)
-    end = run.steps(20)
-    assert run.machine.stopped is True
-    assert run.machine.newest_snapshot == 20
-    assert of_kind(end, StepDone) == [StepDone(epoch=1, step=19, nodes=tuple(nodes))]

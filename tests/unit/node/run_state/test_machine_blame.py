@@ -124,12 +124,6 @@ def test_the_newer_end_of_a_link_goes_even_if_it_complained_first() -> None:
     assert run.epoch.hosts == ("a", "y", "c")
 
 
-def test_a_node_in_all_failures_is_replaced_whoever_reported_the_last() -> None:
-    run = with_spares("x")
-    attempts(run, cut_off("b", "aacb"))
-    assert run.epoch.hosts == ("a", "x", "c")
-
-
 def test_an_accuser_that_was_wrong_is_replaced_before_another_spare() -> None:
     """It blames one neighbour after the other, also those that are new."""
     run = with_spares("xyz")
@@ -151,12 +145,6 @@ def test_when_no_spare_is_left_the_run_is_given_up() -> None:
     assert end.failed and end.reason.startswith("step 3 failed 4 times in a row, last at stage 1")
     assert len(of_kind(actions, Announce)) == 2, "twice a spare took over"
     assert len(of_kind(actions, Aborted)) == 3 * (MAX_RETRIES + 1) - 1
-
-
-def test_a_spare_too_small_for_the_stage_is_no_way_out() -> None:
-    run = Driver(stages=2, every=2, memory={"x": 1}).started("ab", 2)
-    run.join("x")
-    assert stop_of(attempts(run, broken("b"))).failed
 
 
 def test_a_finished_step_clears_all_blame() -> None:
@@ -188,12 +176,3 @@ def test_a_split_of_fewer_stages_changes_hands_too() -> None:
     assert len(of_kind(actions, Aborted)) == MAX_RETRIES + 1
     run.all_ready()
     assert run.epoch.phase is Phase.STEPPING, "no epoch is ended for a third stage on the node that failed"
-
-
-def test_an_ending_run_places_no_spare() -> None:
-    run = Driver(every=100).started("abc", 2)
-    run.hello("x")
-    attempts(run, broken("b"), MAX_RETRIES)
-    assert run.stop() == []
-    assert placement_of(run.failed("b", INTERNAL)) == ("a", "b", "c"), "to hand in what they hold"
-    stop_of(run.failed("b", INTERNAL))

@@ -1,8 +1,7 @@
 """A snapshot is found to be damaged during the run: which one the run goes back to, and what it prints."""
 
 from node.run_state.actions import OpenSnapshot
-from node.run_state.failures import MAX_RETRIES
-from tests.support.machine_driver import Driver, of_kind, restore_of, stop_of
+from tests.support.machine_driver import Driver, of_kind, restore_of
 from wire.messages import FailureKind
 
 DAMAGED = "head.safetensors is damaged"
@@ -39,21 +38,3 @@ def test_stages_that_hold_newer_state_go_on_with_it() -> None:
     assert of_kind(run.all_ready(), OpenSnapshot) == [OpenSnapshot(step=9)], "a failure now would cost more"
     run.stored(9)
     assert run.machine.newest_snapshot == 9
-
-
-def test_reports_about_a_replaced_node_change_nothing() -> None:
-    run = Driver(every=2).started("abc", 4)
-    run.machine.snapshot_damaged(2, 0)
-    assert run.machine.newest_snapshot == 4
-    assert of_kind(run.steps(1), OpenSnapshot) == []
-
-
-def test_a_run_with_no_other_snapshot_does_not_call_it_intact() -> None:
-    run = gone_back()
-    run.machine.snapshot_damaged(4, 0)
-    for _ in range(MAX_RETRIES):
-        run.failed("x", FailureKind.INTERNAL, why=DAMAGED)
-        assert restore_of(run.all_placed()).step == 4
-    end = stop_of(run.failed("x", FailureKind.INTERNAL, why=DAMAGED))
-    assert end.failed and "intact" not in end.reason
-    assert "the snapshot of step 4 is damaged and no older one is whole" in end.reason

@@ -69,15 +69,6 @@ def test_a_stop_while_stages_are_placed_saves_what_they_hold() -> None:
     assert run.machine.newest_snapshot == 2
 
 
-def test_a_stop_while_stages_restore_saves_what_they_hold() -> None:
-    run = in_phase(Phase.RESTORING)
-    assert run.stop() == []
-    actions = run.all_ready()
-    assert of_kind(actions, OpenSnapshot) == SAVES
-    assert not any(isinstance(message, Begin) for message in sent(actions))
-    assert stop_of(run.stored(2)).reason == ASKED
-
-
 def test_a_stop_waits_for_a_commit_that_somebody_missed() -> None:
     run = in_phase(Phase.APPLYING)
     run.failed("a")
@@ -143,24 +134,6 @@ def test_a_stop_that_is_asked_for_again_still_saves_what_stages_hold(phase: Phas
     assert run.machine.newest_snapshot == held
 
 
-@pytest.mark.parametrize("phase", [Phase.PLACING, Phase.RESTORING])
-@pytest.mark.parametrize("how", ["death", "new process"])
-def test_a_stop_between_epochs_does_not_wait_for_dead_nodes(phase: Phase, how: str) -> None:
-    """With the state of one stage gone the others' is no state of the run."""
-    run = in_phase(phase)
-    run.stop()
-    actions = run.die("b") if how == "death" else run.hello("b", again=True)
-    assert stop_of(actions).reason == ASKED
-
-
-def test_a_stop_does_not_wait_for_a_node_that_never_takes_its_stage() -> None:
-    run = in_phase(Phase.PLACING)
-    run.stop()
-    run.placed("a", 2)
-    assert run.tick(PLACING_SECONDS - 1) == []
-    assert stop_of(run.tick(2.0)).reason == ASKED
-
-
 def test_a_reconnected_node_gets_its_requests_again() -> None:
     run = in_phase(Phase.PLACING)
     run.stop()
@@ -186,33 +159,12 @@ def test_a_failure_while_the_run_is_to_end_costs_no_state(phase: Phase) -> None:
     assert end.reason == ("all steps are done" if held == 3 else ASKED) and not end.failed
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_a_second_failure_ends_it(phase: Phase) -> None:
-    run = in_phase(phase)
-    run.stop()
-    run.failed("b")
-    assert stop_of(run.failed("b")).reason == ASKED
-
-
 def test_a_step_that_is_not_finite_while_the_run_is_to_end_costs_no_state() -> None:
     run = in_phase(Phase.STEPPING)
     run.stop()
     assert of_kind(run.vote("b", norm=math.nan), Announce) == [], "it is not run again"
     assert of_kind(run.all_placed(2), OpenSnapshot) == SAVES
     assert stop_of(run.stored(2)).reason == ASKED
-
-
-def test_a_state_on_disk_gives_no_claim_to_a_stage() -> None:
-    run = Driver(every=2).started("abc", 2)
-    run.stop()
-    assert stop_of(run.failed("b")).reason == ASKED
-
-
-def test_a_failure_while_a_node_is_away_ends_the_step() -> None:
-    run = in_phase(Phase.STEPPING)
-    run.stop()
-    run.machine.disconnected("c", run.time)
-    assert stop_of(run.failed("b")).reason == ASKED
 
 
 # ---- a stage leaves between two epochs
@@ -231,21 +183,6 @@ def test_a_stage_that_leaves_between_epochs_is_held_until_its_state_is_on_disk(p
     run.placed("x")
     assert restore_of(run.placed("c", 2)).step == 2, "nothing is lost"
     assert any(isinstance(message, Begin) for message in sent(run.all_ready()))
-
-
-def test_a_stage_that_holds_nothing_new_leaves_between_epochs_at_once() -> None:
-    run = Driver(every=2).started("abc", 2)
-    run.failed("a")
-    assert finishes(run.leave("b")) == {"b": LEFT}
-
-
-def test_a_stage_leaves_once_it_is_known_that_nothing_new_is_left() -> None:
-    run = Driver(every=2).started("abc", 3)
-    run.hello("x")
-    run.die("b")
-    assert run.leave("a") == []
-    assert finishes(run.all_placed(-1)) == {"a": LEFT}
-    assert run.machine.epoch is None
 
 
 # ---- the run is given up
@@ -289,11 +226,6 @@ def test_an_abandoned_run_ends_even_if_nothing_can_be_saved(how: str) -> None:
             actions = run.stop(at_once=True)
     end = stop_of(actions)
     assert end.failed and NO_SNAPSHOT in end.reason and "failed" in end.reason
-
-
-def test_a_run_that_is_given_up_with_all_on_disk_ends_at_once() -> None:
-    run = Driver(every=2).started("abc", 2)
-    assert "the snapshot of step 2 is intact" in stop_of(failing(run, MAX_RETRIES + 1)).reason
 
 
 def test_a_run_that_diverges_saves_the_state_before_that_step() -> None:

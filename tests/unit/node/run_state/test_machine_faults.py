@@ -8,8 +8,6 @@ from node.run_state.actions import (
     Aborted,
     Action,
     Announce,
-    RecordCommit,
-    RecordPlacement,
     Released,
     Send,
 )
@@ -98,26 +96,6 @@ def test_a_silent_node_is_lost_and_whoever_is_heard_is_not() -> None:
     assert run.machine.members.keys() == {"a", "c"}
 
 
-def test_any_message_counts_as_a_sign_of_life() -> None:
-    run = Driver(stages=1).started("a")
-    run.time += SILENT
-    run.vote("a")
-    run.time += SILENT
-    assert run.machine.tick(run.time) == []
-
-
-def test_many_nodes_can_die_between_two_ticks() -> None:
-    run = Driver(every=100).started("abc", 1)
-    run.join("xyz")
-    run.time += SILENT + 0.5
-    for node in "cyz":
-        run.machine.heard(node, run.time)
-    actions = run.machine.tick(run.time)
-    assert [released.node_id for released in of_kind(actions, Released)] == ["a", "b", "x"]
-    assert placement_of(actions) == ("y", "z", "c"), "nobody is placed who is found dead a moment later"
-    assert len(of_kind(actions, Aborted)) == 1
-
-
 def test_a_late_node_learns_that_its_epoch_is_over_and_becomes_a_spare() -> None:
     run = Driver(every=2).started("abc", 3)
     run.hello("x")
@@ -153,20 +131,6 @@ def test_a_node_started_again_is_another(phase: Phase) -> None:
     assert run.machine.members["b"].process_nonce == 2
 
 
-def test_a_spare_is_ahead_of_a_node_that_was_started_again() -> None:
-    run = Driver(stages=2).started("ab")
-    run.hello("x")
-    assert placement_of(run.hello("a", again=True)) == ("x", "b")
-
-
-def test_a_spare_that_dies_or_starts_again_disturbs_nothing() -> None:
-    run = Driver(stages=2).started("ab", 1)
-    run.join("xy")
-    assert [type(action) for action in run.die("x")] == [Released]
-    assert of_kind(run.hello("y", again=True), RecordPlacement) == []
-    assert run.epoch.number == 1 and run.epoch.phase is Phase.STEPPING
-
-
 def test_an_evicted_node_is_gone_at_once() -> None:
     run = Driver(stages=2).started("ab")
     actions = run.machine.lost("b", "evicted", run.time)
@@ -187,11 +151,6 @@ def placed_again(run: Driver, *answers: tuple[int, bool]) -> Restore:
 
 
 COMMIT_4 = Commit(epoch=2, step=4, clip_coefficient=1.0 / (1.0 + math.sqrt(2)), lr=4.5)
-
-
-def test_stages_that_agree_go_on_from_what_they_hold() -> None:
-    run = Driver(stages=2, every=4).started("ab", 6)
-    assert placed_again(run, (6, False), (6, True)).step == 6
 
 
 @pytest.mark.parametrize(
@@ -247,17 +206,6 @@ def test_a_vote_without_a_commit_on_record_is_no_state() -> None:
     )
 
 
-def test_a_snapshot_beats_an_older_state_that_all_hold() -> None:
-    run = Driver(stages=2, every=3).started("ab", 4)
-    assert placed_again(run, (2, False), (2, True)).step == 3
-
-
-@pytest.mark.parametrize("claim", [5, 1000, 2**62])
-def test_a_state_without_a_commit_is_not_used(claim: int) -> None:
-    run = Driver(stages=1, every=3).started("a", 4)
-    assert placed_again(run, (claim, False)).step == 3
-
-
 def test_a_state_from_before_a_rollback_still_belongs_to_the_run() -> None:
     """One stage, rolled back from 6 to 3: a node that holds 5 agrees with the record."""
     run = Driver(stages=1, every=3).started("a", 5)
@@ -266,18 +214,6 @@ def test_a_state_from_before_a_rollback_still_belongs_to_the_run() -> None:
     run.restored()
     assert run.epoch.step == 3
     assert placed_again(run, (5, False)).step == 5
-
-
-def test_replayed_steps_are_recorded_again() -> None:
-    run = Driver(stages=1, every=3).started("a", 5)
-    run.hello("b")
-    first = of_kind(Driver(stages=1, every=3).started("a", 3).vote("a"), RecordCommit)
-    run.die("a")
-    run.restored()
-    again = of_kind(run.vote("b"), RecordCommit)
-    assert [(c.step, c.clip_coefficient, c.lr) for c in again] == [
-        (c.step, c.clip_coefficient, c.lr) for c in first
-    ]
 
 
 # ---- steps that fail
@@ -403,10 +339,3 @@ def test_only_a_neighbours_word_counts(peer: int) -> None:
         run.restored(2)
     assert run.machine.quarantined == {}
     assert stop_of(run.failed("a", FailureKind.PEER, peer=peer)).failed
-
-
-def test_a_coordinators_own_failure_ends_the_run() -> None:
-    run = Driver(stages=2).started("ab")
-    end = run.machine.fail("the disk is full")
-    assert finishes(end) == {"a": "the disk is full", "b": "the disk is full"}
-    assert stop_of(end).failed and run.machine.stopped

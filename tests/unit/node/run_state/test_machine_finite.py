@@ -99,14 +99,6 @@ def test_finite_uncompressed_is_the_codecs_fault(how: str) -> None:
     )
 
 
-def test_a_run_without_a_snapshot_claims_none() -> None:
-    run = Driver(stages=1).started("a", 1)
-    run.vote("a", norm=math.nan)
-    run.restored(1)
-    run.vote("a", norm=math.nan)
-    assert "no snapshot is complete yet: lower" in stop_of(run.stop(at_once=True)).reason
-
-
 # ---- in float16: first the factor of the loss
 
 
@@ -311,15 +303,6 @@ def test_a_suspect_step_that_turns_out_finite_is_suspect_no_more() -> None:
     run.failed("x")
     run.restored(3)
     assert run.epoch.step == 3 and not run.epoch.uncompressed
-
-
-def test_an_uncompressed_epoch_that_fails_otherwise_is_tried_again() -> None:
-    run = Driver(stages=2, every=2).started("ab", 3)
-    not_finite(run, "norm")
-    run.restored(3)
-    run.failed("b")
-    run.restored(3)
-    assert run.epoch.uncompressed
 
 
 @pytest.mark.parametrize("norm", [-1.0, -1e-300])

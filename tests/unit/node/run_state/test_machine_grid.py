@@ -1,7 +1,6 @@
 """Several rows: which go on when nodes die, join or leave, what a commit needs, and finding wrong values."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -82,11 +81,6 @@ def test_nodes_that_come_and_go_do_not_keep_the_first_step_from_being_done() -> 
         if begun[-1]:
             run.restored()
     assert begun == [1, 1, 0, 0]
-
-
-def test_rows_never_outnumber_groups() -> None:
-    assert grid(nodes="abcdef", groups=2).epoch.hosts == ("a", "b", "c", "d")
-    assert grid(nodes="abcdef", groups=1).epoch.hosts == ("a", "b")
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -265,17 +259,6 @@ def test_one_that_differs_again_is_left_out() -> None:
         run.restored(3)
     assert placed == ("a", "b", "e", "f")
     assert of_kind(run.all_vote(), RecordCommit)
-
-
-def test_a_refuted_node_loses_its_stage_at_the_next_placement() -> None:
-    run = grid(3, nodes="abcdef")
-    for node in run.epoch.hosts:
-        run.vote(node, 2.0 if node == "c" else 1.0)
-    run.restored(3)
-    run.all_vote()
-    run.all_applied()
-    assert run.epoch.hosts == tuple("abcdef")
-    assert placement_of(run.die("e")) == ("a", "b")
 
 
 def differ(run: Driver, liar: str, *said: float) -> list[Action]:
@@ -457,11 +440,3 @@ def test_windows_are_planned_for_each_row() -> None:
     actions = run.all_applied()
     windows = [begin.link_windows for node in "abcd" for begin in begins(actions, node)]
     assert windows == [(2,), (2,), (5,), (5,)]
-
-
-def test_a_single_row_gets_the_same_messages_as_before() -> None:
-    run = Driver(stages=2, groups=1)
-    run.join("ab")
-    run.restored()
-    assert run.epoch.groups == ((0,),) and run.epoch.place_of("b") == "stage 1"
-    assert replace(run.plan, groups=1) == run.plan

@@ -110,59 +110,6 @@ def test_a_stage_leaves_after_the_step_and_a_snapshot(phase: Phase) -> None:
     assert isinstance(restore, Restore) and restore.step == 3, "nothing is lost"
 
 
-def test_a_stage_leaves_with_the_last_snapshot_when_the_run_is_done() -> None:
-    run = in_phase(Phase.IDLE)
-    assert run.leave("b") == []
-    end = run.stored(3)
-    assert stop_of(end).reason == "all steps are done"
-    assert set(finishes(end)) == {"a", "b", "c"}
-
-
-def test_a_stage_that_leaves_a_step_that_fails_is_let_go() -> None:
-    run = Driver(every=100).started("abc", 2)
-    run.leave("b")
-    actions = run.failed("a")
-    assert finishes(actions) == {"b": LEFT}
-    assert run.machine.epoch is None
-
-
-def test_all_may_leave() -> None:
-    run = Driver(every=100).started("abc", 2)
-    for node in "abc":
-        assert run.leave(node) == []
-    end_of_step(run)
-    actions = run.stored(3)
-    assert finishes(actions) == {node: LEFT for node in "abc"}
-    assert run.machine.members == {} and run.machine.epoch is None
-    assert not run.machine.stopped
-
-
-def test_no_further_snapshot_is_taken_for_one_who_leaves_at_a_snapshot() -> None:
-    run = Driver(every=3).started("abc", 2)
-    run.leave("b")
-    actions = end_of_step(run)
-    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
-    assert finishes(run.stored(3)) == {"b": LEFT}
-
-
-def test_a_node_that_dies_while_leaving_delays_nobody() -> None:
-    run = Driver(every=100).started("abc", 2)
-    run.join("xy")
-    run.leave("b")
-    end_of_step(run)
-    actions = run.die("b")
-    assert placement_of(actions) == ("a", "x", "c")
-    assert run.machine.members.keys() == set("acxy")
-
-
-def test_a_node_that_left_can_return() -> None:
-    run = Driver(stages=2)
-    run.hello("a")
-    run.leave("a")
-    run.hello("a", again=True)
-    assert placement_of(run.hello("b")) == ("a", "b")
-
-
 # ---- the operator stops the run
 
 
@@ -183,14 +130,6 @@ def test_a_stop_waits_for_the_step_and_a_snapshot(phase: Phase) -> None:
     assert stop_of(end).reason == "asked to stop" and not stop_of(end).failed
 
 
-def test_a_run_without_an_epoch_stops_at_once() -> None:
-    run = Driver(stages=2)
-    run.hello("a")
-    assert finishes(run.stop())["a"].startswith("asked to stop: ")
-    empty = Driver(stages=2)
-    assert stop_of(empty.stop()).reason == "asked to stop"
-
-
 @pytest.mark.parametrize("how", ["death", "new process"])
 @pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.APPLYING, Phase.IDLE])
 def test_a_stop_does_not_outwait_an_epoch_that_ends_otherwise(phase: Phase, how: str) -> None:
@@ -201,14 +140,6 @@ def test_a_stop_does_not_outwait_an_epoch_that_ends_otherwise(phase: Phase, how:
     assert stop_of(actions).reason == "asked to stop"
     assert len(of_kind(actions, Aborted)) == 1
     assert run.machine.stopped
-
-
-def test_a_spare_that_dies_does_not_end_a_run_that_is_to_stop() -> None:
-    run = Driver(every=100).started("abc", 2)
-    run.hello("x")
-    run.stop()
-    run.die("x")
-    assert run.epoch.number == 1 and not run.machine.stopped
 
 
 def test_a_stop_at_the_last_step_lets_the_run_finish() -> None:
@@ -317,11 +248,3 @@ def test_a_run_does_not_grow_while_a_node_is_briefly_away() -> None:
     run.machine.disconnected("c", run.time)
     actions = run.applied("a")
     assert sent(actions, "a") == [TakeSnapshot(epoch=2, step=8), Begin(epoch=2, step=8)]
-
-
-def test_a_full_run_does_not_grow() -> None:
-    run = Driver(stages=2, min_stages=1, every=2).started("ab", 1)
-    run.join("xyz")
-    run.all_vote()
-    actions = run.all_applied()
-    assert sent(actions, "a") == [TakeSnapshot(epoch=1, step=2), Begin(epoch=1, step=2)]

@@ -1,6 +1,6 @@
 """A coordinator that has died and goes on from its database: whom it waits for, and from which state."""
 
-from node.run_state.actions import OpenSnapshot, RecordPlacement
+from node.run_state.actions import RecordPlacement
 from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
 from tests.support.machine_driver import (
@@ -8,11 +8,10 @@ from tests.support.machine_driver import (
     Driver,
     of_kind,
     placement_of,
-    restore_of,
     sent,
     stop_of,
 )
-from wire.messages import Abort, Begin, Commit, Restore
+from wire.messages import Abort
 
 
 def past(*, step: int | None, snapshot: int = 0, hosts: str = "ab") -> Past:
@@ -35,30 +34,6 @@ def test_a_restarted_coordinator_reassigns_stages_of_absent_nodes() -> None:
     run = Driver(stages=2, past=past(step=5, snapshot=4))
     run.join("xb")
     assert placement_of(run.tick(REGROUP)) == ("x", "b")
-
-
-def test_a_restarted_coordinator_goes_on_from_what_its_nodes_hold() -> None:
-    run = Driver(stages=2, past=past(step=5, snapshot=4))
-    run.join("ab")
-    missed = Commit(epoch=8, step=5, clip_coefficient=0.25, lr=0.125)
-    run.placed("a", 6)
-    assert restore_of(run.placed("b", 5, voted=True)) == Restore(epoch=8, step=6, missed=missed)
-    assert sent(run.all_ready(), "a") == [Begin(epoch=8, step=6)]
-
-
-def test_a_restarted_coordinator_starts_from_the_snapshot_with_new_nodes() -> None:
-    run = Driver(stages=2, past=past(step=5, snapshot=4))
-    run.join("xy")
-    run.tick(REGROUP)
-    assert restore_of(run.all_placed()).step == 4
-
-
-def test_a_coordinator_that_died_before_the_last_snapshot_takes_it() -> None:
-    run = Driver(stages=2, steps=6, every=4, past=past(step=5, snapshot=4))
-    run.join("ab")
-    actions = run.restored(6)
-    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=6)]
-    assert stop_of(run.stored(6)).reason == "all steps are done"
 
 
 def test_a_coordinator_that_died_after_the_last_snapshot_is_done() -> None:

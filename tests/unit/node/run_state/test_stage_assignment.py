@@ -99,6 +99,13 @@ def make_assigner(
     )
 
 
+def test_a_new_run_waits_for_all_stages_however_long() -> None:
+    assigner = make_assigner(least=1)
+    assert assigner.choose(nodes("ab"), 0.0) is None
+    assert assigner.choose(nodes("ab"), 1000.0) is None
+    assert assigner.choose(nodes("abc"), 1000.0) == ("a", "b", "c")
+
+
 def test_a_node_without_a_stage_gives_up_nothing() -> None:
     assigner = make_assigner()
     assert assigner.choose(nodes("abc"), 0.0)
