@@ -9,7 +9,6 @@ from functools import partial
 import google_crc32c
 import pytest
 
-from tests.support.cases import each
 from wire.errors import LinkError, ProtocolViolationError
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES, Frame, pack_frame, parse_frame, run_tag
 from wire.spec import Direction, TensorKey
@@ -341,53 +340,6 @@ def exchange(sender: StreamSender, receiver: StreamReceiver, now: float) -> list
         completed = receiver.receive(data, now)
         if completed:
             arrived.append(completed.key)
-
-
-def test_slow_consumer_bounds_memory_and_starts_the_sender_again() -> None:
-    sizes = {key(i): 3 * PIECE for i in range(20)}
-    sender, receiver = make_sender(), make_receiver(sizes, window=8)
-    for k, size in sizes.items():
-        sender.send(k, bytes(size))
-    taken = exchange(sender, receiver, 0.0)
-    assert taken == [key(0), key(1), key(2)]  # 9 frames: the window of 8, and the third tensor's last
-    assert receiver.held_bytes == 9 * PIECE
-    for i in range(17):
-        receiver.release(key(i), 10.0 * (i + 1))
-        assert exchange(sender, receiver, 10.0 * (i + 1)) == [key(i + 3)]
-    assert receiver.peak_held_bytes <= (8 + 3) * PIECE
-
-
-def test_tensor_larger_than_the_window_passes() -> None:
-    sizes = {key(0): PIECE, key(1): 100 * PIECE, key(2): PIECE}
-    sender, receiver = make_sender(), make_receiver(sizes, window=2)
-    for k, size in sizes.items():
-        sender.send(k, content(k.microbatch, size))
-    assert exchange(sender, receiver, 0.0) == [key(0), key(1)]
-    receiver.release(key(1), 10.0)
-    assert exchange(sender, receiver, 10.0) == [key(2)]
-    assert receiver.peak_held_bytes == 101 * PIECE
-
-
-@each("seed", range(30))
-def test_consumer_in_another_order_never_deadlocks(seed: int) -> None:
-    """It takes tensors in its own order and releases each before it looks for the next."""
-    rng = random.Random(seed)
-    sizes = {key(i): rng.randrange(1, 12 * PIECE) for i in range(40)}
-    sender, receiver = make_sender(), make_receiver(sizes, window=rng.randrange(1, 9))
-    for k, size in sizes.items():
-        sender.send(k, bytes(size))
-    now, here = 0.0, set(exchange(sender, receiver, 0.0))
-    order = list(sizes)
-    rng.shuffle(order)
-    for k in order:
-        now += 10
-        if k not in here:
-            receiver.want(k, now)
-            here.update(exchange(sender, receiver, now))
-        assert k in here
-        receiver.release(k, now)
-    exchange(sender, receiver, now + 1)  # the last acknowledgement may be held back for a moment
-    assert (sender.queued_bytes, receiver.held_bytes) == (0, 0)
 
 
 def test_without_want_another_order_stops_at_the_window() -> None:
