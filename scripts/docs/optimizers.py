@@ -28,6 +28,7 @@ Run = dict[str, Any]
 def losses() -> str:
     """The suite `optimizer` of scripts/experiments/convergence.py, and means over seeds."""
     report = read_report(LOSSES)
+    rounds = _rounds(report)
     earlier = list(_earlier(report))
     report["runs"] += earlier
     runs = sorted(
@@ -61,12 +62,30 @@ def losses() -> str:
     seeds = " and ".join(str(run["seed"]) for run in earlier)
     others = f"; those of seeds {seeds} had eight microbatches a step (`{EARLIER.name}`)" if earlier else ""
     return (
-        f"{markdown(columns, rows)}\n\n{_means(report)} A Llama of 124 million parameters, 4 stages in one "
+        f"{markdown(columns, rows)}\n\n{_means(report)}{rounds} A Llama of 124 million parameters, 4 stages in one "
         f"process, {report['tokens_a_step']:,} tokens a step of books in GPT-2's tokens, cosine to a tenth; "
         f"{report['validation_windows']} held-out windows, without codecs. AdamW's run is the one of most "
         f"steps at its first rate and of the same seed{others}. {report['hardware']}, torch "
         f"{report['versions']['torch']}, commit {commits(report, runs)}."
     )
+
+
+def _rounds(report: Run) -> str:
+    """What rounds of local steps cost Muon; takes their runs and the exact ones beside them from the report."""
+    rounds = [run for run in report["runs"] if run.get("every", 1) > 1]
+    exact = {(run["steps"], run["seed"]): run for run in report["runs"] if run.get("every", 1) == 1}
+    lengths = {run["steps"] for run in rounds}
+    report["runs"] = [run for run in report["runs"] if run["steps"] not in lengths]
+    words = ""
+    for run in rounds:
+        change = run["loss_valid"] / exact[run["steps"], run["seed"]]["loss_valid"] - 1
+        words += (
+            f" In rounds of {run['every']} local steps, of {run['rounds']['groups']} groups whose changes are "
+            f"summed in `{run['rounds']['codec']}`, from {run['rounds']['exact_steps']} exact steps on, "
+            f"{run['optimizer']} ends {change:+.2%} off its {run['steps']} exact steps (one seed, commit "
+            f"{run['commit'][:12]})."
+        )
+    return words
 
 
 def _earlier(report: Run) -> Iterator[Run]:
@@ -158,8 +177,7 @@ def _small_caption(report: Run, shortest: int, longest: int) -> str:
     return (
         f"A small scale: a Llama of {sum(sizes) / 1e6:.2f} million parameters, {model.layers} layers, "
         f"{model.hidden} wide, {tokens:,} bytes of books a step, at most {longest * tokens / 1e6:.2f} "
-        "million in all, float32. What it says of momentum in FP8, of rounds and of these codecs is "
-        "unmeasured at 124 million parameters. Changes are means over the seeds that both have, and their "
+        "million in all, float32. Changes are means over the seeds that both have, and their "
         "range. Plain: the same optimizer and steps, summed exactly, nothing packed. Rounds are of "
         f"{rounds['groups']} groups, summed in `{rounds['codec']}`, after {rounds['exact_steps']} exact "
         f"steps. Held out: {report['validation_windows']} windows of {model.sequence} from other books. "

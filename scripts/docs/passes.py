@@ -154,10 +154,7 @@ def gpu_tests() -> str:
             for outcome, word in OUTCOMES.items()
             if outcome in later["outcomes"]
         )
-        caption += (
-            f" At commit {later['commit'][:12]}, on {later['gpus']} such GPUs, without the tests of "
-            f"{later['without']}: {counts}. {later['note']}"
-        )
+        caption += f" At commit {later['commit'][:12]}, on {later['gpus']} x {later['hardware']}: {counts}."
     for outcome in ("failure", "error"):
         if named := report["others"].get(outcome):
             caption += f" {OUTCOMES[outcome].capitalize()}: {', '.join(f'`{name}`' for name in named)}."
