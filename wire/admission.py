@@ -1,11 +1,11 @@
-"""Which connections a port keeps while strangers crowd it. A state machine without I/O.
+"""Decides which connections a port keeps when strangers crowd it. A state machine without I/O.
 
 A connection is *silent* until its first byte, then in its *handshake*, and *proven* once a call over it
-has shown a certificate of the run. Each phase has a number of places. On a full phase, a new connection
-replaces the oldest connection of the group (address, or node if proven) that holds most places. Among
-groups that hold equally many, it replaces one of a stranger's before one of an address that has shown a
-certificate before. So one crowded address cannot shut out another, idle connections never shut out one
-that talks, and members who connect again come before strangers.
+has shown a certificate of the run. Each phase has a limited number of places. When a phase is full, a new
+connection replaces the oldest connection of the group (address, or node if proven) with the most places.
+Between equal groups, a stranger loses a place before an address that has shown a certificate. So one
+crowded address cannot shut out another, idle connections never shut out one that talks, and returning
+members take precedence over strangers.
 """
 
 import ipaddress
@@ -15,13 +15,13 @@ from enum import IntEnum
 from functools import lru_cache
 
 SILENT_SECONDS = 5.0
-"""A connection may take so long from being accepted to its first byte."""
+"""How long an accepted connection may take to send its first byte."""
 PROOF_SECONDS = 10.0
-"""The seconds from the first byte to the first call with a certificate; gRPC ends a handshake after 5 s."""
+"""The limit from the first byte to the first call with a certificate. gRPC ends a handshake after 5 s."""
 MOST_KNOWN = 1024
-"""Addresses that are remembered for having shown a certificate."""
+"""How many addresses that showed a certificate are remembered."""
 MOST_OF_A_NODE = 16
-"""Proven connections of one node; it needs two for a link and two for the coordinator."""
+"""The most proven connections of one node. It needs two for each link and two for the coordinator."""
 
 
 class Phase(IntEnum):
@@ -89,15 +89,15 @@ class _Connection:
 
 
 class _Places:
-    """The connections in one phase, by group. Every method takes the same time however many there are: a
-    crowd pays for its own processor time, the port's owner for each of its connections."""
+    """The connections in one phase, by group. Every method takes constant time, so the cost to the port's
+    owner grows only with the number of connections that a crowd opens."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._groups: dict[str, dict[int, None]] = {}
-        """Each the oldest first."""
+        """Connection numbers by group, oldest first."""
         self._by_size: dict[int, dict[str, None]] = {}
-        """Groups by how many connections they have."""
+        """Groups by their number of connections."""
         self._largest = 0
         self.count = 0
 
@@ -110,14 +110,14 @@ class _Places:
         return self.count >= self._limit
 
     def of(self, group: str) -> int:
-        """How many connections of this group there are."""
+        """The number of connections of this group."""
         return len(self._groups.get(group, ()))
 
     def oldest(self, group: str) -> int:
         return next(iter(self._groups[group]))
 
     def crowd(self, known: Container[str]) -> str:
-        """A group with most connections, an unknown one if there is one."""
+        """A group with the most connections, preferably one that is not in `known`."""
         largest = self._by_size[self._largest]
         for group in largest:
             if group not in known:
@@ -150,7 +150,7 @@ class _Places:
 
 
 class KnownAddresses:
-    """Addresses from which a certificate of the run was shown, the newest `MOST_KNOWN`."""
+    """The `MOST_KNOWN` newest addresses that showed a certificate of the run."""
 
     def __init__(self) -> None:
         self._groups: dict[str, None] = {}
@@ -166,15 +166,15 @@ class KnownAddresses:
 
 
 class Admission:
-    """The connections of one port. Methods return the connections to close; these are already forgotten."""
+    """The connections of one port. Methods return connections to close, which are already forgotten."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.known = KnownAddresses()
-        """Ports that pass connections on to each other share them."""
+        """Shared by ports that pass connections on to each other."""
         self._connections: dict[int, _Connection] = {}
         self._places = tuple(map(_Places, (limits.silent, limits.handshakes, limits.proven)))
-        """The places of each phase."""
+        """One for each phase."""
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -184,23 +184,23 @@ class Admission:
 
     @property
     def next_out(self) -> int | None:
-        """The silent connection that the next one replaces; None while there is room."""
+        """The silent connection that the next new one will replace; None while there is room."""
         silent = self._places[Phase.SILENT]
         return silent.oldest(silent.crowd(self.known)) if silent.full and silent.count else None
 
     def accepted(self, number: int, host: str, now: float) -> list[int]:
-        """A new connection from `host`; `now` is seconds on any clock."""
+        """Admit a new connection from `host`. `now` is seconds on any clock."""
         return self._enter(number, _Connection(Phase.SILENT, address_group(host), now))
 
     def spoke(self, number: int, now: float) -> list[int]:
-        """Its first byte arrived."""
+        """Record that the connection's first byte arrived."""
         if (connection := self._connections.get(number)) is None or connection.phase is not Phase.SILENT:
             return []
         self.closed(number)
         return self._enter(number, _Connection(Phase.HANDSHAKE, connection.group, now))
 
     def proved(self, number: int, owner: str, now: float) -> list[int]:
-        """A call over it carried the certificate of node `owner`."""
+        """Record that a call over the connection carried the certificate of node `owner`."""
         if (connection := self._connections.get(number)) is None or connection.phase is Phase.PROVEN:
             return []
         self.known.add(connection.group)
@@ -208,12 +208,12 @@ class Admission:
         return self._enter(number, _Connection(Phase.PROVEN, owner, now))
 
     def closed(self, number: int) -> None:
-        """It ended."""
+        """Forget a connection that has ended."""
         if (connection := self._connections.pop(number, None)) is not None:
             self._places[connection.phase].remove(number, connection.group)
 
     def expired(self, now: float) -> list[int]:
-        """Connections that took too long."""
+        """Drop the connections that took too long."""
         seconds = {Phase.SILENT: SILENT_SECONDS, Phase.HANDSHAKE: self._limits.handshake_seconds}
         late = [
             number
@@ -226,7 +226,7 @@ class Admission:
         return late
 
     def shed(self) -> list[int]:
-        """Descriptors have run out: drop the older half of the unproven connections."""
+        """Drop the older half of the unproven connections, because descriptors have run out."""
         unproven = sorted(
             (*self._places[Phase.SILENT], *self._places[Phase.HANDSHAKE]),
             key=lambda number: self._connections[number].since,

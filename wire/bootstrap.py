@@ -1,7 +1,7 @@
 """First contact: fetch the run's CA from a coordinator, and trust it only if it matches the join token's pin.
 
-The fetching connection is not verified and need not be: nothing is sent over it, and the answer is compared
-with the pin. The CA is then the root of the verified connection that carries the secret.
+This connection needs no verification: nothing is sent over it, and the answer is compared with the pin. The
+CA is then the root of the verified connection that carries the secret.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> x5
         pin: SHA-256 of the SubjectPublicKeyInfo that the CA must have, 32 bytes.
         seconds: limit for the connection and the TLS handshake together.
 
-    Raises TokenError if another run or another service answers, LinkError if nothing does.
+    Raises TokenError if another run or another service answers, and LinkError if nothing answers.
     """
     leaf = await _fetch_leaf(address, seconds)
     try:
@@ -38,20 +38,20 @@ async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> x5
         if not isinstance(extension, x509.UnrecognizedExtension):
             raise ValueError("not the extension's own bytes")
         authority = read_certificate(extension.value)
-        found = certificate_pin(authority)
+        actual = certificate_pin(authority)
     except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, UnsupportedAlgorithm):
         raise TokenError(
             f"{address} is not a coordinator's join port: check the address, or ask for a new join token"
         ) from None
-    if found != pin:
+    if actual != pin:
         run_id = authority_run_id(authority) or "(unnamed)"
         raise TokenError(
-            f"{address} belongs to run {run_id} with key {found.hex()[:12]} and the "
-            f"join token to a run with key {pin.hex()[:12]}: ask for a new join token, and if that one "
-            "fails too do not trust this network"
+            f"{address} belongs to run {run_id} with key {actual.hex()[:12]}, but the "
+            f"join token is for a run with key {pin.hex()[:12]}: ask for a new join token; if that one "
+            "fails too, do not trust this network"
         )
     if not (is_issued_by(authority, authority) and is_issued_by(leaf, authority)):
-        raise TokenError(f"{address} shows a forged certificate: do not join over this network")
+        raise TokenError(f"{address} presents a forged certificate: do not join over this network")
     _check_clock(leaf, address)
     return authority
 
@@ -76,7 +76,7 @@ async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
     except ProxyError as error:
         raise LinkError(str(error)) from None
     except TimeoutError:
-        raise LinkError(f"nothing answers at {address} within {seconds:g} s: is it reachable?") from None
+        raise LinkError(f"nothing answered at {address} within {seconds:g} s: is it reachable?") from None
     except ssl.SSLError as error:
         reason = error.reason or "handshake failed"
         raise LinkError(f"{address} does not speak TLS as a coordinator does ({reason}): check it") from None
@@ -91,21 +91,22 @@ async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
         # Nothing was sent, so there is nothing to flush or wait for.
         writer.transport.abort()
     if leaf is None:
-        raise LinkError(f"{address} shows no certificate: it is no coordinator's join port")
+        raise LinkError(f"{address} presents no certificate: it is not a coordinator's join port")
     try:
         return read_certificate(leaf)
     except ValueError:
-        raise LinkError(f"{address} shows a certificate that cannot be read: it is no join port") from None
+        raise LinkError(f"{address} presents an unreadable certificate: it is not a join port") from None
 
 
 def _check_clock(leaf: x509.Certificate, address: str) -> None:
-    """Check the clock here: the verified connection would fail on it without saying why."""
+    """Raise LinkError if this machine's clock is wrong; the verified connection would fail without a
+    reason."""
     now = time.time()
     first, last = leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
     if not first <= now <= last:
-        late = "before it starts" if now < first else "after it ends"
+        when = "not valid yet" if now < first else "no longer valid"
         raise LinkError(
-            f"by this machine's clock it is {late}: the certificate of {address} is valid from "
+            f"by this machine's clock the certificate of {address} is {when}: it is valid from "
             f"{leaf.not_valid_before_utc:%Y-%m-%d %H:%M} to {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
             "set the clock"
         )

@@ -1,5 +1,5 @@
-"""gRPC's bidirectional streams as streams of byte messages. Every way in which one can end becomes one
-error."""
+"""gRPC's bidirectional streams as streams of byte messages. However a stream ends, it raises
+`StreamDroppedError`."""
 
 import asyncio
 import re
@@ -13,9 +13,9 @@ from wire.errors import LinkError
 from wire.event_loop import on_thread
 
 REFUSAL_KEY = "thinwire-refusal"
-"""Trailing metadata in which a server names its `RefusalCode`."""
+"""The key of the trailing metadata that holds a server's `RefusalCode`."""
 
-# gRPC's words before the cause of a failed connection.
+# What gRPC prepends to the cause of a failed connection.
 _GRPC_PREAMBLE = re.compile(r"^failed to connect to all addresses; last error: \w+: (?:ipv[46]:\S+: )?")
 
 ClientCall = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -23,9 +23,9 @@ ServerContext = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class StreamDroppedError(LinkError):
-    """A stream has ended: closed or refused by the peer, or its connection was lost.
+    """A stream has ended: the peer closed or refused it, or its connection was lost.
 
-    `refusal` is the peer's `RefusalCode` value, empty if it gave none.
+    `refusal` is the value of the peer's `RefusalCode`; empty if it gave none.
     """
 
     def __init__(self, message: str, refusal: str = "") -> None:
@@ -34,12 +34,13 @@ class StreamDroppedError(LinkError):
 
 
 class ByteStream(Protocol):
-    """A stream of messages both ways. Both methods raise `StreamDroppedError` when the stream has ended."""
+    """A bidirectional stream of messages. Both methods raise `StreamDroppedError` when the stream has
+    ended."""
 
     async def read(self) -> bytes: ...
 
     async def write(self, message: bytes) -> None:
-        """Returns when gRPC has room for more; this does not mean delivery."""
+        """Return when gRPC has room for more, which does not mean that the message was delivered."""
         ...
 
 
@@ -100,15 +101,15 @@ class ServerStream:
 
 
 class BulkStream(Protocol):
-    """The receiving half of a stream on gRPC's synchronous stack, which has its own thread. gRPC takes what
-    is sent from an iterator, on another thread."""
+    """The receiving half of a stream on gRPC's synchronous stack, used on its own thread. On another thread,
+    gRPC takes the messages to send from an iterator."""
 
     def read(self) -> bytes:
         """Wait for a message. Raises `StreamDroppedError` when the stream has ended."""
         ...
 
     def end(self) -> None:
-        """Wake `read`, which then raises. Call it from any thread."""
+        """Wake `read`, which then raises. Any thread may call it."""
         ...
 
 
@@ -147,8 +148,8 @@ class BulkClient:
 
 
 class BulkServer:
-    """The called end of a bulk stream. Its call ends when the handler's iterator does, and a wait in `read`
-    ends with it."""
+    """The called end of a bulk stream. The call ends when the handler's iterator does, which also wakes
+    `read`."""
 
     def __init__(self, requests: Iterator[bytes]) -> None:
         self._requests = requests
@@ -170,9 +171,9 @@ def _dropped(code: grpc.StatusCode, details: str | None, trailing: Any) -> Strea
         return StreamDroppedError("the neighbour closed the stream")
     details = _GRPC_PREAMBLE.sub("", details)
     if "Hostname Verification" in details:
-        details = "another node answers there: its certificate has another name"
+        details = "another node answers there: the name in its certificate differs"
     elif "handshake failed" in details:
-        details = f"no secure connection, the other side's certificate is not of this run ({details})"
+        details = f"no secure connection: the other side's certificate is not from this run ({details})"
     return StreamDroppedError(details or code.name.lower(), str(refusal))
 
 

@@ -1,4 +1,4 @@
-"""gRPC channels and servers with mutual TLS, with the options that tensors on slow links need.
+"""gRPC channels and servers with mutual TLS, and with the options that tensors on slow links need.
 
 Every channel has its own sockets, because bulk data must never share one with small messages.
 """
@@ -17,17 +17,17 @@ from wire.frames import FRAME_BYTES, MOST_FRAME_BYTES
 from wire.identity.credentials import server_name_options
 
 NOT_YET = grpc.StatusCode.ABORTED
-"""Answer of a coordinator that is still loading the run it resumes. gRPC itself never uses it."""
-# The largest message is a frame, plus what a message adds to it.
+"""The status from a coordinator that is still loading the run it resumes. gRPC itself never uses it."""
+# The largest message is a frame and the message's own overhead.
 MESSAGE_BYTES, BULK_MESSAGE_BYTES = FRAME_BYTES + 4096, MOST_FRAME_BYTES + 4096
 BULK_THREADS = 64
-"""The most bulk streams of a node that are called at a time; each has a thread."""
+"""The most bulk streams that a node serves at a time; each has a thread."""
 
 HANDSHAKE_SECONDS = 5.0
 """A connection that has not finished its TLS handshake after this long is dropped."""
 
 _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
-    # Packed tensors do not compress; trying costs nine tenths of the throughput.
+    # Packed tensors do not compress, and trying to costs nine tenths of the throughput.
     ("grpc.per_message_decompression", 0),
     ("grpc.default_compression_algorithm", int(grpc.Compression.NoCompression)),
 )
@@ -48,7 +48,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
     ("grpc.max_concurrent_streams", 16),
-    # Below the clients' keepalive, or the server hangs up on them for pinging too much.
+    # Must be below the clients' keepalive, or the server hangs up on them for pinging too often.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 15_000),
@@ -57,8 +57,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class LinkIdentity(Protocol):
-    """The parts of a node's identity that connections use. They are read at each handshake, so renewals
-    count."""
+    """The parts of a node's identity that connections use. They are read at each handshake, so a renewed
+    certificate takes effect."""
 
     @property
     def node_id(self) -> str: ...
@@ -73,20 +73,20 @@ class LinkIdentity(Protocol):
     def key_pem(self) -> bytes: ...
 
     def server_name(self, node_id: str) -> str:
-        """The DNS name that the other node's certificate carries."""
+        """The DNS name in the other node's certificate."""
         ...
 
 
 def open_channel(
     address: str, *, identity: LinkIdentity, server_name: str, unread_bytes: int | None = None
 ) -> grpc.aio.Channel:
-    """A channel to `address`, on a socket of its own, to the one node whose certificate has `server_name`.
-    It goes through the environment's proxy, if that is for this address (see `wire.dialing`).
+    """A channel to `address` on its own socket. The peer's certificate must name `server_name`.
+    It uses the environment's proxy if that applies to this address (see `wire.dialing`).
 
     Args:
-        unread_bytes: how far a stream may run ahead of what was read here; None leaves it to gRPC, which
-            widens it past 4 MiB only while the rate it sees grows. On a link that became slower it stays
-            there: at a round trip of 100 ms that is 340 Mbit/s.
+        unread_bytes: how many bytes a stream may send ahead of what was read here. None leaves this to
+            gRPC, which raises it past 4 MiB only while the measured rate grows. If a link once became
+            slower, it stays there, which limits the link to 340 Mbit/s at a round trip of 100 ms.
     """
     credentials, options = _to(address, identity, server_name)
     return grpc.aio.secure_channel(
@@ -95,9 +95,9 @@ def open_channel(
 
 
 class BulkChannel:
-    """A channel of gRPC's synchronous stack, which carries bytes on threads that do not hold Python's lock.
+    """A channel of gRPC's synchronous stack, which moves bytes on threads that do not hold the GIL.
 
-    Call it on the event loop; `channel` may be used from any thread.
+    Call the methods on the event loop; `channel` may be used from any thread.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class BulkChannel:
         self.channel = grpc.secure_channel(address, credentials, options=(*options, *limits))
 
     async def ready(self) -> None:
-        """Wait until it is connected; the caller bounds the time."""
+        """Wait until it is connected. The caller sets a time limit."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
         def changed(state: grpc.ChannelConnectivity) -> None:
@@ -123,13 +123,13 @@ class BulkChannel:
             self.channel.unsubscribe(changed)
 
     async def close(self) -> None:
-        """Cancel its calls and wait for their ends."""
+        """Cancel its calls and wait for them to end."""
         await on_thread(self.channel.close, "bulk-close")
 
 
 def bulk_name(server_name: str) -> str:
-    """The form of a node's name that asks for its bulk streams. Case is no part of a host name, so the
-    certificate is the same."""
+    """The form of a node's name that selects its bulk streams. Host names ignore case, so the same
+    certificate matches."""
     return server_name.upper()
 
 
@@ -160,7 +160,7 @@ def make_threaded_server(
     message_bytes: int = MESSAGE_BYTES,
     unread_bytes: int | None = None,
 ) -> grpc.Server:
-    """A server with this package's options, which answers each call on a thread."""
+    """A server with this package's options, that answers each call on a thread."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
     options = (*_SERVER_OPTIONS, *_messages(message_bytes), *_flow_control(unread_bytes))
     return grpc.server(pool, handlers=list(handlers), options=options)

@@ -1,14 +1,14 @@
-"""What a TLS client asks for in its first message: a server name (SNI) and protocols (ALPN).
+"""Reads the server name (SNI) and protocols (ALPN) that a TLS client asks for in its first message.
 
-Several services share one port, and only this distinguishes their clients before any byte is answered.
-The parser is pure and reads at most `MOST_BYTES`; only the fields named here are looked at (RFC 8446, section
-4.1.2; RFC 6066, section 3; RFC 7301, section 3.1).
+Several services share one port, and nothing else tells their clients apart before the first answer. The
+parser is pure, reads at most `MOST_BYTES` and only these fields (RFC 8446, section 4.1.2; RFC 6066, section
+3; RFC 7301, section 3.1).
 """
 
 from dataclasses import dataclass
 
 MOST_BYTES = 16 * 1024
-"""A client hello has 200 to 2,000 bytes; with session tickets and post-quantum keys a few thousand."""
+"""A client hello has 200 to 2,000 bytes, or a few thousand with session tickets and post-quantum keys."""
 _RECORD_HEADER = 5
 _HANDSHAKE, _CLIENT_HELLO = 22, 1
 _SERVER_NAME, _HOST_NAME, _PROTOCOLS = 0, 0, 16
@@ -16,18 +16,18 @@ _SERVER_NAME, _HOST_NAME, _PROTOCOLS = 0, 0, 16
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """The parts of a client hello that choose a service."""
+    """The parts of a client hello that select a service."""
 
     server_name: str = ""
-    """The name as the client wrote it; empty if it named none, or one that is not ASCII."""
+    """The name as the client wrote it; empty if there is none or it is not ASCII."""
     protocols: tuple[str, ...] = ()
     """The protocols in the client's order of preference."""
 
 
 def read_client_hello(data: bytes) -> ClientHello | int:
-    """The hello at the start of a connection's bytes, or how many bytes are needed to decide.
+    """The hello at the start of a connection's bytes, or the number of bytes needed to read it.
 
-    Raises ValueError for bytes that are no client hello, or for one longer than `MOST_BYTES`.
+    Raises ValueError if the bytes are not a client hello, or if it is longer than `MOST_BYTES`.
     """
     message, position = b"", 0
     while True:
@@ -55,7 +55,7 @@ def read_client_hello(data: bytes) -> ClientHello | int:
 
 
 class _Reader:
-    """Takes fields off the front of bytes; ValueError when there are too few."""
+    """Reads fields one after another. Raises ValueError when there are too few bytes."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -100,16 +100,16 @@ def _read_body(body: _Reader) -> ClientHello:
 
 
 def _host_name(names: _Reader) -> str:
-    found = ""
+    first = ""
     while names:
         kind, name = names.number(1), names.vector(2).rest()
         if kind == _HOST_NAME and name.isascii():
-            found = found or name.decode()
-    return found
+            first = first or name.decode()
+    return first
 
 
 def _protocols(offered: _Reader) -> tuple[str, ...]:
-    found = []
+    names = []
     while offered:
-        found.append(offered.vector(1).rest().decode("latin-1"))
-    return tuple(found)
+        names.append(offered.vector(1).rest().decode("latin-1"))
+    return tuple(names)

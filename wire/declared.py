@@ -1,12 +1,11 @@
-"""The declarations of what a message's fields may hold, written where the message is declared.
+"""Declares what the fields of a message may hold, next to the fields themselves.
 
-A message is a frozen dataclass. The type of each field says what it holds, and `Annotated` adds what is
-allowed. `wire.messages_proto` derives the conversion to and from protobuf from these declarations, and the
-tests derive examples and attacks. So a new field needs one line in the dataclass and one in the `.proto`
-file.
+A message is a frozen dataclass. Each field has a type, and `Annotated` adds its limits. From these
+declarations `wire.messages_proto` derives the conversion to and from protobuf, and the tests derive examples
+and attacks. So a new field needs one line in the dataclass and one in the `.proto` file.
 
-A message may have a method `contradiction() -> str`, which says how its fields contradict each other;
-empty if they do not.
+A message may have a method `contradiction() -> str` that describes how its fields contradict each other; it
+returns "" if they do not.
 """
 
 import sys
@@ -17,11 +16,11 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 LONGEST_SECONDS = 1e9
-"""The longest time accepted: no run lasts 30 years."""
+"""The longest time accepted, about 30 years."""
 MOST = 10**18
-"""The most of any other measurement, such as bytes or operations a second; well below 2**63."""
+"""The limit of other measurements, such as bytes or operations per second; well below 2**63."""
 LONGEST_LINE = 1000
-"""Characters of a text for people; longer text is cut."""
+"""The most characters of a text for people; longer text is cut."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Within:
     least: float
     most: float
     nan: bool = False
-    """Whether it may be no number."""
+    """Whether NaN is allowed."""
 
     def allows(self, value: float) -> bool:
         return self.least <= value <= self.most or (self.nan and value != value)
@@ -39,13 +38,13 @@ class Within:
 
 @dataclass(frozen=True)
 class Line:
-    """Text of one line: it is cut, and characters that could harm a terminal become spaces."""
+    """A line of text. It is cut to length, and unprintable characters become spaces."""
 
     most: int = LONGEST_LINE
-    """Characters."""
+    """The most characters."""
 
     def clean(self) -> Callable[[str], str]:
-        """The function that makes text such a line."""
+        """The function that turns text into such a line."""
         most = self.most
         return lambda text: _kept_line(text[:most])
 
@@ -56,7 +55,7 @@ class Size:
 
     bytes: int
     or_none: bool = False
-    """Or no bytes."""
+    """Whether the field may also be empty."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The result of a function of the value that arrived. The function raises ValueError or ConfigError to
-    refuse it."""
+    """The field holds `parse(value)` of the received value. `parse` refuses it with ValueError or
+    ConfigError."""
 
     parse: Callable[[Any], Any]
 
@@ -80,7 +79,7 @@ class Present:
 
 
 class Declared(NamedTuple):
-    """The declaration of a field, or of an entry of a tuple or a mapping."""
+    """The declaration of a field, or of the entries of a tuple or a mapping."""
 
     kind: Any
     """Its type: a class, `tuple[X, ...]` or `Mapping[K, V]`."""
@@ -94,7 +93,7 @@ class Declared(NamedTuple):
 
     @property
     def origin(self) -> Any:
-        """`tuple` or `Mapping` of a collection, else None."""
+        """`tuple` or `Mapping` for a collection, else None."""
         return get_origin(self.kind)
 
     @property
@@ -132,13 +131,13 @@ def declared_fields(kind: type) -> dict[str, Declared]:
 
 
 def line(text: str) -> str:
-    """`text` as one line of at most `LONGEST_LINE` characters that cannot harm a terminal."""
+    """`text` as one line of at most `LONGEST_LINE` printable characters."""
     return _kept_line(text[:LONGEST_LINE])
 
 
 @lru_cache(maxsize=1024)
 def _kept_line(text: str) -> str:
-    """Kept, as the same words come again and again."""
+    """`text` with unprintable characters replaced by spaces. It is cached because texts repeat."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -1,4 +1,4 @@
-"""File descriptors: the limit of this process, and a few in reserve for when none is left."""
+"""File descriptors: this process's limit, and a spare one for when none is left."""
 
 import contextlib
 import errno
@@ -15,10 +15,10 @@ NEEDED = 4096
 """The number of descriptors that `doctor` asks for: enough for a coordinator of 200 members under attack, or
 a node of many GPUs."""
 EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-"""Errors of a system call that mean that descriptors, or the memory behind them, have run out."""
+"""System call errors that mean that descriptors, or memory for them, have run out."""
 _MOST = 65536
-"""The highest limit that is set. More would only make tables larger, and macOS reports no hard limit but
-refuses higher values."""
+"""The highest limit to set. More would only enlarge tables, and macOS reports no hard limit but refuses
+higher values."""
 
 
 def limits() -> tuple[int, int]:
@@ -27,7 +27,7 @@ def limits() -> tuple[int, int]:
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard one, at most 65,536; returns what holds then."""
+    """Raise the soft limit to the hard one, at most 65,536; return the new limit."""
     soft, hard = limits()
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -42,9 +42,9 @@ _never = threading.Event()
 
 
 def when_there_are_some(work: Callable[[], Result]) -> Result:
-    """Do `work`, which opens files, again while descriptors have run out, for a minute at most.
+    """Do `work`, which opens files, and retry for up to a minute while descriptors have run out.
 
-    Ports drop strangers meanwhile. Call it on a thread that may wait; `work` must be able to start again.
+    Meanwhile, ports drop strangers. Call it on a thread that may block; `work` must be safe to repeat.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -57,16 +57,16 @@ def when_there_are_some(work: Callable[[], Result]) -> Result:
 
 
 class Spare:
-    """One open descriptor to give up, so that a connection can be accepted and closed when none is left.
+    """A descriptor held in reserve, so that a connection can be accepted and closed when none is left.
 
-    Otherwise the connection stays in the kernel's queue, and the port wakes the event loop without end.
+    Otherwise the connection would stay in the kernel's queue and wake the event loop endlessly.
     """
 
     def __init__(self) -> None:
         self._descriptor: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def give_up(self) -> bool:
-        """Close it; whether there was one."""
+        """Close it. Returns whether it was open."""
         if self._descriptor is None:
             return False
         os.close(self._descriptor)
@@ -74,7 +74,7 @@ class Spare:
         return True
 
     def take_back(self) -> None:
-        """Open it again, if that is possible now."""
+        """Open it again if possible."""
         if self._descriptor is None:
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

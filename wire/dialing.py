@@ -1,9 +1,9 @@
 """Outgoing TCP connections: IPv6 first, and through an HTTP proxy if the environment names one.
 
 `HTTPS_PROXY` (or `https_proxy`) is http://[user:password@]host:port of a proxy that supports the method
-CONNECT. `NO_PROXY` lists what is dialled without it, separated by commas: `*`, domains (with everything
-below them), addresses and networks such as 10.0.0.0/8, each with an optional port. Loopback is never
-dialled through a proxy.
+CONNECT. `NO_PROXY` lists hosts to dial directly, separated by commas: `*`, domains (which include their
+subdomains), addresses and networks such as 10.0.0.0/8, each with an optional port. Loopback never uses a
+proxy.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from wire.errors import UserError
 from wire.identity.names import join_address, split_address
 
 HEAD_START_SECONDS = 0.25
-"""The seconds before the next address of a host is dialled beside those that have not answered (RFC 8305)."""
+"""The delay before the next address of a host is dialled in parallel with the earlier ones (RFC 8305)."""
 TRY_SECONDS, PAUSE_SECONDS = 1.5, 0.05
-"""The seconds for one of several attempts to dial the same address, and the pause after an attempt that was
-refused."""
+"""The limit for one of several attempts to dial the same address, and the pause after a refused one, in
+seconds."""
 PROXY_SECONDS = 10.0
-"""The seconds for a proxy's answer, which comes after it has connected to its target."""
+"""The limit for a proxy's answer, which comes after it has connected to the target."""
 _MOST_ANSWER = 16 * 1024
 _DEFAULT_PORT = 80
 
@@ -36,7 +36,7 @@ Place = tuple[int, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """An HTTP proxy. `secret` is base64 of user:password, empty without."""
+    """An HTTP proxy. `secret` is the base64 form of user:password; empty without them."""
 
     host: str
     port: int
@@ -51,13 +51,13 @@ class Proxy:
 
     @classmethod
     def parse(cls, url: str) -> "Proxy":
-        """Raises UserError, which does not repeat the URL: it may hold a password."""
+        """Raises UserError, whose message omits the URL because it may hold a password."""
         wanted = "HTTPS_PROXY must be http://host:port or http://user:password@host:port"
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = _DEFAULT_PORT if parts.port is None else parts.port
         except ValueError:
-            raise UserError(f"{wanted}: its port is no number from 1 to 65535") from None
+            raise UserError(f"{wanted}: its port is not a number from 1 to 65535") from None
         if parts.scheme != "http":
             raise UserError(f"{wanted}: proxies of the kind {parts.scheme!r} are not supported")
         if not parts.hostname or not port:
@@ -68,7 +68,7 @@ class Proxy:
 
 
 class ProxyError(OSError):
-    """A proxy does not connect; the message says what to do."""
+    """A proxy did not connect. The message says what to do."""
 
 
 def proxy_for(address: str, environment: Mapping[str, str] | None = None) -> Proxy | None:
@@ -77,7 +77,7 @@ def proxy_for(address: str, environment: Mapping[str, str] | None = None) -> Pro
     Raises UserError when the environment's proxy cannot be used.
     """
     values = os.environ if environment is None else environment
-    # As curl does, the lower-case name first.
+    # Like curl, prefer the lower-case name.
     url = values.get("https_proxy", values.get("HTTPS_PROXY", "")).strip()
     if not url or address.startswith("unix:"):
         return None
@@ -91,8 +91,8 @@ def proxy_for(address: str, environment: Mapping[str, str] | None = None) -> Pro
 
 
 def proxy_options(address: str) -> tuple[tuple[str, int | str], ...]:
-    """gRPC's channel options for dialling `address`. Its own reading of the environment is not used: it knows
-    no upper-case names and no networks."""
+    """gRPC's channel options for dialling `address`. They replace gRPC's own reading of the environment,
+    which supports neither upper-case names nor networks."""
     proxy = proxy_for(address)
     if proxy is None:
         return (("grpc.enable_http_proxy", 0),)
@@ -101,10 +101,10 @@ def proxy_options(address: str) -> tuple[tuple[str, int | str], ...]:
 
 
 async def connect(address: str, *, reused: bool = False) -> socket.socket:
-    """A TCP connection to host:port that does not block, perhaps through a proxy.
+    """A non-blocking TCP connection to host:port, through a proxy if the environment names one.
 
-    With `reused` other connections may leave from its port too. Raises OSError if none of the host's
-    addresses answers; ProxyError, which is one, if the proxy refuses. The caller bounds the time.
+    With `reused`, other connections may use its local port too. Raises OSError if none of the host's
+    addresses answers, and its subclass ProxyError if the proxy refuses. The caller sets a time limit.
     """
     proxy = proxy_for(address)
     if proxy is None:
@@ -114,7 +114,7 @@ async def connect(address: str, *, reused: bool = False) -> socket.socket:
     except OSError as error:
         raise ProxyError(
             f"the proxy {proxy.shown} of HTTPS_PROXY does not answer ({error.strerror or error}): correct or "
-            "unset it, or name what needs none in NO_PROXY"
+            "unset it, or list hosts to dial directly in NO_PROXY"
         ) from None
     try:
         await _ask_proxy(connection, proxy, address)
@@ -125,8 +125,8 @@ async def connect(address: str, *, reused: bool = False) -> socket.socket:
 
 
 async def _connect_host(host: str, port: int, *, reused: bool = False) -> socket.socket:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    places = [(int(family), place) for family, _, _, _, place in found]
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    places = [(int(family), place) for family, _, _, _, place in infos]
     if not places:
         raise OSError(f"{host} has no address")
     connection, _ = await first_to_answer(in_turn(places), reused=reused)
@@ -134,7 +134,7 @@ async def _connect_host(host: str, port: int, *, reused: bool = False) -> socket
 
 
 def in_turn(places: Sequence[Place]) -> list[Place]:
-    """The families by turns, IPv6 first, each in its own order: so a family that is dead delays little."""
+    """Alternate between the address families, IPv6 first, so that a dead family causes little delay."""
     six = [place for place in places if place[0] == socket.AF_INET6]
     others = [place for place in places if place[0] != socket.AF_INET6]
     mixed: list[Place] = []
@@ -144,9 +144,9 @@ def in_turn(places: Sequence[Place]) -> list[Place]:
 
 
 async def first_to_answer(places: Sequence[Place], *, reused: bool = False) -> tuple[socket.socket, int]:
-    """The first connection of several and its place's number. Raises the OSError of the last failure.
+    """The first connection to succeed, and its index in `places`. Raises the OSError of the last failure.
 
-    The next is dialled as soon as one fails, or has not answered for `HEAD_START_SECONDS`.
+    The next address is dialled when one fails or has not answered within `HEAD_START_SECONDS`.
     """
     dials: dict[asyncio.Task[socket.socket], int] = {}
     failure: OSError = OSError("there is no address to dial")
@@ -178,7 +178,7 @@ def _close_late(dial: "asyncio.Task[socket.socket]") -> None:
 
 
 async def knock(hosts: Iterable[str], port: int) -> None:
-    """Connect to the first host that accepts, and hang up. Raises OSError if none does."""
+    """Connect to the first host that accepts, then hang up. Raises OSError if none does."""
     for host in hosts:
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection(host, port)
@@ -188,9 +188,9 @@ async def knock(hosts: Iterable[str], port: int) -> None:
 
 
 async def again_and_again(family: socket.AddressFamily, own: Any, there: tuple[str, int]) -> socket.socket:
-    """Dial `there` from the address `own`, from which other connections leave too, until that succeeds.
+    """Dial `there` from the address `own`, which other connections use too, until that succeeds.
 
-    The caller bounds the time.
+    The caller sets a time limit.
     """
     while True:
         try:
@@ -203,7 +203,7 @@ async def again_and_again(family: socket.AddressFamily, own: Any, there: tuple[s
 
 
 async def dial_from(place: Place, own: tuple[str, int]) -> socket.socket:
-    """A connection from the address `own`, from which others may leave too. Raises OSError."""
+    """A connection from the address `own`, which others may use too. Raises OSError."""
     return await _connect_place(place, reused=True, own=own)
 
 
@@ -215,13 +215,13 @@ async def _connect_place(place: Place, reused: bool = False, own: Any = None) ->
         if reused:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            # A port is shared only if all its sockets were bound to it by hand.
+            # A port can be shared only by sockets that were all bound to it explicitly.
             connection.bind(own or ("::" if family == socket.AF_INET6 else "0.0.0.0", 0))
         await asyncio.get_running_loop().sock_connect(connection, address)
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError) and error.errno:
-            # asyncio's own words give the address in Python's notation and no reason.
+            # asyncio's own message shows the address in Python's notation and gives no reason.
             raise OSError(error.errno, os.strerror(error.errno)) from None
         raise
     return connection
@@ -235,11 +235,11 @@ async def _ask_proxy(connection: socket.socket, proxy: Proxy, address: str) -> N
     try:
         async with asyncio.timeout(PROXY_SECONDS):
             await loop.sock_sendall(connection, request.encode("latin-1"))
-            # Byte by byte: what follows the answer belongs to the target.
+            # Read byte by byte, because what follows the answer belongs to the target.
             while not answer.endswith(b"\r\n\r\n"):
                 byte = await loop.sock_recv(connection, 1)
                 if not byte or len(answer) >= _MOST_ANSWER:
-                    raise ProxyError(f"the proxy {proxy.shown} of HTTPS_PROXY gave no answer of HTTP")
+                    raise ProxyError(f"the proxy {proxy.shown} of HTTPS_PROXY did not answer in HTTP")
                 answer += byte
     except TimeoutError:
         raise ProxyError(
@@ -256,16 +256,16 @@ def _refusal(proxy: Proxy, address: str, status: str) -> str:
     port = split_address(address)[1]
     match status:
         case "407":
-            advice = "it wants a user and a password: HTTPS_PROXY=http://user:password@host:port"
+            advice = "it requires a user and a password: HTTPS_PROXY=http://user:password@host:port"
         case "403" | "405" if port != 443:
             advice = (
-                f"many proxies allow port 443 alone and this is {port}: ask the run's operator to serve it "
-                "at port 443"
+                f"many proxies allow only port 443, and this is {port}: ask the run's operator to use "
+                "port 443"
             )
         case "403" | "405":
-            advice = "ask whoever runs it to allow that host"
+            advice = "ask its administrator to allow that host"
         case "502" | "503" | "504":
-            advice = "it cannot reach that host itself"
+            advice = "the proxy itself cannot reach that host"
         case _:
             advice = "is it an HTTP proxy?"
     answered = f" (status {status})" if status.isdigit() else ""

@@ -1,8 +1,8 @@
-"""One port for several services, distinguished by a client's first bytes.
+"""One port for several services, told apart by a client's first bytes.
 
 A TLS client names a server in its first message (`wire.client_hello`), and a browser without TLS begins
-with a method of HTTP. The connection then belongs to its service's `Front`, which has its own limits, so a
-crowd at one service takes no place at another.
+with an HTTP method. The connection then belongs to its service's `Front`, which has its own limits, so a
+crowd at one service takes no places from another.
 """
 
 from wire.admission import Limits
@@ -15,12 +15,12 @@ _HTTP_METHODS = frozenset(b"GHPDOCT")
 
 
 class Door:
-    """Chooses the front of each connection. Call everything on the event loop."""
+    """Chooses the front for each connection. Call all methods on the event loop."""
 
     def __init__(self, limits: Limits) -> None:
-        """`limits.silent` counts connections whose first message is not complete."""
+        """`limits.silent` limits connections whose first message is not complete."""
         self.front = Front(limits, choose=self.choose)
-        """The one that listens."""
+        """The front that listens."""
         self._named: dict[str, Front] = {}
         self._protocols: dict[str, Front] = {}
         self._other: Front | None = None
@@ -67,7 +67,7 @@ class Door:
         for protocol in hello.protocols:
             if (front := self._protocols.get(protocol)) is not None:
                 return front
-        # A name is the same in capitals, unless a service has that form (`wire.channels.bulk_name`).
+        # Names ignore case, unless a service uses upper case (`wire.channels.bulk_name`).
         name = hello.server_name
         return self._named.get(name) or self._named.get(name.lower(), self._other)
 

@@ -1,17 +1,17 @@
 """Every error a user can meet, as one tree.
 
     ThinwireError                    one line for the user; exit code 1
-    ├── UserError                    what the user gave is wrong; exit code 2
+    ├── UserError                    invalid input from the user; exit code 2
     │   ├── ConfigError              a run file: unknown key, bad value, impossible split
     │   ├── TokenError               a join token that cannot be read or names another run
     │   └── DataError                text that is missing, empty or unreadable
-    ├── Refused                      the other side refused and says why (carries a `RefusalCode`)
+    ├── Refused                      the other side refused and gave a reason (a `RefusalCode`)
     ├── CodecError                   a tensor cannot be packed or unpacked
     │   ├── NonFiniteError           it holds infinities or NaNs
     │   └── PackedMismatchError      packed bytes are not what was negotiated
     │       └── CacheMismatchError   the ends of a boundary hold different sample caches
     ├── LinkError                    a connection to a neighbour or the coordinator
-    │   ├── ProtocolViolationError   the peer sent what it must never send
+    │   ├── ProtocolViolationError   the peer sent something invalid
     │   ├── NotYetError              the coordinator answers, but is still loading the run it resumes
     │   └── LinkLostError            the connection is gone and did not come back in time
     └── RunError                     the run cannot continue; its newest snapshot is intact
@@ -32,7 +32,8 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 MOST_SHOWN, MOST_LINE = 100, 6000
-"""Characters of a value that an error quotes, and of an error: files hold values of any size."""
+"""The most characters that an error quotes of a value, and that an error has. Files hold values of any
+size."""
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:
@@ -43,11 +44,11 @@ def shortened(text: str, most: int = MOST_SHOWN) -> str:
 
 
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that a terminal obeys, but for line ends and tabs; those that turn the direction of text too."""
+"""Control characters except line feeds and tabs, and characters that change the direction of text."""
 
 
 def escaped(text: str) -> str:
-    """`text` as it may be shown on a terminal: names and texts of strangers may hold commands for it."""
+    """`text` made safe for a terminal, because text from strangers may contain control sequences."""
     return _COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -61,7 +62,7 @@ class ThinwireError(Exception):
 
 
 class UserError(ThinwireError):
-    """What the user gave cannot be used."""
+    """Input from the user cannot be used."""
 
     exit_code = 2
 
@@ -127,7 +128,7 @@ class LinkError(ThinwireError):
 
 
 class ProtocolViolationError(LinkError):
-    """The peer sent what no correct peer sends."""
+    """The peer sent something that no correct peer sends."""
 
 
 class WrongLayerError(ProtocolViolationError):
@@ -159,7 +160,7 @@ class DeviceLostError(RunError):
 
 
 class MemoryExhaustedError(DeviceLostError):
-    """A device ran out of memory. The node ends, because the next epoch would fail in the same way."""
+    """A device ran out of memory. The node ends, because the next epoch would fail the same way."""
 
     def __init__(self, message: str, *, need: int = 0, happened: str = "") -> None:
         """
@@ -173,15 +174,15 @@ class MemoryExhaustedError(DeviceLostError):
 
 
 def without_folders(text: str) -> str:
-    """A message for another machine: of an absolute path in it only the last name stays."""
+    """A message for another machine, in which each absolute path is reduced to its last name."""
     return _FOLDERS.sub("", text)
 
 
 def close_to(name: str, known: Iterable[str]) -> list[str]:
-    """Known names that an unknown one may mean, the likeliest first. Capitals count for nothing."""
+    """Known names that an unknown one may mean, the likeliest first. Case is ignored."""
     if len(name) > MOST_SHOWN:
         return []
-    plain = {one.lower(): one for one in known}
+    plain = {item.lower(): item for item in known}
     return [plain[match] for match in get_close_matches(name.lower(), plain, cutoff=0.5)]
 
 

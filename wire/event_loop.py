@@ -21,11 +21,11 @@ def _import_uvloop() -> ModuleType | None:
 
 uvloop = _import_uvloop()
 KEPT_BLOCK_BYTES = 16 * 1024 * 1024
-"""Larger blocks of memory go back to the system when they are freed."""
+"""Larger blocks of memory return to the system when they are freed."""
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """Like `asyncio.run`, but on uvloop if it is installed. Ctrl-C cancels `main` and raises
+    """`asyncio.run`, but on uvloop if it is installed. Ctrl-C cancels `main` and raises
     KeyboardInterrupt."""
     _keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
@@ -33,26 +33,26 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _keep_freed_memory() -> None:
-    """Have malloc keep the memory of messages. Otherwise a message of 1 MiB and each copy of it take 256 page
-    faults, a tenth of a link's processor time and more.
+    """Make malloc keep the memory of messages. Otherwise a message of 1 MiB and each copy of it cause 256
+    page faults, which take a tenth of a link's processor time or more.
 
-    Once glibc has freed a block that it had mapped, it maps only larger ones, and keeps at most twice as much
-    free memory at the end of each arena. Elsewhere this does nothing.
+    After glibc has freed a mapped block, it maps only larger ones, and keeps up to twice that size free at
+    the end of each arena. With other C libraries this has no effect.
     """
     bytes(KEPT_BLOCK_BYTES)
 
 
 @functools.cache
 def carrier() -> asyncio.AbstractEventLoop:
-    """A second loop, on a thread of its own, which passes bytes on so that the process's loop need not."""
+    """A second loop on its own thread, which forwards bytes so that the process's loop need not."""
     loop = uvloop.new_event_loop() if uvloop else asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="carrier", daemon=True).start()
     return loop
 
 
 def on_thread(work: Callable[[], Result], name: str) -> "asyncio.Future[Result]":
-    """Return or raise what `work` does, on its own thread. The thread may outlive its caller, but never the
-    process."""
+    """Run `work` on a new thread; the future has its result or exception. The thread may outlive the caller,
+    but not the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 

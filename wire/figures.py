@@ -1,8 +1,8 @@
-"""The figures of a link and of a stage, each one record from the node that counts them to the page.
+"""The figures of a link and of a stage. The same record is used from the node that counts to the page.
 
-A record has counters, which its fields mark as `COUNTED`, and facts of a moment, such as a rate, a queue
-or a path. Records are added with `+` and subtracted with `-`: this sums or subtracts counters, and takes
-the facts of the newer record. A new figure is one field here and one in the message that carries it.
+A record has counters, whose fields are marked as `COUNTED`, and momentary values, such as a rate, a queue or
+a path. `+` and `-` add or subtract counters, and take momentary values from the newer record. A new figure
+needs one field here and one in the message that carries it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 LONGEST_PATH = 40
-"""Characters of the name of a link's path."""
+"""The most characters of the name of a link's path."""
 
 COUNTED: Mapping[str, bool] = {"counted": True}
-"""The metadata of a field that is a counter: a number, seconds by kind, or flows."""
+"""The metadata of a field that is a counter: a number, a mapping from kind to seconds, or flows."""
 
 
 class Place(NamedTuple):
-    """A place in the grid of a run."""
+    """A stage of a row: a seat in the grid of a run."""
 
     replica: int
     """The row."""
@@ -36,15 +36,15 @@ LinkKey = tuple[Place, Place]
 """(sender, receiver)."""
 
 _place = lru_cache(maxsize=65_536)(Place)
-"""The same places come with every report."""
+"""Cached, because every report names the same places."""
 
 
 class Counters(NamedTuple):
-    """The names of the counters of a record, by their form."""
+    """The names of a record's counters, by type."""
 
     numbers: tuple[str, ...]
     by_kind: tuple[str, ...]
-    """Mappings from a kind to a number."""
+    """Counters that map a kind to a number."""
     flows: tuple[str, ...]
 
 
@@ -52,71 +52,75 @@ _COUNTERS: dict[type, Counters] = {}
 
 
 def counters_of(kind: "type[Figures]") -> Counters:
-    """The counters of a record."""
-    found = _COUNTERS.get(kind)
-    if found is None:
+    """The counters of a record type."""
+    counters = _COUNTERS.get(kind)
+    if counters is None:
         declared = fields(cast("type[DataclassInstance]", kind))
         counted = {field.name: field.default for field in declared if "counted" in field.metadata}
         by_kind = tuple(name for name, default in counted.items() if default is MISSING)
         flows = tuple(name for name, default in counted.items() if default == ())
         numbers = tuple(name for name in counted if name not in (*by_kind, *flows))
-        found = _COUNTERS[kind] = Counters(numbers, by_kind, flows)
-    return found
+        counters = _COUNTERS[kind] = Counters(numbers, by_kind, flows)
+    return counters
 
 
 class Figures:
-    """Base of the records, which are frozen dataclasses."""
+    """Base class of the records, which are frozen dataclasses."""
 
     def __add__(self, newer: Self) -> Self:
-        """The sum of both, as in `total`. Sums of pairs are most of the work for a step of many nodes."""
-        older, found, counters = vars(self), dict(vars(newer)), counters_of(type(newer))
+        """`total` of two records, but faster: with many nodes, most of the work is adding pairs."""
+        older, sums, counters = vars(self), dict(vars(newer)), counters_of(type(newer))
         for name in counters.numbers:
-            found[name] += older[name]
+            sums[name] += older[name]
         for name in counters.by_kind:
-            found[name] = _sums_by_kind((older[name], found[name]))
+            sums[name] = _sums_by_kind((older[name], sums[name]))
         for name in counters.flows:
-            found[name] = _flow_sums((older[name], found[name]))
-        return made(type(newer), found)
+            sums[name] = _flow_sums((older[name], sums[name]))
+        return made(type(newer), sums)
 
     def __sub__(self, older: "Figures") -> Self:
-        """What was added since an older record of the same totals. The codec of a flow may have changed
-        since."""
-        found, theirs = dict(vars(self)), vars(older)
+        """What was counted since an older record of the same totals. The codec of a flow may have changed
+        since then."""
+        values, theirs = dict(vars(self)), vars(older)
         counters = counters_of(type(older))
         for name in counters.numbers:
-            found[name] -= theirs[name]
+            values[name] -= theirs[name]
         for name in counters.by_kind:
-            found[name] = {kind: number - theirs[name].get(kind, 0.0) for kind, number in found[name].items()}
+            values[name] = {
+                kind: number - theirs[name].get(kind, 0.0) for kind, number in values[name].items()
+            }
         for name in counters.flows:
-            # Totals of a link have one flow of a direction.
+            # Totals of a link have one flow per direction.
             flows = {flow.direction: flow for flow in theirs[name]}
-            found[name] = tuple([f - flows[f.direction] if f.direction in flows else f for f in found[name]])
-        return made(type(self), found)
+            values[name] = tuple(
+                [f - flows[f.direction] if f.direction in flows else f for f in values[name]]
+            )
+        return made(type(self), values)
 
     def counters(self, change: Callable[[str, Any], Any]) -> Self:
-        """The record with each counting number changed by a function of its field's name and itself."""
-        found, counters = dict(vars(self)), counters_of(type(self))
+        """The record with `change(field name, number)` in place of each counter's numbers."""
+        values, counters = dict(vars(self)), counters_of(type(self))
         for name in counters.numbers:
-            found[name] = change(name, found[name])
+            values[name] = change(name, values[name])
         for name in counters.by_kind:
-            found[name] = {kind: change(name, number) for kind, number in found[name].items()}
+            values[name] = {kind: change(name, number) for kind, number in values[name].items()}
         for name in counters.flows:
-            found[name] = tuple(flow.counters(change) for flow in found[name])
-        return made(type(self), found)
+            values[name] = tuple(flow.counters(change) for flow in values[name])
+        return made(type(self), values)
 
     def over(self, count: int) -> Self:
-        """The mean of `count` of them, where this is their sum; whole numbers are rounded down."""
+        """The mean of `count` records whose sum this is. Integers are rounded down."""
         return self.counters(lambda _, value: value // count if isinstance(value, int) else value / count)
 
     def grown(self, **by: float) -> Self:
-        """The record with counters larger by these numbers."""
-        found = dict(vars(self))
+        """The record with these numbers added to its counters."""
+        values = dict(vars(self))
         for name, number in by.items():
-            found[name] += number
-        return made(type(self), found)
+            values[name] += number
+        return made(type(self), values)
 
     def json_fields(self) -> dict[str, Any]:
-        """The fields as they are in JSON."""
+        """The fields in their JSON form."""
         return vars(self)
 
 
@@ -124,18 +128,18 @@ Record = TypeVar("Record", bound=Figures)
 
 
 def total(records: Sequence[Record]) -> Record:
-    """The sum of records, the newest last; there is one at least."""
+    """The sum of one or more records, the newest last."""
     if len(records) == 1:
         return records[0]
     rows = [vars(record) for record in records]
-    found, counters = dict(rows[-1]), counters_of(type(records[-1]))
+    sums, counters = dict(rows[-1]), counters_of(type(records[-1]))
     for name in counters.numbers:
-        found[name] = sum([row[name] for row in rows])
+        sums[name] = sum([row[name] for row in rows])
     for name in counters.by_kind:
-        found[name] = _sums_by_kind([row[name] for row in rows])
+        sums[name] = _sums_by_kind([row[name] for row in rows])
     for name in counters.flows:
-        found[name] = _flow_sums([row[name] for row in rows])
-    return made(type(records[-1]), found)
+        sums[name] = _flow_sums([row[name] for row in rows])
+    return made(type(records[-1]), sums)
 
 
 def _sums_by_kind(values: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -147,7 +151,7 @@ def _sums_by_kind(values: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _flow_sums(several: "Iterable[tuple[FlowFigures, ...]]") -> "tuple[FlowFigures, ...]":
-    """One flow of each direction and codec."""
+    """The sums of flows by direction and codec."""
     kinds: dict[tuple[Direction, str], list[FlowFigures]] = {}
     for flows in several:
         for flow in flows:
@@ -157,7 +161,7 @@ def _flow_sums(several: "Iterable[tuple[FlowFigures, ...]]") -> "tuple[FlowFigur
 
 @dataclass(frozen=True, kw_only=True)
 class FlowFigures(Figures):
-    """The frames of one kind of tensor in one direction of a link, and the elements that they carried."""
+    """The frames of one kind of tensor in one direction of a link, and the number of elements in them."""
 
     direction: Direction
     codec: Text
@@ -166,12 +170,12 @@ class FlowFigures(Figures):
 
     @property
     def kind(self) -> str:
-        """`direction` in JSON and for people: `activation`, `gradient`, `tied_share`, ..."""
+        """The name of `direction` in JSON and for people: `activation`, `gradient`, `tied_share`, ..."""
         return _NAMES[self.direction]
 
     @property
     def bits(self) -> float:
-        """Bits an element, frames and headers included; 0 without elements."""
+        """Bits per element, frames and headers included; 0 without elements."""
         return 8 * self.bytes / self.elements if self.elements else 0.0
 
     def json_fields(self) -> dict[str, Any]:
@@ -182,7 +186,7 @@ _NAMES = {direction: direction.name.lower() for direction in Direction}
 
 
 def flow_sum(links: "Iterable[LinkFigures]", kind: str) -> FlowFigures:
-    """What these links sent of one kind of tensor, with any codec."""
+    """What these links sent for one kind of tensor, with any codec."""
     flows = [flow for link in links for flow in link.flows if flow.kind == kind]
     return FlowFigures(
         direction=Direction[kind.upper()],
@@ -199,38 +203,38 @@ class LinkFigures(Figures):
     source: int = 0
     target: int = 0
     bytes: Count = field(default=0, metadata=COUNTED)
-    """All that `source` wrote to both sockets: whole messages of both streams, frame headers included. gRPC,
-    TLS and TCP add under 1 % for tensors of many frames."""
+    """Everything that `source` wrote to both sockets: whole messages of both streams, frame headers included.
+    gRPC, TLS and TCP add less than 1 % for tensors of many frames."""
     flows: tuple[FlowFigures, ...] = field(default=(), metadata=COUNTED)
-    """Frames of whole tensors, and frames sent again."""
+    """Frames of whole tensors, and retransmitted frames."""
     busy_seconds: Seconds = field(default=0.0, metadata=COUNTED)
-    """Time in which tensors waited to be sent or acknowledged."""
+    """The time in which tensors waited to be sent or acknowledged."""
     processor_seconds: Seconds = field(default=0.0, metadata=COUNTED)
-    """The processor time of the thread that sends, for frames and TLS. If it is busy whenever the link is,
-    the program limits the link, and not the line."""
+    """The processor time of the sending thread, for frames and TLS. If that thread is busy whenever the link
+    is, the program limits the link, not the line."""
     capacity: Amount = 0.0
     """The bytes per second that the link delivers while it is busy; 0 while not known."""
     round_trip_seconds: Seconds = 0.0
-    """Smoothed, of a ping on the control stream; 0 before the first reply."""
+    """The smoothed round trip of pings on the control stream; 0 before the first reply."""
     retransmits: Count = field(default=0, metadata=COUNTED)
-    """Frames sent again."""
+    """Retransmitted frames."""
     rejects: Count = field(default=0, metadata=COUNTED)
-    """Damaged frames. A node counts those that came to it; in sums they are those that `target` refused."""
+    """Damaged frames. A node counts those that it received; sums count those that `target` refused."""
     queued_bytes: Count = 0
-    """Waiting to be sent or acknowledged now."""
+    """The bytes that wait to be sent or acknowledged now."""
     source_replica: int = 0
     """The row of the stage that sends."""
     target_replica: int = 0
     path: Annotated[str, Line(LONGEST_PATH)] = ""
     """The path of the newest connection: `DIRECT`, `TOGETHER`, `RELAY` or a `relay_path` of `wire.telemetry`;
-    empty while not known."""
+    empty while unknown."""
     not_together: Annotated[str, Line(LONGEST_PATH)] = ""
-    """Why the ends of a relayed link could not dial at the same moment, a key of
-    `wire.telemetry.NOT_TOGETHER`; empty while not known, and at the end that is dialled."""
+    """Why the ends of a relayed link could not open it simultaneously: a key of
+    `wire.telemetry.NOT_TOGETHER`. Empty while unknown, and at the end that is dialled."""
     bytes_received: Count = field(default=0, metadata=COUNTED)
-    """Read from both sockets."""
+    """The bytes read from both sockets."""
     least_round_trip_seconds: Seconds = 0.0
-    """The least of the newest round trips: without time in queues."""
+    """The least of the newest round trips, which excludes queueing."""
 
     @property
     def ends(self) -> LinkKey:
@@ -238,7 +242,7 @@ class LinkFigures(Figures):
 
     @property
     def held_out_bytes(self) -> int:
-        """The part of `bytes` that held-out samples sent."""
+        """The part of `bytes` for held-out samples."""
         return sum([flow.bytes for flow in self.flows if flow.direction is Direction.HELD_OUT])
 
 
@@ -250,19 +254,18 @@ class StageFigures(Figures):
     seconds: Mapping[Text, Seconds] = field(default_factory=dict, metadata=COUNTED)
     """Seconds by kind (forward, backward, encode, ...); they sum to `wall_seconds`."""
     memory_bytes: Count = 0
-    """Resident set of the node's process now."""
+    """The current resident set of the node's process."""
     peak_memory_bytes: Count = 0
     gpu_memory_bytes: Count = 0
-    """Device memory that torch holds now; 0 without a GPU."""
+    """The device memory that torch holds now; 0 without a GPU."""
     gpu_peak_memory_bytes: Count = 0
     expert_load: Amount = 0.0
-    """For a mixture, since the epoch began: the tokens of the busiest expert over the mean of the block's
-    experts, in the most uneven block; 0 without experts."""
+    """For a mixture, since the epoch began: the busiest expert's tokens over the mean of its block's experts,
+    in the most uneven block. 0 without experts."""
     dead_experts: Count = 0
-    """Experts of all blocks that got no token since then."""
+    """The experts in all blocks that got no token since the epoch began."""
     without_kernels: Annotated[str, Line(200)] = ""
-    """What the device computes in plain torch, because kernels give wrong results there; empty if there is
-    nothing."""
+    """What the device computes in plain torch because its kernels give wrong results; empty if nothing."""
 
     def time_shares(self, kinds: Iterable[str]) -> dict[str, float]:
         """The shares of `wall_seconds`, 0 to 1, by kind; empty before any time has passed."""

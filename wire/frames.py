@@ -1,7 +1,7 @@
 """The frame of the bulk stream: a 64-byte header and a part of one tensor.
 
-A tensor is cut into pieces of 256 KiB less 64 bytes, of which the last may be shorter. A frame carries one
-piece; on a fast line it carries several that follow one another, so that the work for each frame counts less.
+A tensor is cut into pieces of 256 KiB minus 64 bytes; the last may be shorter. A frame carries one piece, or
+on a fast line several consecutive pieces, to reduce the overhead per frame.
 
     offset  size  field
          0     2  magic, "TW"
@@ -17,7 +17,7 @@ piece; on a fast line it carries several that follow one another, so that the wo
         56     4  reserved, zero
         60     4  CRC32C of the 60 bytes above and the payload
 
-Numbers are little-endian. A tensor's pieces have consecutive sequence numbers. So any frame shows where its
+Numbers are little-endian. A tensor's pieces have consecutive sequence numbers, so any frame shows where its
 tensor starts and ends in the stream.
 """
 
@@ -35,12 +35,12 @@ from wire.spec import ON_LINKS, Direction, TensorKey
 FRAME_BYTES = 256 * 1024
 HEADER_BYTES = 64
 PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
-"""The bytes of tensors that a piece holds."""
+"""The most payload bytes in a piece."""
 MOST_PIECES = 4
-"""The most pieces in a frame: 1 MiB, beyond which gRPC is no cheaper per byte."""
+"""The most pieces in a frame. They make 1 MiB; larger messages cost gRPC as much per byte."""
 MOST_FRAME_BYTES = HEADER_BYTES + MOST_PIECES * PAYLOAD_BYTES
 FRAME_SECONDS = 0.008
-"""How long a frame may take on the line, since whatever is sent after it waits for it."""
+"""The time that a frame should take on the line at most, because later data waits for it."""
 MAX_TENSOR_BYTES = 2**32 - 1
 
 _MAGIC = b"TW"
@@ -59,8 +59,7 @@ assert _FIELDS.size + _CRC.size == HEADER_BYTES
 class DamagedFrameError(LinkError):
     """The checksum does not match, so nothing in the frame can be trusted.
 
-    `sequence` is the number in the header, which is a guess at which frame this was; None if the frame is
-    too short.
+    `sequence` is the number in the header, which may be wrong; None if the frame is too short.
     """
 
     def __init__(self, message: str, sequence: int | None) -> None:
@@ -70,9 +69,9 @@ class DamagedFrameError(LinkError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One or more pieces of a tensor. `payload` lies at `offset` of the tensor's `total` bytes.
+    """One or more pieces of a tensor. `payload` starts at `offset` of the tensor's `total` bytes.
 
-    It may be a view of the sender's tensor or of the received message; nothing is copied.
+    It may be a view of the sender's tensor or of the received message, without a copy.
     """
 
     session: int
@@ -84,12 +83,12 @@ class Frame:
 
 
 def pieces_at(rate: float, payload_bytes: int = PAYLOAD_BYTES) -> int:
-    """The pieces in a frame, for a line that carries this many bytes per second; 0: not known yet."""
+    """The pieces per frame for a line that carries `rate` bytes per second; 0 if the rate is unknown."""
     return max(1, min(MOST_PIECES, int(FRAME_SECONDS * rate / payload_bytes)))
 
 
 def run_tag(run_id: str) -> int:
-    """The form of the run's id that frames carry."""
+    """The run's id as frames carry it."""
     return int.from_bytes(sha256(run_id.encode()).digest()[:8], "little")
 
 
@@ -119,11 +118,11 @@ def pack_frame(frame: Frame, tag: int) -> bytes:
 
 
 def parse_frame(data: bytes, tag: int) -> Frame:
-    """Check everything that a single frame shows. The frame's payload is a view of `data`.
+    """Make all checks that a single frame allows. The frame's payload is a view of `data`.
 
     Raises:
-        DamagedFrameError: too short, or the checksum differs.
-        ProtocolViolationError: intact, but nothing a correct peer of this run sends.
+        DamagedFrameError: the frame is too short, or its checksum differs.
+        ProtocolViolationError: the frame is intact, but no correct peer of this run sends it.
     """
     if len(data) > MOST_FRAME_BYTES:
         raise ProtocolViolationError(f"a frame of {len(data)} bytes arrived; the limit is {MOST_FRAME_BYTES}")
@@ -135,7 +134,7 @@ def parse_frame(data: bytes, tag: int) -> Frame:
     if _checksum(fields, payload) != crc:
         sequence = _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0]
         raise DamagedFrameError(
-            f"the checksum of a frame (number {sequence}, by its header) differs", sequence
+            f"the checksum of a frame differs (its header has number {sequence})", sequence
         )
     magic, version, direction, run, session, sequence, *place, total, offset, length = _FIELDS.unpack(fields)
     if magic != _MAGIC or version != _VERSION:
@@ -149,7 +148,7 @@ def parse_frame(data: bytes, tag: int) -> Frame:
         raise ProtocolViolationError(f"frame {sequence} has an unknown direction or reserved bits set")
     if length != len(payload) or not 0 < length <= total or offset > total - length:
         raise ProtocolViolationError(
-            f"frame {sequence} says {length} bytes at {offset} of {total} and carries {len(payload)}"
+            f"frame {sequence} declares {length} bytes at {offset} of {total} but has {len(payload)}"
         )
     epoch, step, microbatch, boundary = place
     key = TensorKey(epoch, step, microbatch, boundary, Direction(direction))
@@ -157,23 +156,24 @@ def parse_frame(data: bytes, tag: int) -> Frame:
 
 
 def _checksum(fields: bytes, payload: bytes | memoryview) -> int:
-    # Besides bytes the library accepts only arrays.
+    # The library accepts only bytes and arrays.
     return int(google_crc32c.extend(google_crc32c.value(fields), np.frombuffer(payload, dtype=np.uint8)))
 
 
 class FramePlace(NamedTuple):
-    """Where a frame belongs, by its header; unverified for a received frame until it is parsed."""
+    """Where a frame belongs, from its header. For a received frame it is unverified until the frame is
+    parsed."""
 
     sequence: int
     key: TensorKey | None
     """None for an unknown direction."""
     offset: int
     is_last: bool
-    """Whether the tensor ends with it."""
+    """Whether it ends the tensor."""
 
 
 def frame_place(data: bytes) -> FramePlace:
-    """The place of a frame of at least `HEADER_BYTES`. Checks nothing, so it is cheap."""
+    """The place of a frame of at least `HEADER_BYTES`. This checks nothing, so it is cheap."""
     *_, direction, _, _, sequence, epoch, step, microbatch, boundary, total, offset, length = (
         _FIELDS.unpack_from(data)
     )

@@ -1,11 +1,11 @@
 """The accepting side of every port: limits connections before TLS, then passes them on.
 
-gRPC accepts every connection, and one costs a stranger nothing. So a `Front` listens in its place and keeps
-only as many connections as `Admission` allows. One that has sent its first byte is spliced to gRPC, which
-listens on a Unix socket in a private directory; the page's connections go to an asyncio protocol.
+gRPC accepts every connection, and connections cost a stranger nothing. So a `Front` listens instead, and
+keeps only as many connections as `Admission` allows. A connection that has sent its first byte is spliced to
+gRPC, which listens on a Unix socket in a private directory. The page's connections go to an asyncio protocol.
 
-gRPC then sees a Unix socket as its peer. The socket's name is the connection's number: `host` returns the
-address behind a call, and `prove` marks a connection whose call carried a certificate.
+gRPC then sees a Unix socket as its peer, and the socket's name is the connection's number. From it, `host`
+finds the address behind a call, and `prove` marks a connection whose call carried a certificate.
 """
 
 import asyncio
@@ -32,20 +32,21 @@ from wire.splice import CLOSE_SECONDS, Pipe, settled
 log = logging.getLogger(__name__)
 
 _BACKLOG = 4096
-"""Connections that wait in the kernel, within its own limit, while the loop is busy."""
+"""How many connections may wait in the kernel, within its own limit, while the loop is busy."""
 _ACCEPTS = 64
-"""Connections to accept before other work of the loop gets its turn."""
+"""How many connections to accept before the loop's other work gets a turn."""
 _LOOK_SECONDS = 0.5
-"""The front looks this often for connections that took too long."""
+"""The interval of the check for connections that took too long."""
 TLS_HANDSHAKE = b"\x16"
 """The first byte of a TLS connection."""
 _LONGEST_DIRECTORY = 80
-"""A Unix socket's path has at most 103 bytes on macOS, 107 on Linux."""
+"""The longest directory used for sockets: a Unix socket's path has at most 103 bytes on macOS, 107 on
+Linux."""
 
 PassOn = Callable[[socket.socket], "asyncio.Future[None] | asyncio.Task[None]"]
-"""Takes over an accepted socket; done when the front no longer needs to count it."""
+"""Takes over an accepted socket. The future is done when the front no longer needs to count it."""
 Choose = Callable[[bytes], "Front | int | None"]
-"""Chooses the front of a connection by its first bytes. It returns the number of bytes that it needs to
+"""Chooses the front for a connection from its first bytes. It may also return how many bytes it needs to
 decide, or None to drop the connection."""
 
 
@@ -62,10 +63,10 @@ class Front:
     ) -> None:
         """
         Args:
-            pass_on: takes over every connection at once. Without it, one that has spoken is spliced to
-                `backend`.
-            choose: gives every connection that has spoken to another front (see `wire.door`).
-            pacer: limits what one spliced connection carries.
+            pass_on: takes over every connection at once. Without it, a connection is spliced to `backend`
+                after its first byte.
+            choose: passes every connection to another front after its first bytes (see `wire.door`).
+            pacer: limits the rate of each spliced connection.
         """
         self._admission = Admission(limits)
         self._pass_on = pass_on
@@ -73,7 +74,7 @@ class Front:
         self._pacer = pacer
         self._directory = "" if pass_on or choose else private_directory()
         self._peeked: dict[int, int] = {}
-        """The bytes seen of connections that must send more before their front is known."""
+        """The number of bytes seen, by connection, while more are needed to choose the front."""
         self._closed = False
         self._numbers = count()
         self._hosts: dict[int, str] = {}
@@ -82,7 +83,8 @@ class Front:
         self._tasks: dict[asyncio.Future[None], int] = {}
         self._listeners: list[socket.socket] = []
         self.behind: list[Front] = []
-        """Fronts that get connections from this one: with the last descriptor, their strangers go too."""
+        """Fronts that get connections from this one. When descriptors run out, their strangers are dropped
+        too."""
         self._spare = Spare()
         self._look: asyncio.TimerHandle | None = None
 
@@ -96,22 +98,22 @@ class Front:
         return self._admission
 
     def listen(self, address: str) -> int:
-        """Accept connections at `address` ("host:port"; port 0 picks one); returns the port.
+        """Accept connections at `address` ("host:port"; port 0 picks a free one). Returns the port.
 
-        Raises OSError when the address cannot be bound, ValueError when it is no address.
+        Raises OSError when the address cannot be bound, ValueError when it is not an address.
         """
         port = 0
         host, _, text = address.rpartition(":")
         if text != "0":
             host, port = split_address(address)
-        for found in _resolved(host.strip("[]"), port):
+        for family, local in _resolved(host.strip("[]"), port):
             with contextlib.ExitStack() as stack:
-                listener = stack.enter_context(socket.socket(found[0], socket.SOCK_STREAM))
+                listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if found[0] == socket.AF_INET6:
+                if family == socket.AF_INET6:
                     both = host.strip("[]") in _ANY
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
-                listener.bind((found[1], port))
+                listener.bind((local, port))
                 listener.listen(_BACKLOG)
                 stack.pop_all()
             listener.setblocking(False)
@@ -122,8 +124,8 @@ class Front:
         return port
 
     def adopt(self, connection: socket.socket, host: str) -> None:
-        """Take over a connection from `host` that another front accepted. It has spoken, unless this front
-        chooses whose it is."""
+        """Take over a connection from `host` that another front accepted. It has sent its first byte, unless
+        this front has `choose`."""
         if self._closed:
             connection.close()
             return
@@ -140,20 +142,20 @@ class Front:
         return self._hosts.get(_number(peer), "")
 
     def prove(self, peer: str, owner: str) -> None:
-        """A call of gRPC peer `peer` carried the certificate of node `owner`."""
+        """Record that a call of gRPC peer `peer` carried the certificate of node `owner`."""
         self._drop(self._admission.proved(_number(peer), owner, self._now()))
 
     def unpace(self, peer: str) -> None:
-        """A call of gRPC peer `peer` carried a valid token: its connection has no limit of bytes any more."""
+        """Lift the rate limit of the connection of gRPC peer `peer`, whose call carried a valid token."""
         if (pipe := self._pipes.get(_number(peer))) is not None:
             pipe.pacer = None
 
     def shed(self) -> None:
-        """Descriptors have run out: drop the older half of the strangers."""
+        """Drop the older half of the strangers, because descriptors have run out."""
         self._drop(self._admission.shed())
 
     async def close(self) -> None:
-        """Stop listening and drop every connection. Stop gRPC first, so that its last words are sent."""
+        """Stop listening and drop every connection. Stop gRPC first, so that its last messages are sent."""
         loop = asyncio.get_running_loop()
         self._closed = True
         if self._look is not None:
@@ -193,7 +195,7 @@ class Front:
 
     def _enter(self, connection: socket.socket, host: str) -> int:
         if (oldest := self._admission.next_out) is not None:
-            # It may have spoken, and the loop have been too busy to see that.
+            # It may have sent a byte that the busy loop has not seen yet.
             self._spoke(oldest)
         number = next(self._numbers)
         self._silent[number], self._hosts[number] = connection, host
@@ -201,7 +203,7 @@ class Front:
         return number
 
     def _exhausted(self, listener: socket.socket) -> None:
-        """No descriptor is left: drop strangers, and one connection from the queue so that it moves on."""
+        """No descriptor is left: drop strangers, and one queued connection so that the queue moves on."""
         for front in (self, *self.behind):
             front.shed()
         if self._spare.give_up():
@@ -225,9 +227,9 @@ class Front:
                 wanted = chosen
                 continue
             if len(first) <= self._peeked.get(number, 0):
-                chosen = None  # nothing came, so it has ended
+                chosen = None  # no new bytes, so the connection has ended
                 break
-            # The bytes stay in the kernel; without a low-water mark they would wake the loop without end.
+            # The bytes stay in the kernel. Without a low-water mark they would wake the loop endlessly.
             self._peeked[number] = len(first)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, chosen)
             return
@@ -285,7 +287,7 @@ class Front:
     def _connect_backend(self, number: int) -> socket.socket:
         inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # A name for the calling end: gRPC shows it as the peer.
+            # The name of the calling end, which gRPC reports as the peer.
             path = Path(self._directory, str(number))
             inner.bind(str(path))
             path.unlink()
@@ -327,14 +329,14 @@ _ANY = ("0.0.0.0", "::")
 
 
 def _resolved(host: str, port: int) -> list[tuple[int, str]]:
-    """(family, address) to bind. For "any" one socket serves IPv4 and IPv6, as gRPC's does."""
+    """(family, address) pairs to bind. For "any", one socket serves IPv4 and IPv6, as in gRPC."""
     if host in _ANY:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             probe.bind(("::", 0))
             return [(socket.AF_INET6, "::")]
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found))
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in infos))
 
 
 def private_directory() -> str:
@@ -344,7 +346,7 @@ def private_directory() -> str:
 
 
 def _number(peer: str) -> int:
-    """The connection's number in gRPC's name of its peer; -1 if it has none."""
+    """The connection's number in gRPC's peer name; -1 if there is none."""
     name = peer.rpartition("/")[2]
     return int(name) if name.isdecimal() else -1
 
@@ -359,7 +361,7 @@ async def start_behind(
 
 
 def listen_or_advise(front: Front, listen: str, advice: str) -> int:
-    """`front.listen`, with UserError, which ends in `advice`, when the address cannot be bound."""
+    """`front.listen`, but raises UserError, which ends with `advice`, when the address cannot be bound."""
     try:
         return front.listen(listen)
     except (OSError, ValueError) as error:

@@ -1,13 +1,13 @@
-"""The most that a machine's line carries, over all links together, measured from when bytes passed. Pure.
+"""Measures the capacity of a machine's line over all its links, from when bytes passed. Pure.
 
-Time is cut into spans of `SPAN_SECONDS`. What a link carried between two moments counts in the spans
-between them. The most of the newest spans is what the line carries at least; it is what the line carries
-at most once the line was full for one span. The few largest spans do not count, because a shaper's bucket
-and a late clock make spans that no line repeats.
+Time is divided into spans of `SPAN_SECONDS`. What a link carried between two moments is distributed over the
+spans between them. The maximum over the newest spans is a lower bound of the line's capacity, and equals it
+once the line was full for a span. The few largest spans are ignored, because a shaper's bucket and a late
+clock produce values that the line cannot sustain.
 
-The newest spans are those of the last two steps: the parts of a step differ, but steps of one placement
-are alike. A line that became slower is known two steps later. Until then, windows that were planned for
-the faster line only make its queue longer.
+The newest spans are those of the last two steps: the parts of a step differ, but steps with the same
+placement are alike. If a line becomes slower, this shows two steps later. Until then, windows that were
+planned for the faster line only lengthen its queue.
 """
 
 import threading
@@ -15,26 +15,26 @@ from collections import deque
 
 SPAN_SECONDS = 1.0
 SPANS = 120
-"""The most spans that count: the newest ones that carried anything."""
+"""The most spans that count: the newest ones in which anything was carried."""
 LEAST_SPANS = 10
-"""The fewest spans that count, where steps are short."""
+"""The fewest spans that count if steps are short."""
 STEPS = 2
 BEYOND = 0.05
-"""The share of spans, the largest, that does not count."""
+"""The fraction of spans, the largest ones, that is ignored."""
 
 
 class LineMeter:
-    """The meter of one direction, for links on several threads. Times are seconds on any clock."""
+    """Measures one direction, for links on several threads. Times are seconds on any clock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: dict[int, float] = {}
-        """Bytes, by the number of a span."""
+        """The bytes carried in each span, by its number."""
         self._steps: deque[int] = deque(maxlen=STEPS)
         """The spans in which the newest steps began."""
 
     def step_begins(self, now: float) -> None:
-        """A step begins. What was carried before the last step no longer counts."""
+        """Record that a step begins. Only what was carried since the last step began still counts."""
         with self._lock:
             self._steps.append(int(now // SPAN_SECONDS))
             if len(self._steps) == STEPS:
@@ -43,9 +43,9 @@ class LineMeter:
                         del self._spans[span]
 
     def carried(self, size: int, start: float, end: float) -> None:
-        """A link carried `size` bytes evenly between two moments, of which the second is about now.
+        """Record that a link carried `size` bytes evenly between `start` and `end`, which is about now.
 
-        Of tensors that take long that is known late: they count in the spans in which they were carried.
+        Tensors that take long are reported late, and count in the spans in which they were carried.
         """
         last = int(end // SPAN_SECONDS)
         first = max(int(min(start, end) // SPAN_SECONDS), last - SPANS + 1)
@@ -59,7 +59,7 @@ class LineMeter:
                 self._add(span, size * within / seconds)
 
     def rate(self, now: float) -> float:
-        """The measured bytes per second; 0 before a span was whole."""
+        """The measured bytes per second; 0 before a span is complete."""
         with self._lock:
             spans = tuple(self._spans.items())
         whole = sorted(size for span, size in spans if span < int(now // SPAN_SECONDS))
@@ -75,7 +75,7 @@ class Line:
     """A machine's line, which all its links share."""
 
     def __init__(self, most_up: float = 0.0) -> None:
-        """`most_up`: bytes a second that it may send; 0: no limit."""
+        """`most_up`: the most bytes per second that it may send; 0 for no limit."""
         self._most_up = most_up
         self.sent = LineMeter()
         self.received = LineMeter()
@@ -85,9 +85,9 @@ class Line:
         self.received.step_begins(now)
 
     def up(self, now: float) -> float:
-        """The bytes per second that it sends at most, as set or as measured; 0 while not known."""
+        """The most bytes per second that it can send, as set or as measured; 0 while unknown."""
         return self._most_up or self.sent.rate(now)
 
     def down(self, now: float) -> float:
-        """The same of what it receives."""
+        """The most bytes per second that it can receive, as measured; 0 while unknown."""
         return self.received.rate(now)

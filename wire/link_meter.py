@@ -1,16 +1,16 @@
-"""A link's capacity, from when tensors were queued and when they were acknowledged. Pure.
+"""Measures a link's capacity from when tensors were queued and when they were acknowledged. Pure.
 
-A link carries one tensor after the other. A tensor queued behind another was carried between that one's
-acknowledgement and its own; one that found the link idle, between its queueing and its acknowledgement, less
-a round trip. Time without anything to carry does not count.
+A link carries one tensor after another. A tensor that was queued behind another was carried between the
+other's acknowledgement and its own. A tensor that found the link idle was carried between its queueing and
+its acknowledgement, minus a round trip. Time with nothing to carry does not count.
 
 **Token buckets.** Shapers (the kernel's, a provider's, our own `Pacer`) save up idle time: a bucket of bytes
-goes out at line speed, and only what follows is carried at the rate. So a tensor after a pause may seem
-faster than the link. The bucket's size is unknown, but it gains at most the pause's length at its rate, and
-few hold more than `_BUCKET_SECONDS`. A tensor that took ten times as long as what may have been saved up is a
-*steady* sample, wrong by a tenth at most. Other samples count while there is no steady one, and, when the
-newest steady one is old, if they are slower: then the link has become slower. Faster ones may be the bucket
-and do not count.
+passes at line speed, and only what follows is carried at the shaper's rate. So a tensor after a pause may
+seem faster than the link. The bucket's size is unknown, but it gains at most the pause's length at its rate,
+and few hold more than `_BUCKET_SECONDS`. A tensor that took ten times as long as the bucket may last is a
+*steady* sample, wrong by at most a tenth. Other samples count while there is no steady one. They also count
+if the newest steady one is old and they are slower, because then the link has become slower. Faster ones do
+not count, because they may be due to the bucket.
 """
 
 import math
@@ -19,18 +19,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _MEMORY_SECONDS = 2.0
-"""The carrying time after which a sample weighs 1/e of a new one, which averages out the clock's noise."""
+"""The carrying time after which a sample weighs 1/e of a new one. Averaging removes the clock's noise."""
 _BUCKET_SECONDS = 0.05
-"""The most a bucket holds, in time at its rate; the same as our `Pacer`'s."""
+"""The most that a bucket holds, in seconds at its rate; the same as in our `Pacer`."""
 _SHARE_SAVED = 0.1
-"""Share of a steady sample's time that may have been saved up before it."""
+"""The largest fraction of a steady sample's time that a bucket may have saved up."""
 _STEADY_SECONDS = 30.0
-"""Other samples do not count for this long after a steady one, slower or not: TCP also starts slowly."""
+"""For this long after a steady sample, other samples do not count even if they are slower: TCP starts
+slowly."""
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Bytes over carrying time, in which the newest weigh most."""
+    """Bytes over carrying time, with the largest weight on the newest."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -47,25 +48,25 @@ class _Rate:
 
 
 class LinkMeter:
-    """The meter of one direction of a link. `now` is seconds on any clock; bytes are totals since the link
-    was made."""
+    """Measures one direction of a link. `now` is seconds on any clock. Bytes are totals since the link was
+    created."""
 
     def __init__(self, carried: Callable[[int, float, float], None] | None = None) -> None:
-        """`carried`: called with bytes that were carried, from when, and until when."""
+        """`carried` is called with the number of bytes carried, the start and the end."""
         self._carried = carried
         self._busy_seconds = self._told_busy = 0.0
         self._busy_since: float | None = None
         self._waiting: deque[tuple[int, float]] = deque()  # (total bytes at its end, when it was queued)
         self._counted = 0  # total bytes at the end of the last tensor that was measured
         self._last_news = -math.inf
-        self._saved_seconds = 0.0  # that a bucket may hold, in time at its rate
+        self._saved_seconds = 0.0  # what a bucket may hold, in seconds at its rate
         self._steady = _Rate()
         self._steady_at = -math.inf
         self._other = _Rate()
 
     def busy_seconds(self, now: float) -> float:
-        """Time in which anything waited to be sent or acknowledged. It never becomes less, though what is
-        acknowledged late may have arrived before `now`."""
+        """The time in which anything waited to be sent or acknowledged. It never decreases, although a late
+        acknowledgement may be for an arrival before `now`."""
         running = 0.0 if self._busy_since is None else max(0.0, now - self._busy_since)
         self._told_busy = max(self._told_busy, self._busy_seconds + running)
         return self._told_busy
@@ -81,15 +82,15 @@ class LinkMeter:
         return min(steady, other)
 
     def queued(self, end_bytes: int, now: float) -> None:
-        """A tensor was queued; with it, `end_bytes` in all have been."""
+        """Record that a tensor was queued, after which `end_bytes` in total have been."""
         if self._busy_since is None:
             self._busy_since = now
         self._waiting.append((end_bytes, now))
 
     def acknowledged(self, total_bytes: int, *, round_trip: float, now: float) -> None:
-        """The receiver has `total_bytes`; `round_trip` is the least one seen, seconds.
+        """Record that the receiver has `total_bytes`. `round_trip` is the least one seen, in seconds.
 
-        `now` is when this would have been known if it had been said at once: it may be a while ago.
+        `now` is when an immediate acknowledgement would have arrived, which may be a while ago.
         """
         now = max(now, self._last_news)
         queued_at = None
@@ -109,7 +110,7 @@ class LinkMeter:
             self._steady_at = now
         else:
             self._other.add(end_bytes - self._counted, seconds)
-        # A line at twice the bucket's rate empties it in this time; a faster one sooner.
+        # A line at twice the bucket's rate empties it in this time, a faster one sooner.
         self._saved_seconds = max(0.0, self._saved_seconds - seconds)
         self._counted, self._last_news = end_bytes, now
         if not self._waiting or self._waiting[0][1] > now:
@@ -117,6 +118,6 @@ class LinkMeter:
             self._busy_since = self._waiting[0][1] if self._waiting else None
 
     def interrupted(self, now: float) -> None:
-        """The connection broke or came back: time until now says nothing about capacity."""
+        """Record that the connection broke or returned, so time until now says nothing about capacity."""
         self._waiting = deque((end_bytes, now) for end_bytes, _ in self._waiting)
         self._last_news = now

@@ -1,4 +1,4 @@
-"""State of a link that outlives its connections: settings, totals, sender and receiver."""
+"""The state of a link that outlives its connections: settings, totals, sender and receiver."""
 
 import asyncio
 import contextlib
@@ -27,8 +27,8 @@ OnTensor = Callable[[TensorKey, bytearray], None]
 
 
 class FrameFilter(Protocol):
-    """Replaces a frame by the messages to write to the bulk stream, for fault injection. It is called on a
-    link's own thread, and may block it."""
+    """Replaces a frame with the messages to write to the bulk stream, for fault injection. It runs on the
+    link's thread and may block it."""
 
     def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]: ...
 
@@ -38,57 +38,58 @@ class LinkSettings:
     """Both ends of a link need the same `piece_bytes`; the rest may differ."""
 
     window_bytes: int = 16 * 1024 * 1024
-    """The limit for received tensors that are incomplete or not released, plus one tensor. It should exceed
-    rate times round trip: 1 Gbit/s times 100 ms is 12.5 MB."""
+    """The limit for received tensors that are incomplete or not released; one more tensor may exceed it. It
+    should exceed rate times round trip: 1 Gbit/s times 100 ms is 12.5 MB."""
     outbox_bytes: int = 1024 * 1024 * 1024
     """The limit for tensors that wait to be sent and acknowledged. A node raises it to what its run needs
     (`node.stage.epoch_links`)."""
     piece_bytes: int = PAYLOAD_BYTES
-    """The piece of a tensor that a frame carries at least."""
+    """The size of a piece of a tensor. A frame carries one or more."""
     ping_seconds: float = 0.5
     """The seconds between pings on the control stream."""
     silent_seconds: float = 10.0
-    """A connection with a silent peer, or on which no frame arrives, is dropped after this long; on slow
-    links later (`wire.delivery`)."""
+    """A connection is dropped after this long if its peer is silent or no frame is acknowledged, or later on
+    slow links (`wire.delivery`)."""
     connect_seconds: float = 15.0
     """The limit for one attempt to connect."""
     backoff_seconds: float = 0.1
-    """Pause after a failed attempt; doubles with each, up to `max_backoff_seconds`."""
+    """The pause after a failed attempt. It doubles each time, up to `max_backoff_seconds`."""
     max_backoff_seconds: float = RECONNECT_SECONDS
     lost_after_seconds: float = 20.0
     """A link that has been down for this long is lost."""
     resend_seconds: float = 10.0
-    """Unacknowledged frames are sent again, and missing ones asked for again, after this long."""
+    """After this long, unacknowledged frames are sent again and missing ones requested again."""
     pacer: Pacer | None = None
     """The node's bandwidth limit, shared with everything else it sends."""
     line: Line | None = None
-    """The node's line, which measures what its links carry together."""
+    """Measures what all links of the node carry together."""
     on_relay_left: Callable[[str], None] | None = None
-    """Called with the path by a relay that a link has left, once it is known to be faster by another."""
+    """Called with the path of a relay that a link has left, once another relay has proved faster."""
     frame_filter: FrameFilter | None = None
     held_out_from: int | None = None
-    """Activations with this microbatch and higher ones are of held-out samples, and counted apart."""
+    """Activations from this microbatch number on are of held-out samples and counted separately."""
     on_transfer: Callable[[int, TransferKind, TensorKey, float, float], None] | None = None
     """Called with (peer stage, kind, tensor, start, end); see `wire.transfers`."""
 
     @property
     def unread_bytes(self) -> int:
-        """HTTP/2's window of a stream; larger than `window_bytes`, which must be the one that limits."""
+        """The HTTP/2 window of a stream. It is larger than `window_bytes`, so that `window_bytes` is the
+        limit."""
         return 2 * self.window_bytes
 
 
 @dataclass(kw_only=True)
 class LinkState:
-    """State of a link that outlives its connections.
+    """The state of a link that outlives its connections.
 
-    The event loop and the threads of a connection hold `lock` while they use what changes here.
+    The event loop and a connection's threads must hold `lock` to use mutable fields.
     """
 
     epoch: int
     stage: int
     peer_stage: int
     rows: int
-    """Stands for the rows of the two ends: a node may leave its seat for one of another row."""
+    """Identifies the rows of both ends, because a node may change to a seat in another row."""
     settings: LinkSettings
     sender: StreamSender
     receiver: StreamReceiver
@@ -96,9 +97,10 @@ class LinkState:
     delivery: Delivery
     session: int = 0
     figures: LinkFigures = field(default_factory=LinkFigures)
-    """The figures since the link was made; `Link.figures` adds what others know. Its flows have no codec."""
+    """The figures since the link was created, without codecs of flows. `Link.figures` adds the other
+    fields."""
     processor_seconds: float = 0.0
-    """The processor time of the thread that sends."""
+    """The processor time of the sending thread."""
     frames_sent: int = 0
     frames_received: int = 0
     reconnects: int = 0
@@ -106,19 +108,19 @@ class LinkState:
     meter: LinkMeter = field(default_factory=LinkMeter)
     transfers: TransferLog | None = None
     elements: deque[int] = field(default_factory=deque)
-    """The elements of each queued tensor whose last frame was not sent yet."""
+    """The number of elements of each queued tensor whose last frame was not sent yet."""
     tensor_bytes: int = 0
-    """Frames sent of the first of these."""
+    """The bytes of frames sent for the first of these tensors."""
     waiting: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
-    """Calls to make, each with the payload bytes that must be acknowledged first."""
+    """Pending calls, each with the payload bytes that must be acknowledged first."""
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_PINGS))
     lock: threading.RLock = field(default_factory=threading.RLock)
     bulk_wake: threading.Condition = field(init=False)
-    """Notified when there may be something to write to bulk."""
+    """Notified when there may be something to write to the bulk stream."""
     control_wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set on the loop."""
+    """Set on the loop when there may be something to write to the control stream."""
     loop: asyncio.AbstractEventLoop | None = None
-    """The event loop of the link."""
+    """The link's event loop."""
 
     def __post_init__(self) -> None:
         self.bulk_wake = threading.Condition(self.lock)
@@ -171,13 +173,13 @@ class LinkState:
         self.session = self.sender.session = self.receiver.session = session
 
     def wake_control(self) -> None:
-        """Have the control stream's loop look for what to say; from any thread."""
+        """Make the control stream check for messages to send. Any thread may call it."""
         if self.loop is not None and not self.control_wake.is_set():
             with contextlib.suppress(RuntimeError):  # the loop is over
                 self.loop.call_soon_threadsafe(self.control_wake.set)
 
     def next_frame(self, now: float) -> bytes | None:
-        """Like `StreamSender.next_frame`, with frames of a size that fits the line."""
+        """`StreamSender.next_frame`, with a frame size that suits the line."""
         rate, pacer = self.meter.capacity, self.settings.pacer
         if pacer is not None:
             rate = min(rate, pacer.rate)
@@ -185,13 +187,13 @@ class LinkState:
         return self.sender.next_frame(now)
 
     def after_delivery(self, call: Callable[[], None]) -> None:
-        """Call once every tensor that is queued now is acknowledged; at once if none is."""
+        """Make `call` when all tensors queued so far are acknowledged; at once if there are none."""
         with self.lock:
             self.waiting.append((self.sender.sent_bytes, call))
         self.delivered()
 
     def delivered(self) -> None:
-        """Make the calls that are due; without the lock, because a call may use another link."""
+        """Make the calls that are due, without the lock because a call may use another link."""
         while True:
             with self.lock:
                 if not self.waiting or self.waiting[0][0] > self.sender.acknowledged_bytes:
@@ -200,8 +202,8 @@ class LinkState:
             call()
 
     def frame_sent(self, frame: bytes, *, again: bool) -> None:
-        """Count a frame. A direction's bytes and elements grow by whole tensors, so that their ratio is right
-        at any time."""
+        """Count a frame. A direction's bytes and elements are counted by whole tensors, so that their ratio
+        is always right."""
         place = frame_place(frame)
         direction, first = frame_direction(frame), self.settings.held_out_from
         if direction is Direction.ACTIVATION and first is not None and place.key is not None:
@@ -217,13 +219,13 @@ class LinkState:
             self.tensor_bytes = 0
 
     def count_processor(self, since: float) -> float:
-        """Count the calling thread's processor time `since` then; returns what it is now."""
+        """Count the calling thread's processor time since it was `since`. Returns its current value."""
         spent = time.thread_time()
         self.processor_seconds += spent - since
         return spent
 
     def count(self, **by: int) -> None:
-        """Let figures grow."""
+        """Add to figures."""
         self.figures = self.figures.grown(**by)
 
     def _count_flow(self, direction: Direction, size: int, elements: int) -> None:
@@ -231,7 +233,7 @@ class LinkState:
         self.figures += LinkFigures(flows=(flow,))
 
     def forget(self) -> None:
-        """Drop all tensors. The ended link stays, to answer a neighbour that ends the epoch later."""
+        """Drop all tensors. The closed link stays to answer a neighbour that ends the epoch later."""
         with self.lock:
             self.waiting.clear()
             self.sender.forget()

@@ -1,9 +1,9 @@
-"""Tells a stranger from which address its connection comes, which shows what a NAT does.
+"""Tells a client the address that its connection comes from, which shows what a NAT does.
 
 A client sends `REQUEST`, gets `host:port` and a line feed, and the connection ends. Two such answers, from
-different machines and to connections that left from one port, show whether a NAT maps a port in the same
-way for every target. Coordinators and relays answer, for one connection at a time and by TCP, so nobody
-can make a mirror send anything to another machine.
+different machines to connections from one local port, show whether a NAT maps a port in the same way for
+every target. Coordinators and relays answer over TCP, so nobody can make a mirror send anything to another
+machine.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from wire.front import Front
 from wire.identity.names import join_address, split_address
 
 REQUEST = b"?thinwire\n"
-"""Begins as no TLS and no HTTP does."""
+"""The request begins unlike TLS and HTTP."""
 ANSWER_SECONDS = 5.0
 _MOST_ANSWER = 128
 
@@ -46,13 +46,13 @@ async def _answer(connection: socket.socket) -> None:
 
 
 async def seen_as(place: Place, own: tuple[str, int]) -> tuple[tuple[str, int], tuple[str, int]]:
-    """The address of this machine's end of a connection to a mirror, and that end as the mirror sees it.
+    """The local address of a connection to a mirror, and the same end as the mirror sees it.
 
     Args:
         place: the mirror's address.
-        own: the address to dial from; port 0 takes a free one. Other connections may leave from it too.
+        own: the local address, which other connections may use too; port 0 picks a free port.
 
-    Raises LinkError if no mirror answers there.
+    Raises LinkError if no mirror answers.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -71,4 +71,4 @@ async def seen_as(place: Place, own: tuple[str, int]) -> tuple[tuple[str, int], 
     except OSError as error:
         raise LinkError(error.strerror or str(error)) from None
     except ValueError:
-        raise LinkError("what answers there tells no address") from None
+        raise LinkError("the answer is not an address") from None

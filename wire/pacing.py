@@ -1,23 +1,23 @@
-"""When to send and when to try again: bandwidth limit, keep-alive, back-off."""
+"""Decides when to send and when to retry: bandwidth limit, keep-alive, back-off."""
 
 import asyncio
 import threading
 import time
 
 BURST_SECONDS = 0.05
-"""Sending may run ahead of the rate by what fits in this time, or by one frame."""
+"""Sending may exceed the rate by what fits in this time, or by one frame."""
 
 LEAST_PIECE = 16 * 1024
-"""A piece has at least so many bytes, however slow the line."""
+"""The least bytes of a piece, however slow the line is."""
 
 KEEP_ALIVE = b"\0"
 """One byte on the bulk stream. It cannot be a frame, which has 64 bytes or more."""
 PERIOD_SECONDS = 0.1
-"""Keep-alives are this far apart: below Linux's least retransmission timeout."""
+"""The interval between keep-alives, which is below Linux's least retransmission timeout."""
 LONGEST_SECONDS = 3.0
-"""The longest pause over which keep-alives are sent; after a longer one TCP has lost its rate anyway."""
+"""The longest pause over which keep-alives are sent. After a longer one TCP has lost its rate anyway."""
 LEAST_ROUND_TRIP = 0.005
-"""The least round trip in seconds at which keep-alives help. On a shorter link slow start ends within one
+"""The least round trip, in seconds, at which keep-alives help. Below it, slow start ends within one
 message."""
 
 RECONNECT_SECONDS = 2.0
@@ -25,13 +25,13 @@ RECONNECT_SECONDS = 2.0
 
 
 class Pacer:
-    """A bandwidth limit: `rate` bytes per second on average, for everything that shares it. Thread-safe."""
+    """A bandwidth limit of `rate` bytes per second on average, for everything that shares it. Thread-safe."""
 
     def __init__(self, rate: float, ahead: float = BURST_SECONDS) -> None:
         """
         Args:
-            rate: bytes a second, above 0.
-            ahead: seconds of the rate that may pass at once after a pause.
+            rate: bytes per second, above 0.
+            ahead: how many seconds' worth of bytes may pass at once after a pause.
         """
         self.rate = rate
         self._ahead = ahead
@@ -40,11 +40,12 @@ class Pacer:
 
     @property
     def piece(self) -> int:
-        """The bytes to take at once, so that nobody who shares the rate waits long."""
+        """How many bytes to take at once, so that others who share the rate do not wait long."""
         return max(LEAST_PIECE, int(BURST_SECONDS * self.rate))
 
     def reserve(self, size: int, now: float) -> float:
-        """Book `size` bytes at `now` (seconds on any clock); returns the seconds to wait before sending."""
+        """Reserve `size` bytes at `now` (seconds on any clock). Returns the seconds to wait before
+        sending."""
         with self._lock:
             start = max(self._free_at, now - self._ahead)
             self._free_at = start + size / self.rate
@@ -58,13 +59,12 @@ class Pacer:
 
 
 class KeepAlive:
-    """Says when an idle bulk stream should send `KEEP_ALIVE`, so that TCP keeps its rate over a pause.
+    """Decides when an idle bulk stream sends `KEEP_ALIVE`, so that TCP keeps its rate over a pause.
 
-    Between steps a bulk stream pauses for a round trip or more. TCP that was idle for a retransmission
-    timeout (0.2 s and more) starts again with ten packets per round trip (RFC 5681, section 4.1). With
-    round trips of tens of milliseconds, most of a step is over before the link is full. With a byte now
-    and then the connection is never idle, and TCP only halves an unused window once per timeout (RFC
-    7661).
+    Between steps a bulk stream pauses for a round trip or more. After it was idle for a retransmission
+    timeout (0.2 s or more), TCP restarts with ten packets per round trip (RFC 5681, section 4.1). With round
+    trips of tens of milliseconds, most of a step would be over before the link is full. With an occasional
+    byte the connection is never idle, and TCP only halves an unused window once per timeout (RFC 7661).
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class KeepAlive:
         self._frame_at = self._sent_at = now
 
     def sent(self, now: float) -> None:
-        """`KEEP_ALIVE` was sent."""
+        """Record that `KEEP_ALIVE` was sent."""
         self._sent_at = now
 
     def due_at(self, round_trip: float) -> float | None:
-        """When to send the next; None for never, until a frame is sent.
+        """When to send the next keep-alive; None if none is needed before the next frame.
 
         Args:
-            round_trip: the link's, in seconds; 0 while not known.
+            round_trip: the link's round trip in seconds; 0 while unknown.
         """
         if self._frame_at is None or round_trip < LEAST_ROUND_TRIP:
             return None
@@ -91,17 +91,17 @@ class KeepAlive:
 
 
 class Backoff:
-    """The pause before the next attempt: `least` seconds, doubled after each, at most `most`."""
+    """The pause before the next attempt: `least` seconds, doubled each time, up to `most`."""
 
     def __init__(self, least: float, most: float) -> None:
         self._least, self._most = least, most
         self.seconds = least
 
     def reset(self) -> None:
-        """An attempt succeeded: begin again with the shortest pause."""
+        """Return to the shortest pause after an attempt has succeeded."""
         self.seconds = self._least
 
     def advance(self) -> float:
-        """The pause to make now; the next one is longer."""
+        """The pause to make now. The next one is longer."""
         pause, self.seconds = self.seconds, min(2 * self.seconds, self._most)
         return pause

@@ -1,9 +1,9 @@
 """Measures the line between two nodes, on the port for neighbours, with mutual TLS.
 
-The node that asks sends some small messages for the round trip, then a bounded number of bytes, and then
-gets as many. A rate is that of the second half of the bytes, because the first half pays for TCP's slow
-start. A probe is short: at most `DIRECTION_SECONDS` and `CHUNKS` chunks in each direction. Training goes
-first at both ends, and both respect their owners' bandwidth limits.
+The requesting node sends a few small messages for the round trip, then a bounded number of bytes, and then
+receives as many. The rate is measured over the second half of the bytes, because TCP's slow start affects
+the first half. A probe is short: at most `DIRECTION_SECONDS` and `CHUNKS` chunks in each direction. Training
+traffic has priority at both ends, and both respect their owners' bandwidth limits.
 
 A node answers one probe at a time, and each other node only a few times per hour, so that nobody can keep
 its line busy.
@@ -24,28 +24,29 @@ from wire.errors import LinkError, ProtocolViolationError, first_error
 PROBE_METHOD = "/thinwire.wire.v1.Layers/Probe"
 CHUNK_BYTES = 64 * 1024
 CHUNKS = 32
-"""Each direction is sent so many chunks: 2 MiB."""
+"""The number of chunks in each direction, 2 MiB in total."""
 DIRECTION_SECONDS = 3.0
-"""The seconds after which nothing more is sent in a direction."""
+"""The time limit for sending in each direction."""
 PROBE_SECONDS = 12.0
-"""The longest that a probe may take, connection included."""
+"""The time limit for a probe, including the connection."""
 PINGS = 3
 PROBES_AN_HOUR = 6
-"""One node may measure its line to this one so often in an hour."""
+"""How many probes per hour a node answers for each other node."""
 MOST_KNOWN = 2048
-"""Nodes whose probes are counted."""
+"""How many nodes' probes are counted."""
 
 _PING, _CHUNK, _SEND = b"p", b"c", b"s"
 _ACKNOWLEDGED = b"a"
 _COUNT = struct.Struct("<H")
 
 PassThrough = Callable[[int], Awaitable[None]]
-"""Wait until so many bytes may be sent."""
+"""Waits until this many bytes may be sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineRate:
-    """The measured rates, in bytes per second from the node that asked and to it; 0 if nothing arrived."""
+    """A measured line. Rates are in bytes per second from and to the requesting node; 0 if nothing
+    arrived."""
 
     round_trip: float
     """The least of `PINGS` round trips, in seconds."""
@@ -54,7 +55,7 @@ class LineRate:
 
 
 def rate_of(arrivals: list[tuple[float, int]]) -> float:
-    """The bytes per second from (time, bytes so far); the first entry begins the count."""
+    """The bytes per second from pairs (time, bytes so far), of which the first starts the count."""
     if len(arrivals) < 2 or arrivals[-1][1] <= arrivals[0][1]:
         return 0.0
     end, whole = arrivals[-1]
@@ -68,17 +69,17 @@ class ProbeServer:
     """Answers `PROBE_METHOD`."""
 
     def __init__(self, pass_through: PassThrough, clock: Callable[[], float] = time.monotonic) -> None:
-        """`pass_through` lets training go first and keeps to the owner's limit."""
+        """`pass_through` gives priority to training and respects the owner's limit."""
         self._pass_through = pass_through
         self._clock = clock
         self._busy = False
         self._newest: dict[str, list[float]] = {}
-        """When each node asked, in the last hour."""
+        """The times of each node's requests in the last hour."""
 
     def refusal(self, node_id: str) -> str | None:
-        """Why this node gets no answer now, if it does not; else its probe counts."""
+        """Why this node gets no answer now; None if it gets one, and then the probe is counted."""
         if self._busy:
-            return "another node measures its line to this one"
+            return "another node is measuring its line to this one"
         now = self._clock()
         known = [at for at in self._newest.pop(node_id, ()) if now - at < 3600.0]
         self._newest[node_id] = known
@@ -90,7 +91,7 @@ class ProbeServer:
         return None
 
     async def serve(self, node_id: str, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        """Answer one call of a node whose certificate has been checked."""
+        """Answer a call of a node whose certificate has been checked."""
         if (why := self.refusal(node_id)) is not None:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
         self._busy = True
@@ -117,11 +118,13 @@ class ProbeServer:
                 case b"s" if len(message) == 1 + _COUNT.size:
                     (count,) = _COUNT.unpack(message[1:])
                     if count > CHUNKS:
-                        raise ProtocolViolationError(f"a probe asks for {count} chunks, at most {CHUNKS}")
+                        raise ProtocolViolationError(
+                            f"a probe asks for {count} chunks; the limit is {CHUNKS}"
+                        )
                     await self._send(context, count)
                     return
                 case _:
-                    raise ProtocolViolationError("this is no message of a probe, or one too many")
+                    raise ProtocolViolationError("this is not a message of a probe, or one too many")
 
     async def _send(self, context: "grpc.aio.ServicerContext[Any, Any]", count: int) -> None:
         chunk, began = bytes(CHUNK_BYTES), time.monotonic()
@@ -151,7 +154,7 @@ async def _measure(call: "grpc.aio.StreamStreamCall[bytes, bytes]", pass_through
         began = time.perf_counter()
         await call.write(_PING)
         if await call.read() != _ACKNOWLEDGED:
-            raise LinkError("the line was not measured: the node answers something else")
+            raise LinkError("the line was not measured: unexpected answer from the node")
         trips.append(time.perf_counter() - began)
 
     async def send() -> None:
@@ -175,10 +178,10 @@ async def _measure(call: "grpc.aio.StreamStreamCall[bytes, bytes]", pass_through
                 down = down or [up[-1]]
                 down.append((now, len(down) * CHUNK_BYTES))
             else:
-                raise LinkError("the line was not measured: the node answers something else")
+                raise LinkError("the line was not measured: unexpected answer from the node")
     if down:
         down[0] = down[0][0], 0
-    # The first of them waited for the connection's handshake.
+    # The first round trip includes the connection's handshake.
     return LineRate(round_trip=min(trips[1:]), up=rate_of(up), down=rate_of(down))
 
 

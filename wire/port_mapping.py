@@ -1,6 +1,6 @@
-"""A port of the router that is mapped to this machine, by NAT-PMP (RFC 6886) or else by UPnP.
+"""Maps a port of the router to this machine, by NAT-PMP (RFC 6886) or else by UPnP.
 
-NAT-PMP is two packets with the default gateway. UPnP needs the package miniupnpc, an extra. A router's
+NAT-PMP takes two packets with the default gateway. UPnP needs the optional package miniupnpc. A router's
 answer is not trusted: the coordinator dials the port before it tells neighbours about it.
 """
 
@@ -22,15 +22,15 @@ from wire.interfaces import default_source, is_private
 log = logging.getLogger(__name__)
 
 LIFETIME_SECONDS = 7200
-"""A mapping lasts this long, as RFC 6886 recommends, and is renewed long before."""
+"""The lifetime of a mapping, as RFC 6886 recommends. It is renewed long before its end."""
 RENEW_SECONDS = 600.0
 """The most seconds between two renewals, because a router that restarts forgets its mappings."""
 ANSWER_SECONDS = 0.25
-"""A gateway's first answer may take this long, and twice as long with each of the `TRIES`."""
+"""The limit for a gateway's answer to the first try. It doubles with each of the `TRIES`."""
 TRIES = 4
 NAT_PMP_PORT = 5351
 UPNP_SECONDS = 10.0
-"""UPnP may take this long to find the router and to ask it."""
+"""The limit for finding and asking the router by UPnP."""
 DISCOVER_MILLISECONDS = 2000
 CLOSE_SECONDS = 3.0
 Result = TypeVar("Result")
@@ -40,10 +40,10 @@ _GATEWAY_FLAG = 0x2
 _MAP_TCP, _ANSWER = 2, 128
 _REQUEST, _REPLY = struct.Struct("!BBHHHI"), struct.Struct("!BBHIHHI")
 _RESULTS = {
-    1: "it speaks another version",
-    2: "its owner has turned that off",
-    3: "it has no internet itself",
-    4: "it has no port left",
+    1: "it uses another version",
+    2: "its owner has turned this off",
+    3: "it has no internet connection",
+    4: "it has no free port",
     5: "it does not map TCP",
 }
 
@@ -53,18 +53,18 @@ class Mapping:
     """The mapping that a router promised."""
 
     outside: int
-    """Its port that leads here."""
+    """The router's port that leads here."""
     seconds: float
-    """The seconds for which it lasts; 0: until it is removed."""
+    """How long the mapping lasts; 0 if it lasts until it is removed."""
 
 
 class Router(Protocol):
-    """One way to ask a router. Both methods raise OSError, with words for people, if it does not help."""
+    """A protocol for asking a router. Both methods raise OSError, with a message for people, on failure."""
 
     name: str
 
     async def map(self, port: int, outside: int) -> Mapping:
-        """Lead a port of the router, `outside` if that is free, to TCP `port` here; also renews."""
+        """Map a port of the router, `outside` if free, to TCP `port` here, or renew the mapping."""
         ...
 
     async def unmap(self, port: int, outside: int) -> None: ...
@@ -88,14 +88,14 @@ class NatPmp:
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             asking.setblocking(False)
-            asking.connect(self._gateway)  # so that only the gateway's answers come
+            asking.connect(self._gateway)  # so that only the gateway's answers arrive
             for number in range(TRIES):
                 try:
                     async with asyncio.timeout(ANSWER_SECONDS * 2**number):
                         await loop.sock_sendall(asking, _REQUEST.pack(0, _MAP_TCP, 0, port, outside, seconds))
-                        while (found := _read_reply(await loop.sock_recv(asking, 64), port)) is None:
+                        while (mapping := _read_reply(await loop.sock_recv(asking, 64), port)) is None:
                             pass
-                        return found
+                        return mapping
                 except TimeoutError:
                     continue
                 except ConnectionRefusedError:
@@ -104,8 +104,8 @@ class NatPmp:
 
 
 def _read_reply(packet: bytes, port: int) -> Mapping | None:
-    """The mapping that the gateway promises for `port`; None if the packet does not answer that. Raises
-    OSError."""
+    """The mapping that the gateway promises for `port`; None if the packet is not an answer to that. Raises
+    OSError if the gateway refuses."""
     if len(packet) < _REPLY.size:
         # A refusal may end after its code and time.
         packet += bytes(_REPLY.size - len(packet)) if len(packet) >= 8 else b""
@@ -125,7 +125,7 @@ class Upnp:
     name = "UPnP"
 
     def __init__(self, description_url: str = "") -> None:
-        """`description_url`: the device's, if it is known; else it is searched for."""
+        """`description_url`: the device's URL, if known. Otherwise the device is searched for."""
         self._url = description_url
         self._device: Any = None
 
@@ -149,7 +149,7 @@ class Upnp:
         try:
             self._device.addportmapping(outside, *words, LIFETIME_SECONDS)
         except Exception as error:  # the module raises nothing more exact
-            # Some routers map for ever or not at all; it is removed in the end.
+            # Some routers only map ports for ever. `unmap` removes the mapping at the end.
             try:
                 self._device.addportmapping(outside, *words, 0)
             except Exception:
@@ -177,7 +177,7 @@ class Upnp:
                 device.discoverdelay = DISCOVER_MILLISECONDS
                 device.discover()
                 device.selectigd()
-        except Exception:  # its words may be "Success"
+        except Exception:  # the message may be "Success"
             raise OSError("no router answers") from None
         return device
 
@@ -188,8 +188,8 @@ class MappedPort:
     def __init__(self, routers: Sequence[Router], tell: Callable[[str], None] = log.info) -> None:
         """
         Args:
-            routers: are asked in this order.
-            tell: gets a line when a mapping comes or goes.
+            routers: the routers to ask, in this order.
+            tell: called with a line when a mapping is made or changes.
         """
         self._routers = routers
         self._tell = tell
@@ -201,16 +201,17 @@ class MappedPort:
 
     @property
     def outside(self) -> int:
-        """The router's port that leads here; 0: none."""
+        """The router's port that leads here; 0 if there is none."""
         return self._mapping.outside if self._mapping is not None else 0
 
     @property
     def by(self) -> str:
-        """The protocol by which it was asked for."""
+        """The name of the protocol that made the mapping."""
         return self._router.name if self._router is not None else ""
 
     async def open(self, port: int) -> None:
-        """Ask for a port that leads to `port` here. Raises nothing: most routers offer none."""
+        """Ask for a port that leads to `port` here. Failure is not an error, because most routers offer
+        none."""
         self._port = port
         reasons = []
         for router in self._routers:
@@ -220,12 +221,12 @@ class MappedPort:
                 reasons.append(f"{router.name}: {error}")
                 continue
             self._router, self.why_not = router, ""
-            self._tell(f"the router leads its port {self.outside} to this node ({router.name})")
+            self._tell(f"the router maps its port {self.outside} to this node ({router.name})")
             return
         self.why_not = "; ".join(reasons) or self.why_not
 
     async def keep(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        """Renew what `open` got, until cancelled; returns if there is nothing to renew."""
+        """Renew the mapping until cancelled. Returns if there is none."""
         while self._router is not None and self._mapping is not None:
             seconds = self._mapping.seconds
             await sleep(min(RENEW_SECONDS, seconds / 2) if seconds else RENEW_SECONDS)
@@ -236,10 +237,10 @@ class MappedPort:
                 log.info("the router did not renew its port %d (%s): asking again", before, error)
                 continue
             if self.outside != before:
-                self._tell(f"the router leads its port {self.outside} to this node, no longer {before}")
+                self._tell(f"the router now maps its port {self.outside} to this node, no longer {before}")
 
     async def close(self) -> None:
-        """Give the port back."""
+        """Remove the mapping."""
         router, self._router, outside = self._router, None, self.outside
         self._mapping = None
         if router is not None:
@@ -249,11 +250,11 @@ class MappedPort:
 
 
 async def routers_to_ask(listen: str, coordinator: str) -> list[Router]:
-    """The routers between this machine and a coordinator of the internet; none where they cannot help.
+    """The routers between this machine and a coordinator on the internet; empty if they cannot help.
 
     Args:
-        listen: host:port where this node listens; empty: nowhere.
-        coordinator: its host:port.
+        listen: host:port where this node listens; empty if it does not.
+        coordinator: the coordinator's host:port.
     """
     source = default_source(socket.AF_INET)
     host = listen.rpartition(":")[0].strip("[]")
@@ -265,17 +266,17 @@ async def routers_to_ask(listen: str, coordinator: str) -> list[Router]:
             return []
         where, port = split_address(coordinator)
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(where, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        infos = await loop.getaddrinfo(where, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except (OSError, UserError, ValueError):
         return []
-    if any(is_private(str(place[4][0])) for place in found):
+    if any(is_private(str(place[4][0])) for place in infos):
         return []  # it is in this machine's own network
     gateway = default_gateway()
     return [*([NatPmp(gateway)] if gateway else ()), Upnp()]
 
 
 def default_gateway(routes: Path = _ROUTES) -> str:
-    """The IPv4 default gateway; "" if there is none, or where there is no such file: it is Linux's."""
+    """The IPv4 default gateway; "" if there is none, or on systems other than Linux, which lack the file."""
     with contextlib.suppress(OSError, ValueError):
         for line in routes.read_text(encoding="ascii").splitlines()[1:]:
             _, target, gateway, flags, *_ = line.split()

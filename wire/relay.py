@@ -1,14 +1,14 @@
-"""A relay: connects two members that cannot reach each other. It cannot read what it carries.
+"""A relay connects two members that cannot reach each other. It cannot read what it carries.
 
-Both members dial the relay, show their certificates over TLS (ALPN `thinwire-relay`), and say which node
-they want to reach, or from which node they accept a connection. The relay answers when both are there.
-From then on the sockets are plain, and the neighbours' own mutual TLS runs inside, which the relay can
-neither read nor change nor forge.
+Both members dial the relay, present their certificates over TLS (ALPN `thinwire-relay`), and name the node
+that they want to reach or from which they accept a connection. The relay answers when both are there. From
+then on the sockets are plain and carry the neighbours' own mutual TLS, which the relay can neither read nor
+change nor forge.
 
 A request is 16 bytes: `D` to dial or `A` to accept, and the peer's node id. The answer is `+`, or `-`
 before the relay hangs up. Two members that ask with `S` are not connected. Instead, after `+`, each is
-told the address from which the other comes (its length in a byte, then host:port). Both can then dial at
-the same moment, which opens the NAT of each for the other.
+told the other's address (its length in a byte, then host:port). Both can then dial at the same moment,
+which opens each one's NAT for the other.
 """
 
 import asyncio
@@ -28,21 +28,21 @@ from wire.splice import Pipe
 from wire.tls_socket import TlsSocket
 
 PROTOCOL_NAME = "thinwire-relay"
-"""A relay's clients name this protocol in TLS's ALPN."""
+"""The ALPN protocol of a relay's clients."""
 DIAL, ACCEPT, TOGETHER = b"D", b"A", b"S"
 PARTNER = {DIAL: ACCEPT, ACCEPT: DIAL, TOGETHER: TOGETHER}
 YES, NO = b"+", b"-"
 NODE_ID_BYTES = 15
 REQUEST_SECONDS = 10.0
-"""A connection may take so long from its first byte to its request."""
+"""How long a connection may take from its first byte to its request."""
 TELL_SECONDS = 10.0
-"""How long two members that were told each other's addresses may stay, so that their NATs keep the
+"""How long members that were told each other's addresses may stay connected, so that their NATs keep the
 mappings."""
 MOST_WAITING = 4
-"""The most connections of one member that wait for one other in one role; beyond it, the oldest is
+"""The most connections of one member that wait for the same peer in the same role. Beyond it, the oldest is
 dropped."""
 MOST_OF_A_NODE = 64
-"""The most connections of one member, waiting or connected; it needs four for each neighbour."""
+"""The most connections of one member, waiting or connected. It needs four for each neighbour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +58,36 @@ class _Wait:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request leads to."""
+    """The result of a request."""
 
     refused: str = ""
-    """Why, in words for the log."""
+    """Why the request is refused, for the log; empty if it is not."""
     joined_with: int | None = None
-    """The connection to join with; None: it waits."""
+    """The connection to join it with; None if it waits."""
     dropped: tuple[int, ...] = ()
-    """Connections to close."""
+    """The connections to close."""
 
 
 @dataclass(kw_only=True)
 class Rendezvous:
-    """Which members wait for which others, and which are connected. A state machine without I/O; connections
-    are numbers."""
+    """Matches members that wait for each other. A state machine without I/O, in which connections are
+    numbers."""
 
     most: int
-    """Connections in all."""
+    """The most connections in total."""
     allowed: frozenset[str] = frozenset()
-    """The nodes that the newest placement names: any two of them may be connected."""
+    """The nodes of the newest placement. Any two of them may be connected."""
     _waiting: dict[_Wait, list[int]] = field(default_factory=dict)
-    """The newest last."""
+    """Waiting connections by request, the newest last."""
     _asked: dict[int, _Wait] = field(default_factory=dict)
-    """The requests, by every connection that waits or is connected."""
+    """The requests of all connections, waiting or connected."""
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def ask(self, number: int, node: str, peer: str, role: bytes) -> Answer:
-        """Connection `number` of `node` wants one of `peer`; `role` is a request's letter."""
+        """Handle a request on connection `number`: `node` wants a connection with `peer`. `role` is the
+        request's letter."""
         if node == peer or not {node, peer} <= self.allowed:
             return Answer(refused=f"the placement does not name {node} and {peer}")
         wait = _Wait(node, peer, role)
@@ -108,7 +109,7 @@ class Rendezvous:
         return Answer(dropped=dropped)
 
     def gone(self, number: int) -> None:
-        """The connection has ended."""
+        """Forget a connection that has ended."""
         wait = self._asked.pop(number, None)
         if wait is not None and number in (waiting := self._waiting.get(wait, [])):
             waiting.remove(number)
@@ -116,7 +117,7 @@ class Rendezvous:
                 del self._waiting[wait]
 
     def allow(self, nodes: Collection[str]) -> list[int]:
-        """A new placement; returns the connections to close, which are forgotten."""
+        """Set the nodes of a new placement. Returns the connections to close, which are already forgotten."""
         self.allowed = frozenset(nodes)
         ended = [number for number, wait in self._asked.items() if not {wait.node, wait.peer} <= self.allowed]
         for number in ended:
@@ -126,13 +127,13 @@ class Rendezvous:
 
 @dataclass(kw_only=True)
 class RelayTotals:
-    """What the relay has carried since it was made."""
+    """Totals since the relay was created."""
 
     bytes: int = 0
-    """Carried, both ways together."""
+    """The bytes carried in both directions together."""
     joined: int = 0
     told: int = 0
-    """Pairs that were told each other's addresses."""
+    """The pairs that were told each other's addresses."""
     refused: int = 0
 
 
@@ -144,10 +145,10 @@ class Relay:
     ) -> None:
         """
         Args:
-            context: gives one of `wire.tls_socket.mutual_context`, the server's side; called for each
-                connection, so that a renewed certificate counts.
-            note: called with the reason of a refusal.
-            rate: the most bytes a second that are carried, both ways together; 0 is no limit.
+            context: returns a server's `wire.tls_socket.mutual_context`. It is called for each connection, so
+                that a renewed certificate takes effect.
+            note: called with the reason for a refusal.
+            rate: the most bytes per second to carry, both directions together; 0 for no limit.
         """
         descriptors = raise_limit()
         loop = asyncio.get_running_loop()
@@ -162,27 +163,27 @@ class Relay:
         self._numbers = count()
         self._waiting: dict[int, TlsSocket] = {}
         self._pipes: dict[int, Pipe] = {}
-        """Pipes, by the numbers of both connections."""
+        """Each pipe, under the numbers of both its connections."""
         self._totals = RelayTotals()
 
     @property
     def totals(self) -> RelayTotals:
-        under_way = sum(pipe.carried for pipe in self._joined())
+        open_pipes = sum(pipe.carried for pipe in self._joined())
         totals = self._totals
-        return replace(totals, bytes=totals.bytes + under_way)
+        return replace(totals, bytes=totals.bytes + open_pipes)
 
     @property
     def pairs(self) -> int:
-        """Pairs of connections that are joined now."""
+        """The number of pairs of connections that are joined now."""
         return sum(1 for _ in self._joined())
 
     @property
     def waiting(self) -> int:
-        """Connections that wait for another, or for their ends to dial each other."""
+        """The number of connections that wait for another, or for their ends to dial each other."""
         return len(self._waiting)
 
     def allow(self, nodes: Collection[str]) -> None:
-        """Nodes of the newest placement: any two of them may be joined, all other connections end."""
+        """Set the nodes of the newest placement. Any two of them may be joined; all other connections end."""
         for number in self._rendezvous.allow(nodes):
             self._close(number)
 
@@ -209,7 +210,7 @@ class Relay:
             request = await tls.read(1 + NODE_ID_BYTES)
             node, peer = tls.peer_node_id, request[1:].decode("ascii", "replace")
             if request[:1] not in PARTNER or not (node and is_node_id(peer)):
-                raise ConnectionError("no request")
+                raise ConnectionError("not a request")
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError):
@@ -231,7 +232,7 @@ class Relay:
             return
         self._waiting[number] = tls
         if answer.joined_with is None:
-            # It has nothing to say while it waits, so it is readable when it has ended.
+            # A waiting client sends nothing, so the socket becomes readable when it ends.
             asyncio.get_running_loop().add_reader(tls.socket, self._close, number)
         elif role == TOGETHER:
             self._tell_both(number, answer.joined_with)
@@ -239,15 +240,15 @@ class Relay:
             self._join(number, answer.joined_with)
 
     def _tell_both(self, number: int, other: int) -> None:
-        """Tell each the other's address; they hang up when they have dialled."""
+        """Tell each end the other's address. They hang up when they have dialled."""
         ends = self._waiting[number], self._waiting[other]
         self._totals.told += 1
         loop = asyncio.get_running_loop()
         loop.add_reader(ends[0].socket, self._close, number)
         for end, peer in (ends, ends[::-1]):
             try:
-                told = _address(peer.socket).encode()
-                end.write_now(YES + bytes([len(told)]) + told)
+                address = _address(peer.socket).encode()
+                end.write_now(YES + bytes([len(address)]) + address)
             except OSError:
                 for waiter in (number, other):
                     self._close(waiter)
@@ -291,13 +292,13 @@ class Relay:
 
 
 def _address(connection: socket.socket) -> str:
-    """host:port from which a connection comes."""
+    """The host:port that a connection comes from."""
     host, port, *_ = connection.getpeername()
     return join_address(str(host).removeprefix("::ffff:"), port)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice a dead peer, and routers remember an idle connection."""
+    """Make the kernel detect a dead peer, and routers remember an idle connection."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

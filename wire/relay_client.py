@@ -1,12 +1,11 @@
-"""A member's ways to a neighbour with a relay's help: through it, or by dialling at the same moment.
+"""Connects to a neighbour with a relay's help: through the relay, or by simultaneous open.
 
-gRPC dials a Unix socket here, and its bytes go to the relay. Connections that come from the relay go to
-the link port's front as if it had accepted them. So nothing needs to listen on the network.
+gRPC dials a local Unix socket, whose bytes go to the relay. Connections from the relay go to the link port's
+front as if it had accepted them, so nothing needs to listen on the network.
 
-To dial at the same moment (TCP's simultaneous open, RFC 9293, figure 8), both members ask the relay from a
-fresh port. Each learns at which address the other's NAT shows that connection, and dials there from the
-same port. This works if a NAT maps a port in the same way for every target. Each end's outgoing packet
-makes its own NAT accept the other's.
+For a simultaneous open (RFC 9293, figure 8), both members ask the relay from a new port. Each learns the
+other's outside address for that connection, and dials it from the same port. This works if both NATs map a
+port in the same way for every target: each end's outgoing packet makes its own NAT accept the other's.
 """
 
 import asyncio
@@ -32,13 +31,13 @@ from wire.tls_socket import TlsSocket, mutual_context
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
-"""The connection to the relay, TLS and the request may take this long."""
+"""The limit for the connection to the relay, TLS and the request together."""
 PARTNER_SECONDS = 10.0
-"""How long a dialler waits for the neighbour to come to the relay."""
+"""How long a dialling member waits for its neighbour at the relay."""
 TOGETHER_SECONDS = 4.0
-"""How long two members dial each other at the same moment."""
+"""How long two members try a simultaneous open."""
 SPARES = 2
-"""How many connections wait at the relay for a neighbour; a link has two."""
+"""How many connections wait at the relay for a neighbour. A link has two."""
 _BACKLOG = 16
 
 
@@ -49,24 +48,25 @@ class RelayClient:
         """
         Args:
             address: the relay's host:port.
-            server_name: what its certificate must name.
+            server_name: the name that its certificate must have.
         """
         self._identity = identity
         self.address = address
-        """host:port; the relay may move."""
+        """The relay's host:port, which may change."""
         self._server_name = server_name
         self._directory = ""
         self._listeners: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pipes: dict[Pipe, tuple[str, bool]] = {}
-        """The neighbour of each pipe, and whether both ends dialled at the same moment."""
+        """The neighbour of each pipe, and whether it is a simultaneous open."""
         self.trouble: dict[str, str] = {}
         """Why the newest attempt through the relay failed, by neighbour; empty after a success."""
         self.trouble_together: dict[str, str] = {}
-        """The same for dialling at the same moment."""
+        """The same for simultaneous open."""
 
     def local_address(self, peer: str, *, together: bool = False) -> str:
-        """The address that gRPC dials to reach `peer` through the relay, or `together` with it."""
+        """The address that gRPC dials to reach `peer` through the relay, or by simultaneous open
+        (`together`)."""
         if not self._directory:
             self._directory = private_directory()
         name = f"{peer}.s" if together else peer
@@ -87,16 +87,17 @@ class RelayClient:
     async def offer(
         self, peer: str, take: Callable[[socket.socket], None], *, together: bool = False
     ) -> None:
-        """Wait at the relay for connections of `peer`, or to dial `together` with it, until cancelled.
+        """Wait at the relay for connections of `peer`, or for simultaneous opens (`together`), until
+        cancelled.
 
-        `take` gets each connection.
+        `take` is called with each connection.
         """
         async with asyncio.TaskGroup() as group:
             for _ in range(SPARES):
                 group.create_task(self._offer_one(peer, take, together))
 
     def hang_up(self, peer: str, *, together: bool = False) -> None:
-        """Close this process's connections to `peer`. gRPC may keep those of a closed channel for long."""
+        """Close this process's connections to `peer`, which gRPC may keep long after a channel was closed."""
         for pipe in [pipe for pipe, whose in self._pipes.items() if whose == (peer, together)]:
             self._pipes.pop(pipe, None)
             pipe.closed()
@@ -131,7 +132,7 @@ class RelayClient:
             self._start(self._lead(peer, local, together))
 
     async def _lead(self, peer: str, local: socket.socket, together: bool) -> None:
-        """Join a connection of this process's gRPC to one that leads to the neighbour."""
+        """Join a local gRPC connection to one that leads to the neighbour."""
         trouble = self.trouble_together if together else self.trouble
         try:
             if together:
@@ -165,7 +166,7 @@ class RelayClient:
             except LinkError as error:
                 if trouble.get(peer) != str(error):
                     trouble[peer] = str(error)
-                    log.debug("no connection of %s by the relay: %s", peer, error)
+                    log.debug("no connection from %s through the relay: %s", peer, error)
                 await asyncio.sleep(backoff.advance())
                 continue
             backoff.reset()
@@ -173,7 +174,7 @@ class RelayClient:
             take(connection)
 
     async def _dial_together(self, peer: str, seconds: float | None) -> socket.socket:
-        """A connection with `peer`, which dials too. Raises LinkError."""
+        """A connection with `peer` by simultaneous open. Raises LinkError."""
         if proxy_for(self.address) is not None:
             raise LinkError(NOT_TOGETHER["proxy"])
         asking, there = await self._ask(TOGETHER, peer, seconds)
@@ -182,7 +183,7 @@ class RelayClient:
                 host, port = split_address(there)
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
             except ValueError:
-                raise LinkError(f"the relay at {self.address} told no address of {peer}") from None
+                raise LinkError(f"the relay at {self.address} gave no address for {peer}") from None
             if family != asking.family:
                 raise LinkError(NOT_TOGETHER["families"])
             own = asking.getsockname()
@@ -193,9 +194,9 @@ class RelayClient:
                 raise LinkError(NOT_TOGETHER["nat"]) from None
 
     async def _ask(self, role: bytes, peer: str, seconds: float | None) -> tuple[socket.socket, str]:
-        """A socket that is joined to one of `peer`, and "". Raises LinkError.
+        """A socket that the relay has joined to one of `peer`, and "". Raises LinkError.
 
-        For `TOGETHER` the socket to the relay, whose port can be used again, and the address of `peer`.
+        For `TOGETHER`, the socket to the relay, whose local port can be reused, and the address of `peer`.
         """
         identity, name = self._identity, self.address
         context = mutual_context(
@@ -218,7 +219,7 @@ class RelayClient:
             async with asyncio.timeout(seconds):
                 answer = await tls.read(1)
             if answer != YES:
-                raise LinkError(f"the relay at {name} refused: it knows of no link to {peer}")
+                raise LinkError(f"the relay at {name} refused: it knows no link to {peer}")
             there = ""
             if role == TOGETHER:
                 async with asyncio.timeout(CONNECT_SECONDS):

@@ -1,4 +1,5 @@
-"""A tensor on a link: its place in the run (`TensorKey`), its dtype and shape (`TensorSpec`)."""
+"""Describes a tensor on a link: its place in the run (`TensorKey`), and its dtype and shape
+(`TensorSpec`)."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -6,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    # Only for annotations: the coordinator does not load torch.
+    # Only for annotations, because the coordinator does not load torch.
     import torch
 
 
@@ -15,28 +16,28 @@ class Direction(IntEnum):
 
     ACTIVATION = 0
     GRADIENT = 1
-    # Gradient of a tied embedding: a last stage with the head sends its share to the first, and gets the sum.
+    # Gradient of a tied embedding: a last stage with the head sends its share to the first and gets the sum.
     TIED_SHARE = 2
     TIED_SUM = 3
-    # Gradients between the rows of a stage (`node.schedule.gradient_groups`): a node of the tree of groups to
-    # the piece's owner, and the sum of all groups back.
+    # Gradients between the rows of a stage (`node.schedule.gradient_groups`): the sum of a node in the tree
+    # of groups goes to the piece's owner, and the sum of all groups comes back.
     SYNC_SHARE = 4
     SYNC_SUM = 5
-    # Activations of held-out samples, in reports: links carry them as activations, and count them apart.
+    # Only in reports: links carry activations of held-out samples as `ACTIVATION`, but count them separately.
     HELD_OUT = 6
 
 
 ON_LINKS: frozenset[Direction] = frozenset(Direction) - {Direction.HELD_OUT}
-"""Kinds that frames may name."""
+"""The kinds that may occur in frames."""
 
 
 class TensorKey(NamedTuple):
-    """The name of one tensor in flight; unique within a run.
+    """Identifies one tensor in flight; unique within a run.
 
-    `boundary` is the global index of the chunk before the boundary (chunk j feeds chunk j + 1, so its
-    activation and the gradient that comes back both cross boundary j). It is zero for tied gradients.
-    Between rows it is the number of the piece, and `microbatch` is the node of the tree. If microbatches
-    are cut into N slices, `microbatch` is the microbatch times N plus the slice.
+    `boundary` is the global index of the chunk before the boundary: chunk j feeds chunk j + 1, so its
+    activation and the returning gradient both cross boundary j. It is zero for tied gradients. Between
+    rows it is the number of the piece, and `microbatch` is the node in the tree. If microbatches are cut
+    into N slices, `microbatch` is the microbatch times N plus the slice.
     """
 
     epoch: int
@@ -48,7 +49,7 @@ class TensorKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The dtype and shape on which both ends agreed before anything was sent."""
+    """The dtype and shape that both ends agreed on before anything was sent."""
 
     dtype: "torch.dtype"
     shape: tuple[int, ...]

@@ -1,9 +1,9 @@
 """Joins two connected sockets: what one receives, the other sends, in bounded memory.
 
-On Linux the bytes stay in the kernel (splice(2)), which moves them from a socket to a pipe and on to the
-other socket without a copy. Elsewhere, and if many directions wait at once, they pass through a buffer of
-this process. All of it happens on the carrier's thread (`wire.event_loop`). The process's event loop
-carries no byte, and no byte waits for it.
+On Linux the bytes stay in the kernel: splice(2) moves them from one socket through a pipe to the other
+without a copy. On other systems, and if many directions hold bytes at once, they pass through a buffer of
+this process. All this happens on the carrier's thread (`wire.event_loop`), so bytes never wait for the
+process's event loop.
 """
 
 import asyncio
@@ -20,25 +20,27 @@ from wire.event_loop import carrier
 from wire.pacing import Pacer
 
 CLOSE_SECONDS = 5.0
-"""A closed connection's last bytes may take this long."""
+"""How long the last bytes of a closed connection may take."""
 STORE_BYTES = 256 * 1024
-"""The most bytes that one direction holds between receiving and sending; nothing more is read meanwhile."""
+"""The most bytes that a direction holds between receiving and sending. Meanwhile it reads nothing more."""
 _TURNS = 8
-"""So many reads of one direction come before the loop's other work."""
+"""How many times a direction reads before the loop's other work gets a turn."""
 _SHORT_BYTES = 16 * 1024
-"""A read of less than this usually took everything there was, so another read would find nothing."""
+"""A shorter read usually took all available bytes, so another read would find nothing."""
 _MOST_PIPES = 64
-"""Kernel pipes of the process, two descriptors each; a direction has one only while it holds bytes."""
+"""The most kernel pipes of the process, with two descriptors each. A direction has one only while it holds
+bytes."""
 
 
 class _Store(Protocol):
-    """Holds what one direction has received and not sent."""
+    """Holds the bytes that a direction has received but not sent."""
 
     held: int
     """The number of bytes held."""
 
     def fill(self, source: socket.socket, most: int) -> bool:
-        """Receive at most so many bytes into the empty store; False at the end. Raises BlockingIOError."""
+        """Receive up to `most` bytes into the empty store. Returns False at the end of the stream. Raises
+        BlockingIOError."""
         ...
 
     def drain(self, target: socket.socket) -> None:
@@ -46,7 +48,7 @@ class _Store(Protocol):
         ...
 
     def give_up(self) -> None:
-        """It is needed no more."""
+        """Release the store."""
         ...
 
 
@@ -54,7 +56,7 @@ class _KernelPipe:
     def __init__(self) -> None:
         self._exit, self._entry = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.held = 0
-        # A user's pipes share a limit, beyond which this one keeps the kernel's default of 64 KiB.
+        # A user's pipes share a limit. Beyond it, this pipe keeps the kernel's default of 64 KiB.
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._entry, fcntl.F_SETPIPE_SZ, STORE_BYTES)
 
@@ -69,7 +71,7 @@ class _KernelPipe:
     def give_up(self) -> None:
         if self.held:
             self.close()
-            _made.discard(self)
+            _open.discard(self)
         else:
             _spare.append(self)
 
@@ -99,10 +101,10 @@ class _Buffer:
 
 
 _buffers: list[_Buffer] = []
-"""Empty buffers wait here for the next use."""
-_made: set[_KernelPipe] = set()
+"""Empty buffers for reuse."""
+_open: set[_KernelPipe] = set()
 _spare: list[_KernelPipe] = []
-"""The empty ones among them."""
+"""The empty pipes among `_open`, for reuse."""
 
 
 def _buffer() -> _Buffer:
@@ -119,28 +121,28 @@ if sys.platform == "linux":
 
     @functools.cache
     def _kernel_moves() -> bool:
-        """Whether this kernel does it; some sandboxes have no splice(2)."""
+        """Whether the kernel supports splice(2), which some sandboxes do not."""
         try:
             pipe = _KernelPipe()
         except OSError:
             return False
         with contextlib.closing(pipe), contextlib.suppress(OSError):
-            one, other = socket.socketpair()
-            with one, other:
-                one.setblocking(False)
-                one.send(b"?")
-                pipe.fill(other, 1)
-                pipe.drain(other)
-                return one.recv(1) == b"?"
+            near, far = socket.socketpair()
+            with near, far:
+                near.setblocking(False)
+                near.send(b"?")
+                pipe.fill(far, 1)
+                pipe.drain(far)
+                return near.recv(1) == b"?"
         return False
 
     def _store() -> _Store:
         with contextlib.suppress(IndexError):
             return _spare.pop()
-        if len(_made) < _MOST_PIPES and _kernel_moves():
+        if len(_open) < _MOST_PIPES and _kernel_moves():
             with contextlib.suppress(OSError):  # no descriptor is left
                 pipe = _KernelPipe()
-                _made.add(pipe)
+                _open.add(pipe)
                 return pipe
         return _buffer()
 
@@ -151,7 +153,7 @@ else:
 
 
 async def settled() -> None:
-    """Wait until all that pipes were told so far has happened."""
+    """Wait until all calls made on pipes so far have taken effect."""
     loop = asyncio.get_running_loop()
     done = loop.create_future()
     carrier().call_soon_threadsafe(loop.call_soon_threadsafe, done.set_result, None)
@@ -160,10 +162,10 @@ async def settled() -> None:
 
 class Pipe:
     """Joins two sockets, once. Create it on an event loop, which calls `on_close` when one of the sockets
-    ends by itself. Methods may be called from any thread."""
+    ends or `closed` is called. Any thread may call the methods."""
 
     def __init__(self, on_close: Callable[[], None], pacer: Pacer | None = None) -> None:
-        """`pacer` limits what passes, both ways together; pipes may share one."""
+        """`pacer` limits both directions together. Pipes may share one."""
         self.pacer = pacer
         self.carried = 0
         """The bytes carried in both directions together."""
@@ -172,12 +174,12 @@ class Pipe:
         self._ways: tuple[_Way, ...] = ()
         self._closed = self._aborted = False
 
-    def join(self, one: socket.socket, other: socket.socket) -> None:
-        """Pass bytes on from now. Both sockets are connected and do not block; the pipe owns them."""
-        carrier().call_soon_threadsafe(self._join, one, other)
+    def join(self, left: socket.socket, right: socket.socket) -> None:
+        """Start to forward bytes. Both sockets must be connected and non-blocking; the pipe owns them."""
+        carrier().call_soon_threadsafe(self._join, left, right)
 
     def closed(self) -> None:
-        """One end is closed: close the other after its last bytes, within `CLOSE_SECONDS`."""
+        """Stop reading, and close both sockets when the held bytes are sent, within `CLOSE_SECONDS`."""
         carrier().call_soon_threadsafe(self.end)
 
     def abort(self) -> None:
@@ -186,8 +188,8 @@ class Pipe:
 
     # ---- on the carrier's thread
 
-    def _join(self, one: socket.socket, other: socket.socket) -> None:
-        self._ways = _Way(self, one, other), _Way(self, other, one)
+    def _join(self, left: socket.socket, right: socket.socket) -> None:
+        self._ways = _Way(self, left, right), _Way(self, right, left)
         if self._closed or self._aborted:
             self._abort()
             return
@@ -195,11 +197,11 @@ class Pipe:
             way.read()
 
     def end(self) -> None:
-        """Do what `closed` does, for the pipe's own directions."""
+        """Do what `closed` does, on the carrier's thread."""
         if self._closed or self._aborted:
             return
         self._closed = True
-        with contextlib.suppress(RuntimeError):  # its owner's loop is over
+        with contextlib.suppress(RuntimeError):  # the owner's loop is closed
             self._owner.call_soon_threadsafe(self._on_close)
         for way in self._ways:
             way.stop_reading()
@@ -208,7 +210,7 @@ class Pipe:
             carrier().call_later(CLOSE_SECONDS, self._abort)
 
     def sent(self) -> None:
-        """A direction holds nothing more. If the pipe is closed, it ends once neither does."""
+        """Note that a direction holds no more bytes. A closed pipe ends when neither direction holds any."""
         if self._closed and not any(way.held for way in self._ways):
             self._abort()
 
@@ -229,21 +231,21 @@ class _Way:
         self._target = target
         self._pipe = pipe
         self._most = STORE_BYTES if pipe.pacer is None else min(STORE_BYTES, pipe.pacer.piece)
-        """The most bytes of one read."""
+        """The most bytes per read."""
         self._loop = carrier()
         self._store: _Store | None = None
-        """While it holds bytes."""
+        """The store, while it holds bytes."""
         self._read_from = 0.0
-        """When the pacer allows the next read, by `time.monotonic`."""
+        """When the pacer allows the next read, on `time.monotonic`."""
         self._over = False
-        """Nothing is read any more."""
+        """Whether it has stopped reading."""
 
     @property
     def held(self) -> int:
         return 0 if self._store is None else self._store.held
 
     def read(self) -> None:
-        """Read whenever bytes come."""
+        """Read whenever bytes arrive."""
         if not self._over:
             self._loop.add_reader(self.source, self._readable)
 
@@ -272,8 +274,8 @@ class _Way:
                 self._put_back()
                 self._pipe.end()
                 return
-            came = store.held
-            self._pipe.carried += came
+            received = store.held
+            self._pipe.carried += received
             if self._pipe.pacer is not None:
                 now = time.monotonic()
                 self._read_from = now + self._pipe.pacer.reserve(store.held, now)
@@ -281,7 +283,7 @@ class _Way:
                 self._loop.remove_reader(self.source)
                 self._loop.add_writer(self._target, self._writable)
                 return
-            if self._over or (came < _SHORT_BYTES and self._pipe.pacer is None):
+            if self._over or (received < _SHORT_BYTES and self._pipe.pacer is None):
                 return
             if self._pipe.pacer is not None and (wait := self._read_from - time.monotonic()) > 0:
                 self._loop.remove_reader(self.source)
@@ -298,7 +300,7 @@ class _Way:
             self._loop.call_later(max(0.0, self._read_from - time.monotonic()), self.read)
 
     def _send(self) -> bool:
-        """Send what is held; False if the target takes no more for now."""
+        """Send the held bytes. Returns False if the target accepts no more for now."""
         assert self._store is not None
         try:
             self._store.drain(self._target)
@@ -306,7 +308,7 @@ class _Way:
             return False
         except OSError:
             self._loop.remove_writer(self._target)
-            self._put_back()  # nobody takes it
+            self._put_back()  # the target is gone
             self._pipe.end()
         else:
             self._put_back()

@@ -1,22 +1,21 @@
-"""The receiving end of a bulk stream as a state machine without I/O: frames in, whole tensors out, once
-each.
+"""The receiving end of a bulk stream as a state machine without I/O: frames in, each whole tensor out once.
 
 **RAM.** A frame occupies the window from its arrival until its tensor is released. The sender may run at
 most a window of frames ahead of the released ones, but may always finish a tensor that it has begun. So
 buffers never exceed `window_bytes` plus one tensor, however slow the consumer is, and a tensor larger than
-the window still passes. Buffers of released tensors are reused for the next tensor of their size, within
-`window_bytes` plus the peak of held tensors. The record of frames is bounded too: none may be sent further
-than a window, or the rest of its tensor, beyond the lowest missing one. A correct sender never waits for
-that, because missing frames need no credit.
+the window still passes. Buffers of released tensors are reused for tensors of the same size, within
+`window_bytes` plus the peak of held tensors. The record of frames is bounded too: no frame may be further
+than a window, or the rest of its tensor, beyond the lowest missing one. This never delays a correct sender,
+because missing frames need no credit.
 
 **No deadlock.** The consumer may take tensors in another order than the sender's. A tensor that has begun
-always completes (above). For a tensor that has not begun, the consumer calls `want`. Until it is complete,
-the window counts from the lowest missing frame instead of the oldest unreleased one, so everything that
-was sent before it gets through. The buffers then exceed the bound only by what was sent before the wanted
-tensor, which any receiver would have to hold.
+always completes (above). For a tensor that has not begun, the consumer calls `want`. Until that tensor is
+complete, the window counts from the lowest missing frame instead of the oldest unreleased one, so everything
+sent before it gets through. Buffers then exceed the bound only by what was sent before the wanted tensor,
+which any receiver would have to hold.
 
-**Once each.** A key that was received in the two newest steps is refused when it comes again; `expect`
-drops older steps.
+**Once.** A key that was received in the two newest steps is refused when it arrives again; `expect` drops
+older steps.
 """
 
 from collections.abc import Callable
@@ -28,31 +27,31 @@ from wire.frames import HEADER_BYTES, PAYLOAD_BYTES, DamagedFrameError, Frame, p
 from wire.spec import TensorKey
 
 Expect = Callable[[TensorKey], int | None]
-"""The exact length in bytes of a tensor; None to drop it, as stale or unknown.
+"""Returns the exact length of a tensor in bytes, or None to drop it as stale or unknown.
 
-Keys come from the network. A tensor may arrive before this node has begun its step: answer for every key that
-the epoch may still need, or it is lost. Drop keys two steps older than the newest expected one: they are no
-longer checked for repeats.
+Keys come from the network. A tensor may arrive before this node has begun its step, so accept every key that
+the epoch may still need; a dropped tensor is lost. Drop keys two steps older than the newest expected one,
+because they are no longer checked for repeats.
 """
 
 MAX_DAMAGED_IN_A_ROW = 64
 SMALL_BYTES = 64 * 1024
-"""Smaller tensors are acknowledged together: a message costs both ends more than the tensor."""
+"""Smaller tensors are acknowledged together, because a message costs both ends more than the tensor."""
 ACK_SECONDS = 0.02
-"""How long acknowledgements of frames and of small tensors are collected."""
+"""How long acknowledgements of frames and of small tensors are delayed to be sent together."""
 MOST_SPARE = 8
-"""Released buffers to keep for reuse, so that a busy link with tensors of several sizes allocates nothing."""
+"""How many released buffers to keep, so that a busy link with tensors of several sizes allocates nothing."""
 
 
 class Completed(NamedTuple):
-    """A whole tensor. The buffer is the consumer's until `release`; then it is reused."""
+    """A whole tensor. The consumer owns the buffer until `release`; then it is reused."""
 
     key: TensorKey
     buffer: bytearray
 
 
 class Arrival(NamedTuple):
-    """A tensor is complete."""
+    """The arrival of a complete tensor."""
 
     next_sequence: int
     """One past its last frame."""
@@ -66,7 +65,7 @@ class Acknowledge:
     next_sequence: int
     credit_limit: int
     arrived: tuple[Arrival, ...] = ()
-    """Tensors completed since the last acknowledgement, in order: the sender measures the link by their
+    """The tensors completed since the last acknowledgement, in order. The sender measures the link from their
     times."""
 
 
@@ -90,11 +89,10 @@ class _Incoming:
 class StreamReceiver:
     """Receives the tensors of one link.
 
-    After every call, `poll` returns the messages that are due, and `deadline` says when the next one will
-    be. Acknowledgements of frames and of small tensors are collected for `ACK_SECONDS`, and repeated every
-    `repeat_seconds`, so that a lost one cannot stop the link.
-
-    The link sets `session` before the first frame arrives.
+    After every call, `poll` returns the messages that are due, and `deadline` is when the next one will be.
+    Acknowledgements of frames and of small tensors are delayed by up to `ACK_SECONDS`, and repeated every
+    `repeat_seconds`, so that a lost one cannot stop the link. The link sets `session` before the first frame
+    arrives.
     """
 
     def __init__(
@@ -143,7 +141,7 @@ class StreamReceiver:
 
     @property
     def next_sequence(self) -> int:
-        """The lowest frame that has not arrived."""
+        """The number of the lowest frame that has not arrived."""
         return self._next
 
     @property
@@ -157,9 +155,9 @@ class StreamReceiver:
         return min(self._ack_at, min(self._asked.values(), default=self._ack_at))
 
     def receive(self, data: bytes, now: float) -> Completed | None:
-        """Take one frame; returns the tensor that it completes.
+        """Take one frame. Returns the tensor that it completes, if any.
 
-        Raises `ProtocolViolationError` for anything no correct peer sends, before allocating for it.
+        Raises `ProtocolViolationError` for anything that no correct peer sends, before allocating memory.
         """
         try:
             frame = parse_frame(data, self._tag)
@@ -177,7 +175,7 @@ class StreamReceiver:
         new = [piece for piece in pieces if piece >= self._next and piece not in self._beyond]
         if not new:
             self.duplicates += 1
-            self._ack_at = now  # the sender seems to lack our acknowledgement
+            self._ack_at = now  # the sender seems to have missed our acknowledgement
             return None
         tensor = self._tensor_of(frame)
         self._mark_arrived(pieces, new, now)
@@ -186,7 +184,7 @@ class StreamReceiver:
             self.stale += 1
             self._retired += len(new)
         else:
-            # Through a memoryview: assigning to a slice of a bytearray would first copy the payload.
+            # A memoryview, because assigning to a slice of a bytearray would first copy the payload.
             memoryview(tensor.buffer)[frame.offset : frame.offset + len(frame.payload)] = frame.payload
         if tensor.missing == 0:
             del self._incoming[tensor.first]
@@ -201,10 +199,11 @@ class StreamReceiver:
         return None
 
     def release(self, key: TensorKey, now: float) -> None:
-        """The consumer is done with a tensor: free its room. ValueError if it is not held."""
+        """Free the space of a tensor that the consumer has finished with. Raises ValueError if it is not
+        held."""
         tensor = self._held.get(key)
         if tensor is None or tensor.missing:
-            raise ValueError(f"{key} is not a complete tensor of this link that still waits for its release")
+            raise ValueError(f"{key} is not a complete, unreleased tensor of this link")
         del self._held[key]
         self.held_bytes -= tensor.total
         if tensor.buffer is not None:
@@ -214,18 +213,18 @@ class StreamReceiver:
         self._update(now)
 
     def want(self, key: TensorKey | None, now: float) -> None:
-        """The consumer waits for this tensor and releases nothing until then; None: it stopped waiting."""
+        """Record that the consumer waits for this tensor and releases nothing before it; None: no longer."""
         held = None if key is None else self._held.get(key)
         self._wanted = key if held is None or held.missing else None
         self._update(now)
 
     def reconnect(self, now: float) -> None:
-        """A new connection: the sender starts again from `next_sequence` without being asked."""
+        """Record a new connection, on which the sender restarts from `next_sequence` unasked."""
         self._asked.clear()
         self._ack_at = now
 
     def poll(self, now: float) -> list[Acknowledge | SendAgain]:
-        """Messages to send now."""
+        """The messages to send now."""
         messages: list[Acknowledge | SendAgain] = []
         due = tuple(sorted(sequence for sequence, at in self._asked.items() if at <= now))
         if due:
@@ -238,7 +237,8 @@ class StreamReceiver:
         return messages
 
     def _take_arrived(self) -> tuple[Arrival, ...]:
-        """Complete tensors below the lowest missing frame, and since when nothing below each one's end is."""
+        """The complete tensors below the lowest missing frame, each with the time since which no frame below
+        its end is missing."""
         taken: list[Arrival] = []
         at = 0.0
         for end, complete_at in sorted(self._arrived):
@@ -249,7 +249,7 @@ class StreamReceiver:
         return tuple(taken)
 
     def forget(self) -> None:
-        """Drop all buffers; no frame will arrive any more."""
+        """Drop all buffers, because no more frames will arrive."""
         self._incoming.clear()
         self._held.clear()
         self._spare.clear()
@@ -260,7 +260,7 @@ class StreamReceiver:
         self._damaged_in_a_row += 1
         if self._damaged_in_a_row > MAX_DAMAGED_IN_A_ROW:
             raise ProtocolViolationError(
-                f"{self._damaged_in_a_row} damaged frames arrived in a row, at last: {error}; "
+                f"{self._damaged_in_a_row} damaged frames arrived in a row, the last: {error}; "
                 "check both machines' memory and that both run the same thinwire"
             ) from error
         guess = error.sequence
@@ -285,7 +285,7 @@ class StreamReceiver:
         tensor = self._incoming.get(first)
         if tensor is not None:
             if (tensor.key, tensor.total) != (frame.key, frame.total):
-                raise ProtocolViolationError(f"frame {frame.sequence} says {frame.key} amid {tensor.key}")
+                raise ProtocolViolationError(f"frame {frame.sequence} names {frame.key} within {tensor.key}")
             return tensor
         count = self._pieces(frame.total)
         end = first + count
@@ -344,21 +344,21 @@ class StreamReceiver:
             self._next += 1
 
     def _update(self, now: float) -> None:
-        # Room freed beyond a missing frame counts once that frame is here. Otherwise a sender could withhold
-        # it and send frames that take no room for ever, and the set of arrived frames would grow without
-        # bound.
+        # Space freed beyond a missing frame counts only after that frame has arrived. Otherwise a sender
+        # could withhold it and send frames that need no space for ever, and the set of arrived frames would
+        # grow without bound.
         start = self._next if self._wanted is not None else min(self._next, self._retired)
         limit = start + self._window
         self._limit = max(self._limit, limit, max((t.end for t in self._incoming.values()), default=0))
         arrived, credit = self._next - self._told.next_sequence, self._limit - self._told.credit_limit
         if not arrived and not credit:
             return
-        # The sender must learn in time to keep the window full, and keeps a tensor until it is acknowledged:
-        # both go at once. Other acknowledgements are collected.
+        # The sender needs credit in time to keep the window full, and holds a large tensor until it is
+        # acknowledged, so these messages are immediate. Other acknowledgements are delayed.
         low = self._told.credit_limit - self._highest < self._window // 4
         large = self._large > self._told.next_sequence
         many = max(1, self._window // 4)
         urgent = low or large or max(arrived, credit) >= many
         if not arrived and not urgent:
-            return  # the sender has credit for a while; more goes with the next arrival
+            return  # the sender has enough credit for now; the next arrival brings more
         self._ack_at = min(self._ack_at, now if urgent else now + ACK_SECONDS)

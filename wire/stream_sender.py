@@ -1,8 +1,8 @@
 """The sending end of a bulk stream as a state machine without I/O: tensors in, frames out, in order.
 
-A frame is cut from the caller's buffer when it is due, and copied once, into the message for gRPC. A
-tensor that waits or is not acknowledged needs no second copy; a piece to send again is cut again, alone.
-Sequence numbers, credit and acknowledgements count pieces.
+A frame is cut from the caller's buffer when it is due, and copied once, into gRPC's message. A tensor that
+waits or is unacknowledged needs no second copy; a piece to retransmit is cut again, alone. Sequence numbers,
+credit and acknowledgements count pieces.
 """
 
 from bisect import bisect_right
@@ -26,13 +26,11 @@ class _Outgoing:
 
 
 class StreamSender:
-    """Sends the tensors of one link, oldest first, each frame until it is acknowledged.
+    """Sends the tensors of one link, oldest first, and repeats frames until they are acknowledged.
 
-    The receiver's `credit_limit` bounds its RAM, and `outbox_bytes` bounds what waits here. A frame
-    without acknowledgement is sent again after `resend_seconds` of silence, then after twice that and so
-    on, so that a lost acknowledgement cannot stop the link.
-
-    The link sets `session` before it takes the first frame.
+    The receiver's `credit_limit` bounds its RAM, and `outbox_bytes` bounds what waits here. An unacknowledged
+    frame is sent again after `resend_seconds` of silence, then after twice that, and so on, so that a lost
+    acknowledgement cannot stop the link. The link sets `session` before it takes the first frame.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class StreamSender:
     ) -> None:
         self.session = 0
         self.pieces = 1
-        """The most that a new frame carries."""
+        """The most pieces that a new frame carries."""
         self.retransmits = 0
         self._tag = tag
         self._payload_bytes = payload_bytes
@@ -57,7 +55,7 @@ class StreamSender:
         self._end = 0  # one past the last frame of the last tensor
         self._acknowledged = 0  # every frame below has arrived
         self._cursor = 0  # next frame in order; a reconnection moves it back
-        self._sent = 0  # one past the newest frame ever handed out
+        self._sent = 0  # one past the newest frame ever taken
         self._credit_limit = 0
         self._again: set[int] = set()
         self._probe_seconds = resend_seconds
@@ -70,22 +68,22 @@ class StreamSender:
 
     @property
     def acknowledged_bytes(self) -> int:
-        """Payload bytes of fully acknowledged tensors since the link was made."""
+        """The payload bytes of fully acknowledged tensors since the link was created."""
         return self._done_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes of all tensors queued since the link was made."""
+        """The payload bytes of all tensors queued since the link was created."""
         return self._done_bytes + self._queued_bytes
 
     @property
     def unacknowledged(self) -> int:
-        """Frames handed out and not yet acknowledged."""
+        """The number of frames taken but not yet acknowledged."""
         return self._sent - self._acknowledged
 
     @property
     def has_more(self) -> bool:
-        """Whether frames wait that were not handed out, or must be again."""
+        """Whether there are frames to send or to send again."""
         return self._cursor < self._end or bool(self._again)
 
     @property
@@ -104,8 +102,8 @@ class StreamSender:
         # One tensor larger than the whole outbox still passes, alone.
         if self._tensors and self._queued_bytes + len(data) > self._outbox_limit:
             raise LinkError(
-                f"cannot queue {key}: {self._queued_bytes} bytes wait for the neighbour and at most "
-                f"{self._outbox_limit} may; the schedule sends more than it should keep in flight"
+                f"cannot queue {key}: {self._queued_bytes} bytes already wait, and the limit is "
+                f"{self._outbox_limit}; the schedule sends more than it should keep in flight"
             )
         frames = -(-len(data) // self._payload_bytes)
         self._tensors.append(_Outgoing(key, data, self._end, self._end + frames))
@@ -120,7 +118,7 @@ class StreamSender:
             self._again.remove(sequence)
         elif self._cursor < min(self._end, self._credit_limit):
             sequence = self._cursor
-            # What was sent before is no part of the same frame as what was not: each counts as what it is.
+            # New and retransmitted pieces are counted separately, so they do not share a frame.
             before = self._sent if sequence < self._sent else self._end
             end = min(self._tensor(sequence).end, self._credit_limit, before)
             count = min(self.pieces, end - sequence)
@@ -137,9 +135,9 @@ class StreamSender:
         return self._cut(sequence, count)
 
     def acknowledge(self, next_sequence: int, credit_limit: int) -> None:
-        """Every frame below `next_sequence` has arrived; those below `credit_limit` may be sent.
+        """Record that frames below `next_sequence` have arrived and those below `credit_limit` may be sent.
 
-        An outdated acknowledgement is ignored. Raises `ProtocolViolationError` for frames never sent.
+        Ignores outdated acknowledgements. Raises `ProtocolViolationError` for frames that were never sent.
         """
         if next_sequence > self._sent:
             raise ProtocolViolationError(
@@ -158,13 +156,14 @@ class StreamSender:
             self._done_bytes += size
 
     def send_again(self, sequences: list[int]) -> None:
-        """These arrived damaged or not at all. Impossible numbers, from damaged headers, are ignored."""
+        """Retransmit frames that arrived damaged or not at all. Ignores invalid numbers from damaged
+        headers."""
         self._again.update(s for s in sequences if self._acknowledged <= s < self._cursor)
 
     def reconnect(self, next_sequence: int) -> None:
-        """A new connection: continue from the lowest frame that the other end lacks.
+        """Continue on a new connection from the lowest frame that the other end lacks.
 
-        Raises `ProtocolViolationError` when the other end has lost what it acknowledged.
+        Raises `ProtocolViolationError` if the other end has lost frames that it acknowledged.
         """
         if next_sequence < self._acknowledged:
             raise ProtocolViolationError(
@@ -177,12 +176,13 @@ class StreamSender:
         self._probe_seconds, self._probe_at = self._resend_seconds, None
 
     def forget(self) -> None:
-        """Drop all tensors; no frame will be sent any more."""
+        """Drop all tensors, because no more frames will be sent."""
         self._tensors.clear()
         self._queued_bytes = 0
 
     def _probe_is_due(self, now: float) -> bool:
-        # The wait starts when there is nothing else to send: a slow link may take seconds to accept a frame.
+        # The wait starts when nothing else is to send, because a slow link may take seconds to accept a
+        # frame.
         if self._probe_at is None:
             self._probe_at = now + self._probe_seconds
         return now >= self._probe_at

@@ -1,4 +1,4 @@
-"""A node's measurements of itself, sent to the coordinator. The fields declare what is allowed in them."""
+"""A node's measurements of itself, which it sends to the coordinator. The fields declare their limits."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,49 +11,48 @@ from wire.spec import ON_LINKS, Direction, TensorKey
 
 DIRECT = "direct"
 TOGETHER = "simultaneous open"
-"""Both ends dialled at the same moment, which opens the NAT of each for the other."""
+"""Both ends dialled at the same moment, which opens each one's NAT for the other."""
 RELAY = "relay"
-"""The coordinator's. Of a volunteer's the node id follows: see `relay_path`."""
+"""The coordinator's relay. For a volunteer's relay the node id follows (`relay_path`)."""
 
 MOST_CODEC_TIMES = 32
-"""One message holds at most so many times of codecs."""
+"""The most codec times in one message."""
 
 NOT_TOGETHER = {
-    "proxy": "through a proxy nobody can dial at the same moment",
-    "families": "one end has IPv4 and the other IPv6, so they cannot dial at the same moment",
-    "nat": "dialling at the same moment did not help: one end's NAT has another port for each connection, or "
-    "lets nothing in",
+    "proxy": "a simultaneous open does not work through a proxy",
+    "families": "one end has IPv4 and the other IPv6, which excludes a simultaneous open",
+    "nat": "a simultaneous open failed: one end's NAT uses a different port for each connection, or blocks "
+    "incoming packets",
 }
-"""Why both ends of a link did not open it at once: the words for each code in a report."""
+"""Why a simultaneous open of a link was not possible, as a message for each code in reports."""
 
 
 def relay_path(node_id: str) -> str:
-    """The path by the relay of a volunteer."""
+    """The name of the path through a volunteer's relay."""
     return f"{RELAY} {node_id}"
 
 
 def is_relayed(path: str) -> bool:
-    """Whether a link takes a relay, whosever."""
+    """Whether the path goes through a relay, the coordinator's or a volunteer's."""
     return path.partition(" ")[0] == RELAY
 
 
 def known_path(path: str) -> str:
-    """`path` if it is one; else empty."""
+    """`path` if it is valid, else ""."""
     known = path in (DIRECT, TOGETHER, RELAY) or path == relay_path(path.removeprefix(f"{RELAY} "))
     return path if known else ""
 
 
 def known_codec(name: str) -> str:
-    """`name` if it is a codec's; otherwise raises ConfigError."""
+    """`name`, if it is a codec's name. Raises ConfigError otherwise."""
     codec_format(name)
     return name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(StageFigures):
-    """Totals of one epoch: time since its first step began, and bytes since its links opened.
-
-    The coordinator takes differences.
+    """Totals for one epoch: time since its first step began, and bytes since its links opened. The
+    coordinator computes differences.
     """
 
     epoch: int = 0
@@ -63,16 +62,16 @@ class Telemetry(StageFigures):
     clock_skew_seconds: Finite = 0.0
     """The node's wall clock minus the coordinator's."""
     clock_error_seconds: Seconds = 0.0
-    """Bound on its error: half the round trip of the measurement; 0 before it is known."""
+    """The bound on its error, half the round trip of the measurement; 0 while unknown."""
     relayed_bytes: Count = 0
-    """Carried for others since the process began."""
+    """The bytes that its relay has carried since the process began."""
     relay_pairs: int = 0
-    """Pairs of connections of others that it joins now; a link has two."""
+    """The pairs of connections that its relay joins now. A link has two."""
     relay_refused: Count = 0
     line_up: Amount = 0.0
-    """The bytes per second that all links together send at most, as set or as measured; 0 while not known."""
+    """The most bytes per second that all links together send, as set or as measured; 0 while unknown."""
     line_down: Amount = 0.0
-    """The same of what they receive, as seen."""
+    """The most bytes per second that all links together receive, as measured; 0 while unknown."""
 
 
 class Span(NamedTuple):
@@ -83,49 +82,48 @@ class Span(NamedTuple):
     start: float
     seconds: float
     key: TensorKey | None = None
-    """The tensor it was for, if any."""
+    """The tensor that it belongs to, if any."""
     peer_stage: int = -1
-    """The stage a tensor was sent to or came from."""
+    """The stage that the tensor was sent to or came from."""
 
 
 SPAN_COLUMNS = ("kinds", "starts", "lengths", "directions", "microbatches", "boundaries", "steps", "peers")
 _TICKS = 1e6
-"""Ticks a second: spans travel, and are kept, in whole microseconds."""
+"""Ticks per second: spans are sent and stored in whole microseconds."""
 _NO_TENSOR = 0
-"""Direction of a span without a tensor; others travel as their value plus one."""
+"""The encoded direction of a span without a tensor. Others are encoded as their value plus one."""
 _DIRECTIONS = frozenset((_NO_TENSOR, *(direction + 1 for direction in ON_LINKS)))
 
 
 class SpanColumns(Collection[Span]):
-    """Spans as they travel: columns of small numbers, with one entry per span. Each span is made when it
-    is read.
+    """Spans in their encoded form: columns of small numbers, with one entry per span. `Span` objects are
+    created on iteration, because a run sends hundreds of spans per step and few are ever read.
 
-    Starts are relative to the previous span's, and kinds are indices of `names`. A run sends hundreds of
-    spans per step, and few of them are ever read.
+    Starts are relative to the previous span's start, and kinds are indices into `names`.
     """
 
     def __init__(self, epoch: int, names: Sequence[str], columns: Sequence[Sequence[int]]) -> None:
         """
         Args:
-            columns: as `SPAN_COLUMNS` names them.
+            columns: one for each name in `SPAN_COLUMNS`.
 
-        Raises ValueError for columns of unequal length and for numbers that stand for nothing.
+        Raises ValueError for columns of unequal length and for invalid numbers.
         """
         kinds, directions = columns[0], columns[3]
         if len(columns) != len(SPAN_COLUMNS) or any(len(column) != len(kinds) for column in columns):
-            raise ValueError("spans come in equal columns")
+            raise ValueError("the columns of spans have different lengths")
         if kinds and not 0 <= min(kinds) <= max(kinds) < len(names):
             raise ValueError("a span has a kind without a name")
         if not _DIRECTIONS.issuperset(directions):
-            raise ValueError("a span's direction is none")
+            raise ValueError("a span has an unknown direction")
         self.epoch = epoch
-        """The epoch of all their tensors."""
+        """The epoch of all tensors."""
         self.names = names
         self.columns = columns
 
     @classmethod
     def of(cls, epoch: int, spans: Iterable[Span]) -> "SpanColumns":
-        """The columns of these spans; those that are columns already stay as they are."""
+        """The columns of these spans; unchanged if they are columns already."""
         if isinstance(spans, cls):
             return spans
         places: dict[str, int] = {}
@@ -168,24 +166,24 @@ class SpanColumns(Collection[Span]):
     def __repr__(self) -> str:
         return repr(tuple(self))
 
-    __hash__ = None  # type: ignore[assignment]  # as a list's: columns may be lists
+    __hash__ = None  # type: ignore[assignment]  # unhashable like a list, because columns may be lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpans:
-    """The spans of one stage in one step. More than `MOST_SPANS` come in several messages."""
+    """The spans of one stage in one step. More than `MOST_SPANS` are sent in several messages."""
 
     epoch: int
     step: int
     stage: int
     clock_offset: Finite
-    """Added to a span's start it gives the coordinator's Unix time."""
+    """A span's start plus this is the coordinator's Unix time."""
     clock_error: Seconds
-    """Bound on its error, seconds."""
+    """The bound on the offset's error, in seconds."""
     dropped: int
-    """Spans lost because the ring was full."""
+    """The number of spans lost because the ring buffer was full."""
     spans: Collection[Span]
-    """A tuple, or the columns that came."""
+    """A tuple, or the received columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +197,10 @@ class CodecTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecTimes:
-    """With planned codecs: how long packing takes on this node, in its own trials and in its steps."""
+    """How long packing takes on this node, measured in trials and in steps. Sent if codecs are planned."""
 
     times: Annotated[tuple[CodecTime, ...], AtMost(MOST_CODEC_TIMES)]
 
 
 MOST_SPANS = 2000
-"""Spans in one message, which must fit a message of the control connection."""
+"""The most spans in one message, which must fit the control connection's limit."""

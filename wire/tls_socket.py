@@ -1,8 +1,7 @@
 """TLS on a socket for a few messages, after which the socket carries plain bytes again.
 
-A relay must know who asks, but need not encrypt what it carries, which is TLS already. So both ends first
-agree over mutual TLS and then use the bare socket. Only whole TLS records are read, so no byte after the
-last one is lost.
+A relay must know who asks, but what it carries is already encrypted. So both ends first agree over mutual
+TLS and then use the bare socket. Only whole TLS records are read, so no byte after the last one is lost.
 """
 
 import asyncio
@@ -25,7 +24,8 @@ Result = TypeVar("Result")
 def mutual_context(
     *, server_side: bool, key_pem: bytes, certificate_pem: bytes, ca_pem: bytes, protocol: str
 ) -> ssl.SSLContext:
-    """TLS 1.3 that shows the certificate, demands one of the CA, and offers one ALPN protocol."""
+    """A TLS 1.3 context that presents the certificate, requires one of the CA, and offers one ALPN
+    protocol."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
@@ -42,12 +42,14 @@ def mutual_context(
 
 
 class TlsSocket:
-    """One end. Methods raise OSError (ssl.SSLError is one) when the peer fails or hangs up."""
+    """One end of the connection. Methods raise OSError, such as ssl.SSLError, when the peer fails or hangs
+    up."""
 
     def __init__(
         self, connection: socket.socket, context: ssl.SSLContext, *, server_name: str | None = None
     ) -> None:
-        """`connection` must not block. With a `server_name` this is the client, and the name is checked."""
+        """`connection` must be non-blocking. With a `server_name`, this is the client, which checks the
+        name."""
         self.socket = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
@@ -58,7 +60,7 @@ class TlsSocket:
         await self._run(self._tls.do_handshake)
 
     async def read(self, size: int) -> bytes:
-        """Exactly so many bytes."""
+        """Read exactly `size` bytes."""
         data = b""
         while len(data) < size:
             piece = await self._run(lambda: self._tls.read(size - len(data)))  # noqa: B023
@@ -71,7 +73,7 @@ class TlsSocket:
         await self._run(lambda: self._tls.write(data))
 
     def write_now(self, data: bytes) -> None:
-        """Write a few bytes to a socket that has room for them; OSError if it has not."""
+        """Write a few bytes without waiting. Raises OSError if the socket has no room for them."""
         self._tls.write(data)
         record = self._outgoing.read()
         if self.socket.send(record) != len(record):

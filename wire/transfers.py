@@ -1,4 +1,4 @@
-"""When each tensor of a link was sent, in flight and received. Pure."""
+"""Records when each tensor of a link was sent, in flight and received. Pure."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,26 +8,26 @@ from wire.frames import HEADER_BYTES, frame_place
 from wire.spec import TensorKey
 
 MOST_OPEN = 256
-"""The most unfinished tensors to track. A damaged frame may name one that never comes."""
+"""The most unfinished tensors to track. A damaged frame may name a tensor that never arrives."""
 
 
 class TransferKind(StrEnum):
     """A part of a tensor's transfer over a link."""
 
     SEND = "send"
-    """The time from its first frame to its last, as the socket accepted them."""
+    """From when its first frame was written until the socket had accepted its last."""
     IN_FLIGHT = "in-flight"
-    """The time from then until all of it was acknowledged."""
+    """From the end of `SEND` until the whole tensor was acknowledged."""
     RECEIVE = "receive"
-    """The time from the arrival of its first frame to that of its last."""
+    """From the arrival of its first frame to the arrival of its last."""
 
 
 OnTransfer = Callable[[TransferKind, TensorKey, float, float], None]
-"""Kind, tensor, start and end in seconds."""
+"""Called with kind, tensor, start and end, in seconds."""
 
 
 class TransferLog:
-    """Watches the frames of one link. A frame that is sent again does not count."""
+    """Watches the frames of one link. Retransmitted frames do not count."""
 
     def __init__(self, on_transfer: OnTransfer) -> None:
         self._on_transfer = on_transfer
@@ -37,13 +37,13 @@ class TransferLog:
         self._receiving: dict[TensorKey, float] = {}
 
     def sending(self, frame: bytes, now: float) -> None:
-        """A frame is about to be written."""
+        """Record that a frame is about to be written."""
         place = frame_place(frame)
         if place.sequence >= self._next_sequence and place.offset == 0 and place.key is not None:
             self._sending = place.key, now
 
     def sent(self, frame: bytes, now: float) -> None:
-        """The socket accepted it."""
+        """Record that the socket accepted the frame."""
         place = frame_place(frame)
         if place.sequence < self._next_sequence:
             return
@@ -56,13 +56,13 @@ class TransferLog:
         self._on_transfer(TransferKind.SEND, key, began, now)
 
     def acknowledged(self, next_sequence: int, now: float) -> None:
-        """Every frame below has arrived, at a time that may be before `sent` was called for it."""
+        """Record that frames below `next_sequence` have arrived, maybe before `sent` was called for them."""
         while self._unacknowledged and self._unacknowledged[0][0] < next_sequence:
             _, key, began = self._unacknowledged.popleft()
             self._on_transfer(TransferKind.IN_FLIGHT, key, began, max(began, now))
 
     def received(self, frame: bytes, completed: TensorKey | None, now: float) -> None:
-        """A frame arrived; `completed` is the tensor that it completed."""
+        """Record the arrival of a frame. `completed` is the tensor that it completed, if any."""
         if len(frame) >= HEADER_BYTES and completed is None:
             if len(self._receiving) >= MOST_OPEN:
                 self._receiving.pop(next(iter(self._receiving)))

@@ -156,7 +156,7 @@ def test_renewal_is_for_members_and_their_own_key(authority: CertificateAuthorit
         assert isinstance(certificate, bytes)
         assert identity.renewed(certificate).expires_at > identity.expires_at + 80000
         for node_id, csr, line in (
-            (stranger.node_id, stranger.csr_der(), "is no member of this run"),
+            (stranger.node_id, stranger.csr_der(), "is not a member of this run"),
             (identity.node_id, stranger.csr_der(), "joined with another key"),
             (identity.node_id, b"", "certificate request is unusable"),
         ):

@@ -82,7 +82,7 @@ async def test_stranger_of_the_same_run_is_refused() -> None:
 
 async def test_node_of_another_run_gets_no_connection() -> None:
     outsider = new_node(new_authority())
-    trouble = "the other side's certificate is not of this run"
+    trouble = "the other side's certificate is not from this run"
     async with serving() as (server, port):
         expect(server, outsider)
         error = await outcome(dial(outsider, port), 0.1, trouble)
@@ -91,7 +91,7 @@ async def test_node_of_another_run_gets_no_connection() -> None:
 
 
 async def test_dialler_rejects_a_node_that_is_not_the_placed_one() -> None:
-    trouble = "another node answers there: its certificate has another name"
+    trouble = "another node answers there: the name in its certificate differs"
     async with serving() as (server, port):
         link = expect(server, LOWER)
         error = await outcome(dial(LOWER, port, peer=STRANGER), 0.1, trouble)

@@ -99,7 +99,7 @@ async def test_a_node_answers_one_probe_at_a_time_and_each_other_node_a_few_time
         here.now = 3601.0
         await measure_line(channel, at_once)
         probes._busy = True
-        with pytest.raises(LinkError, match="another node measures"):
+        with pytest.raises(LinkError, match="another node is measuring"):
             await measure_line(channel, at_once)
 
 

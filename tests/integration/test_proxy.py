@@ -56,14 +56,14 @@ async def test_what_a_proxy_refuses_is_told_with_what_to_do(monkeypatch: pytest.
     pin = new_authority().pin
     async with http_proxy("us:er") as proxy:
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
-        with pytest.raises(LinkError, match="wants a user and a password"):
+        with pytest.raises(LinkError, match="requires a user and a password"):
             await fetch_authority("203.0.113.7:7700", pin)
     async with http_proxy(ports=frozenset({443})) as proxy:
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
-        with pytest.raises(LinkError, match="port 443 alone and this is 7700"):
+        with pytest.raises(LinkError, match="only port 443 and this is 7700"):
             await fetch_authority("203.0.113.7:7700", pin)
         assert proxy.refused == ["203.0.113.7:7700"]
-        node, trouble = new_node(new_authority()), "port 443 alone"
+        node, trouble = new_node(new_authority()), "only port 443"
         client = RelayClient(node, "203.0.113.7:7700", "control.run")
         offer = asyncio.create_task(client.offer("node-aaaaaaaaaa", lambda connection: connection.close()))
         async with asyncio.timeout(10):
@@ -85,5 +85,5 @@ async def test_what_is_no_proxy_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     server = await asyncio.start_server(greet, "127.0.0.1", 0)
     async with server:
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        with pytest.raises(ProxyError, match="no answer of HTTP"):
+        with pytest.raises(ProxyError, match="did not answer in HTTP"):
             await connect("203.0.113.7:7700")

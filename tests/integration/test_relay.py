@@ -259,8 +259,8 @@ async def ask(client: RelayClient, peer: str) -> str:
 
 async def test_a_node_without_a_stage_or_of_another_run_is_refused() -> None:
     async with relaying() as served:
-        assert "knows of no link" in await ask(served.client(OTHER), UPPER.node_id)
-        assert "knows of no link" in await ask(served.client(UPPER), OTHER.node_id)
+        assert "knows no link" in await ask(served.client(OTHER), UPPER.node_id)
+        assert "knows no link" in await ask(served.client(UPPER), OTHER.node_id)
         assert served.relay.totals.refused == len(served.refusals) >= 2
         outsider = new_node(new_authority())
         refusal = await ask(served.client(outsider), UPPER.node_id)

@@ -40,9 +40,9 @@ class SampleBatch:
     cache: SampleCache
     samples: tuple[int, ...]
     known: tuple[bool, ...]
-    """Whether a step since `cache.since` has sent the sample, as its place in the run says."""
+    """Whether a step since `cache.since` has sent the sample, which follows from its place in the run."""
     place: int
-    """The microbatch's number; orders the tensors of a step."""
+    """The microbatch's number, which orders the tensors of a step."""
 
     def rows(self, known: bool) -> list[int]:
         """Rows of the tensor whose samples are known (or not known)."""
@@ -54,7 +54,8 @@ class SampleBatch:
 
 
 class AqsgdCodec(Codec):
-    """The sizes of `aqsgd-b` when all samples are known. `of` gives the codec that packs one tensor."""
+    """`aqsgd-b` without samples: it knows sizes if all samples are known. `of` makes the codec for a
+    tensor."""
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
@@ -125,9 +126,9 @@ class AqsgdTensorCodec(Codec):
         if known:
             before = self._batch.cache.recall(self._batch.known_samples, tensor.device).float()
             change = _take(tensor, known).float() - before
-            found = self._fixed._pack(change, payload[split:])
-            exponent = torch.where(exponent == NON_FINITE, exponent, found).int()
-            _put(updated, known, _renewed(before, self._unpacked(payload[split:], change.shape, found)))
+            encoded = self._fixed._pack(change, payload[split:])
+            exponent = torch.where(exponent == NON_FINITE, exponent, encoded).int()
+            _put(updated, known, _renewed(before, self._unpacked(payload[split:], change.shape, encoded)))
         self._batch.cache.stage(self._batch.place, self._batch.samples, updated)
         return exponent
 
@@ -154,7 +155,7 @@ class AqsgdTensorCodec(Codec):
         self._batch.cache.stage(self._batch.place, self._batch.samples, updated)
 
     def _unpacked(self, payload: torch.Tensor, shape: torch.Size, exponent: torch.Tensor) -> torch.Tensor:
-        """What the receiver will decode from a payload that was just packed; arbitrary if the tensor is
+        """What the receiver will decode from a newly packed payload; arbitrary if the tensor is
         refused."""
         sections = fixed.FixedSections(*self._fixed._layout(tuple(shape)).views(payload))
         change = torch.zeros(shape, dtype=torch.float32, device=payload.device)
@@ -167,7 +168,7 @@ class AqsgdTensorCodec(Codec):
 
 
 def _renewed(before: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    """m + Q(a - m), fp32, rounded to bf16 within its finite range."""
+    """m + Q(a - m), computed in fp32 and rounded to bf16 within its finite range."""
     limit = torch.finfo(torch.bfloat16).max
     return (before + change).clamp_(-limit, limit).to(torch.bfloat16)
 

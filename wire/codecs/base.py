@@ -1,7 +1,7 @@
-"""The interface of all codecs and what they share: header, checks, checksum, sections of a payload.
+"""The interface of all codecs and their common parts: header, checks, checksum, sections of a payload.
 
 On a CPU, `encode` and `decode` are enough. For a tensor on a GPU they are split, so that the copy to the
-host runs beside other work: `pack` on the device, copy, `seal` on the host; then `open` on the host, copy,
+host overlaps other work: `pack` on the device, copy, `seal` on the host; then `open` on the host, copy,
 `unpack` on the device.
 """
 
@@ -31,7 +31,7 @@ _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 ROW_BYTES = 128
-"""Packed rows begin at multiples of it in a GPU's memory."""
+"""The alignment of packed rows in a GPU's memory."""
 
 
 class Layout(Sections):
@@ -45,7 +45,7 @@ class Layout(Sections):
         ]
 
     def arrays(self, payload: torch.Tensor) -> list[NDArray[Any]]:
-        """`views` of a payload on the CPU as arrays, those of fp16 as int16. They are faster to make."""
+        """`views` of a payload on the CPU as arrays, fp16 as int16. Arrays are faster to create."""
         memory = payload.numpy()
         return [
             memory[start : start + size].view(_ARRAY_DTYPES[dtype]).reshape(shape)
@@ -57,19 +57,19 @@ class Layout(Sections):
         return [payload[start : start + size] for start, size in zip(self._starts, self._sizes, strict=False)]
 
     def gaps_are_clear(self, payload: NDArray[np.uint8]) -> bool:
-        """Whether the bytes between sections, a few each, are zero."""
+        """Whether the few bytes between sections are zero."""
         return not any(any(payload[gap].tobytes()) for gap in self._gaps)
 
     def clear_gaps(self, payload: torch.Tensor) -> None:
         """Zero the bytes between sections, so that a tensor always gives the same bytes."""
-        # Numpy's calls take a fraction of torch's.
+        # Numpy's calls take a fraction of the time of torch's.
         memory = payload.numpy() if payload.device.type == "cpu" else payload
         for gap in self._gaps:
             memory[gap] = 0
 
 
 class _Agreed(NamedTuple):
-    """The header and the layout that follow from a spec."""
+    """The header that follows from a spec."""
 
     header: Header
     head: bytes
@@ -78,14 +78,14 @@ class _Agreed(NamedTuple):
 
 def _head(header: Header, device: torch.device) -> torch.Tensor:
     """The header's bytes on a device."""
-    # A copy, because torch warns about memory that it may not write to.
+    # A copy, because torch warns about read-only memory.
     return torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8).to(device)
 
 
 @cache
 def _cached_head(header: Header, device: torch.device) -> torch.Tensor:
-    """`_head`, once for all tensors of a spec: for a GPU a copy from pageable host memory would make the host
-    wait."""
+    """`_head`, once for all tensors of a spec, because the host waits for a copy from pageable memory to a
+    GPU."""
     return _head(header, device)
 
 
@@ -95,24 +95,24 @@ def _payload_bytes(known: Format, shape: tuple[int, ...]) -> int:
 
 
 class Codec(ABC):
-    """Packs tensors into bytes, whose number depends only on shape and parameters. Stateless."""
+    """Packs tensors into bytes. Their number depends only on shape and parameters. Stateless."""
 
     name: str
     parameters: Parameters
     exponents: range
-    """Exponents that a packed tensor may have."""
+    """The exponents that a packed tensor may have."""
     draws = False
-    """Whether `salted` gives another codec for each tensor."""
+    """Whether `salted` returns a different codec for each tensor."""
 
     def __init__(self, known: Format) -> None:
-        """`known` gives name, parameters and, unless `_payload_bytes` is overridden, sizes."""
+        """`known` has the name, the parameters and, unless `_payload_bytes` is overridden, the sizes."""
         self.format = known
         self.name = known.name
         self.parameters = known.parameters
         self._known: dict[TensorSpec, _Agreed] = {}
 
     def salted(self, salt: int) -> "Codec":
-        """The codec of one tensor, whose salt, of 32 bits, both ends have; this one, unless it draws."""
+        """The codec for one tensor, whose 32-bit salt both ends know; this codec itself unless it `draws`."""
         return self
 
     def packed_bytes(self, spec: TensorSpec) -> int:
@@ -122,13 +122,14 @@ class Codec(ABC):
         return HEADER_BYTES + self._payload_bytes(spec)
 
     def bits_per_element(self, spec: TensorSpec) -> float:
-        """True bits an element: header, metadata and payload over elements."""
+        """Bits per element, including header and metadata."""
         return 8 * self.packed_bytes(spec) / spec.elements
 
     def encode(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Pack fp32, bf16 or fp16 `[...]` into uint8 `[packed_bytes]` on the same device: `out`, if given.
+        """Pack fp32, bf16 or fp16 `[...]` into uint8 `[packed_bytes]` on the same device, into `out` if
+        given.
 
-        `NonFiniteError` if the tensor holds infinities or NaNs, `CodecError` for other dtypes or no elements.
+        Raises `NonFiniteError` for infinities or NaNs, `CodecError` for other dtypes or no elements.
         """
         packed = self.pack(tensor, out)
         if packed.device.type == "cpu":
@@ -142,8 +143,8 @@ class Codec(ABC):
     def decode(self, packed: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         """The tensor of `spec` held in uint8 `[packed_bytes]`, on the same device.
 
-        `PackedMismatchError` if the bytes are damaged or not what `spec` and this codec produce;
-        `NonFiniteError` if they would give infinities or NaNs.
+        Raises `PackedMismatchError` if the bytes are damaged or not what `spec` and this codec produce, and
+        `NonFiniteError` if they would decode to infinities or NaNs.
         """
         if packed.dtype != torch.uint8 or packed.dim() != 1 or not packed.is_contiguous():
             raise PackedMismatchError(
@@ -152,7 +153,7 @@ class Codec(ABC):
         return self.unpack(packed, spec, self.open(packed.cpu().numpy(), spec))
 
     def pack(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`encode` without the checksum and the check for non-finite values: `seal` adds both."""
+        """`encode` without the checksum and the check for non-finite values, which `seal` adds."""
         tensor = tensor.detach()
         spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
         size = self.packed_bytes(spec)
@@ -161,8 +162,10 @@ class Codec(ABC):
         if packed.device.type == "cpu":
             memory = packed.numpy()
             memory[:HEADER_BYTES] = np.frombuffer(agreed.head, dtype=np.uint8)
-            found = int(self._pack(tensor, packed[HEADER_BYTES:]))
-            memory[wire_header.EXPONENT] = np.frombuffer(found.to_bytes(4, "little", signed=True), np.uint8)
+            exponent_value = int(self._pack(tensor, packed[HEADER_BYTES:]))
+            memory[wire_header.EXPONENT] = np.frombuffer(
+                exponent_value.to_bytes(4, "little", signed=True), np.uint8
+            )
             return packed
         header = agreed.header
         # The header of a codec with a sample cache changes with every tensor.
@@ -173,8 +176,8 @@ class Codec(ABC):
         return packed
 
     def pack_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Pack each row of x, fp32 `[n, C]`, as a tensor of its own: uint8 `[n, packed_bytes]`. Each row's
-        bytes are contiguous. All rows take a few launches together where a GPU has kernels for that."""
+        """Pack each row of x, fp32 `[n, C]`, as a separate tensor into uint8 `[n, packed_bytes]`. Each row's
+        bytes are contiguous. If a GPU has kernels for it, a few launches pack all rows."""
         spec = TensorSpec(x.dtype, (x.shape[1],))
         size = self.packed_bytes(spec)
         if x.device.type == "cpu":
@@ -192,33 +195,35 @@ class Codec(ABC):
         headers: Sequence[Header],
         host: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`unpack` of many tensors of one spec `[C]` in fp32, which `open` has checked: fp32 `[n, C]`.
+        """`unpack` many fp32 tensors of one spec `[C]`, which `open` has checked, into fp32 `[n, C]`.
 
         Args:
             records: uint8 `[n, k * ROW_BYTES]`, contiguous; each row begins with a packed tensor.
             headers: what `open` returned for each.
-            host: the same packed tensors on the CPU, where the caller has them.
+            host: the same packed tensors on the CPU, if the caller has them.
 
-        The host waits once for all rows where a GPU has kernels for that. Raises as `unpack`.
+        If a GPU has kernels for it, the host waits once for all rows. Raises the errors of `unpack`.
         """
         out = torch.empty(len(headers), *spec.shape, dtype=spec.dtype, device=records.device)
         self._unpack_rows(records, out, headers, host)
         return out
 
     def round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode the packed form of every row of x, fp32 `[n, C]`, each packed as a separate tensor. Returns
-        fp32 `[n, C]`, and the rows' exponents, int32 `[n]`.
+        """Pack every row of x, fp32 `[n, C]`, as a separate tensor, and decode it. Returns fp32 `[n, C]` and
+        the rows' exponents, int32 `[n]`.
 
-        Values are meaningless where the exponent is `NON_FINITE`, which `seal` would refuse. On a GPU with
-        kernels for that, a few launches for all rows, and the host waits for none of them.
+        A row whose exponent is `NON_FINITE`, which `seal` would refuse, has meaningless values. If a GPU has
+        kernels for it, this takes a few launches for all rows, and the host does not wait.
         """
         return self._round_trip(x.contiguous())
 
     def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
-        """Fill the payloads in `records`, uint8 `[n, k * ROW_BYTES]`, whose first `size` bytes are a row's
-        packed form; return the exponents, int32 `[n]`."""
-        found = [self._pack(row, record[HEADER_BYTES:size]) for row, record in zip(x, records, strict=True)]
-        return torch.stack(found)
+        """Fill the payloads in `records`, uint8 `[n, k * ROW_BYTES]`. The first `size` bytes of each are the
+        packed row. Returns the exponents, int32 `[n]`."""
+        exponents = [
+            self._pack(row, record[HEADER_BYTES:size]) for row, record in zip(x, records, strict=True)
+        ]
+        return torch.stack(exponents)
 
     def _unpack_rows(
         self,
@@ -248,8 +253,8 @@ class Codec(ABC):
     def open(self, buffer: PackedBytes, spec: TensorSpec) -> Header:
         """Check received bytes in host memory against `spec`, this codec and their checksum.
 
-        Returns the header. `PackedMismatchError` names what differs. Allocates nothing before header and
-        checksum have passed.
+        Returns the header. Raises `PackedMismatchError`, which names the difference. Allocates nothing
+        before header and checksum have been checked.
         """
         wire_header.check_spec(spec)
         agreed = self._agreed(spec)
@@ -276,34 +281,34 @@ class Codec(ABC):
         return out
 
     def _agreed(self, spec: TensorSpec) -> _Agreed:
-        found = self._known.get(spec)
-        if found is None:
+        agreed = self._known.get(spec)
+        if agreed is None:
             header = self._header(spec)
-            found = _Agreed(header, header.to_bytes())
+            agreed = _Agreed(header, header.to_bytes())
             # The header of a codec with a sample cache changes with every tensor.
             if header.cache is None:
-                self._known[spec] = found
-        return found
+                self._known[spec] = agreed
+        return agreed
 
     def _header(self, spec: TensorSpec) -> Header:
         return Header(self.parameters, spec, self._payload_bytes(spec))
 
     def _padding_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
-        """Whether every bit of a payload that stands for nothing is 0, as the encoder leaves it.
+        """Whether every unused bit of a payload is 0, as the encoder leaves it.
 
-        Otherwise one tensor would have many packed forms, and a sender could hide data there. Checked on the
-        host: a decoder on a GPU would have to read the bytes again.
+        Otherwise one tensor would have many packed forms, and a sender could hide data there. The host
+        checks it, because a decoder on a GPU would have to read the bytes again.
         """
         return True
 
     def _payload_bytes(self, spec: TensorSpec) -> int:
-        """The bytes after the header, for a spec that the header can describe."""
+        """The number of bytes after the header, for a spec that the header can describe."""
         return _payload_bytes(self.format, spec.shape)
 
     @abstractmethod
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-        """Fill every byte of `payload`; return the exponent, int32 0-d, or `tiles.NON_FINITE`."""
+        """Fill every byte of `payload`. Returns the exponent, int32 0-d, or `tiles.NON_FINITE`."""
 
     @abstractmethod
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
-        """Fill every element of `out`; refuse values that no encoder produces."""
+        """Fill every element of `out`. Refuses values that no encoder produces."""

@@ -1,6 +1,7 @@
-"""`fixed-b`: b bits per element, symmetric, one scale for 64 elements. The default for gradients (b = 8).
+"""`fixed-b`: b bits per element, symmetric, with one scale per 64 elements. The default for gradients (b =
+8).
 
-Payload: scales, fp16 | bit-planes, lowest first, a 64-bit word for each tile. b + 0.25 bits per element.
+Payload: scales, fp16 | bit-planes, lowest first, one 64-bit word per tile. It has b + 0.25 bits per element.
 """
 
 from collections.abc import Sequence
@@ -67,9 +68,9 @@ class FixedCodec(Codec):
             status = ops.decode(*sections, out, device_exponent, self._constant)
             self._refuse(int(status.max()))
             return
-        # With numpy: for a few bytes a tile torch would wake threads that then keep their cores busy.
+        # Numpy, because torch would wake threads for these few bytes, which then keep their cores busy.
         scales = sections.scales.view(torch.int16).cpu().numpy()
-        # Minus infinity is refused as a scale below zero.
+        # Minus infinity is refused below, as a negative scale.
         infinite = (scales >= HALF_INFINITY) | (scales & HALF_MAGNITUDE > HALF_INFINITY)
         if np.count_nonzero(infinite):
             self._refuse(dispatch.NON_FINITE)
@@ -113,7 +114,7 @@ class FixedCodec(Codec):
         self._refuse(int(self._decode_rows(records, out, exponents).max()))
 
     def _decode_rows(self, records: torch.Tensor, out: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-        """Decode with a GPU's kernels; returns faults, int32."""
+        """Decode with the GPU kernels. Returns fault codes, int32."""
         from kernels.fixed import triton
 
         scales, planes = self._layout((out.shape[1],)).views(

@@ -1,10 +1,10 @@
-"""The format of every codec, by the names that run files use. Without torch.
+"""The format of every codec, by the names that run files use. This module does not need torch.
 
-A `Format` states every fact about its codec: wire number, parameters and sizes, what it may carry, whether
-it keeps state, how precise it is, what packing costs, and which class packs (`wire.codecs.base.Codec`).
-All other code asks it, so a new codec is declared here and in its own module. The coordinator works with
-formats alone. `trellis-R` and `dither-R` each stand for one codec at every rate R. `aqsgd-b` cannot pack
-by itself: `wire.codecs.aqsgd` makes a codec from it for each tensor.
+A `Format` holds all facts about a codec: wire number, parameters and sizes, what it may carry, whether it
+keeps state, how precise it is, what packing costs, and which class packs (`wire.codecs.base.Codec`). All
+other code asks the format, so a new codec is declared here and in its own module. The coordinator uses only
+formats. `trellis-R` and `dither-R` are families with one codec for every rate R. `aqsgd-b` cannot pack
+alone: `wire.codecs.aqsgd` makes a codec from it for each tensor.
 """
 
 import math
@@ -38,7 +38,7 @@ def aligned(size: int) -> int:
 
 
 class Sections:
-    """Offsets of a payload's sections, in the order given, each at a multiple of 16 bytes."""
+    """The offsets of a payload's sections, in the given order, each a multiple of 16 bytes."""
 
     def __init__(self, *sections: Section) -> None:
         self._sections = sections
@@ -86,7 +86,7 @@ class Carried(Flag):
 
     @property
     def words(self) -> str:
-        """What it may carry, in words for messages."""
+        """What it may carry, for messages to people."""
         return {Carried.ACTIVATIONS: "activations", Carried.GRADIENTS: "gradients of activations"}.get(
             self, "sums of gradients"
         )
@@ -98,53 +98,53 @@ class Format(ABC):
     name: str
     parameters: Parameters
     precision: float
-    """Bits an element of the `trellis` codec with about the same error; measured on boundary tensors
+    """Bits per element of the `trellis` codec with about the same error, measured on boundary tensors
     (scripts/results/boundary_error.json)."""
     core_nanoseconds: tuple[float, float]
-    """The time to encode and to decode an element on one core; the slowest of several measurements
-    (scripts/results/codec_speed.json, rivals.json)."""
+    """The time to encode and to decode an element on one core, in nanoseconds: the slowest of several
+    measurements (scripts/results/codec_speed.json, rivals.json)."""
 
     IMPLEMENTATION: ClassVar[tuple[str, str]]
-    """The module of `wire.codecs` and the class in it that packs; the class is called with the format."""
+    """The module of `wire.codecs` and the class in it that packs. The class is called with the format."""
     CARRIES: ClassVar[Carried] = Carried.ALL
     REMEMBERS: ClassVar[bool] = False
     """Whether both ends keep a cache of samples."""
     COMPILES: ClassVar[bool] = True
     """Whether packing on a CPU compiles loops."""
     KERNELS: ClassVar[str] = ""
-    """The kernels that pack on a GPU, of `kernels.common.dispatch.PARTS`; "" without any of its own."""
+    """The kernels that pack on a GPU, one of `kernels.common.dispatch.PARTS`; "" if it has none."""
     GPU_SHARE: ClassVar[float] = 0.004
-    """The share by which a GPU computes longer while it also packs
+    """How much longer a GPU computes while it also packs, as a fraction
     (scripts/results/packing_overhead.json)."""
     PLANNED: ClassVar[tuple[str, ...]] = ()
-    """Names among which `auto` chooses for activations."""
+    """The names from which `auto` chooses for activations."""
     PROPOSED: ClassVar[tuple[str, ...]] = ()
-    """Names that advice proposes where a link limits the speed."""
+    """The names that advice proposes when a link is the bottleneck."""
     SUCCESSOR: ClassVar[str] = ""
-    """A codec of activations that takes no more bytes and costs less loss, but more compute."""
+    """An activation codec with no more bytes and a better loss that needs more compute."""
     GRADIENT_SUCCESSOR: ClassVar[str] = ""
-    """A codec of gradients that takes fewer bytes at no cost in loss that could be measured
-    (scripts/results/losses.md), but more compute."""
+    """A gradient codec with fewer bytes and no measurable cost in loss (scripts/results/losses.md) that needs
+    more compute."""
 
     @property
     def family(self) -> str:
-        """Codecs that pack in one way share it: what slows one of them slows all."""
+        """The family of codecs that pack in the same way, so that they share their speed."""
         return self.name.partition("-")[0]
 
     @property
     def for_gradients(self) -> str:
-        """The codec of gradients that belongs to this one of activations, for plans."""
+        """The gradient codec that plans use with this activation codec."""
         return self.name
 
     @property
     def golden(self) -> tuple[str, str]:
-        """A codec that packs by the same arithmetic, and the digest of what it makes of a known tensor
-        (`node.stage.self_test`). Both are empty where nothing is computed."""
+        """A codec with the same arithmetic, and the digest of its packed form of a known tensor
+        (`node.stage.self_test`). Both are empty if the codec computes nothing."""
         return "", ""
 
     @property
     def loss_forward(self) -> str:
-        """The measured cost in held-out loss as the codec of activations, in words; "" if not measured."""
+        """The measured cost in held-out loss as the activation codec, in words; "" if not measured."""
         return ""
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
@@ -169,7 +169,7 @@ def check_shape(shape: tuple[int, ...]) -> None:
 
 
 class RawFormat(Format):
-    """Every element has `bits` bits; `number` distinguishes dtypes of the same width."""
+    """Every element has `bits` bits. `number` distinguishes dtypes of the same width."""
 
     IMPLEMENTATION = ("raw", "RawCodec")
     COMPILES = False
@@ -193,7 +193,7 @@ class FixedFormat(Format):
     MAX_BITS = 10
     IMPLEMENTATION = ("fixed", "FixedCodec")
     KERNELS = "fixed"
-    # Below 6 bits rounding to nearest leaves too much of a gradient out for a plan to choose it.
+    # Below 6 bits, rounding to nearest loses too much of a gradient for a plan to choose it.
     PLANNED = PROPOSED = ("fixed-6", "fixed-8")
     GRADIENT_SUCCESSOR = "trellis-4.41"
 
@@ -213,7 +213,7 @@ class FixedFormat(Format):
 
     def __init__(self, bits: int, constant: float = 1.0) -> None:
         if not self.MIN_BITS <= bits <= self.MAX_BITS:
-            raise ConfigError(f"fixed-{bits} is no codec: {self.range()} are")
+            raise ConfigError(f"fixed-{bits} is not a codec; there are {self.range()}")
         if not 2.0**-64 <= constant <= 2.0**64:
             raise ConfigError(f"constant {constant} of fixed-{bits} must be positive, from 2**-64 to 2**64")
         self.name = f"fixed-{bits}"
@@ -228,11 +228,11 @@ class FixedFormat(Format):
 
     @classmethod
     def range(cls) -> str:
-        """The names that there are, for messages."""
+        """The valid names, for messages."""
         return f"fixed-{cls.MIN_BITS} to fixed-{cls.MAX_BITS}"
 
     def sections(self, shape: tuple[int, ...]) -> tuple[Section, ...]:
-        """Scales; bit-planes, lowest first, a 64-bit word for each tile."""
+        """Scales, then bit-planes, lowest first, with one 64-bit word per tile."""
         tiles = math.prod(shape[:-1]) * tiles_per_row(shape[-1])
         return ("float16", (tiles,)), ("int64", (self.parameters.bits, tiles))
 
@@ -241,16 +241,16 @@ class FixedFormat(Format):
 
 
 class TahFormat(Format):
-    """`tah`: in each sample a fixed share of the tiles gets 4 bits, the others 3.
+    """`tah`: in each sample, a fixed share of the tiles gets 4 bits per element and the others get 3.
 
-    With three or more dimensions a sample is an index of the first; a smaller tensor is one sample.
+    With three or more dimensions, the first one counts samples; a smaller tensor is one sample.
     """
 
     NUMBER = 5
     SHARE = 8000
     """Tiles of a sample that get 4 bits, in ten-thousandths (TAH-Quant, section 3.2)."""
     TAU = 2.0
-    """The ratio that makes an outlier tile (section 3.3)."""
+    """The ratio from which a tile counts as an outlier (section 3.3)."""
     IMPLEMENTATION = ("tah", "TahCodec")
     KERNELS = "tah"
     CARRIES = Carried.BOUNDARIES
@@ -266,11 +266,11 @@ class TahFormat(Format):
 
     @classmethod
     def range(cls) -> str:
-        """The names that there are, for messages."""
+        """The valid names, for messages."""
         return cls.name
 
     def sections(self, shape: tuple[int, ...]) -> tuple[Section, ...]:
-        """Scales; zero-points; bit-map; pivots; planes of all tiles; fourth planes of the 4-bit tiles."""
+        """Scales, zero-points, bit-map, pivots, planes of all tiles, fourth planes of the 4-bit tiles."""
         samples, tiles = samples_and_tiles(shape)
         n = samples * tiles
         return (
@@ -307,7 +307,7 @@ class TrellisFormat(Format):
     IMPLEMENTATION = ("trellis", "TrellisCodec")
     KERNELS = "trellis"
     GPU_SHARE = 0.0163
-    # The least error for the bytes; on CPUs it packs many times slower than the others.
+    # It has the least error per byte, but packs many times slower than the others on CPUs.
     PLANNED: ClassVar[tuple[str, ...]] = (
         *("trellis-2", "trellis-2.5", "trellis-3", "trellis-3.5", "trellis-4", "trellis-4.41"),
         *("trellis-5", "trellis-6", "trellis-7", "trellis-8"),
@@ -319,13 +319,13 @@ class TrellisFormat(Format):
 
     _RATE = re.compile(r"\d{1,2}(?:\.\d{1,3})?", re.ASCII)
     _RATE_UNIT = 1000
-    # A tensor with fewer elements gets its header, and as much again for the fixed parts, on top of its rate.
+    # A smaller tensor gets its header, and as much again for the fixed parts, on top of its rate.
     _SMALL = 4096
 
     def __init__(self, rate: float) -> None:
         thousandths = round(rate * self._RATE_UNIT) if math.isfinite(rate) else 0
         if not self.MIN_RATE * self._RATE_UNIT <= thousandths <= self.MAX_RATE * self._RATE_UNIT:
-            raise ConfigError(f"{self.PREFIX}{rate:g} is no codec: {self.range()} are")
+            raise ConfigError(f"{self.PREFIX}{rate:g} is not a codec; there are {self.range()}")
         self.name = f"{self.PREFIX}{thousandths / self._RATE_UNIT:g}"
         self.precision = thousandths / self._RATE_UNIT
         self.parameters = Parameters(codec=self.NUMBER, bits=0, share=thousandths)
@@ -338,22 +338,22 @@ class TrellisFormat(Format):
 
     @classmethod
     def range(cls) -> str:
-        """The names that there are, for messages."""
+        """The valid names, for messages."""
         return f"{cls.PREFIX}{cls.MIN_RATE:g} to {cls.PREFIX}{cls.MAX_RATE:g}"
 
     @property
     def rate(self) -> float:
-        """Bits an element."""
+        """Bits per element."""
         return self.parameters.share / self._RATE_UNIT
 
     @property
     def for_gradients(self) -> str:
-        """The format for gradients: at low rates they need a codec whose error has a mean of zero."""
+        """The gradient codec: at low rates, gradients need an error with zero mean."""
         return f"{DitherFormat.PREFIX}{self.rate:g}"
 
     @property
     def loss_forward(self) -> str:
-        return "nothing that could be measured" if self.rate == 4.41 else ""
+        return "nothing measurable" if self.rate == 4.41 else ""
 
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
         rate = self.parameters.share
@@ -363,7 +363,7 @@ class TrellisFormat(Format):
 
 
 class DitherFormat(TrellisFormat):
-    """`dither-R`: like `trellis-R`, with dither that is subtracted."""
+    """`dither-R`: `trellis-R` with subtractive dither."""
 
     NUMBER = 10
     PREFIX = "dither-"
@@ -377,8 +377,8 @@ class DitherFormat(TrellisFormat):
 
 
 class AqsgdFormat(Format):
-    """`aqsgd-b`: b bits per element, like `fixed-b`, for tensors `[n, ...]` of n samples that are all
-    cached."""
+    """`aqsgd-b`: b bits per element, like `fixed-b`. Sizes are for tensors `[n, ...]` of n samples that are
+    all cached."""
 
     NUMBER = 9
     PREFIX = "aqsgd-"
@@ -393,7 +393,7 @@ class AqsgdFormat(Format):
 
     def __init__(self, bits: int) -> None:
         if not self.MIN_BITS <= bits <= self.MAX_BITS:
-            raise ConfigError(f"{self.PREFIX}{bits} is no codec: {self.range()} are")
+            raise ConfigError(f"{self.PREFIX}{bits} is not a codec; there are {self.range()}")
         self.name = f"{self.PREFIX}{bits}"
         self.precision = bits - 0.5
         self.parameters = Parameters(codec=self.NUMBER, bits=bits, tile=TILE, constant=1.0)
@@ -406,12 +406,12 @@ class AqsgdFormat(Format):
 
     @classmethod
     def range(cls) -> str:
-        """The names that there are, for messages."""
+        """The valid names, for messages."""
         return f"{cls.PREFIX}{cls.MIN_BITS} to {cls.PREFIX}{cls.MAX_BITS}"
 
     @classmethod
     def named(cls, name: str) -> "AqsgdFormat | None":
-        """The format with that name, if it is one of these."""
+        """The format with this name, or None for other names."""
         bits = name.removeprefix(cls.PREFIX)
         known = bits != name and bits.isdecimal() and len(bits) == 1
         return cls(int(bits)) if known and cls.MIN_BITS <= int(bits) <= cls.MAX_BITS else None
@@ -426,7 +426,7 @@ class AqsgdFormat(Format):
 
     @staticmethod
     def new_bytes(shape: tuple[int, ...], samples: int) -> int:
-        """The bytes of `samples` new samples in bf16, rounded up to where the next part starts."""
+        """The bytes of `samples` new samples in bf16, rounded up to the start of the next part."""
         return aligned(2 * math.prod(shape) // shape[0] * samples)
 
 
@@ -444,7 +444,7 @@ _KINDS: tuple[type[FixedFormat | TahFormat | TrellisFormat | AqsgdFormat], ...] 
     *(FixedFormat, TahFormat, TrellisFormat, AqsgdFormat, DitherFormat),
 )
 WIRE_NUMBERS = (*(raw.parameters.codec for raw in (FP32, BF16, FP16)), *(kind.NUMBER for kind in _KINDS))
-"""Every codec's number in the header. A number that was used once is never given to another codec."""
+"""Every codec's number in the header. A number is never reused for another codec."""
 
 _FORMATS: dict[str, Format] = {
     known.name: known
@@ -454,7 +454,7 @@ _FORMATS: dict[str, Format] = {
         FP16,
         *(FixedFormat(bits) for bits in range(FixedFormat.MIN_BITS, FixedFormat.MAX_BITS + 1)),
         TahFormat(),
-        # One of many rates, for callers that go through all codecs.
+        # One of many rates, for callers that iterate over all codecs.
         TrellisFormat(4.0),
         DitherFormat(4.0),
     )
@@ -462,18 +462,19 @@ _FORMATS: dict[str, Format] = {
 
 
 def codec_names() -> tuple[str, ...]:
-    """Every name that `codec_format` knows, except `aqsgd-b`; of `trellis-R` and `dither-R` one rate each."""
+    """Every name that `codec_format` knows, without `aqsgd-b`, and with one rate of `trellis-R` and
+    `dither-R`."""
     return tuple(_FORMATS)
 
 
 @cache
 def planned_names() -> tuple[str, ...]:
-    """Codecs of activations among which `auto` chooses, the least precise first."""
+    """The activation codecs from which `auto` chooses, the least precise first."""
     return _by_precision(name for kind in _KINDS for name in kind.PLANNED)
 
 
 def ladder(min_bits: float) -> tuple[str, ...]:
-    """Those of `planned_names` with at least this precision. Raises ConfigError if none is left."""
+    """The `planned_names` with at least this precision. Raises ConfigError if there are none."""
     names = planned_names()
     allowed = tuple(name for name in names if codec_format(name).precision >= min_bits)
     if not allowed:
@@ -484,7 +485,7 @@ def ladder(min_bits: float) -> tuple[str, ...]:
 
 @cache
 def proposed_names() -> tuple[str, ...]:
-    """Codecs that advice proposes, the most precise first."""
+    """The codecs that advice proposes, the most precise first."""
     return _by_precision(name for kind in _KINDS for name in kind.PROPOSED)[::-1]
 
 
@@ -493,7 +494,7 @@ def _by_precision(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def names_that_carry(what: Carried) -> str:
-    """The codecs that may pack this, with ranges for families, in words for an error."""
+    """The codecs that may pack this, with a range for each family, for an error message."""
     kinds = [
         *(raw.name for raw in (FP32, BF16, FP16)),
         *(kind.range() for kind in _KINDS if what in kind.CARRIES),
@@ -502,7 +503,7 @@ def names_that_carry(what: Carried) -> str:
 
 
 def known_format(name: str) -> Format | None:
-    """The format of the codec called `name`, or None where that names no codec, such as `auto`."""
+    """The format of the codec called `name`, or None if there is none, as for `auto`."""
     try:
         return codec_format(name)
     except ConfigError:
@@ -511,16 +512,18 @@ def known_format(name: str) -> Format | None:
 
 @lru_cache(maxsize=1024)
 def codec_format(name: str) -> Format:
-    """The format of the codec called `name`. `ConfigError` for an unknown name."""
+    """The format of the codec called `name`. Raises `ConfigError` for an unknown name."""
     kinds = TrellisFormat, DitherFormat, AqsgdFormat
-    found = _FORMATS.get(name) or next(filter(None, (kind.named(name) for kind in kinds)), None)
-    if found is not None:
-        return found
+    known_codec = _FORMATS.get(name) or next(filter(None, (kind.named(name) for kind in kinds)), None)
+    if known_codec is not None:
+        return known_codec
     for kind in (TrellisFormat, DitherFormat):
         if name.startswith(kind.PREFIX):
-            raise ConfigError(f"unknown codec {name!r}: {kind.range()} are, with at most three decimals")
+            raise ConfigError(
+                f"unknown codec {name!r}; there are {kind.range()}, with at most three decimals"
+            )
     if name.startswith(AqsgdFormat.PREFIX):
-        raise ConfigError(f"unknown codec {name!r}: {AqsgdFormat.range()} are")
+        raise ConfigError(f"unknown codec {name!r}; there are {AqsgdFormat.range()}")
     if bits := re.fullmatch(r"fixed-([0-9]{1,4})", name):
         closest = max(FixedFormat.MIN_BITS, min(FixedFormat.MAX_BITS, int(bits[1])))
         raise ConfigError(f"unknown codec {name!r}; did you mean 'fixed-{closest}'?")

@@ -1,4 +1,4 @@
-"""The 64 bytes in front of every packed tensor, and the checksum over all of it.
+"""The 64-byte header of every packed tensor, and the checksum over header and payload.
 
 Little endian:
 
@@ -6,7 +6,7 @@ Little endian:
          0      4  magic "TWPT"
          4      1  version of this layout
          5      1  codec
-         6      1  bits a code
+         6      1  bits per code
          7      1  tile, elements (0: raw)
          8      1  dtype of the tensor: 0 fp32, 1 bf16, 2 fp16
          9      1  dimensions, 1 to 5
@@ -18,10 +18,10 @@ Little endian:
         40      8  payload bytes
         48      4  the tensor's power-of-two exponent, signed
         52      4  `aqsgd`: the step at which both ends started their sample caches; else 0
-        56      4  `aqsgd`: CRC32C of the cached activations the tensor was packed against; else 0
+        56      4  `aqsgd`: CRC32C of the cached activations that the tensor was packed against; else 0
         60      4  CRC32C of bytes 0 to 59 and of the payload
 
-Everything except the exponent and the checksum follows from what was negotiated, so a receiver compares it
+Everything except the exponent and the checksum follows from what was negotiated. A receiver compares it
 and never relies on it.
 """
 
@@ -51,7 +51,7 @@ __all__ = [
     "seal",
 ]
 
-# On a GPU the codec writes the exponent here on the device, so the host does not wait for it.
+# On a GPU the codec writes the exponent on the device, so the host does not wait for it.
 EXPONENT = slice(48, 52)
 CHECKSUM = slice(60, 64)
 
@@ -88,7 +88,7 @@ class Header:
     payload_bytes: int
     exponent: int = 0
     cache: tuple[int, int] | None = None
-    """`aqsgd`: (first step of the sample cache, CRC32C of the entries this tensor is packed against)."""
+    """`aqsgd`: (first step of the sample cache, CRC32C of the entries that this tensor is packed against)."""
 
     def to_bytes(self) -> bytes:
         """The 64 bytes, with a checksum of zero."""
@@ -122,9 +122,9 @@ def check_spec(spec: TensorSpec) -> None:
 
 
 def seal(buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:
-    """Write the checksum of a packed tensor in host memory; `NonFiniteError` if the tensor was not finite.
+    """Write the checksum of a packed tensor in host memory. Raises `NonFiniteError` if it was not finite.
 
-    The host first reads the exponent here, so packing on a GPU does not wait for it.
+    The host reads the exponent only here, so packing on a GPU does not wait for it.
     """
     packed = np.frombuffer(buffer, dtype=np.uint8)
     if int(packed[EXPONENT].view("<i4")[0]) == NON_FINITE:
@@ -145,10 +145,8 @@ def check(buffer: PackedBytes, expected: Header, exponents: range, agreed: bytes
     """Compare a received packed tensor with what was negotiated; return its header with the exponent.
 
     Checks length, every field, the exponent's range, the checksum and the sample cache, in this order, before
-    anything is allocated. `PackedMismatchError` names the first that is wrong; for the sample cache it is a
-    `CacheMismatchError`.
-
-    `agreed`: the bytes of `expected`, where the caller has them.
+    anything is allocated. Raises `PackedMismatchError`, which names the first difference, or
+    `CacheMismatchError` for the sample cache. `agreed` holds the bytes of `expected` if the caller has them.
     """
     packed = np.frombuffer(buffer, dtype=np.uint8)
     length = HEADER_BYTES + expected.payload_bytes
@@ -160,9 +158,9 @@ def check(buffer: PackedBytes, expected: Header, exponents: range, agreed: bytes
     agreed = agreed or expected.to_bytes()
     if header[: EXPONENT.start] != agreed[: EXPONENT.start]:
         pairs = zip(_NAMES, _STRUCT.unpack(header), _STRUCT.unpack(agreed), strict=False)
-        # A zero that became negative differs in its bytes, not in its value.
+        # A negative zero differs in its bytes but not in its value.
         wrong = next((pair for pair in pairs if pair[1] != pair[2]), ("a number", -0.0, 0.0))
-        raise PackedMismatchError("a packed tensor says {} {!r}, not the agreed {!r}: refused".format(*wrong))
+        raise PackedMismatchError("a packed tensor has {} {!r}, not the agreed {!r}: refused".format(*wrong))
     exponent = int.from_bytes(header[EXPONENT], "little", signed=True)
     if exponent not in exponents or (expected.cache is None and any(header[_CACHE])):
         raise PackedMismatchError(

@@ -1,6 +1,6 @@
 """Asynchronous copies between a GPU and page-locked host memory.
 
-Page-locked memory comes from torch's caching allocator, which reuses a block once its copies are done. So
+Page-locked memory comes from torch's caching allocator, which reuses a block when its copies are done, so
 nothing is allocated in the steady state.
 """
 
@@ -18,7 +18,7 @@ class Mark(Protocol):
 
 
 class Streams(Protocol):
-    """The part of `torch.cuda` used here; tests replace it."""
+    """The part of `torch.cuda` that this module uses; tests replace it."""
 
     def Event(self, *, blocking: bool) -> Any: ...
 
@@ -40,7 +40,7 @@ class HostCopies:
         return host.to(device, non_blocking=True)
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """(host copy of `values`, mark to wait for it). `values` may be dropped at once."""
+        """(host copy of `values`, mark to wait for it). The caller may drop `values` at once."""
         host = self.room(values.shape, values.dtype)
         host.copy_(values, non_blocking=True)
         done = self._streams.Event(blocking=True)

@@ -1,4 +1,4 @@
-"""`fp32`, `bf16` and `fp16`: the elements unchanged, or rounded to nearest even. Baselines."""
+"""`fp32`, `bf16` and `fp16`: elements unchanged or rounded to nearest even. They are baselines."""
 
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -28,8 +28,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class RawCodec(Codec):
     """Sends every element in one dtype. Values beyond that dtype's range are refused, not clipped.
 
-    Rounding may take the largest value of a narrower dtype beyond its range (fp16's 65504 becomes bf16's
-    65536): decoding clamps it to that dtype's largest.
+    Rounding may move the largest value of a narrower dtype beyond its range (fp16's 65504 becomes bf16's
+    65536). Decoding clamps it to that dtype's maximum.
     """
 
     exponents = range(1)
@@ -71,7 +71,7 @@ class RawCodec(Codec):
     ) -> None:
         payload = records[:, HEADER_BYTES : self.packed_bytes(headers[0].spec)]
         out.copy_(payload.view(self._dtype))
-        # fp32 holds all that the codec's dtype does.
+        # fp32 represents every value of the codec's dtype.
         if not _finite(out):
             self._refuse(next(values for values in out if not _finite(values)))
 
@@ -95,9 +95,9 @@ class RawCodec(Codec):
 class HalfCodec(RawCodec):
     """`fp16` scaled by one power of two per tensor, which the header carries.
 
-    Plain fp16 ends at 6e-8, and gradients of a mean over many tokens are smaller: nearly all became zero,
-    and training made no progress (scripts/results/convergence.json). The scale puts the largest element
-    between 2**15 and 65504. A tensor that is already fp16 is packed exactly.
+    Plain fp16 reaches down to 6e-8, but gradients of a mean over many tokens are smaller: nearly all became
+    zero, and training made no progress (scripts/results/convergence.json). The scale puts the largest
+    element between 2**15 and 65504. A tensor that is already fp16 is packed exactly.
     """
 
     exponents = range(_SMALLEST_EXPONENT, _LARGEST_EXPONENT + 1)
@@ -141,14 +141,14 @@ class HalfCodec(RawCodec):
 
 
 def _pieces(to: torch.Tensor, of: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Two flat tensors in pieces whose fp32 form fits a CPU's cache; whole on a GPU."""
+    """Two flat tensors in pieces whose fp32 form fits a CPU's cache; on a GPU, in one piece."""
     size = PIECE if to.device.type == "cpu" else max(1, to.numel())
     return zip(torch.split(to, size), torch.split(of, size), strict=True)
 
 
 def _half_exponent(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest e with largest |x| <= 65504 * 2**e, int32 (0 for zeros), and whether x is finite; of x's
-    smallest and largest element."""
+    """The smallest e with max |x| <= 65504 * 2**e, int32 (0 for zeros), and whether x is finite, from x's
+    minimum and maximum."""
     largest = torch.maximum(-low, high).float()
     finite = torch.isfinite(largest)
     mantissa, exponent = torch.frexp(torch.where(finite, largest, 0.0))

@@ -1,4 +1,4 @@
-"""Finds the codec for a name of a run file."""
+"""Finds the codec for a name in a run file."""
 
 from functools import lru_cache
 from importlib import import_module
@@ -11,7 +11,8 @@ __all__ = ["codec", "codec_names"]
 
 @lru_cache(maxsize=1024)
 def codec(name: str) -> Codec:
-    """The codec called `name`; stateless, so all callers share it. `ConfigError` for an unknown name."""
+    """The codec called `name`. It is stateless, so callers share it. Raises `ConfigError` for an unknown
+    name."""
     known = codec_format(name)
     module, kind = known.IMPLEMENTATION
     instance = getattr(import_module(f"{__package__}.{module}"), kind)(known)

@@ -1,9 +1,9 @@
 """The sample cache of `aqsgd-b`: for every sample, the activation that was last sent over a boundary.
 
-Both ends of a boundary keep one and update it from the same bytes, so they stay equal. A step is a
-transaction: its updates are staged, applied by `commit` and dropped by `rollback`. Values are bf16 on the
-CPU, whatever device the stage computes on. `since` is the step at which both ends started their caches.
-Every tensor's header carries it, with a CRC32C of the entries against which the tensor was packed.
+Both ends of a boundary keep one and update it from the same bytes, so the two stay equal. A step is a
+transaction: its updates are staged, then applied by `commit` or dropped by `rollback`. Values are bf16 on
+the CPU, whatever device the stage computes on. `since` is the step at which both ends started their caches.
+Every tensor's header carries it, with a CRC32C of the entries that the tensor was packed against.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ VALUES, SAMPLES, SINCE = "values", "samples", "since"
 class SampleCache:
     """The activations `[*shape]` of `samples` samples at one end of one boundary.
 
-    RAM is used as samples are seen. Only the thread that packs and unpacks calls the methods; any thread
-    may read `since`.
+    RAM use grows as samples are seen. Only the thread that packs and unpacks may call the methods; any
+    thread may read `since`.
     """
 
     def __init__(
         self, samples: int, shape: tuple[int, ...], since: int, copies: HostCopies | None = None
     ) -> None:
-        """`copies` moves values from and to a GPU; made when the first GPU tensor arrives, if not given."""
+        """`copies` moves values from and to a GPU. By default it is created for the first GPU tensor."""
         self._copies = copies
         self.since = since
         self._values = torch.empty((samples, *shape), dtype=torch.bfloat16)
         self._crc: list[int | None] = [None] * samples
-        # Host tensors; one with a mark is complete only after it.
+        # Host tensors. A tensor with a mark is complete only after the mark.
         self._staged: dict[int, tuple[tuple[int, ...], torch.Tensor, Mark | None]] = {}
 
     def knows(self, sample: int) -> bool:
@@ -50,7 +50,7 @@ class SampleCache:
     def crc(self, samples: Sequence[int]) -> int:
         """CRC32C over the cached values of these samples; 0 for no samples.
 
-        `CacheMismatchError` for a sample that is missing although the run has already sent it.
+        Raises `CacheMismatchError` for a sample that is missing although the run has already sent it.
         """
         total = 0
         for sample in samples:
@@ -74,7 +74,7 @@ class SampleCache:
         self._staged[place] = (tuple(samples), values, mark)
 
     def commit(self) -> None:
-        """Apply what the step staged. For a sample staged twice the last tensor wins."""
+        """Apply what the step staged. If a sample was staged twice, the last tensor wins."""
         for place in sorted(self._staged):
             samples, values, mark = self._staged[place]
             if mark is not None:
@@ -107,11 +107,11 @@ class SampleCache:
         if state.keys() != {VALUES, SAMPLES, SINCE}:
             raise RunError(f"a sample cache has the parts {sorted(state)}; use an older snapshot")
         values, samples, since = state[VALUES], state[SAMPLES], state[SINCE]
-        wanted = (values.shape[:1], torch.int64, (len(samples), *shape), torch.int16, (), torch.int64)
-        found = (samples.shape, samples.dtype, values.shape, values.dtype, since.shape, since.dtype)
+        expected = (values.shape[:1], torch.int64, (len(samples), *shape), torch.int16, (), torch.int64)
+        actual = (samples.shape, samples.dtype, values.shape, values.dtype, since.shape, since.dtype)
         order = samples.tolist() if samples.dim() == 1 else [-1]
         if (
-            found != wanted
+            actual != expected
             or sorted(set(order)) != order
             or (order and not 0 <= order[0] <= order[-1] < count)
         ):

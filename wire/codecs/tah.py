@@ -1,4 +1,4 @@
-"""`tah`: TAH-Quant, 4.41 bits per element and the header. The default for activations.
+"""`tah`: TAH-Quant, with 4.41 bits per element and a header. The default for activations.
 
 Payload: scales, fp16 | zero-points, fp16 | bit-map, 1 bit per tile | pivots, 6 bits per tile | three
 bit-planes of all tiles | fourth bit-plane of the 4-bit tiles, in order.
@@ -29,14 +29,14 @@ from wire.errors import NonFiniteError, PackedMismatchError
 
 TAU = TahFormat.TAU
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-# For flags of 8 tiles, one bit each: the mask over their 48 pivot bits, uint8 `[256, 6]`.
+# From the flags of 8 tiles, one bit each, to the mask of their 48 pivot bits: uint8 `[256, 6]`.
 _PIVOTS = np.packbits(_FLAGS.repeat(6, axis=1), axis=1, bitorder="little")
 
 
 class TahCodec(Codec):
     """TAH-Quant with G = A = 64, p = 0.80, tau = 2. The arithmetic is in `kernels.tah.reference`.
 
-    With three or more dimensions a sample is an index of the first; a smaller tensor is one sample.
+    With three or more dimensions, the first one counts samples; a smaller tensor is one sample.
     """
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
@@ -61,7 +61,7 @@ class TahCodec(Codec):
         last = slice(tiles_per_row(shape[-1]) - 1, None, tiles_per_row(shape[-1]))
         words = np.bitwise_or.reduce(low_planes.view("<u8").reshape(tah.LOW_PLANES, -1)[:, last])
         words |= fourth[last]
-        # A rotated tile has 64 codes, however short it was.
+        # A rotated tile always has 64 codes, even if the tile was short.
         return int(words[plain[last]].max(initial=0)) < 1 << short
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
@@ -106,11 +106,11 @@ def _fault(
     samples: int,
     tiles: int,
 ) -> int:
-    """The fault, as a code of `kernels.common.dispatch`, that the CPU decoder would not see; 0 if none.
+    """The code, in `kernels.common.dispatch`, of a fault that the CPU decoder would miss; 0 if there is none.
 
-    With numpy: for a few bytes a tile torch would wake threads that then keep their cores busy.
+    It uses numpy, because torch would wake threads for these few bytes, which then keep their cores busy.
     """
-    # Counting takes a fraction of what the greatest or the least of a few numbers takes.
+    # For a few numbers, counting takes a fraction of the time of a minimum or maximum.
     scales, zero_points = scales & HALF_MAGNITUDE, zero_points & HALF_MAGNITUDE
     if np.count_nonzero(scales >= HALF_INFINITY) or np.count_nonzero(zero_points >= HALF_INFINITY):
         return dispatch.NON_FINITE
@@ -130,7 +130,7 @@ def _refuse(fault: int, tiles: int) -> None:
         raise PackedMismatchError("a packed tah tensor has a scale of zero: refused")
     if fault == dispatch.BAD_CODE:
         raise PackedMismatchError(
-            f"a packed tah tensor's bit-map must give 4 bits to {four_bit_tiles(tiles)} of each sample's "
+            f"the bit-map of a packed tah tensor must select {four_bit_tiles(tiles)} of each sample's "
             f"{tiles} tiles: refused"
         )
 

@@ -1,12 +1,12 @@
-"""`trellis-R`: R bits per element, from 2 to 10 and anything between. At `tah`'s bits it has a third of
-its error.
+"""`trellis-R`: R bits per element, at any rate from 2 to 10. At the rate of `tah` it has a third of its
+error.
 
-It combines low-rank prediction, trellis-coded quantization with one step size, and range coding:
-`kernels.trellis.reference`. The byte budget follows only from shape and rate. The encoder searches for
-nearly the smallest step size whose code fits; bytes that are left over are zero.
+It combines low-rank prediction, trellis-coded quantization with one step size, and range coding (see
+`kernels.trellis.reference`). The byte budget follows only from shape and rate. The encoder searches for
+nearly the smallest step size whose code fits; unused bytes are zero.
 
-On a GPU with Triton, `kernels.trellis.triton.encode` makes the same decisions on the device: the host sees
-no values and never waits to encode. Decoding waits twice.
+On a GPU with Triton, `kernels.trellis.triton.encode` makes the same decisions on the device, so the host
+sees no values and never waits to encode. Decoding waits twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,19 +34,19 @@ from wire.codecs.header import Header
 from wire.codecs.trellis_payload import Payload, Plain, Widths, group_bytes
 from wire.spec import TensorSpec
 
-# (rank, bits) of the predictions to try, and the rows to try them on.
+# (rank, bits) of the predictions to try, and the most rows to try them on.
 _PREDICTIONS = ((8, 4), (32, 4), (32, 6))
 _TRIED_ROWS = 512
-# With this many rows or columns the scales of the other side are always worth their bits.
+# With this many rows or columns, the scales of the other side are always worth their bits.
 _MANY = 128
-# Rows to code for an estimate of the cost; a tensor of few elements is coded whole.
+# How many rows to code to estimate the cost. A tensor with fewer than `_FEW` elements is coded whole.
 _MEASURED_ROWS = 128
 _FEW = 1 << 17
-# Shares of the budget: kept free because a cost is an estimate (twice that at first), and too much to leave
-# free at the end.
+# Fractions of the budget. `_FREE` stays free because costs are estimates (twice that at first). A result that
+# leaves more than `_TOO_FREE` is improved.
 _FREE = 1 / 800
 _TOO_FREE = 1 / 200
-# Steps to try: for tensors of few elements, for others, and while none has fitted.
+# How many steps to try: for small tensors, for others, and as long as none has fitted.
 _ATTEMPTS = 6
 _FEW_ATTEMPTS = 2
 _MAX_ATTEMPTS = 14
@@ -60,7 +60,7 @@ class TrellisCodec(Codec):
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     _salt: int | None = None
-    """If there is a salt, elements get its dither."""
+    """The seed of the dither; None for no dither."""
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         if dispatch.has_kernels(tensor.device, "trellis"):
@@ -114,11 +114,11 @@ class TrellisCodec(Codec):
         where, size = grid(out.shape[1]), self.packed_bytes(headers[0].spec)
         read = [trellis_payload.read_plain(record.numpy()[HEADER_BYTES:], where) for record in host]
         nothing = Plain(0, 0, 0, np.zeros(where.groups, dtype=np.int64))
-        told = [nothing if plain is None else plain for plain in read]
-        whole = self._decode_rows(records, out, headers, told, where).tolist()
-        for number, (plain, right) in enumerate(zip(read, whole, strict=True)):
-            if plain is None or not right:
-                # By itself, which also says what is wrong.
+        filled = [nothing if plain is None else plain for plain in read]
+        complete = self._decode_rows(records, out, headers, filled, where).tolist()
+        for number, (plain, is_complete) in enumerate(zip(read, complete, strict=True)):
+            if plain is None or not is_complete:
+                # Decode it alone, which also reports what is wrong.
                 self.unpack(records[number, :size], headers[number].spec, headers[number], out[number])
 
     def _decode_rows(
@@ -129,16 +129,16 @@ class TrellisCodec(Codec):
         plain: Sequence[Plain],
         where: Grid,
     ) -> torch.Tensor:
-        """Decode with a GPU's kernels; returns whether each row is whole, bool `[n]`."""
+        """Decode with the GPU kernels. Returns whether each row is complete, bool `[n]`."""
         from kernels.trellis.triton import decode as triton_trellis_decode
 
-        told = np.array(
+        fields = np.array(
             [
-                (one.number, one.family, one.step_code, header.exponent, *one.counts)
-                for one, header in zip(plain, headers, strict=True)
+                (row.number, row.family, row.step_code, header.exponent, *row.counts)
+                for row, header in zip(plain, headers, strict=True)
             ]
         )
-        on_device = torch.from_numpy(told).to(out.device)
+        on_device = torch.from_numpy(fields).to(out.device)
         states = HEADER_BYTES + trellis_payload.PREFIX_BYTES + 4 * where.groups
         words = states + 4 * where.groups * where.lanes
         end = self.packed_bytes(headers[0].spec)
@@ -169,10 +169,9 @@ class TrellisCodec(Codec):
 
 
 class DitherCodec(TrellisCodec):
-    """`dither-R`: `trellis-R` whose error has a mean of zero, whatever is coded
-    (`kernels.trellis.dither`).
+    """`dither-R`: `trellis-R` whose error has zero mean for every tensor (`kernels.trellis.dither`).
 
-    `salted` gives the codec of one tensor: both ends have its salt. The registry's codec has salt 0.
+    `salted` returns the codec for one tensor, whose salt both ends know. The registry's codec has salt 0.
     """
 
     draws = True
@@ -186,12 +185,12 @@ class DitherCodec(TrellisCodec):
 
 
 def first_family(salt: int | None) -> int:
-    """The first of the families of tables for elements with a salt's dither, or without any."""
+    """The first family of tables for elements with dither (if there is a salt) or without it."""
     return 0 if salt is None else DITHERED
 
 
 def settings(rows: int, columns: int, size: int, salt: int | None = None) -> Settings:
-    """Settings with which `kernels.trellis.triton.encode` encodes as this module does, into `size` bytes."""
+    """Settings that make `kernels.trellis.triton.encode` encode into `size` bytes as this module does."""
     every = _every(rows)
     return Settings(
         rows=rows,
@@ -210,7 +209,7 @@ def settings(rows: int, columns: int, size: int, salt: int | None = None) -> Set
 
 
 def _every(rows: int) -> int:
-    """Every plan is tried on one row in this many."""
+    """Plans are tried on one row in this many."""
     return -(-rows // _TRIED_ROWS)
 
 
@@ -229,7 +228,7 @@ def _kinds(rows: int, columns: int, sample_rows: int, budget: int) -> tuple[tupl
 
 
 def _enough(elements: int) -> int:
-    """Attempts, once one has fitted."""
+    """The number of attempts if one has fitted."""
     return _ATTEMPTS if elements < _FEW else _FEW_ATTEMPTS
 
 
@@ -244,16 +243,16 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A matrix after its prediction, and the scales of that residual."""
+    """The residual of a matrix after prediction, and the residual's scales."""
 
     factors: Factors | None
     residual: torch.Tensor  # [R, C]
     scales: Scales
-    # Largest row and column exponents.
+    # The largest row and column exponents.
     exponents: tuple[int, int]
 
     def widths(self, row: int, column: int) -> Widths:
-        """Bits of each section if classes take `row` and `column` bits."""
+        """The bits of each section if classes take `row` and `column` bits."""
         if self.factors is None:
             return Widths(row, column)
         return Widths(
@@ -277,7 +276,7 @@ def _fixed_bits(widths: Widths, rows: int, columns: int) -> int:
 def _encode(y: torch.Tensor, payload: torch.Tensor, salt: int | None = None) -> None:
     """Fill `payload` with the best code of fp32 `[R, C]`, below 2**13 in magnitude.
 
-    Zeros for a tensor of zeros, and if nothing else fits.
+    Writes zeros for a tensor of zeros, or if nothing else fits.
     """
     budget = 8 * payload.numel()
     plan = _best_plan(y, budget, first_family(salt))
@@ -287,16 +286,16 @@ def _encode(y: torch.Tensor, payload: torch.Tensor, salt: int | None = None) -> 
 
 
 def _fill(model: _Model, payload: torch.Tensor, salt: int | None) -> bool:
-    """Fill the payload with the code of the smallest step found to fit. False if none does."""
+    """Fill the payload with the code of the smallest step that fits. Returns False if none does."""
     size = payload.numel()
     budget = 8 * size
     elements = model.residual.numel()
     where = grid(elements)
     family, share = _measure(model, budget, salt)
     enough = _enough(elements)
-    found = False
+    fits = False
     free = 2 * _FREE
-    # Largest step code known to be too small, smallest known to fit.
+    # The largest step code known to be too small, and the smallest known to fit.
     low, high = -1, trellis.STEP_CODES
     flat = model.residual.view(-1)
     for attempt in range(1, _MAX_ATTEMPTS + 1):
@@ -312,13 +311,13 @@ def _fill(model: _Model, payload: torch.Tensor, salt: int | None) -> bool:
         left = size - whole.side_bytes - group_bytes(where, words)
         if left >= 0:
             trellis_payload.write(whole, coded, where, words, payload)
-            found, high, free = True, code, _FREE * 1.5
+            fits, high, free = True, code, _FREE * 1.5
         else:
-            # The words' size is now known for a nearby step.
+            # The size of the code words is now known for a nearby step.
             low, free = code, _FREE * 2 ** (attempt - 1)
-        if (found and (left in range(int(size * _TOO_FREE) + 1) or attempt >= enough)) or high - low <= 1:
+        if (fits and (left in range(int(size * _TOO_FREE) + 1) or attempt >= enough)) or high - low <= 1:
             break
-    return found
+    return fits
 
 
 def _smallest_step(
@@ -327,8 +326,8 @@ def _smallest_step(
     """Code of the smallest step expected to fit in `bits`; the largest if none does.
 
     Args:
-        share: the words' true size over the expected one.
-        fixed_bits: bits of everything but the words, from the bits of row and column classes.
+        share: the actual size of the code words over the expected one.
+        fixed_bits: bits of everything but the code words, from the bits of row and column classes.
     """
     low, high = 0, trellis.STEP_CODES - 1
     fixed_bits = cache(fixed_bits)
@@ -342,7 +341,7 @@ def _smallest_step(
 
 
 def _best_plan(y: torch.Tensor, budget: int, family: int) -> _Plan | None:
-    """The plan with the smallest step in the budget, tried on some rows; None if they are zeros."""
+    """The plan with the smallest step that fits the budget, tried on some rows; None if they are zeros."""
     rows, columns = y.shape
     sample = _rows(y, _every(rows))
     plans, own = [_Plan()], scales(sample)
@@ -352,14 +351,14 @@ def _best_plan(y: torch.Tensor, budget: int, family: int) -> _Plan | None:
     kinds = _kinds(rows, columns, len(sample), budget)
     if kinds:
         plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds), own)]
-    # One wait for the scales of all plans.
-    found = [torch.cat(own)]
+    # Copy the scales of all plans at once, so that the host waits once.
+    pairs = [torch.cat(own)]
     for plan in plans[1:]:
         if plan.space is not None:
-            found.append(torch.cat(left_scales(sample, plan.space.sample)))
+            pairs.append(torch.cat(left_scales(sample, plan.space.sample)))
         else:
-            found.append(torch.cat(scales(sample, by_row=plan.by_row, by_column=plan.by_column)))
-    several = torch.stack(found).cpu().numpy()
+            pairs.append(torch.cat(scales(sample, by_row=plan.by_row, by_column=plan.by_column)))
+    several = torch.stack(pairs).cpu().numpy()
     best: tuple[int, _Plan] | None = None
     for plan, both in zip(plans, several, strict=True):
         of = Scales.of(both[: len(sample)], both[len(sample) :])
@@ -371,20 +370,20 @@ def _best_plan(y: torch.Tensor, budget: int, family: int) -> _Plan | None:
 
 
 def _expected_bits(plan: _Plan, rows: int, columns: int, row: int, column: int) -> int:
-    """`_Model.fixed_bits` of the plan for a matrix, by what a sample says."""
+    """`_Model.fixed_bits` of the plan for a matrix, estimated from a sample."""
     widths = Widths(row, column)
     if plan.space is not None:
-        # Exponents mostly span a few octaves.
+        # Exponents usually span a few octaves.
         widths = Widths(row, column, plan.space.multiplier.size, plan.space.bits, 2, 3)
     return _fixed_bits(widths, rows, columns)
 
 
 def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
-    """The plan carried out for all rows; None for zeros."""
+    """Apply the plan to all rows; None for zeros."""
     if plan.space is not None:
-        found = fitted(y, plan.space)
-        factors, residual, row, column = found.factors, found.residual, found.row, found.column
-        tops, largest = factors.tops, found.peak
+        fit = fitted(y, plan.space)
+        factors, residual, row, column = fit.factors, fit.residual, fit.row, fit.column
+        tops, largest = factors.tops, fit.peak
     else:
         factors, residual, tops = None, y, torch.zeros(3, dtype=torch.int32, device=y.device)
         row, column = scales(y, by_row=plan.by_row, by_column=plan.by_column)
@@ -403,7 +402,7 @@ def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
 
 
 def _measure(model: _Model, budget: int, salt: int | None) -> tuple[int, float]:
-    """The family of tables that codes some rows in the fewest bits, and the share of the expected cost."""
+    """The family of tables that codes some rows in the fewest bits, and its actual over its expected size."""
     every = _measured(*model.residual.shape)
     some = Scales(model.scales.row[::every], model.scales.column)
     sample = _rows(model.residual, every).view(-1)
@@ -426,9 +425,9 @@ def _measure(model: _Model, budget: int, salt: int | None) -> tuple[int, float]:
 
 
 def _rows(x: torch.Tensor, every: int) -> torch.Tensor:
-    """One row in so many."""
+    """Every `every`-th row."""
     if x.device.type == "cpu":
-        # Torch's copy would wake its threads, which then keep cores busy for a while.
+        # Torch's copy would wake its threads, which then keep cores busy.
         return torch.from_numpy(np.ascontiguousarray(x.numpy()[::every]))
     return x[::every].contiguous()
 

@@ -1,14 +1,14 @@
 """The payload of a `trellis` tensor: layout, writing, and reading with all checks.
 
-Little endian; sections follow each other without gaps, each in whole bytes, zeros after the last:
+Little endian. Sections of whole bytes follow each other without gaps; zeros follow the last one:
 
     prefix, 32 bytes (`_PREFIX`) | row classes | column classes |
-    if there is a prediction: row exponents | column exponents | multipliers | u | v |
+    with a prediction: row exponents | column exponents | multipliers | u | v |
     zeros up to a multiple of 4 bytes |
     words of each group, uint32 | states of each group's lanes, uint32 | words of each group, uint16
 
-Classes and exponents take as many bits each as the largest needs. Multipliers take 8 bits, u and v as many as
-the prefix says, stored as the difference from the smallest.
+Each class or exponent takes as many bits as the largest needs. Multipliers take 8 bits. Elements of u and v
+take as many bits as the prefix says, and are stored as the difference from the smallest possible value.
 """
 
 import struct
@@ -45,7 +45,7 @@ _ZEROS, _CODED = range(2)
 # row and column exponents, exponent of the prediction, bytes used
 _PREFIX = struct.Struct("<BBHhhBBBBBBhI12x")
 _MULTIPLIER_BITS = 8
-# Bases of classes: small enough that sums stay far from any integer's limit.
+# Bases of classes are small enough that sums never overflow.
 _BASES = range(-4096, 4097)
 # A prediction stays below 2**14 times a normalised element, so no sum leaves fp32's range.
 MAX_PREDICTION_BITS = 100
@@ -55,7 +55,7 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bits of an integer in each section; 0 for the sections of a prediction if its rank is 0."""
+    """Bits per integer in each section; 0 in a prediction's sections if there is none (rank 0)."""
 
     row: int
     column: int
@@ -83,7 +83,7 @@ class Payload:
     """Everything sent for a tensor that is not all zero, except the code words."""
 
     family: int
-    """Of those with dither, or of those without."""
+    """Counted from `first_family`."""
     step_code: int
     row: Int32Array
     column: Int32Array
@@ -96,14 +96,14 @@ class Payload:
 
 
 def predictable(row: int, column: int, exponent: int) -> bool:
-    """Whether a prediction with these largest exponents stays far below fp32's largest number."""
+    """Whether a prediction with these maximal exponents stays far below the largest fp32 number."""
     return exponent in range(MIN_EXPONENT, MAX_EXPONENT + 1) and (
         row + column + exponent + 24 <= MAX_PREDICTION_BITS
     )
 
 
 def group_bytes(where: Grid, words: int) -> int:
-    """Bytes of all groups, with `words` code words together."""
+    """Bytes of all groups, which together have `words` code words."""
     return where.groups * (4 + 4 * where.lanes) + 2 * words
 
 
@@ -113,7 +113,7 @@ def write_zeros(out: torch.Tensor) -> None:
 
 
 def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Tensor) -> None:
-    """Fill `out`, uint8 `[n]`, which must be large enough. `words` is the sum of `coded.counts`."""
+    """Fill `out`, uint8 `[n]`, which must be large enough. `words` must be the sum of `coded.counts`."""
     factors, widths = payload.factors, payload.widths
     bases = int(payload.row.min()), int(payload.column.min())
     start = payload.side_bytes
@@ -164,7 +164,7 @@ def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A decoded payload: multiples of a step, and a prediction to add if there is one."""
+    """A decoded payload: multiples of a step, and an optional prediction to add."""
 
     n: torch.Tensor  # int32 [R * C]
     step_code: int
@@ -172,11 +172,11 @@ class Decoded:
 
 
 def read(data: torch.Tensor, rows: int, columns: int, first_family: int = 0) -> Decoded | None:
-    """Decode the payload of `rows` x `columns` elements; its family of tables counts from `first_family`.
+    """Decode the payload of `rows` x `columns` elements. Its family of tables counts from `first_family`.
 
-    None for a tensor of zeros. `PackedMismatchError` for anything `write` does not write. Allocates no more
-    than the shape and the buffer need. On a GPU it waits twice: for the prefix, and for the results of all
-    checks.
+    Returns None for a tensor of zeros. Raises `PackedMismatchError` for anything that `write` does not
+    write. Allocates only what the shape and the buffer need. On a GPU the host waits twice: for the prefix,
+    and for the results of all checks.
     """
     prefix = data[:PREFIX_BYTES].cpu().numpy().tobytes()
     (
@@ -195,7 +195,7 @@ def read(data: torch.Tensor, rows: int, columns: int, first_family: int = 0) -> 
         used,
     ) = fields = _PREFIX.unpack(prefix)
     if mode == _ZEROS:
-        _check(not data.any(), "zeros with something in them")
+        _check(not data.any(), "a payload of zeros that has other bytes")
         return None
     _check(mode == _CODED and family < FAMILIES and _PREFIX.pack(*fields) == prefix, "an unknown prefix")
     _check(step_code < trellis.STEP_CODES, "a step out of range")
@@ -210,14 +210,14 @@ def read(data: torch.Tensor, rows: int, columns: int, first_family: int = 0) -> 
             "a prediction out of range",
         )
     else:
-        _check(not any(fields[8:12]), "parts of a prediction that it does not have")
+        _check(not any(fields[8:12]), "fields of a prediction, but none")
     widths = Widths(row_bits, column_bits, rank, factor_bits, row_exponent_bits, column_exponent_bits)
     where = grid(rows * columns)
     start = widths.side_bytes(rows, columns)
     first = start + group_bytes(where, 0)
     _check(first <= used <= data.numel() and used % 2 == 0, "a wrong length")
     reader = _Reader(data)
-    reader.require((data[used:] == 0).all(), "something behind its end")
+    reader.require((data[used:] == 0).all(), "bytes after its end")
     row = reader.integers(rows, row_bits) + row_base
     column = reader.integers(columns, column_bits) + column_base
     factors = None
@@ -234,7 +234,7 @@ def read(data: torch.Tensor, rows: int, columns: int, first_family: int = 0) -> 
             tops[2] <= most_multipliers(factor_bits)
         )
         reader.require(right & (_most(u) <= limit) & (_most(v) <= limit), "a prediction out of range")
-    reader.require((data[reader.position : start] == 0).all(), "something between its sections")
+    reader.require((data[reader.position : start] == 0).all(), "bytes between its sections")
     counts = data[start : start + 4 * where.groups].view(torch.int32).long() & 0xFFFFFFFF
     states = data[start + 4 * where.groups : first].view(torch.int32).view(where.groups, where.lanes)
     reader.require(states.amin() >= LOW, "a state out of range")
@@ -251,7 +251,7 @@ def read(data: torch.Tensor, rows: int, columns: int, first_family: int = 0) -> 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What the host sees of a row's payload that has neither a prediction nor classes of its columns."""
+    """What the host reads of a row's payload without a prediction and without column classes."""
 
     number: int
     """The class of all elements."""
@@ -261,7 +261,8 @@ class Plain:
 
 
 def read_plain(data: NDArray[np.uint8], where: Grid) -> Plain | None:
-    """`read` of a row's payload, without the lanes, if it is of this kind and nothing is wrong; else None."""
+    """The host's part of `read` for the payload of a row; None if it is of another kind or something is
+    wrong."""
     prefix = data[:PREFIX_BYTES].tobytes()
     fields = _PREFIX.unpack(prefix)
     mode, family, step_code, row_base, column_base, *others, used = fields
@@ -287,7 +288,7 @@ def read_plain(data: NDArray[np.uint8], where: Grid) -> Plain | None:
 
 
 class _Reader:
-    """Takes sections off the front of a large enough buffer, and collects checks."""
+    """Reads sections one after another from a large enough buffer, and collects checks."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
@@ -295,11 +296,11 @@ class _Reader:
         self._checks: list[tuple[torch.Tensor, str]] = []
 
     def require(self, right: torch.Tensor, what: str) -> None:
-        """Add a check, bool `[]`, for `settle`."""
+        """Add a check, bool `[]`, for `settle` to evaluate."""
         self._checks.append((right, what))
 
     def settle(self) -> None:
-        """Run the checks collected; `PackedMismatchError` for the first that fails."""
+        """Evaluate the collected checks. Raises `PackedMismatchError` for the first that fails."""
         for right, (_, what) in zip(
             torch.stack([check[0] for check in self._checks]).tolist(), self._checks, strict=True
         ):
@@ -309,13 +310,13 @@ class _Reader:
     def integers(
         self, count: int, bits: int, less: int = 0, dtype: torch.dtype = torch.int32
     ) -> torch.Tensor:
-        """`count` integers of `bits` bits, from `-less` up."""
+        """`count` integers of `bits` bits, with `less` subtracted from each."""
         size = -(-count * bits // 8)
         packed = self._data[self.position : self.position + size]
         self.position += size
         if bits == 0:
             return torch.zeros(count, dtype=dtype, device=packed.device)
-        behind = "something behind the end of a section"
+        behind = "bits after the end of a section"
         if packed.device.type == "cpu":
             values, clear = trellis_matrix_loops.unpacked(packed, count, less, bits, dtype)
             self.require(torch.tensor(clear), behind)
@@ -339,7 +340,7 @@ def _check(right: bool | torch.Tensor, what: str) -> None:
 
 
 def _pack(values: torch.Tensor, more: int, bits: int, out: torch.Tensor) -> None:
-    """Fill uint8 `out` with `values + more`, which are 0 or above, at `bits` bits each, lowest bit first."""
+    """Fill uint8 `out` with the non-negative `values + more` at `bits` bits each, lowest bit first."""
     if bits == 0:
         return
     if values.device.type == "cpu":

@@ -1,7 +1,7 @@
 """A run's certificate authority, which certifies the keys of the coordinator and the nodes.
 
-All keys are ECDSA P-256. A node's certificate takes only the public key from its request. Certificates are
-valid from an hour before they are issued, for machines whose clock is behind.
+All keys are ECDSA P-256. A node's request contributes only the public key to its certificate. Certificates
+are valid from an hour before they are issued, for machines whose clock is slow.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ from wire.identity.names import (
 BACKDATE = timedelta(hours=1)
 AUTHORITY_LIFETIME = timedelta(days=3650)
 
-# Extension of the coordinator's certificate: its issuer's certificate in DER. A client of the standard `ssl`
-# sees only the leaf and needs the issuer to compare with its token's pin. Under the UUID arc (2.25), which
-# anyone may use; BoringSSL skips it because it is not critical.
+# An extension of the coordinator's certificate that holds the issuer's certificate in DER. A client with the
+# standard `ssl` module sees only the leaf, but must compare the issuer with its token's pin. Anyone may use
+# the UUID arc (2.25). BoringSSL skips the extension because it is not critical.
 ISSUER_CERTIFICATE_OID = x509.ObjectIdentifier("2.25.112806441529468240917371532706210931867")
 
 _KEY_FILE, _CERTIFICATE_FILE = "ca.key", "ca.pem"
@@ -46,12 +46,12 @@ def public_key_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
 
 
 def public_key_hash(key: ec.EllipticCurvePublicKey) -> bytes:
-    """SHA-256 of the key's SubjectPublicKeyInfo: 32 bytes, the identity of a key everywhere in thinwire."""
+    """SHA-256 of the key's SubjectPublicKeyInfo: 32 bytes that identify the key everywhere in thinwire."""
     return hashlib.sha256(public_key_bytes(key)).digest()
 
 
 def certificate_pin(certificate: x509.Certificate) -> bytes:
-    """`public_key_hash` of a certificate's key, of any kind."""
+    """`public_key_hash` for a certificate's key of any kind."""
     spki = certificate.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -59,7 +59,7 @@ def certificate_pin(certificate: x509.Certificate) -> bytes:
 
 
 def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """PKCS #8, not encrypted: the file's mode protects it."""
+    """The key in PKCS #8, unencrypted because the file's mode protects it."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -82,7 +82,7 @@ def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
         request = x509.load_der_x509_csr(csr_der)
         key, sound = request.public_key(), request.is_signature_valid
     if not sound:
-        raise ValueError("its signature is not by the key in it")
+        raise ValueError("it is not signed by its own key")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise ValueError("its key is not on P-256")
     return key
@@ -98,17 +98,17 @@ def _only_value_errors() -> Iterator[None]:
 
 
 def authority_run_id(certificate: x509.Certificate) -> str | None:
-    """The run named in a CA's certificate; None if there is none."""
+    """The run id in a CA's certificate; None if there is none."""
     try:
         names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    except ValueError:  # parsed only now, and may be no text
+    except ValueError:  # parsed only now, and may not be text
         return None
     run_id = str(names[0]).removeprefix(_CA_COMMON_NAME) if len(names) == 1 else ""
     return run_id if is_run_id(run_id) else None
 
 
 def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-    """Whether `issuer`'s key signed `certificate` and the names agree; does not check dates."""
+    """Whether `issuer`'s key signed `certificate` and the names agree. Dates are not checked."""
     try:
         certificate.verify_directly_issued_by(issuer)
     except (ValueError, TypeError, InvalidSignature):
@@ -117,7 +117,7 @@ def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> boo
 
 
 class CertificateAuthority:
-    """The run's CA: its key signs the certificates of coordinator and nodes."""
+    """The run's CA, whose key signs the certificates of coordinator and nodes."""
 
     def __init__(self, run_id: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self.run_id = run_id
@@ -128,7 +128,7 @@ class CertificateAuthority:
     def create(cls, run_id: str, now: float) -> "CertificateAuthority":
         """A new authority for one run. `now` is Unix seconds; ValueError for a malformed run id."""
         if not is_run_id(run_id):
-            raise ValueError(f"{run_id!r} is not a run id: up to 40 lower-case letters, digits and hyphens")
+            raise ValueError(f"{run_id!r} is not a run id of up to 40 lower-case letters, digits and hyphens")
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _CA_COMMON_NAME + run_id)])
         certificate = (
@@ -140,14 +140,15 @@ class CertificateAuthority:
         return cls(run_id, key, certificate)
 
     def save(self, directory: Path) -> None:
-        """Write `ca.key` and `ca.pem` (mode 0600) into `directory`, made 0700 if missing."""
+        """Write `ca.key` and `ca.pem` (mode 0600) into `directory`, which is created (mode 0700) if
+        missing."""
         make_private_directory(directory)
         write_private(directory / _KEY_FILE, key_to_pem(self._key))
         write_private(directory / _CERTIFICATE_FILE, self.certificate_pem)
 
     @classmethod
     def load(cls, directory: Path) -> "CertificateAuthority":
-        """Read what `save` wrote; UserError if it is missing or damaged."""
+        """Read what `save` wrote. Raises UserError if it is missing or damaged."""
         try:
             key_pem = (directory / _KEY_FILE).read_bytes()
             certificate_pem = (directory / _CERTIFICATE_FILE).read_bytes()
@@ -180,7 +181,8 @@ class CertificateAuthority:
     def issue_node(
         self, public_key: ec.EllipticCurvePublicKey, node_id: str, lifetime: timedelta, now: float
     ) -> bytes:
-        """A node's certificate in PEM: CN the node id, SAN `<node-id>.nodes.<run-id>`, client and server."""
+        """A node's PEM certificate for client and server: CN is the node id, SAN
+        `<node-id>.nodes.<run-id>`."""
         server_name = node_server_name(node_id, self.run_id)
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
         builder = self._leaf(public_key, node_id, [x509.DNSName(server_name)], usages, lifetime, now)
@@ -189,8 +191,8 @@ class CertificateAuthority:
     def issue_coordinator(
         self, public_key: ec.EllipticCurvePublicKey, lifetime: timedelta, now: float
     ) -> bytes:
-        """The coordinator's certificate in PEM: SANs `coordinator.<run-id>`, `control.<run-id>`,
-        `session.<run-id>` and that of first contact, with the CA's certificate."""
+        """The coordinator's PEM certificate, with the CA's certificate inside. Its SANs are
+        `coordinator.<run-id>`, `control.<run-id>`, `session.<run-id>` and the name for first contact."""
         name = coordinator_server_name(self.run_id)
         of_members = control_server_name(self.run_id), session_server_name(self.run_id)
         names = [_general_name(host) for host in (name, *of_members, JOIN_NAME)]
@@ -203,9 +205,9 @@ class CertificateAuthority:
         return certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
 
     def page_credentials(self, hosts: Sequence[str], lifetime: timedelta, now: float) -> tuple[bytes, bytes]:
-        """(key PEM, certificate PEM) for the run's page at `hosts`, names or IP addresses, for browsers.
+        """(key PEM, certificate PEM) for browsers of the run's page at `hosts`, names or IP addresses.
 
-        It names neither the coordinator nor a node, so the run's own connections do not accept it.
+        The certificate names neither the coordinator nor a node, so nodes do not accept it.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = f"page.{self.run_id}"
@@ -215,7 +217,7 @@ class CertificateAuthority:
         return key_to_pem(key), certificate_to_pem(builder.sign(self._key, hashes.SHA256()))
 
     def coordinator_credentials(self, lifetime: timedelta, now: float) -> tuple[bytes, bytes]:
-        """(key PEM, certificate PEM) for a starting coordinator. The key is new and is not stored.
+        """(key PEM, certificate PEM) for a coordinator that starts. The key is new and never stored.
 
         The process also holds the CA's key, so a short lifetime would protect nothing.
         """

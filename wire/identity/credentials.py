@@ -1,7 +1,7 @@
 """A node's identity: its key, its certificate and its run's CA, on disk and as gRPC credentials.
 
-An identity has its own directory (mode 0700), so one machine can be several nodes. `node.key` is made
-first and never sent. `identity.json` holds the certificates, and is replaced as a whole at each renewal.
+Each identity has its own directory (mode 0700), so one machine can host several nodes. `node.key` is created
+first and never sent. `identity.json` holds the certificates and is replaced as a whole at each renewal.
 """
 
 import hashlib
@@ -40,20 +40,20 @@ from wire.identity.names import (
 _KEY_FILE, _IDENTITY_FILE = "node.key", "identity.json"
 
 WAY_SECONDS = 60.0
-"""The longest a new certificate may take to reach its node."""
+"""How long a new certificate may take to reach its node."""
 
 ChannelOption = tuple[str, int | str]
 
 
 def default_directory(run_id: str, name: str = "node") -> Path:
-    """`$XDG_STATE_HOME/thinwire/<run-id>/<name>`, under `~/.local/state` if that is not set. Raises
-    UserError if there is no home either."""
+    """`$XDG_STATE_HOME/thinwire/<run-id>/<name>`, with `~/.local/state` if the variable is not set. Raises
+    UserError if there is no home directory either."""
     return state_folder() / run_id / name
 
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """A node's identity in one run. Immutable: a renewal makes a new one."""
+    """A node's identity in one run. It is immutable; a renewal creates a new one."""
 
     node_id: str
     run_id: str
@@ -62,7 +62,7 @@ class NodeIdentity:
     ca_pem: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        """ValueError unless key, certificate and CA belong together and to this node of this run."""
+        """Raise ValueError unless key, certificate and CA match each other, this node and this run."""
         certificate, key = self._certificate, load_key(self.key_pem)
         authority = read_certificate(self.ca_pem)
         names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
@@ -72,7 +72,7 @@ class NodeIdentity:
         except x509.ExtensionNotFound:
             hosts = []
         if not (is_run_id(self.run_id) and is_node_id(self.node_id)):
-            raise ValueError("node id or run id malformed")
+            raise ValueError("the node id or run id is malformed")
         if names != [self.node_id] or hosts != [node_server_name(self.node_id, self.run_id)]:
             raise ValueError("the certificate names another node")
         if certificate_pin(certificate) != public_key_hash(key.public_key()):
@@ -100,27 +100,27 @@ class NodeIdentity:
 
     @property
     def pin(self) -> bytes:
-        """SHA-256 of the CA's SubjectPublicKeyInfo, as the join token has it."""
+        """SHA-256 of the CA's SubjectPublicKeyInfo, as in the join token."""
         return certificate_pin(read_certificate(self.ca_pem))
 
     @property
     def expires_at(self) -> float:
-        """Unix seconds at which the certificate ends."""
+        """When the certificate expires, in Unix seconds."""
         return self._certificate.not_valid_after_utc.timestamp()
 
     def ended(self) -> str:
-        """Why an expired certificate stops this node, in words."""
+        """The message about an expired certificate, which stops this node."""
         when = datetime.fromtimestamp(self.expires_at, UTC)
         return (
-            f"this node's certificate ended at {when:%Y-%m-%d %H:%M} UTC, while the machine was suspended "
-            "or the coordinator out of reach"
+            f"this node's certificate expired at {when:%Y-%m-%d %H:%M} UTC, while the machine was suspended "
+            "or the coordinator unreachable"
         )
 
     @property
     def renewal_time(self) -> float:
-        """Unix seconds at which to renew: 50 to 80 % into the lifetime, at a point derived from the node id.
+        """When to renew, in Unix seconds: 50 to 80 % into the lifetime, at a point derived from the node id.
 
-        So nodes that joined together do not renew together, and a node's time stays the same.
+        So nodes that joined together do not renew together, and each node's point stays the same.
         """
         issued = self._issued_at
         spread = int.from_bytes(hashlib.sha256(self.node_id.encode()).digest()[:4]) / 2**32
@@ -133,8 +133,8 @@ class NodeIdentity:
     def check_clock(self, now: float) -> None:
         """Compare this machine's clock with the coordinator's, using a certificate issued just now.
 
-        Raises LinkError if a neighbour's certificate could seem not yet valid or expired: one may be as new
-        as this one, or have a fifth of its life left. Handshakes would fail without saying why.
+        Raises LinkError if a neighbour's certificate could seem expired or not yet valid here, which makes
+        handshakes fail without a reason. It may be as new as this one, or have a fifth of its life left.
         """
         ahead = now - self._issued_at
         most = max(WAY_SECONDS, 0.2 * (self.expires_at - self._issued_at))
@@ -142,11 +142,11 @@ class NodeIdentity:
             which = "ahead of" if ahead > 0 else "behind"
             raise LinkError(
                 f"this machine's clock is {abs(ahead) / 3600:.1f} hours {which} the coordinator's, and its "
-                "neighbours' certificates would not be valid by it: set the clock"
+                "neighbours' certificates would not seem valid: set the clock"
             )
 
     def is_valid(self, now: float, margin: timedelta = timedelta(0)) -> bool:
-        """Whether the certificate is valid at Unix time `now` and for `margin` after it."""
+        """Whether the certificate is valid at Unix time `now` and for `margin` longer."""
         starts = self._certificate.not_valid_before_utc.timestamp()
         return starts <= now and now + margin.total_seconds() < self.expires_at
 
@@ -155,7 +155,7 @@ class NodeIdentity:
         return make_csr(self.key_pem)
 
     def renewed(self, certificate_pem: bytes) -> "NodeIdentity":
-        """This identity with a new certificate. Raises Refused if it is not this node's."""
+        """This identity with a new certificate. Raises Refused if the certificate is not for this node."""
         try:
             return replace(self, certificate_pem=certificate_pem)
         except ValueError as error:
@@ -165,7 +165,8 @@ class NodeIdentity:
             ) from None
 
     def save(self, directory: Path) -> None:
-        """Write the identity into `directory` (made 0700), atomically. An existing key is kept."""
+        """Write the identity atomically into `directory` (created with mode 0700). An existing key is
+        kept."""
         make_private_directory(directory)
         if create_private(directory / _KEY_FILE, self.key_pem) != self.key_pem:
             raise UserError(f"{directory} holds another node's key: give each node a directory of its own")
@@ -179,7 +180,7 @@ class NodeIdentity:
 
     @classmethod
     def load(cls, directory: Path) -> "NodeIdentity | None":
-        """The identity in `directory`; None if none was saved, UserError if it is damaged."""
+        """The identity in `directory`, or None if none was saved. Raises UserError if it is damaged."""
         try:
             content = json.loads((directory / _IDENTITY_FILE).read_bytes())
             key_pem = (directory / _KEY_FILE).read_bytes()
@@ -201,9 +202,9 @@ class NodeIdentity:
 
 
 def load_or_create_key(directory: Path) -> bytes:
-    """The PEM of the P-256 key in `directory`; made (mode 0600) if there is none.
+    """The PEM of the P-256 key in `directory`, which is created (mode 0600) if there is none.
 
-    It is on disk before its first use, so a node that dies while joining asks again with the same key.
+    It is on disk before its first use, so a node that dies while joining retries with the same key.
     """
     make_private_directory(directory)
     path = directory / _KEY_FILE
@@ -219,7 +220,7 @@ def load_or_create_key(directory: Path) -> bytes:
 
 
 def load_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
-    """A PEM private key; ValueError unless it is an unencrypted P-256 key."""
+    """Load a PEM private key. Raises ValueError unless it is an unencrypted P-256 key."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
     except TypeError:
@@ -230,28 +231,28 @@ def load_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
 
 
 def make_csr(key_pem: bytes) -> bytes:
-    """A certificate request (DER) that carries and proves only a key; the CA decides the rest."""
+    """A certificate request (DER) that holds and proves only a key. The CA decides the rest."""
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return request.sign(load_key(key_pem), hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
 def server_name_options(server_name: str) -> list[ChannelOption]:
-    """Channel options that check the certificate for `server_name`, whatever address is dialled."""
+    """Channel options that expect `server_name` in the certificate, whatever address is dialled."""
     return [("grpc.ssl_target_name_override", server_name)]
 
 
 def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grpc.ServerCredentials:
-    """Credentials of a port that demands a certificate of the run's CA.
+    """Server credentials that require a certificate of the run's CA.
 
-    `current` returns (key PEM, certificate PEM). gRPC's threads call it at each handshake, so a renewal needs
-    no restart; it must return at once. Established connections are not affected.
+    `current` returns (key PEM, certificate PEM) without blocking. gRPC's threads call it at each handshake,
+    so a renewal needs no restart. Established connections are not affected.
     """
     in_use = current()
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([in_use], root_certificates=ca_pem)
 
-    # Return only a changed certificate: gRPC frees the old one's state while other handshakes use it, and
+    # Return a certificate only if it changed: gRPC frees the old state while other handshakes use it, and
     # crashes (grpc/grpc#36693).
     def configuration_if_changed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal in_use
@@ -262,7 +263,7 @@ def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grp
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(),
-        configuration_if_changed,  # type: ignore[arg-type]  # the stubs forget None, which means no change
+        configuration_if_changed,  # type: ignore[arg-type]  # the stubs omit None, which means no change
         require_client_authentication=True,
     )
 

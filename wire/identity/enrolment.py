@@ -7,13 +7,13 @@ from wire.declared import Parsed, Text
 from wire.errors import RefusalCode, Refused
 
 CPU = "cpu"
-"""The device's name without an accelerator."""
+"""The name of a device without an accelerator."""
 MPS = "mps"
 """The name of a Mac's GPU."""
 
 
 def at_least_one(count: int) -> int:
-    """A number of which 0, a field that was not sent, means 1."""
+    """The count, where 0 (a field that was not sent) means 1."""
     return count or 1
 
 
@@ -22,25 +22,27 @@ Some = Annotated[int, Parsed(at_least_one)]
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A node's hardware, as it reports it. It is shown to people, and never trusted."""
+    """A node's hardware, as the node reports it. It is shown to people and never trusted."""
 
     device: Text
-    """`cpu` or the accelerator's name."""
+    """`cpu` or the name of the accelerator."""
     cores: int
     memory_bytes: int
-    """The memory of the device that a stage would use; of several, the smallest one's."""
+    """The memory of the device that a stage would use; the smallest if there are several devices."""
     devices: Some = 1
-    """Devices that share the stage, each in its own process."""
+    """The number of devices that share the stage, each in its own process."""
     tensor_parallel: Some = 1
-    """How many of the devices share each block; divides `devices`."""
+    """How many of the devices share each block. It divides `devices`."""
     host_bytes: int = 0
-    """Main memory for what each device moves there; 0 if that is the devices' own."""
+    """The main memory into which each device may move state; 0 if devices use main memory anyway."""
     arithmetic: Text = ""
-    """What the bits of its results depend on: nodes with the same value compute the same bits."""
+    """Identifies the arithmetic: nodes with the same value compute the same bits."""
 
     def contradiction(self) -> str:
         whole = self.devices % self.tensor_parallel == 0
-        return "" if whole else f"{self.devices} devices cannot be rows of {self.tensor_parallel}"
+        return (
+            "" if whole else f"{self.devices} devices cannot be divided into groups of {self.tensor_parallel}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The node is a member, and this is its certificate."""
+    """The node is now a member. This is its certificate."""
 
     node_id: str
     certificate_pem: bytes
@@ -67,11 +69,11 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The request is refused: one line that says what was wrong and what to do."""
+    """The request is refused. The message is one line that says what was wrong and what to do."""
 
     code: RefusalCode
     message: Text
 
     def error(self) -> Refused:
-        """The same as an exception."""
+        """The refusal as an exception."""
         return Refused(self.code, self.message)

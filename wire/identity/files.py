@@ -12,14 +12,14 @@ from pathlib import Path
 from wire.errors import UserError
 
 _IGNORED = frozenset(("lock", "lost+found", "snapshots"))
-"""Left by a failed start; made by a file system; a disk mounted for snapshots."""
+"""Names to ignore: left by a failed start, created by a file system, or a disk mounted for snapshots."""
 
 
 def home() -> Path:
-    """The user's home: $HOME, or what the machine knows of this user. Raises UserError if there is none."""
+    """The user's home: $HOME, or the entry in the user database. Raises UserError if there is neither."""
     given = os.environ.get("HOME", "")
     if not given:
-        with contextlib.suppress(KeyError):  # containers start with ids that no file of users has
+        with contextlib.suppress(KeyError):  # containers may run as ids that are not in the database
             given = pwd.getpwuid(os.getuid()).pw_dir
     if not Path(given).is_absolute():
         raise UserError("this user has no home directory: set HOME")
@@ -27,13 +27,13 @@ def home() -> Path:
 
 
 def state_folder() -> Path:
-    """The folder for a user's keys and reports of crashes: `$XDG_STATE_HOME/thinwire`, or
+    """The folder for a user's keys and crash reports: `$XDG_STATE_HOME/thinwire`, or
     `~/.local/state/thinwire`. It is not created. Raises UserError if neither is known."""
     return _folder("XDG_STATE_HOME", ".local/state")
 
 
 def cache_folder() -> Path:
-    """The folder for what can be made again: `$XDG_CACHE_HOME/thinwire`, or `~/.cache/thinwire`. It is not
+    """The folder for reproducible files: `$XDG_CACHE_HOME/thinwire`, or `~/.cache/thinwire`. It is not
     created. Raises UserError if neither is known."""
     return _folder("XDG_CACHE_HOME", ".cache")
 
@@ -44,14 +44,14 @@ def _folder(variable: str, below_home: str) -> Path:
         try:
             given = home() / below_home
         except UserError as error:
-            raise UserError(f"{error} or {variable}, to a folder that this user may write to") from None
+            raise UserError(f"{error} or {variable} to a folder that this user may write to") from None
     return given / "thinwire"
 
 
 def make_private_directory(directory: Path) -> None:
-    """Create `directory` (mode 0700) with its parents; one that exists stays as it is.
+    """Create `directory` (mode 0700) with its parents, unless it exists.
 
-    Raises PermissionError when it is another user's, which root alone may use.
+    Raises PermissionError when it belongs to another user, unless this process runs as root.
     """
     try:
         directory.mkdir(mode=0o700, parents=True)
@@ -65,30 +65,31 @@ def make_private_directory(directory: Path) -> None:
 def check_free_or_ours(
     directory: Path, ours: Collection[str], option: str, *, besides: Collection[str] = ()
 ) -> None:
-    """Raise UserError unless keys may go into `directory`, which `option` named; it need not exist.
+    """Raise UserError unless keys may go into `directory`, which the user gave as `option`. It need not
+    exist.
 
-    It must hold a file named in `ours`; or be empty, belong to the user, and not let everybody replace files.
-    thinwire does not change the permissions of a directory it did not make.
+    It must contain a file named in `ours`, or be empty, belong to the user and not let everybody replace
+    files. thinwire never changes the permissions of a directory that it did not create.
 
     Args:
         besides: names to ignore.
     """
     try:
-        found = {entry.name for entry in directory.iterdir()}.difference(_IGNORED, besides)
+        names = {entry.name for entry in directory.iterdir()}.difference(_IGNORED, besides)
     except FileNotFoundError:
         return
-    if not found.isdisjoint(ours):
+    if not names.isdisjoint(ours):
         return
     place = directory.stat()
     advice = f"give {option} a directory of its own, such as {directory / 'thinwire'}"
     if place.st_uid != os.geteuid():
-        raise UserError(f"{directory} belongs to another user, and keys would lie in it: {advice}")
-    if found:
-        some = ", ".join(sorted(found)[:3])
-        raise UserError(f"{directory} holds other things ({some}), and keys would lie among them: {advice}")
+        raise UserError(f"{directory} belongs to another user, so no keys are written there: {advice}")
+    if names:
+        some = ", ".join(sorted(names)[:3])
+        raise UserError(f"{directory} contains other files ({some}), so no keys are written there: {advice}")
     # With the sticky bit others may add files, but not replace ours.
     if place.st_mode & stat.S_IWOTH and not place.st_mode & stat.S_ISVTX:
-        raise UserError(f"everybody may write to {directory}, and keys would lie in it: {advice}")
+        raise UserError(f"everybody may write to {directory}, so no keys are written there: {advice}")
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -99,7 +100,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def create_private(path: Path, data: bytes) -> bytes:
-    """Write `path` (mode 0600) unless it exists, atomically among processes; returns its content."""
+    """Write `path` (mode 0600) unless it exists, atomically among processes. Returns its content."""
     temporary = _write_beside(path, data)
     try:
         path.hardlink_to(temporary)
@@ -136,7 +137,7 @@ def _sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to an error that has none: a full disk's, for one."""
+    """Add the file's name to an error that lacks one, such as that of a full disk."""
     try:
         yield
     except OSError as error:

@@ -8,14 +8,15 @@ from base64 import b32encode
 _RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _NODE_ID = re.compile(r"node-[a-z2-7]{10}")
 MOST_NAME = 40
-"""The name that its owner gives a node has at most so many characters."""
+"""The most characters of a node's name, which its owner chooses."""
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
 def new_run_id(name: str) -> str:
-    """A fresh run id: `name` as lower-case letters, digits and hyphens (at most 32), and five random letters.
+    """A new run id: `name` in lower-case letters, digits and hyphens (at most 32), and five random
+    characters.
 
-    The random part distinguishes runs of one name, so a certificate of one is not valid in the other.
+    The random part distinguishes runs with the same name, so a certificate of one is not valid in another.
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].rstrip("-")
     suffix = "".join(secrets.choice(_LETTERS) for _ in range(5))
@@ -28,59 +29,59 @@ def is_run_id(text: str) -> bool:
 
 
 def is_node_id(text: str) -> bool:
-    """Whether `text` is a node id as `node_id_of` makes it."""
+    """Whether `text` is a node id as `node_id_of` returns it."""
     return _NODE_ID.fullmatch(text) is not None
 
 
 def clean_name(text: str) -> str:
-    """The name an owner gives a node, on one line of at most `MOST_NAME` printable characters.
+    """An owner's name for a node, as one line of at most `MOST_NAME` printable characters.
 
-    Double quotes become single ones: names are shown between double quotes.
+    Double quotes become single ones, because names are shown between double quotes.
     """
     shown = "".join(char if char.isprintable() else " " for char in text[: 4 * MOST_NAME])
     return " ".join(shown.replace('"', "'").split())[:MOST_NAME].rstrip()
 
 
 def node_id_of(public_key_hash: bytes) -> str:
-    """The id of the node with this key (SHA-256 of the public key's SPKI): joining again keeps it.
+    """The id of the node with this key (SHA-256 of the public key's SPKI). It stays when the node rejoins.
 
-    50 bits of the hash are enough for a name; the coordinator refuses a second key that claims the same one.
+    50 bits of the hash suffice, because the coordinator refuses a second key with the same id.
     """
     digest = hashlib.sha256(b"thinwire node id" + public_key_hash).digest()
     return "node-" + b32encode(digest[:10]).decode().lower()[:10]
 
 
 def node_server_name(node_id: str, run_id: str) -> str:
-    """The name in a node's certificate that its neighbours check for."""
+    """The name that neighbours expect in a node's certificate."""
     return f"{node_id}.nodes.{run_id}"
 
 
 JOIN_NAME = "join.thinwire"
-"""The server name of first contact, when the run's certificate is not known yet."""
+"""The server name for first contact, when the run's CA is not known yet."""
 
 
 def coordinator_server_name(run_id: str) -> str:
-    """The name in the coordinator's certificate that nodes check for when they enrol."""
+    """The name that nodes expect in the coordinator's certificate when they enrol."""
     return f"coordinator.{run_id}"
 
 
 def control_server_name(run_id: str) -> str:
-    """The name that nodes with a certificate ask for: where one port serves all, it chooses mutual TLS."""
+    """The name that nodes with a certificate ask for. At a shared port it selects mutual TLS."""
     return f"control.{run_id}"
 
 
 def session_server_name(run_id: str) -> str:
-    """The name that nodes with a certificate ask for to keep a control session: gateways may serve those."""
+    """The name that nodes with a certificate ask for to open a control session, which gateways may serve."""
     return f"session.{run_id}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[ipv6]:port` as (host without brackets, port); ValueError for anything else."""
+    """`host:port` or `[ipv6]:port` as (host without brackets, port). Raises ValueError for anything else."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    # Printable, without spaces. A NUL would end the name in the system's resolver.
+    # It must be printable, because a NUL would end the name in the system's resolver.
     fits = colon and host and (bracketed or ":" not in host) and host.isprintable() and " " not in host
     if not fits or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
         raise ValueError(f"{address!r} is not an address: expected host:port, with a port from 1 to 65535")

@@ -2,11 +2,11 @@
 
     tw1_<body>_<token id>_<secret>_<checksum>
 
-Body and secret are base58, the id is 8 base58 letters, the checksum is the CRC-32 of all before it in 8 hex
-digits: a double click selects all of it, and a truncated paste is caught offline. The body is: run
-id (length byte, UTF-8), CA pin (32 bytes), number of addresses (byte), each address (length byte, UTF-8).
-
-The rules (`admit`) are pure: they take a record and a time. The coordinator's database applies them.
+Body and secret are base58, the id is 8 base58 characters, and the checksum is the CRC-32 of everything before
+it in 8 hex digits. A double click selects the whole token, and a truncated paste is detected offline. The
+body is: run id (length byte, UTF-8), CA pin (32 bytes), number of addresses (byte), each address (length
+byte, UTF-8). The rules (`admit`) are pure: they take a record and a time. The coordinator's database applies
+them.
 """
 
 import hashlib
@@ -28,18 +28,18 @@ _SECRET_BYTES = 16
 _PIN_BYTES = 32
 MAX_ADDRESSES = 255
 MAX_ADDRESS_BYTES = 255
-"""The number and each length are a byte."""
+"""The most bytes of an address: each length is stored in a byte, like the number of addresses."""
 MAX_ADDRESSES_BYTES = 2800
-"""All addresses together, each with its length byte; keeps the whole token below `_LONGEST`."""
+"""The most bytes of all addresses with their length bytes, which keeps a token below `_LONGEST`."""
 MOST_USES = 1_000_000
 LONGEST_TTL = timedelta(days=366)
-"""A token that an operator makes is good for this long at most."""
+"""The longest lifetime that an operator may give a token."""
 # Decoding base58 takes quadratic time; no real token is near this long.
 _LONGEST = 4096
 
 
 def token_in(text: str) -> str:
-    """The token in a pasted join line, or the last word; a mailer may have wrapped the token over lines."""
+    """The token in a pasted join line, or else the last word. A mail program may have wrapped the token."""
     words = text.split()
     first = next((i for i, word in enumerate(words) if word.startswith(f"{_PREFIX}_")), len(words) - 1)
     return "".join(words[max(0, first) :])
@@ -55,7 +55,7 @@ def base58_encode(data: bytes) -> str:
 
 
 def base58_decode(text: str) -> bytes:
-    """The inverse of `base58_encode`; ValueError for a letter outside the alphabet."""
+    """The inverse of `base58_encode`. Raises ValueError for a character outside the alphabet."""
     number = 0
     for letter in text:
         number = number * 58 + _BASE58.index(letter)
@@ -67,7 +67,7 @@ class JoinToken:
     """Everything a volunteer's machine needs to ask for a certificate in one run."""
 
     addresses: tuple[str, ...]
-    """The coordinator's join port as host:port, tried in this order."""
+    """The addresses of the coordinator's join port, host:port, in the order in which to try them."""
     run_id: str
     pin: bytes
     """SHA-256 of the run's CA's SubjectPublicKeyInfo, 32 bytes."""
@@ -91,7 +91,7 @@ class JoinToken:
             raise ValueError("a join token needs addresses, a run id, a 32-byte pin, an id and a secret")
 
     def encode(self) -> str:
-        """The text a volunteer pastes. It contains the secret: show it once, never log it."""
+        """The text that a volunteer pastes. It contains the secret, so show it once and never log it."""
         run_id = self.run_id.encode()
         body = bytes([len(run_id)]) + run_id + self.pin + bytes([len(self.addresses)])
         for address in self.addresses:
@@ -102,7 +102,7 @@ class JoinToken:
 
     @classmethod
     def parse(cls, text: str) -> "JoinToken":
-        """Read a pasted token. White space anywhere is dropped: a terminal may have wrapped the line.
+        """Read a pasted token. White space is dropped, because a terminal may have wrapped the line.
 
         Raises TokenError, which never repeats the token.
         """
@@ -111,9 +111,8 @@ class JoinToken:
         if prefix != _PREFIX:
             if prefix.startswith("tw") and prefix[2:].isdigit():
                 raise TokenError(
-                    f"this join token is of format {shortened(prefix)!r}, and this thinwire reads "
-                    f"{_PREFIX!r}: "
-                    "install the version of thinwire that the coordinator runs"
+                    f"this join token has format {shortened(prefix)!r}, but this thinwire reads "
+                    f"{_PREFIX!r}: install the coordinator's version of thinwire"
                 )
             raise TokenError(f"this is not a join token: expected {_PREFIX}_..., copy the join line again")
         parts = rest.split("_")
@@ -132,7 +131,7 @@ class JoinToken:
 
 
 def _unpack(body: bytes) -> tuple[tuple[str, ...], str, bytes]:
-    """(addresses, run id, pin) of a token's body; ValueError when it is not exactly those."""
+    """(addresses, run id, pin) of a token's body. Raises ValueError for any other content."""
     position = 0
 
     def take(length: int) -> bytes:
@@ -151,7 +150,7 @@ def _unpack(body: bytes) -> tuple[tuple[str, ...], str, bytes]:
 
 
 def hash_secret(secret: bytes) -> bytes:
-    """The form of a secret that the coordinator stores: SHA-256 is enough for 128 random bits."""
+    """The hash of a secret that the coordinator stores. SHA-256 is enough for 128 random bits."""
     return hashlib.sha256(secret).digest()
 
 
@@ -168,17 +167,18 @@ class TokenRecord:
     bound: frozenset[bytes] = frozenset()
     """Public keys (SHA-256 of their SPKI) admitted with this token."""
     unclaimed: Mapping[bytes, float] = field(default_factory=dict, compare=False)
-    """Those keys whose nodes have not come yet, and when they were admitted."""
+    """The keys whose nodes have not connected yet, with the times of their admission."""
     closed: bool = False
-    """No further keys are admitted, since a node that it admitted was evicted; the others may come back."""
+    """Whether no further key is admitted because one of the token's nodes was evicted. The others may
+    return."""
 
     @property
     def uses(self) -> int:
-        """Admitted keys; asking again is no further use."""
+        """The number of admitted keys. A key that asks again uses nothing."""
         return len(self.bound)
 
     def state(self, now: float) -> str:
-        """`usable` at Unix time `now`, or why no further key is admitted."""
+        """`usable` at Unix time `now`, or the reason why no further key is admitted."""
         if self.revoked:
             return "revoked"
         if self.closed:
@@ -199,22 +199,21 @@ class Decision:
     refusal: Refusal | None = None
     new_use: bool = False
     in_place_of: bytes | None = None
-    """The key that loses its use to this one: its node never came."""
+    """The key that loses its use to this one, because its node never connected."""
 
 
 CLAIM_SECONDS = 60.0
-"""The seconds for an admitted node to come. After that, its use of the token may go to another node."""
+"""How long an admitted node may take to connect. After that, its use of the token may go to another node."""
 
 
 def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now: float) -> Decision:
     """Whether a token admits a key at Unix time `now`. `record` is None for an unknown id.
 
-    Idempotent on (token, key): a node whose reply was lost asks again without another use. A key that was
-    admitted before is admitted after the token has expired, so a node that was off past its certificate needs
-    no new token. When no other use is left, that of a node that did not come within `CLAIM_SECONDS`
-    goes to the next one who asks.
-
-    A wrong secret gets the same answer as an unknown id, so ids cannot be probed.
+    It is idempotent for a token and key, so a node whose reply was lost can ask again. A key that was
+    admitted once stays admitted after the token has expired, so a node that was off until its certificate
+    expired needs no new token. When no use is left, a use whose node did not connect within `CLAIM_SECONDS`
+    goes to the next node that asks. A wrong secret gets the same answer as an unknown id, so ids cannot be
+    probed.
     """
     expected = record.secret_hash if record else bytes(32)
     if not hmac.compare_digest(hash_secret(secret), expected) or record is None:
@@ -225,7 +224,7 @@ def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now
     if public_key_hash in record.bound:
         return Decision()
     if record.closed:
-        why = f"{name} admits no more nodes, since one of its nodes was evicted: ask for a new one"
+        why = f"{name} admits no more nodes because one of its nodes was evicted: ask for a new one"
         return _refuse(RefusalCode.TOKEN_REVOKED, why)
     if now >= record.expires:
         return _refuse(RefusalCode.TOKEN_EXPIRED, f"{name} has expired: ask for a new one")
@@ -235,7 +234,9 @@ def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now
             return Decision(new_use=True, in_place_of=oldest)
         used = f"{name} is used up ({record.uses} of {record.uses_allowed} uses)"
         later = (
-            "" if oldest is None else ", or try again in a minute: a node that it admitted has not come yet"
+            ""
+            if oldest is None
+            else ", or try again in a minute, because a node that it admitted has not connected yet"
         )
         return _refuse(RefusalCode.TOKEN_USED_UP, f"{used}: ask for a new one{later}")
     return Decision(new_use=True)
@@ -246,7 +247,7 @@ def _refuse(code: RefusalCode, message: str) -> Decision:
 
 
 def new_token_id() -> str:
-    """A random token id: 8 base58 letters."""
+    """A random token id: 8 base58 characters."""
     return "".join(secrets.choice(_BASE58) for _ in range(_ID_LETTERS))
 
 

@@ -104,7 +104,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         (forge(44, "<I", 16), "7 bytes at 10 of 16"),
         (forge(44, "<I", 0), "of 0"),
         (forge(48, "<I", 2**32 - 1), "4294967295"),
-        (forge(52, "<I", 6), "says 6 bytes at 10 of 100 and carries 7"),
+        (forge(52, "<I", 6), "6 bytes at 10 of 100 but has 7"),
     ],
 )
 def test_intact_nonsense_is_a_violation(data: bytes, message: str) -> None:

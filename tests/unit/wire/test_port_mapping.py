@@ -34,7 +34,7 @@ async def test_a_port_is_mapped_by_nat_pmp_and_given_back(told: list[str]) -> No
         await mapped.open(PORT)
         assert (mapped.outside, mapped.by, mapped.why_not) == (PORT, "NAT-PMP", "")
         assert router.mapped == {PORT: ("127.0.0.1", PORT)}
-        assert told == [f"the router leads its port {PORT} to this node (NAT-PMP)"]
+        assert told == [f"the router maps its port {PORT} to this node (NAT-PMP)"]
         await mapped.close()
         assert router.mapped == {} and mapped.outside == 0
 
@@ -65,7 +65,7 @@ async def test_a_mapping_is_renewed_before_it_ends_and_a_new_port_is_told(told: 
         with pytest.raises(asyncio.CancelledError):
             await mapped.keep(sleep)
         assert [mapped.outside] == list(router.mapped) != [PORT]
-        assert told[1:] == [f"the router leads its port {mapped.outside} to this node, no longer {PORT}"]
+        assert told[1:] == [f"the router now maps its port {mapped.outside} to this node, no longer {PORT}"]
         assert router.requests[-1][1] == mapped.outside
     assert slept == [min(RENEW_SECONDS, MOST_SECONDS / 2)] * 3
 
@@ -84,7 +84,7 @@ async def test_a_router_that_refuses_or_is_silent_is_named_and_the_next_is_asked
         await mapped.keep()  # there is nothing to keep
         assert (mapped.outside, told) == (0, [])
         assert mapped.why_not == (
-            "NAT-PMP: the gateway refuses: its owner has turned that off; "
+            "NAT-PMP: the gateway refuses: its owner has turned this off; "
             "NAT-PMP: the gateway does not answer"
         )
         mapped = MappedPort([*routers, NatPmp("127.0.0.1", good.port)], told.append)

@@ -99,7 +99,7 @@ def test_tensors_are_kept_without_a_copy_until_acknowledged() -> None:
 def test_full_outbox_is_refused_but_one_large_tensor_passes() -> None:
     sender = make_sender(outbox_bytes=100)
     sender.send(key(0), bytes(500))
-    with pytest.raises(LinkError, match="500 bytes wait"):
+    with pytest.raises(LinkError, match="500 bytes already wait"):
         sender.send(key(1), b"x")
     with pytest.raises(LinkError, match="has 0 bytes"):
         sender.send(key(1), b"")
@@ -296,7 +296,7 @@ def test_false_claims_are_refused_before_anything_is_allocated(bad: bytes, messa
 def test_contradicting_frames_are_violations() -> None:
     receiver = make_receiver({key(0): 64, key(1): 64})
     receiver.receive(frame(0, 0, 0, bytes(PIECE), 64), 0.0)
-    with pytest.raises(ProtocolViolationError, match="amid"):
+    with pytest.raises(ProtocolViolationError, match="within"):
         receiver.receive(frame(1, 1, PIECE, bytes(PIECE), 64), 0.0)
     with pytest.raises(ProtocolViolationError, match="overlaps"):
         receiver.receive(frame(2, 1, 0, bytes(PIECE), 64), 0.0)
@@ -318,7 +318,7 @@ def test_key_sent_twice_is_a_violation_while_the_first_is_held() -> None:
 def test_release_of_what_is_not_held_is_an_error() -> None:
     receiver = make_receiver({key(0): 2 * PIECE})
     receiver.receive(frame(0, 0, 0, bytes(PIECE), 32), 0.0)
-    with pytest.raises(ValueError, match="not a complete tensor"):
+    with pytest.raises(ValueError, match="not a complete, unreleased tensor"):
         receiver.release(key(0), 0.0)
 
 

@@ -61,7 +61,7 @@ def hold_letters(path: Path) -> None:
     ("spoil", "words"),
     [
         (all_may_write, "everybody may write to {path}, and keys would lie in it"),
-        (hold_letters, "{path} holds other things (letter.txt), and keys would lie among them"),
+        (hold_letters, "{path} contains other files (letter.txt), so no keys are written there"),
     ],
 )
 def test_a_directory_that_is_not_ours_is_refused_and_stays(

@@ -180,7 +180,7 @@ async def test_a_node_suspended_past_its_certificate_says_so_and_joins_again_wit
     key = load_key(first.key_pem).public_key()
     old = authority.issue_node(key, first.node_id, timedelta(hours=1), time.time() - 2 * 3600)
     runtime._identity.current = first.renewed(old)
-    with pytest.raises(LinkError, match=r"certificate ended at .* UTC, while the machine was suspended"):
+    with pytest.raises(LinkError, match=r"certificate expired at .* UTC, while the machine was suspended"):
         await runtime._client.session(runtime._hello(1, 0.0), asyncio.Queue(), AsyncMock(), lambda: None)
     joined = asyncio.Event()
 
@@ -205,7 +205,7 @@ async def test_a_node_suspended_past_its_certificate_says_so_and_joins_again_wit
         while not runtime._identity.current.is_valid(time.time()):  # noqa: ASYNC110 - saved on a thread
             await asyncio.sleep(0.01)
         renewing.cancel()
-    assert "ended at" in caplog.text and "joining again with the token" in caplog.text
+    assert "expired at" in caplog.text and "joining again with the token" in caplog.text
 
 
 async def test_a_node_lives_while_its_devices_start(

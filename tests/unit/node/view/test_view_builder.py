@@ -90,7 +90,7 @@ def test_a_relayed_link_says_why_both_ends_could_not_dial_at_once() -> None:
     links = links[0], replace(links[1], not_together="proxy")
     shown = view(history(opening(), replace(costs(1), links=links), done(1))).links
     assert [one.why_not_together for one in shown] == 2 * [
-        "through a proxy nobody can dial at the same moment"
+        "a simultaneous open does not work through a proxy"
     ]
     direct = tuple(replace(link, path="direct") for link in links)
     shown = view(history(opening(), replace(costs(1), links=direct), done(1))).links

@@ -362,7 +362,7 @@ def test_the_name_alone_packs_nothing_and_takes_no_gradients() -> None:
     with pytest.raises(CodecError, match="does not hold 1 samples"):
         Boundary(4, (3, 64)).send(x, (0,))
     for name in ("aqsgd-1", "aqsgd-9", "aqsgd-", "aqsgd-4.5"):
-        with pytest.raises(ConfigError, match="aqsgd-2 to aqsgd-8 are"):
+        with pytest.raises(ConfigError, match="aqsgd-2 to aqsgd-8"):
             codec(name)
-    with pytest.raises(ConfigError, match="aqsgd-9 is no codec"):
+    with pytest.raises(ConfigError, match="aqsgd-9 is not a codec"):
         AqsgdCodec(AqsgdFormat(9))

@@ -306,7 +306,7 @@ def test_payloads_of_noise_are_refused(name: str, seed: int, keep: int) -> None:
     ("offset", "value", "what"),
     [
         (0, 2, "prefix"),
-        (0, 0, "zeros with something"),
+        (0, 0, "a payload of zeros"),
         (1, 2, "prefix"),
         (3, 0x60, "step"),
         (5, 0x7F, "class"),
@@ -319,7 +319,7 @@ def test_payloads_of_noise_are_refused(name: str, seed: int, keep: int) -> None:
         (12, 6, "prediction"),
         (13, 99, "prediction"),
         (15, 0x7F, "prediction"),
-        (16, 0, "wrong length|something behind"),
+        (16, 0, "wrong length|bytes after|bits after"),
         (19, 0x7F, "wrong length"),
         (20, 1, "prefix"),
         (28, 1, "prefix"),
