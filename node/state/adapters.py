@@ -1,10 +1,10 @@
-"""Writes the adapters of a LoRA run as a folder in PEFT's format. Torch-free; `node.state.merging` merges
-them.
+"""Writes the adapters of a LoRA run as a folder in PEFT's format. It does not need torch, unlike
+`node.state.merging`, which merges them.
 
     OUT/adapter_config.json  adapter_model.safetensors  README.md  tokenizer files
 
-PEFT's `PeftModel.from_pretrained(base, OUT)` loads the folder. It says which base it belongs to: the
-checkpoint that the run started from, by its name on the hub, or by its folder's name without the path.
+PEFT's `PeftModel.from_pretrained(base, OUT)` loads the folder. It names its base, the checkpoint that the run
+started from: by its name on the hub, or by its folder's name without the path.
 """
 
 from dataclasses import dataclass
@@ -26,21 +26,21 @@ _PREFIX = "base_model.model."
 
 
 def adapter_tensors(config: RunConfig, unit: str) -> dict[str, tuple[FileTensor, ...]]:
-    """PEFT's tensors of a unit's adapters, by the names of `node.model.lora_shapes.trained_specs`.
+    """PEFT's tensors for a unit's adapters, by the names in `node.model.lora_shapes.trained_specs`.
 
-    Experts that lie apart in a checkpoint have adapters apart. Those of a fused tensor are one for all
-    experts, and for all projections in it.
+    Experts with separate tensors in a checkpoint have separate adapters. A fused tensor has one adapter for
+    all its experts and projections.
     """
     whole, rank = tensors(config.model, unit), config.lora.rank
-    found: dict[str, tuple[FileTensor, ...]] = {}
+    result: dict[str, tuple[FileTensor, ...]] = {}
     for spec in trained_specs(config.model, config.lora, unit):
         path, _, kind = spec.name.rpartition(".")
         base = whole[f"{path}.weight"]
         if spec.experts and len(base) == 1:
-            found[spec.name] = (_fused(config, base[0], spec, kind),)
+            result[spec.name] = (_fused(config, base[0], spec, kind),)
             continue
         rows = spec.shape[0] // len(base)
-        found[spec.name] = tuple(
+        result[spec.name] = tuple(
             FileTensor(
                 f"{_PREFIX}{tensor.name.removesuffix('.weight')}.{kind}.weight",
                 (rows, spec.shape[1]) if kind == UP else (rank, spec.shape[1]),
@@ -49,13 +49,13 @@ def adapter_tensors(config: RunConfig, unit: str) -> dict[str, tuple[FileTensor,
             )
             for tensor in base
         )
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fused(FileTensor):
-    """An adapter's matrix in PEFT's, which has the ranks of all experts and of the projections in one tensor:
-    A as [experts, projections, rank, inputs], B as [outputs in turns, projections, rank, experts]."""
+    """An adapter's matrix within PEFT's tensor, which holds the ranks of all experts and projections:
+    A as [experts, projections, rank, inputs], B as [interleaved outputs, projections, rank, experts]."""
 
     experts: int
     rank: int
@@ -72,25 +72,25 @@ def _fused(config: RunConfig, base: FileTensor, spec: ParameterSpec, kind: str) 
     shape = (width, spec.shape[1]) if kind == DOWN else (base.shape[-1], width)
     module, _, parameter = base.name.rpartition(".")
     adapted = _fused_names(config)
-    # PEFT wraps a module once for each of its parameters that has adapters; the first is the innermost.
+    # PEFT wraps a module once for each parameter that has adapters; the first is the innermost.
     inner = ".base_layer" * (len(adapted) - 1 - adapted.index(parameter))
     name = f"{_PREFIX}{module}{inner}.{kind}.weight"
     return _Fused(name, shape, turn=base.turn, turns=base.turns, experts=spec.experts, rank=rank)
 
 
 def _fused_names(config: RunConfig) -> list[str]:
-    """The parameters of the experts' module that have adapters, where experts are fused."""
-    found = (_base(config, name) for name in targets(config.model, config.lora))
-    return list(dict.fromkeys(base.name.rpartition(".")[2] for base in found if base.name[-7:] != ".weight"))
+    """The parameters with adapters in the module of fused experts."""
+    bases = (_base(config, name) for name in targets(config.model, config.lora))
+    return list(dict.fromkeys(base.name.rpartition(".")[2] for base in bases if base.name[-7:] != ".weight"))
 
 
 def _base(config: RunConfig, name: str) -> FileTensor:
-    """The first of a projection's tensors in a checkpoint."""
+    """The first tensor of a projection in a checkpoint."""
     return tensors(config.model, block_name(0))[f"{name}.weight"][0]
 
 
 def adapter_config(config: RunConfig) -> dict[str, Any]:
-    """`adapter_config.json`."""
+    """The content of `adapter_config.json`."""
     model, lora = config.model, config.lora
     apart = family_of(model).parameters_in_peft(model)
     modules, parameters = [], dict[str, int]()
@@ -99,8 +99,8 @@ def adapter_config(config: RunConfig) -> dict[str, Any]:
         if target in apart:
             parameters[".".join(tensor.name.split(".")[-3:])] = tensor.turns
         else:
-            # Two parts of a name, as GPT-2 has c_proj in both halves of a block; one of experts, which have
-            # numbers.
+            # Two parts of the name, because GPT-2 has c_proj in both halves of a block; one part for experts,
+            # because they are numbered.
             modules.append(".".join(tensor.name.split(".")[-2 if tensor.parts > 1 else -3 : -1]))
     fused = {rf".*\.{name.rpartition('.')[2]}": turns for name, turns in parameters.items() if turns > 1}
     patterns = {

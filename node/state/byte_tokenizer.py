@@ -1,9 +1,9 @@
-"""Writes the tokenizer `bytes` as files for other programs: one token per byte, whose id is the byte's
-value.
+"""Writes the tokenizer `bytes` as files for other programs. It has one token per byte, with the byte's
+value as its id.
 
-`tokenizer.json` is for transformers and vLLM. llama.cpp's converter recognizes byte-pair tables only by
-the hashes of published ones, but accepts any SentencePiece model. So the same vocabulary is also in
-`tokenizer.model`, where it looks first for all families except GPT-2 and OLMo 2.
+`tokenizer.json` is for transformers and vLLM. llama.cpp's converter recognizes only published byte-pair
+tables, by their hashes, but accepts any SentencePiece model. So the same vocabulary is also written to
+`tokenizer.model`, which the converter reads first for all families except GPT-2 and OLMo 2.
 """
 
 import struct
@@ -13,20 +13,20 @@ from node.data.sentencepiece import SPACE
 
 BYTE_SETTINGS: dict[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
-    # Else llama.cpp puts a space and token 1 before every text.
+    # Without these, llama.cpp puts a space and token 1 before every text.
     "add_prefix_space": False,
     "add_bos_token": False,
 }
-"""`tokenizer_config.json`."""
+"""The content of `tokenizer_config.json`."""
 _NORMAL, _UNKNOWN, _BYTE = 1, 2, 6
 _BPE = 2
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """`tokenizer.json`."""
+    """The content of `tokenizer.json`."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    # GPT-2's alphabet: printable bytes stand for themselves, others for characters from 256 on.
+    # GPT-2's alphabet: printable bytes represent themselves, others map to characters from 256 on.
     letters = {byte: chr(byte) for byte in printable} | {
         byte: chr(256 + index) for index, byte in enumerate(others)
     }
@@ -55,11 +55,10 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def byte_pieces() -> bytes:
-    """`tokenizer.model`: SentencePiece's ModelProto without merges, whose pieces fall back to bytes.
+    """The content of `tokenizer.model`: SentencePiece's ModelProto without merges, with byte fallback.
 
-    Piece 32 is the space. SentencePiece requires a byte 32 and an unknown piece besides: they come last,
-    where a model with a vocabulary of 256 has no tokens. The character that stands for a space cannot be told
-    from one.
+    Piece 32 is the space. SentencePiece also requires a byte 32 and an unknown piece. They come last, beyond
+    the vocabulary of 256. The character that SentencePiece writes for a space decodes to a space, too.
     """
     pieces = [(f"<0x{byte:02X}>", _BYTE) for byte in range(256)]
     pieces += [pieces[32], ("<unk>", _UNKNOWN)]
@@ -68,22 +67,22 @@ def byte_pieces() -> bytes:
         _message(1, _text(1, piece) + _float(2, 0.0) + _number(3, kind))  # pieces
         for piece, kind in pieces
     ]
-    # model_type, vocab_size, byte_fallback, and the ids of the unknown piece and of pieces that are not here.
+    # model_type, vocab_size, byte_fallback, the id of the unknown piece, and -1 for pieces that do not exist.
     trainer = _number(3, _BPE) + _number(4, len(pieces)) + _number(35, 1) + _number(40, len(pieces) - 1)
     trainer += b"".join(_number(field, -1) for field in (41, 42, 43))
-    # Neither a space before the text, nor fewer spaces in it, and spaces written as above.
+    # No space before the text, no merged spaces, and spaces written as above.
     normalizer = _text(1, "identity") + _number(3, 0) + _number(4, 0) + _number(5, 1)
     return b"".join(written) + _message(2, trainer) + _message(3, normalizer)
 
 
 def _varint(value: int) -> bytes:
-    """A number in protobuf's base 128; negative numbers as 64 bits in two's complement."""
+    """A number in protobuf's varint format; negative numbers are 64-bit two's complement."""
     value &= (1 << 64) - 1
-    found = bytearray()
+    encoded = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])
 
 
 def _number(field: int, value: int) -> bytes:

@@ -1,6 +1,6 @@
-"""The model card of an exported folder: settings, data, tokens and losses of the run. Torch-free.
+"""Writes the model card of an exported folder: settings, data, tokens and losses of the run. Torch-free.
 
-Paths of the exporting machine are left out: a file or folder appears only with its name.
+It contains no paths of the exporting machine, only the names of files and folders.
 """
 
 import logging
@@ -24,9 +24,9 @@ def model_card(run_directory: Path, manifest: Manifest, config: RunConfig, dtype
     """The text of `README.md`.
 
     Args:
-        config: of `manifest`.
-        dtype: of the exported weights.
-        library: what loads the folder, `transformers` or `peft`.
+        config: the run file in `manifest`.
+        dtype: the dtype of the exported weights.
+        library: the library that loads the folder, `transformers` or `peft`.
     """
     model, training, pipeline = config.model, config.training, config.pipeline
     rows = [
@@ -63,7 +63,7 @@ def _losses(run_directory: Path, step: int) -> list[tuple[str, str]]:
     """The first and the last loss up to a step; the newest and the best held-out loss, if any."""
     losses: dict[int, float] = {}
     held_out: dict[int, events.HeldOutLoss] = {}
-    # A step that ran again after a rollback is there twice: the last one counts.
+    # A step that ran again after a rollback occurs twice; the last one counts.
     try:
         for entry in read_history(run_directory):
             match entry.event:
@@ -74,15 +74,15 @@ def _losses(run_directory: Path, step: int) -> list[tuple[str, str]]:
                 case _:
                     pass
     except RunError as error:
-        log.warning("%s; the model card is without losses", error)
+        log.warning("%s; the model card has no losses", error)
         return []
     ends = dict.fromkeys((min(losses), max(losses))) if losses else ()
     rows = [(f"loss of step {end}", loss_text(losses[end])) for end in ends]
     if not held_out:
         return rows
     newest = held_out[max(held_out)]
-    finite = [one for one in held_out.values() if math.isfinite(one.uncompressed)]
-    best = min(finite, key=lambda one: one.uncompressed, default=None)
+    finite = [loss for loss in held_out.values() if math.isfinite(loss.uncompressed)]
+    best = min(finite, key=lambda loss: loss.uncompressed, default=None)
     trained = "" if newest.loss is None else f", {newest.loss:.4f} with the run's codecs on the links"
     rows += [
         (
@@ -133,7 +133,7 @@ def _name(source: str) -> str:
 
 
 def _shown(source: str) -> str:
-    """The checkpoint from which the run started, without the path of a folder."""
+    """The checkpoint that the run started from, without the path of a folder."""
     repository = hub_repository(source)
     if repository is not None:
         return str(repository)
@@ -141,5 +141,5 @@ def _shown(source: str) -> str:
 
 
 def _cell(value: str) -> str:
-    """A value in a table of Markdown."""
+    """A value for a Markdown table."""
     return " ".join(value.split()).replace("|", "\\|")

@@ -3,8 +3,8 @@
     OUT/config.json  generation_config.json  README.md  tokenizer files
         model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
 
-It reads the run directory only, so it works while the run is on. The folder is written under a temporary name
-and renamed.
+It reads only the run directory, so it works while the run is on. The folder is written under a temporary name
+and then renamed.
 """
 
 import dataclasses
@@ -65,64 +65,65 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 SHARD_BYTES = 4 << 30
-"""The longest safetensors file, unless one tensor is longer."""
+"""The largest size of a safetensors file, unless a single tensor is larger."""
 BYTES = "bytes"
 SETTINGS = "tokenizer_config.json"
 PATH_KEYS = frozenset(("name_or_path", "tokenizer_file", "special_tokens_map_file"))
-"""The keys of `SETTINGS` in which transformers writes paths that it does not read."""
+"""Keys of `SETTINGS` with paths that transformers writes but does not read."""
 GENERATION = "generation_config.json"
 SNAPSHOT_TRIES = 5
-"""How many snapshots in a row may be removed while they are read."""
+"""How many snapshots to try, because a run may remove one while it is read."""
 
 Arrays = Callable[[str], Mapping[str, np.ndarray]]
-"""A unit's weights by name, float32."""
+"""Returns a unit's weights by name, float32."""
 Merge = Callable[[RunConfig, str, Mapping[str, np.ndarray]], dict[str, np.ndarray]]
-"""A unit's whole weights, of its adapters."""
+"""Merges a unit's adapters into its whole weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the file, and what of a unit's parameters is in it."""
+    """A tensor of the file, and the parameters of a unit that it contains."""
 
     unit: str
     parts: tuple[tuple[str, FileTensor], ...]
 
     @property
     def tensor(self) -> FileTensor:
-        """Its name and shape."""
+        """The tensor's name and shape."""
         return self.parts[0][1]
 
-    def array(self, found: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Its values, from the unit's parameters by name."""
-        # Zeros, where nothing is written: of fused adapters blocks beside the diagonal.
+    def array(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The tensor's values, from the unit's parameters by name."""
+        # Off-diagonal blocks of fused adapters stay zero.
         values = np.zeros(self.tensor.shape, dtype=np.float32)
         for parameter, tensor in self.parts:
-            tensor.write(found[parameter], values)
+            tensor.write(parameters[parameter], values)
         return values
 
 
 def export(
     run_directory: Path, out: Path, *, step: int | None = None, dtype: str = "", merge: Merge | None = None
 ) -> int:
-    """Write a snapshot of a run as a Hugging Face folder; returns the snapshot's step.
+    """Write a snapshot of a run as a Hugging Face folder. Returns the snapshot's step.
 
-    A run with adapters gives a folder in PEFT's format (`node.state.adapters`). A run that is on
-    removes old snapshots: without a `step` the next newest is written then.
+    A run with adapters gives a folder in PEFT's format (`node.state.adapters`). If a running run removes
+    the snapshot meanwhile and no `step` is given, a newer one is written.
 
     Args:
-        merge: of a run with adapters, write the whole model as this makes it (`node.state.merging`).
-        step: the newest complete snapshot's by default.
-        dtype: one of `DTYPES`; by default the checkpoint's that the run started from, else float32.
+        merge: for a run with adapters, write the whole model that this returns (`node.state.merging`).
+        step: the snapshot's step; by default the newest complete snapshot.
+        dtype: one of `DTYPES`; by default as in the checkpoint that the run started from, else float32.
 
     Raises:
-        UserError: no such snapshot, `out` is in use or cannot be written, or no family has this model.
+        UserError: there is no such snapshot, `out` is in use or cannot be written, or no family has this
+            model.
         RunError: the snapshot is damaged, or was pruned meanwhile.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is in use: name a new folder")
     tries_left = SNAPSHOT_TRIES
     while True:
-        found, directory = _snapshot(run_directory, step)
+        exported, directory = _snapshot(run_directory, step)
         tries_left -= 1
         try:
             _export(run_directory, directory, out, dtype, merge)
@@ -130,7 +131,7 @@ def export(
             if not tries_left or step is not None or is_complete(directory):
                 raise
         else:
-            return found
+            return exported
 
 
 def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
@@ -170,8 +171,8 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         if config.data.chat_template and template.is_file():
             shutil.copyfile(template, partial / "chat_template.jinja")
         elif config.data.response_marker:
-            made = marker_template(config.data.response_marker)
-            (partial / "chat_template.jinja").write_text(made, encoding="utf-8")
+            jinja = marker_template(config.data.response_marker)
+            (partial / "chat_template.jinja").write_text(jinja, encoding="utf-8")
         if adapters and merge is None:
             entries = list(_adapter_entries(config, manifest))
             _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))
@@ -218,7 +219,7 @@ def _write_weights(entries: Sequence[_Entry], dtype: str, arrays: Arrays, out: P
 
 
 def _write_file(path: Path, entries: Sequence[_Entry], dtype: str, arrays: Arrays) -> int:
-    """Write one safetensors file; returns the bytes of its tensors."""
+    """Write a safetensors file. Returns the bytes of its tensors."""
     kind, width = DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -235,11 +236,11 @@ def _write_file(path: Path, entries: Sequence[_Entry], dtype: str, arrays: Array
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         unit = ""
-        found: Mapping[str, np.ndarray] = {}
+        parameters: Mapping[str, np.ndarray] = {}
         for entry in entries:
             if entry.unit != unit:
-                unit, found = entry.unit, arrays(entry.unit)
-            file.write(_encoded(entry.array(found), dtype))
+                unit, parameters = entry.unit, arrays(entry.unit)
+            file.write(_encoded(entry.array(parameters), dtype))
         file.flush()
         os.fsync(file.fileno())
     return end
@@ -251,7 +252,7 @@ def _parameters(directory: Path, unit: str) -> dict[str, np.ndarray]:
 
 
 def _is_one_matrix(arrays: Arrays) -> bool:
-    """Whether a tied model's embedding and head are the same, to the bit: one of them stands in the file."""
+    """Whether a tied model's embedding and head are bitwise equal, so that one of them is enough."""
     names = ((EMBED, "tokens.weight"), (HEAD, "output.weight"))
     return len({sha256(np.ascontiguousarray(arrays(unit)[name]).data).digest() for unit, name in names}) == 1
 
@@ -263,17 +264,17 @@ def _adapter_entries(config: RunConfig, manifest: Manifest) -> Iterator[_Entry]:
 
 def _entries(model: ModelSection, manifest: Manifest) -> Iterator[_Entry]:
     for unit in manifest.units:
-        found = tensors(model, unit.unit)
-        # A tied head is the embedding, which stands in the file once.
+        by_parameter = tensors(model, unit.unit)
+        # A tied head is the embedding, which the file contains once.
         if model.tied and unit.unit == HEAD:
-            del found["output.weight"]
-        yield from _joined(unit.unit, found)
+            del by_parameter["output.weight"]
+        yield from _joined(unit.unit, by_parameter)
 
 
-def _joined(unit: str, found: Mapping[str, Sequence[FileTensor]]) -> Iterator[_Entry]:
-    """The tensors of a file, each once, from those of each parameter."""
+def _joined(unit: str, by_parameter: Mapping[str, Sequence[FileTensor]]) -> Iterator[_Entry]:
+    """The tensors of a file, each once, from the tensors of each parameter."""
     parts: dict[str, list[tuple[str, FileTensor]]] = {}
-    for name, own in found.items():
+    for name, own in by_parameter.items():
         for tensor in own:
             parts.setdefault(tensor.name, []).append((name, tensor))
     for together in parts.values():
@@ -308,14 +309,14 @@ def _encoded(array: np.ndarray, dtype: str) -> bytes:
 
 
 def _config(manifest: Manifest) -> RunConfig:
-    """The run file in a manifest. Snapshots from before there were adapters have no keys for them."""
+    """The run file in a manifest. Old snapshots lack the keys for adapters."""
 
     def fields(section: str, known: type | None = None) -> dict[str, Any]:
         given = manifest.config.get(section, {})
         return {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in given.items()
-            # What only the card shows may have other keys than today's.
+            # Sections that only the card uses may have keys that no longer exist.
             if known is None or key in {field.name for field in dataclasses.fields(known)}
         }
 
@@ -330,7 +331,7 @@ def _config(manifest: Manifest) -> RunConfig:
 
 
 def _with_paths(config: RunConfig, run_directory: Path) -> RunConfig:
-    """`config` with the run file's paths: manifests that nodes have seen hold names alone."""
+    """`config` with the paths of the run file, because manifests that nodes see contain only names."""
     try:
         given = tomllib.loads((run_directory / "run.toml").read_text(encoding="utf-8"))
         paths = [given["model"]["from"], *(given["data"][key] for key in ("tokenizer", "chat_template"))]
@@ -349,8 +350,8 @@ def _with_paths(config: RunConfig, run_directory: Path) -> RunConfig:
 
 
 def _original(model: ModelSection) -> dict[str, Any] | None:
-    found = original_file(model.from_, CONFIG)
-    return None if found is None else _object(found)
+    content = original_file(model.from_, CONFIG)
+    return None if content is None else _object(content)
 
 
 def _dtype_of(original: Mapping[str, Any] | None) -> str:
@@ -359,9 +360,9 @@ def _dtype_of(original: Mapping[str, Any] | None) -> str:
 
 
 def _write_tokenizer(config: RunConfig, out: Path) -> None:
-    """The run's tokenizer as a `tokenizer.json` with what belongs to it.
+    """Write the run's tokenizer as `tokenizer.json` with its other files.
 
-    If it is not on this machine, the one of the checkpoint that the run started from.
+    If it is not on this machine, use the tokenizer of the checkpoint that the run started from.
     """
     name, start = config.data.tokenizer, config.model.from_
     if name == BYTES:
@@ -387,11 +388,11 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
             (out / file).parent.mkdir(exist_ok=True)
             (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
     if not (out / TOKENIZER).exists():
-        log.warning("the tokenizer %s is not on this machine: the exported folder is without it", name)
+        log.warning("the tokenizer %s is not on this machine: the exported folder has no tokenizer", name)
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    """A JSON object; empty if it is none."""
+    """The JSON object in `data`; empty if it is not one."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):
@@ -400,7 +401,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _without_paths(data: bytes) -> bytes:
-    """The settings of a tokenizer without keys that hold where it lay on the machine that saved it."""
+    """The settings of a tokenizer without the paths of the machine that saved it."""
     values = _object(data)
     if not values.keys() & PATH_KEYS:
         return data
@@ -409,9 +410,8 @@ def _without_paths(data: bytes) -> bytes:
 
 
 def _write_ends(config: RunConfig, path: Path) -> None:
-    """Complete the ids at which a text ends: the tokenizer's if there are none, and after a run on
-    conversations the token that ends an answer, which comes first. Without the file or the tokenizer it stays
-    as it is."""
+    """Complete the ids that end a text: add the tokenizer's if there are none, and after a run on
+    conversations put the token that ends an answer first. Without the file or the tokenizer, do nothing."""
     if not path.exists():
         return
     given = json_object(path)

@@ -1,8 +1,8 @@
-"""Hugging Face model families: what `config.json` means, and the names of the tensors.
+"""Translates between `[model]` and the `config.json` and tensor names of Hugging Face model families.
 
 `read_config` turns a `config.json` into the keys of `[model]` and refuses what cannot be trained faithfully,
 in one line that names the key and its value. `write_config` does the reverse. `tensors` maps a unit's
-parameters to the file's tensors. What differs between families is declared in `node.model.families`.
+parameters to the file's tensors. The differences between families are declared in `node.model.families`.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from node.state.hub import SINGLE
 from wire.errors import ConfigError
 
 OUTPUT = "lm_head.weight"
-"""The head's matrix in a checkpoint."""
+"""The name of the head's matrix in a checkpoint."""
 LONGEST_DEFAULT_SEQUENCE = 1024
-"""The `sequence` of a run file that does not set it, if the model has at least this many positions."""
+"""The largest default of `model.sequence`. The default is smaller if the model has fewer positions."""
 _NOT_KEPT = ("dtype", "_name_or_path", "name_or_path", "transformers_weights", "quantization_config")
 _BY_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 
 
 def tensors(model: ModelSection, unit: str) -> dict[str, tuple[FileTensor, ...]]:
-    """The file's tensors of each parameter of a unit, by the parameter's name, in their order."""
+    """The file's tensors for each parameter of a unit, in order, by the parameter's name."""
     family = family_of(model)
     number = int(unit.partition(".")[2]) if is_block(unit) else None
     return {spec.name: family.file_tensors(model, spec, number) for spec in parameter_specs(model, unit)}
@@ -38,10 +38,10 @@ def read_config(config: Mapping[str, Any], where: str, sequence: int | None = No
     """The keys of `[model]` that a `config.json` sets.
 
     Args:
-        where: names the file in messages.
-        sequence: the run file's, if it says one.
+        where: the name of the file in messages.
+        sequence: the value in the run file, if any.
 
-    Raises ConfigError for what is missing or cannot be trained faithfully.
+    Raises ConfigError if a key is missing or the model cannot be trained faithfully.
     """
     reader = ConfigReader(config, where)
     if reader.get("vision_config") is not None:
@@ -51,7 +51,7 @@ def read_config(config: Mapping[str, Any], where: str, sequence: int | None = No
         raise reader.refused("quantization_config", "weights in safetensors, unquantized or in mxfp4")
     reader.must_be("transformers_weights", SINGLE)
     if config.get("is_causal", True) is not True:
-        raise reader.refused("is_causal", "true, or no such key")
+        raise reader.refused("is_causal", "true or a missing key")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _BY_TYPE:
         raise reader.refused("model_type", f"one of {', '.join(_BY_TYPE)}")
@@ -81,8 +81,8 @@ def write_config(
     """A `config.json` for a model.
 
     Args:
-        dtype: of the exported weights, as `float32`.
-        original: the `config.json` that the run started from; keys that are not about shapes stay.
+        dtype: the dtype of the exported weights, such as `float32`.
+        original: the `config.json` that the run started from. Keys that do not describe shapes are kept.
     """
     family = family_of(model)
     kind = str((original or {}).get("model_type") or family.model_type(model))
@@ -98,8 +98,8 @@ def write_config(
 
 
 def _kept(original: Mapping[str, Any]) -> dict[str, Any]:
-    """What an export keeps of the `config.json` from which a run started: no paths, and no nulls that
-    transformers refuses. A null has a meaning for a window and for tokens."""
+    """The part of the original `config.json` that an export keeps: no paths, and no nulls that transformers
+    refuses. Nulls are meaningful only for a sliding window and for tokens."""
     kept = {}
     for key, value in original.items():
         if value is None and key != "sliding_window" and not key.endswith("_token_id"):

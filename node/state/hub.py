@@ -1,9 +1,9 @@
-"""Checkpoints on the hub: `hf://owner/name@revision`, through `huggingface_hub` and HTTP range requests.
+"""Reads checkpoints on the hub, `hf://owner/name@revision`, through `huggingface_hub` and HTTP range
+requests.
 
-`huggingface_hub` resolves revisions and finds tokens and cached files, and so respects HF_HOME,
-HF_ENDPOINT and HF_TOKEN. It has no call for a byte range of a file, so ranges are requested here. A
-revision is pinned to its commit, and a broken connection continues where it was. Nothing is requested of a
-file that is in the cache.
+`huggingface_hub` resolves revisions and finds tokens and cached files, so HF_HOME, HF_ENDPOINT and HF_TOKEN
+apply. It cannot read a byte range of a file, so this module requests ranges. A revision is pinned to its
+commit, and a broken connection is continued. Files in the cache are not requested.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from wire.errors import ConfigError, DataError, shortened
 from wire.pacing import Backoff
 
 if TYPE_CHECKING:
-    # Every node imports this module, few ask a hub.
+    # Every node imports this module, but few access the hub.
     import aiohttp
 
 PREFIX = "hf://"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ATTEMPTS = 6
-"""Attempts without progress before a request fails."""
+"""The number of attempts without progress after which a request fails."""
 MOST_PAUSE_SECONDS = 60.0
-"""The longest `Retry-After` that is obeyed."""
+"""The longest pause, even if `Retry-After` is longer."""
 _NAME = re.compile(r"hf://(?!.*\.\.)(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@(\w[\w./-]{0,199}))?")
 _CACHED = re.compile(r"/models--([\w.-]+--[\w.-]+)/snapshots/([0-9a-f]{40})/?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -45,11 +45,11 @@ class Repository:
     name: str
     revision: str
     token: bool = True
-    """Whether the hub gets the token of this machine's user."""
+    """Whether to send the token of this machine's user."""
 
     @classmethod
     def parse(cls, text: str, *, token: bool = True) -> "Repository":
-        """Read `hf://owner/name@revision`. Raises ConfigError."""
+        """Parse `hf://owner/name@revision`. Raises ConfigError for anything else."""
         match = _NAME.fullmatch(text)
         if match is None:
             raise ConfigError(
@@ -63,18 +63,18 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file's size, and its SHA-256 in hex if the hub knows it."""
+    """A file's size in bytes, and its SHA-256 in hex if the hub knows it."""
 
     size: int
     sha256: str
 
 
 class HubUnreachableError(DataError):
-    """The hub does not answer, or its answer is not that of a hub."""
+    """The hub does not answer, or the answer is not from a hub."""
 
 
 class HubBusyError(HubUnreachableError):
-    """The hub asks to wait `pause` seconds."""
+    """The hub asks the client to wait for `pause` seconds."""
 
     def __init__(self, message: str, pause: float) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class HubBusyError(HubUnreachableError):
 
 
 def resolve(repository: Repository) -> Repository:
-    """The repository at the commit that its revision names: the cache's if the hub cannot be reached.
+    """The repository at the commit of its revision, or at the cached commit if the hub cannot be reached.
 
     Raises DataError.
     """
@@ -98,7 +98,7 @@ def resolve(repository: Repository) -> Repository:
 
 
 def hub_repository(source: str) -> Repository | None:
-    """The repository that a `model.from` names, also where it is a folder of the hub's cache; else None."""
+    """The repository that `model.from` names, directly or as a folder of the hub's cache; None otherwise."""
     if source.startswith(PREFIX):
         return Repository.parse(source)
     match = _CACHED.search(source)
@@ -106,7 +106,7 @@ def hub_repository(source: str) -> Repository | None:
 
 
 def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
-    """The repository at the commit that its revision names, and its files. Raises DataError."""
+    """The repository at the commit of its revision, and its files. Raises DataError."""
     hub = _library()
     with _one_line(repository):
         info = hub.HfApi().model_info(
@@ -124,13 +124,13 @@ def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
 
 
 def download(repository: Repository, name: str, *, required: bool = True) -> Path | None:
-    """A small file in the hub's cache, downloaded if it is not there. Raises DataError."""
+    """The cached path of a small file, downloaded if necessary. Raises DataError if `required`, else None."""
     hub = _library()
     cached = hub.try_to_load_from_cache(repository.name, name, revision=repository.revision)
     if isinstance(cached, str):
         return Path(cached)
     if cached is not None and not required:
-        return None  # the hub has said that there is none
+        return None  # the cache records that the file does not exist
     try:
         with _one_line(repository):
             return Path(
@@ -148,25 +148,25 @@ def download(repository: Repository, name: str, *, required: bool = True) -> Pat
 
 
 def cached_file(repository: Repository, name: str) -> Path | None:
-    """A file of this revision in the hub's cache on this machine, or None."""
+    """The path of a file of this revision in the local cache, or None."""
     try:
-        found = _library().try_to_load_from_cache(repository.name, name, revision=repository.revision)
+        path = _library().try_to_load_from_cache(repository.name, name, revision=repository.revision)
     except DataError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(path) if isinstance(path, str) else None
 
 
 class HubFiles:
-    """`node.state.weights.Files` of a pinned repository: from the cache, else by range requests."""
+    """Implements `node.state.weights.Files` for a pinned repository, from the cache or by range requests."""
 
     def __init__(self, repository: Repository, session: "aiohttp.ClientSession") -> None:
         self.where = str(repository)
         self.fetched = 0
-        """The bytes that came over the network."""
+        """The number of bytes received over the network."""
         self._repository = repository
         self._session = session
         self._files: dict[str, FileInfo] | None = None
-        """The files that the hub lists; None until it is asked."""
+        """The hub's list of files; None before it was requested."""
 
     async def size(self, name: str) -> int | None:
         if (cached := await self._cached(name)) is not None:
@@ -187,7 +187,7 @@ class HubFiles:
         return blob if _SHA256.fullmatch(blob) else ""
 
     async def _listed(self) -> dict[str, FileInfo]:
-        """The hub's list of files; a busy hub is asked again."""
+        """The hub's list of files. A busy hub is asked again."""
         backoff = Backoff(0.5, 8.0)
         for _ in range(ATTEMPTS - 1):
             try:
@@ -211,7 +211,7 @@ class HubFiles:
             pause = 0.0
             try:
                 pause = await self._request(url, name, start, end, data)
-                reason = "it asks to wait"
+                reason = "the hub asks to wait"
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 reason = str(error) or type(error).__name__
             if len(data) == end - start:
@@ -226,7 +226,7 @@ class HubFiles:
             await asyncio.sleep(max(pause, backoff.advance()))
 
     async def _request(self, url: str, name: str, start: int, end: int, data: bytearray) -> float:
-        """Append bytes from where `data` ends; returns the pause that a busy server asks for."""
+        """Append the bytes that follow `data`. Returns the pause that a busy server asks for, or 0."""
         first = start + len(data)
         headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
         async with self._session.get(url, headers=headers | self._authorization()) as response:
@@ -239,11 +239,11 @@ class HubFiles:
                 )
             if response.status == 404:
                 raise DataError(f"{self.where} has no file {name}")
-            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-            if response.status != 206 or found is None or int(found[1]) != first:
+            match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if response.status != 206 or match is None or int(match[1]) != first:
                 raise DataError(f"{self.where}/{name}: the server does not answer range requests")
-            if found[3] != "*" and int(found[3]) != (size := await self.size(name)):
-                raise DataError(f"{self.where}/{name} has {found[3]} bytes, expected {size}: it changed")
+            if match[3] != "*" and int(match[3]) != (size := await self.size(name)):
+                raise DataError(f"{self.where}/{name} has {match[3]} bytes, expected {size}: it changed")
             async for piece in response.content.iter_chunked(1 << 18):
                 taken = piece[: end - start - len(data)]
                 data += taken
@@ -257,7 +257,7 @@ class HubFiles:
 
 @asynccontextmanager
 async def hub_files(repository: Repository) -> AsyncIterator[HubFiles]:
-    """The files of a repository at the commit that its revision names."""
+    """The files of a repository at the commit of its revision."""
     import aiohttp
 
     repository = await asyncio.to_thread(resolve, repository)
@@ -284,7 +284,7 @@ def _read_range(path: Path, start: int, end: int) -> bytes:
 
 
 def _pause(headers: Mapping[str, str]) -> float:
-    """The seconds that a busy server asks for, up to `MOST_PAUSE_SECONDS`."""
+    """The pause that a busy server asks for, up to `MOST_PAUSE_SECONDS`."""
     given = headers.get("Retry-After", "")
     return min(float(given), MOST_PAUSE_SECONDS) if given.isdecimal() else 0.0
 
@@ -294,14 +294,14 @@ def _library() -> ModuleType:
         import huggingface_hub
     except ImportError as error:
         raise DataError(
-            'models of the hub need the huggingface_hub package: pip install "thinwire[hub]"'
+            'models on the hub need the huggingface_hub package: pip install "thinwire[hub]"'
         ) from error
     return huggingface_hub
 
 
 @contextmanager
 def _one_line(repository: Repository) -> Iterator[None]:
-    """Raises DataError in one line for what `huggingface_hub` raises."""
+    """Convert the errors of `huggingface_hub` to DataError with one line."""
     from huggingface_hub import errors
 
     try:
@@ -329,16 +329,18 @@ def _one_line(repository: Repository) -> Iterator[None]:
                 pause,
             ) from error
         raise HubUnreachableError(
-            f"{repository} cannot be reached ({str(error).splitlines()[0]}): check the network, HF_ENDPOINT"
+            f"{repository} cannot be reached ({str(error).splitlines()[0]}): check network and HF_ENDPOINT"
         ) from error
 
 
 def _forbidden(repository: Repository) -> DataError:
-    return DataError(f"{repository} is not there or is private: check the name, or {_with_token(repository)}")
+    return DataError(
+        f"{repository} does not exist or is private: check the name, or {_with_token(repository)}"
+    )
 
 
 def _with_token(repository: Repository) -> str:
-    """Advice so that the hub gets a token."""
+    """Advice on how to send a token to the hub."""
     if repository.token:
         return "set HF_TOKEN to your token"
     return f"set HF_TOKEN to your token and join with --hub {repository.name}"

@@ -1,8 +1,8 @@
 """A snapshot's `manifest.json`, and the hash of a model's weights. Torch-free.
 
-The weights' hash depends only on the parameters, and not on the split, the optimizer or the file's
-padding. It is the SHA-256 over the units' own hashes in model order. A unit's hash is over name, dtype,
-shape and bytes of each of its parameters, sorted by name.
+The weights' hash depends only on the parameters, not on the split, the optimizer or the file's padding. It is
+the SHA-256 over the units' hashes in model order. A unit's hash covers name, dtype, shape and bytes of each
+parameter, sorted by name.
 """
 
 import json
@@ -18,14 +18,14 @@ from node.training.loss_scale import LossScale
 from wire.errors import RunError
 
 FORMAT = 1
-"""Raised whenever files or manifest change meaning."""
+"""The format's number, which increases whenever files or manifest change meaning."""
 MANIFEST_NAME = "manifest.json"
 DAMAGED_NAME = "manifest.json.damaged"
 """The name of a damaged snapshot's manifest."""
 
 
 class SnapshotDamagedError(RunError):
-    """A complete snapshot was changed or damaged. `what` is the message without its advice."""
+    """A complete snapshot was changed or damaged. `what` is the message without the advice."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; use an older snapshot")
@@ -34,7 +34,7 @@ class SnapshotDamagedError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class UnitEntry:
-    """What a manifest says about one layer unit's file."""
+    """A manifest's entry for the file of a layer unit."""
 
     unit: str
     file: str
@@ -45,12 +45,12 @@ class UnitEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a complete snapshot is: its step, its run, and the hashes of its files."""
+    """Describes a complete snapshot: its step, its run, and the hashes of its files."""
 
     format: int
     run_id: str
     step: int
-    """Optimizer steps taken."""
+    """The number of optimizer steps taken."""
     config: dict[str, Any]
     """The resolved run file, as JSON values."""
     units: tuple[UnitEntry, ...]
@@ -68,7 +68,7 @@ class Manifest:
             format=FORMAT,
             run_id=run_id,
             step=step,
-            # Through JSON, so that a manifest equals itself read back: tuples become lists.
+            # Through JSON, which turns tuples into lists, so that a manifest equals its copy read back.
             config=json.loads(json.dumps(asdict(config))),
             units=tuple(units),
             weights_sha256=weights_sha256(entry.weights_sha256 for entry in units),
@@ -83,7 +83,7 @@ class Manifest:
         for entry in self.units:
             if entry.unit == unit:
                 return entry
-        raise RunError(f"the snapshot of step {self.step} has no unit {unit!r}; it is of another model")
+        raise RunError(f"the snapshot of step {self.step} has no unit {unit!r}; it belongs to another model")
 
     def to_json(self) -> str:
         fields = asdict(self)
@@ -96,15 +96,15 @@ class Manifest:
         """Read a manifest back.
 
         Args:
-            where: names the snapshot in messages.
+            where: the name of the snapshot in messages.
 
         Raises:
-            SnapshotDamagedError: torn, with missing or wrong fields, or with a wrong weights hash.
-            RunError: of another format.
+            SnapshotDamagedError: it is cut short, has missing or wrong fields, or a wrong weights hash.
+            RunError: it has another format.
         """
         try:
             fields = json.loads(text)
-            # First of all: of another format, other fields are no damage.
+            # Checked first, because other fields in another format are not damage.
             if fields["format"] != FORMAT:
                 raise RunError(
                     f"{where} has format {fields['format']}, expected {FORMAT}; use the version that wrote it"
@@ -115,14 +115,14 @@ class Manifest:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SnapshotDamagedError(f"the manifest of {where} is damaged ({error})") from error
         if any(entry.file != unit_file(entry.unit) for entry in units):
-            raise SnapshotDamagedError(f"the manifest of {where} names files that are no units")
+            raise SnapshotDamagedError(f"the manifest of {where} names files that are not units")
         if manifest.weights_sha256 != weights_sha256(entry.weights_sha256 for entry in units):
-            raise SnapshotDamagedError(f"the manifest of {where} contradicts itself on weights")
+            raise SnapshotDamagedError(f"the manifest of {where} has inconsistent hashes of weights")
         return manifest
 
 
 class LayerFile(NamedTuple):
-    """What a unit's snapshot file is."""
+    """A unit's snapshot file in memory. Implements `LayerSource`."""
 
     data: bytes
     sha256: str
@@ -144,7 +144,7 @@ class LayerFile(NamedTuple):
 
 
 class LayerSource(Protocol):
-    """A unit's snapshot file that is read in pieces, in memory or on a disk."""
+    """A unit's snapshot file that is read in pieces, from memory or from disk."""
 
     @property
     def size(self) -> int:
@@ -154,17 +154,17 @@ class LayerSource(Protocol):
     def sha256(self) -> str: ...
 
     def read(self, offset: int, size: int) -> bytes:
-        """At most `size` bytes from `offset` on. Blocks. Raises RunError if the disk fails."""
+        """Read at most `size` bytes from `offset` on. Blocks. Raises RunError if the disk fails."""
 
     def close(self) -> None:
-        """It is read no more."""
+        """Release the file."""
 
 
 class JoinedFile:
-    """Parts of files that are read as one file. Implements `LayerSource`; its parts are others' to close."""
+    """Reads parts of files as one file. Implements `LayerSource`. The caller closes the parts."""
 
     def __init__(self, parts: Sequence[tuple[LayerSource, int, int]], sha256: str) -> None:
-        """`parts`: a file each, and where its part begins and ends."""
+        """`parts`: files, each with the start and end of its part."""
         self._parts = parts
         self.size = sum(end - start for _, start, end in parts)
         self.sha256 = sha256
@@ -180,30 +180,31 @@ class JoinedFile:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing, because the caller closes the parts."""
 
 
 class SnapshotStore(Protocol):
-    """A place that keeps the layers of a run's snapshots: the coordinator's folder, a node's disk, or an
-    object store. The caller must know what a file should be, and compares the SHA-256.
+    """Stores the layers of a run's snapshots: in the coordinator's folder, on a node's disk, or in an object
+    store. The caller compares the SHA-256 of a file with the expected one.
 
-    Every call blocks, and raises RunError if the place fails. Call them from a thread.
+    All methods block, and raise RunError if the store fails. Call them from a thread.
     """
 
     def put(self, step: int, unit: str, data: bytes) -> object:
-        """Store a layer unit's file durably; it is there as a whole or not at all."""
+        """Store a layer unit's file durably and atomically."""
 
     def get(self, step: int, unit: str, size: int) -> LayerFile | None:
         """At most `size` bytes of a unit's file; None if it is missing or known to be damaged."""
 
     def steps(self) -> Sequence[int]:
-        """Steps whose files are here, oldest first; in the coordinator's folder, of complete snapshots."""
+        """The steps that have files here, oldest first. The coordinator's folder lists complete snapshots
+        only."""
 
     def remove(self, step: int) -> None:
-        """Remove a snapshot, if it is there."""
+        """Remove a snapshot if it exists."""
 
     def hold(self, steps: Collection[int], record: str = "") -> None:
-        """Keep these snapshots and remove older ones; `record` is what `thinwire recover` needs."""
+        """Keep these snapshots and remove older ones. `record` is the data for `thinwire recover`."""
 
 
 def unit_file(unit: str) -> str:
@@ -211,11 +212,7 @@ def unit_file(unit: str) -> str:
 
 
 def unit_weights_sha256(parameters: Mapping[str, np.ndarray]) -> str:
-    """Hash of one unit's parameters.
-
-    Args:
-        parameters: arrays by name, without prefix.
-    """
+    """The hash of one unit's parameters, given as arrays by name without prefix."""
     digest = sha256()
     for name in sorted(parameters):
         array = np.ascontiguousarray(parameters[name])
@@ -225,10 +222,10 @@ def unit_weights_sha256(parameters: Mapping[str, np.ndarray]) -> str:
 
 
 def weights_line(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The bytes that come before a parameter's bytes in that hash."""
+    """What precedes a parameter's bytes in `unit_weights_sha256`."""
     return f"{name} {dtype.str} {shape}\n".encode()
 
 
 def weights_sha256(unit_hashes: Iterable[str]) -> str:
-    """Hash of a whole model from its units' hashes in model order."""
+    """The hash of a whole model from its units' hashes in model order."""
     return sha256("\n".join(unit_hashes).encode()).hexdigest()

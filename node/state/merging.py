@@ -1,7 +1,7 @@
 """Merges adapters into the weights of a whole model.
 
-Merged weights are those with which training computed: what `[lora] base` unpacks to, plus the adapters.
-This module uses torch, which the rest of an export does not, because the base is packed again.
+Merged weights are the weights that training computed with: the unpacked `[lora] base` plus the adapters.
+Unlike the rest of an export, this module needs torch, because it packs the base again.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from node.state.start import read_units
 def merged_parameters(
     config: RunConfig, unit: str, adapters: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """A unit's whole weights, float32, by the names of `parameter_specs`.
+    """A unit's whole weights, float32, by the names in `parameter_specs`.
 
     Raises DataError if the checkpoint that the run started from cannot be read.
     """
@@ -31,7 +31,7 @@ def merged_parameters(
         whole = asyncio.run(read_units(model, [unit]))[unit]
     else:
         whole = {spec.name: initial_weight(model, unit, spec, config.run.seed) for spec in specs}
-    found: dict[str, np.ndarray] = {}
+    parameters: dict[str, np.ndarray] = {}
     for spec in specs:
         name, array = spec.name, whole[spec.name]
         path, values = name.removesuffix(".weight"), torch.from_numpy(np.ascontiguousarray(array))
@@ -41,5 +41,5 @@ def merged_parameters(
         if f"{path}.{UP}" in adapters:
             down, up = (torch.from_numpy(adapters[f"{path}.{kind}"]) for kind in (DOWN, UP))
             values = merged(values, down, up, lora, spec.experts)
-        found[name] = values.numpy()
-    return found
+        parameters[name] = values.numpy()
+    return parameters

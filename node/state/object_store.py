@@ -1,11 +1,11 @@
-"""Snapshots in an object store, through fsspec: S3, GCS, or a folder that all machines have.
+"""Stores snapshots in an object store, through fsspec: S3, GCS, or a folder that all machines share.
 
-    URL/RUN_ID/run.json                       what `thinwire recover` needs of the run
+    URL/RUN_ID/run.json                       what `thinwire recover` needs
     URL/RUN_ID/step-00000100/UNIT.safetensors
 
-Nodes write and read layers there themselves, with the credentials of their own environment: nothing of size
-passes through the coordinator, and no credential is sent to anybody. A layer counts once its SHA-256 is on
-record at the coordinator, so one that is half written or was changed in the store is never used.
+Nodes write and read layers directly, with the credentials in their own environment. So large data does not
+pass through the coordinator, and no credential leaves its machine. A layer counts once its SHA-256 is on
+record at the coordinator, so a partly written or modified layer is never used.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from wire.errors import RunError, UserError, shortened
 RECORD_FILE = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _EXTRAS = {"s3": "s3fs"}
-"""For each scheme, the package that fsspec needs in addition, and that `thinwire[store]` installs."""
+"""The additional packages that fsspec needs, by scheme. `thinwire[store]` installs them."""
 _FOLDERS = ("file", "local")
 """Schemes of a folder on this machine."""
 _PORTS = {"http": 80, "https": 443, "webdav": 443, "ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
-"""The usual port, for each scheme whose addresses begin with a host (hosts ignore case)."""
+"""The default ports of schemes whose addresses begin with a host, which ignores case."""
 MOST_URL = 1000
-"""Characters of an address."""
+"""The most characters of an address."""
 _NOT_PLAIN = frozenset("%\\*[]#~")
-"""Characters that a store's library may read as another character, a pattern or a home directory."""
+"""Characters that a store's library may interpret as an escape, a pattern or a home directory."""
 
 
 def wrong_url(url: str) -> str | None:
     """Why this cannot be an object store's address, or None. Opens no connection.
 
-    Only plain addresses can be compared with what a machine's owner allows: a store's library resolves dots,
-    decodes escapes, expands patterns and chains addresses by "::".
+    Only plain addresses can be compared with what a machine's owner allows, because a store's library
+    resolves dots, decodes escapes, expands patterns and chains addresses with "::".
     """
     scheme, _, rest = url.partition("://")
     if not rest.strip("/") or "?" in url or "@" in rest:
@@ -55,13 +55,15 @@ def wrong_url(url: str) -> str | None:
     if scheme in _EXTRAS and importlib.util.find_spec(_EXTRAS[scheme]) is None:
         return f"{_EXTRAS[scheme]} is not installed: install thinwire[store]"
     known = importlib.import_module("fsspec").available_protocols()
-    return None if scheme in known else f"fsspec knows no {scheme!r}: it knows {', '.join(sorted(known))}"
+    return (
+        None if scheme in known else f"fsspec does not know {scheme!r}; it knows {', '.join(sorted(known))}"
+    )
 
 
 def is_below(url: str, allowed: str) -> bool:
-    """Whether `url` is the address `allowed` or one below it, in the same store. False if either is wrong.
+    """Whether `url` is the address `allowed` or one below it in the same store. False if either is invalid.
 
-    Folders of this machine are compared where their symbolic links lead.
+    Folders on this machine are compared after resolving symbolic links.
     """
     if wrong_url(url) is not None or wrong_url(allowed) is not None:
         return False
@@ -80,7 +82,7 @@ def _parts(url: str) -> list[str]:
 
 
 def run_folder(url: str, run_id: str) -> str:
-    """A run's folder in the store that `snapshots.keep` names."""
+    """The address of a run's folder in the store that `snapshots.keep` names."""
     return f"{url.rstrip('/')}/{run_id}"
 
 
@@ -88,7 +90,7 @@ class ObjectStore:
     """One run's part of a store. Implements `node.state.manifest.SnapshotStore`."""
 
     def __init__(self, url: str) -> None:
-        """`url` is the run's own folder, as `run_folder` gives it. Raises UserError if it cannot be one."""
+        """`url` is the run's folder, as `run_folder` returns it. Raises UserError if it is invalid."""
         if (why := wrong_url(url)) is not None:
             raise UserError(f"{shortened(url)} cannot hold snapshots: {why}")
         self.url = url.rstrip("/")
@@ -102,7 +104,7 @@ class ObjectStore:
 
     def get(self, step: int, unit: str, size: int) -> LayerFile:
         """See `SnapshotStore.get`. Raises RunError for a missing file too, because the store's library may
-        not tell that from another failure."""
+        not distinguish it from other failures."""
         path = f"{self._step(step)}/{unit_file(unit)}"
         with self._errors(path):
             self._refuse_link(path)
@@ -114,7 +116,7 @@ class ObjectStore:
             self._files.invalidate_cache()  # other machines write here too
             paths = self._files.ls(self._root, detail=False) if self._files.exists(self._root) else ()
         names = (path.rstrip("/").rpartition("/")[2] for path in paths)
-        return tuple(sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name))))
+        return tuple(sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name))))
 
     def hold(self, steps: Collection[int], record: str = "") -> None:
         for step in self.steps():
@@ -145,7 +147,7 @@ class ObjectStore:
     def _put(self, path: str, data: bytes) -> None:
         with self._errors(path):
             if self._is_folder:
-                # An object store shows whole objects alone; a folder needs a rename for that.
+                # An object store shows only complete objects. A folder needs a rename for that.
                 for name in (path, f"{path}.part"):
                     self._refuse_link(name)
                 self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -155,7 +157,7 @@ class ObjectStore:
                 self._files.pipe_file(path, data)
 
     def _refuse_link(self, path: str) -> None:
-        """Raises OSError if a symbolic link below the run's folder leads out of it."""
+        """Raise OSError if a symbolic link below the run's folder leads out of it."""
         if self._is_folder and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self._root)):
             raise PermissionError(f"a symbolic link leads out of {self._root}: remove it")
 
@@ -163,11 +165,11 @@ class ObjectStore:
     def _errors(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # each store's library has errors of its own
-            said = " ".join(str(error).split())[:200] or type(error).__name__
+        except Exception as error:  # each store's library has its own errors
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise RunError(
-                f"{what.rpartition('/')[2]} in the object store {self.url}: {said}; check that the store can "
-                "be reached and that this machine's environment has the credentials for it"
+                f"{what.rpartition('/')[2]} in the object store {self.url}: {reason}; check that the store "
+                "can be reached and that this machine's environment has the credentials for it"
             ) from error
 
 
@@ -175,18 +177,17 @@ class ObjectStore:
 
 
 def stored_steps(run_directory: Path) -> dict[int, str]:
-    """The run's snapshots in an object store: by step, the folder there. The coordinator keeps the list."""
-    found = {}
+    """The folders of the run's snapshots in an object store, by step, from the coordinator's list."""
+    folders = {}
     for path in sorted((run_directory / "kept").glob("step-*.url")):
         if path.with_suffix(".json").is_file():
-            found[int(path.stem.partition("-")[2])] = path.read_text().strip()
-    return found
+            folders[int(path.stem.partition("-")[2])] = path.read_text().strip()
+    return folders
 
 
 def bring(run_directory: Path, step: int) -> Path:
-    """Fetch a snapshot from the store into `fetched` of the run directory, unless it is there; its folder.
-
-    Raises RunError.
+    """Fetch a snapshot from the store into the run directory's `fetched` folder, unless it is there. Returns
+    its folder. Raises RunError.
     """
     name = f"step-{step:08d}"
     kept = run_directory / "kept" / f"{name}.json"
@@ -194,7 +195,7 @@ def bring(run_directory: Path, step: int) -> Path:
     try:
         manifest = Manifest.from_json(kept.read_bytes(), str(kept))
         fetched = directory / MANIFEST_NAME
-        # A step that ran again has another snapshot.
+        # A step that ran again has a different snapshot.
         if fetched.is_file() and Manifest.from_json(fetched.read_bytes(), str(fetched)) == manifest:
             return directory
         fetched.unlink(missing_ok=True)
@@ -205,7 +206,7 @@ def bring(run_directory: Path, step: int) -> Path:
             if file.sha256 != entry.sha256:
                 raise RunError(f"layer {entry.unit} of step {step} is damaged in {store.url}")
             (directory / entry.file).write_bytes(file.data)
-        # Last: with a manifest a folder is complete.
+        # Written last, because a folder with a manifest counts as complete.
         (directory / MANIFEST_NAME).write_text(manifest.to_json())
     except OSError as error:
         raise RunError(f"{directory} cannot be written ({error.strerror}): make room there") from error

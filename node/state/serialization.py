@@ -1,5 +1,5 @@
-"""A layer unit's state as bytes in the safetensors format, as nodes send and receive it and snapshots store
-it."""
+"""Converts a layer unit's state to and from the safetensors format, which nodes exchange and snapshots
+store."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,39 +15,39 @@ from wire.errors import RunError
 
 
 def serialize_unit(tensors: Mapping[str, Tensor]) -> bytes:
-    """The same tensors give the same bytes, in whatever order they come.
+    """The bytes of a unit's state, which do not depend on the order of the tensors.
 
     Args:
-        tensors: CPU tensors by name, as from `StageOptimizer.unit_state`.
+        tensors: CPU tensors by name, as `StageOptimizer.unit_state` returns them.
     """
     return b"".join(unit_pieces({name: tensor.numpy() for name, tensor in tensors.items()}))
 
 
 def deserialize_unit(data: bytes) -> dict[str, Tensor]:
-    """CPU tensors by name. Sizes are checked against the data before anything is allocated; no code runs.
+    """CPU tensors by name. Sizes are checked before anything is allocated, and no code is executed.
 
     Raises:
-        RunError: not a safetensors file, or a damaged one.
+        RunError: the data is not a safetensors file, or it is damaged.
     """
     try:
         return load(data)
     except (SafetensorError, KeyError) as error:
-        # KeyError: a dtype that this torch does not have.
+        # KeyError: this version of torch lacks the dtype.
         raise RunError(f"unit state of {len(data)} bytes cannot be read ({error}); fetch it again") from error
 
 
 def without_cache(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A unit's weights and optimizer state alone, without the activations remembered behind it."""
+    """A unit's weights and optimizer state, without the sample cache after it."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(CACHE_PREFIX)}
 
 
 def cache_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The activations remembered behind a unit, if its state has any."""
+    """The sample cache after a unit, if its state has one."""
     return {name: tensor for name, tensor in tensors.items() if name.startswith(CACHE_PREFIX)}
 
 
 def as_frozen(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A unit's weights under the names of frozen ones."""
+    """A unit's weights under the names of frozen weights."""
     return {f"{FROZEN_PREFIX}{name.removeprefix(PARAMETER_PREFIX)}": value for name, value in weights.items()}
 
 

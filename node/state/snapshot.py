@@ -1,4 +1,4 @@
-"""Snapshots on disk: one safetensors file a layer unit, and a manifest; writing and checking. Torch-free.
+"""Writes and checks snapshots on disk: one safetensors file per layer unit, and a manifest. Torch-free.
 
     SNAPSHOTS/step-00000100/embed.safetensors
                             block.0000.safetensors ...
@@ -6,8 +6,8 @@
                             manifest.json             written last: a snapshot without one is incomplete
                             manifest.json.damaged     its name after a file was found damaged
 
-Each file is written under a temporary name, synced and renamed. All calls here read, hash or write whole
-files: call them from a thread, never on the event loop.
+Each file is written under a temporary name, synced and renamed. These functions read, hash or write whole
+files, so call them from a thread, never on the event loop.
 """
 
 import errno
@@ -44,9 +44,9 @@ from wire.descriptors import EXHAUSTED, when_there_are_some
 from wire.errors import DiskFullError, ProtocolViolationError, RunError
 
 WEIGHTS_FOLDER = "weights"
-"""Beside `snapshots` in a run's directory: the last one's weights, in its format, until it is there."""
+"""The folder, beside `snapshots`, that has the last snapshot's weights until that snapshot is complete."""
 MOMENT_SECONDS = 2.0
-"""A check that takes longer reports what it does."""
+"""A check that takes longer reports its progress."""
 _CHUNK_BYTES = 1 << 20
 
 Tell = Callable[[str], None]
@@ -54,38 +54,38 @@ _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
 def snapshot_directory(root: Path, step: int) -> Path:
-    """The folder of the snapshot that was taken after `step` optimizer steps."""
+    """The folder of the snapshot taken after `step` optimizer steps."""
     return root / f"step-{step:08d}"
 
 
 def list_snapshots(root: Path) -> tuple[int, ...]:
-    """Steps of the complete snapshots, oldest first."""
+    """The steps of complete snapshots, oldest first."""
     return tuple(step for step, directory in _step_directories(root) if is_complete(directory))
 
 
 def list_models(run_directory: Path) -> dict[int, Path]:
-    """By step, oldest first: the folders in which a run's weights are complete, of snapshots and of the last
-    step's weights that came ahead of its snapshot."""
+    """The folders with complete weights, by step, oldest first: complete snapshots, and the last step's
+    weights if they arrived before its snapshot."""
     roots = run_directory / WEIGHTS_FOLDER, run_directory / "snapshots"
-    found = {step: snapshot_directory(root, step) for root in roots for step in list_snapshots(root)}
-    return dict(sorted(found.items()))
+    folders = {step: snapshot_directory(root, step) for root in roots for step in list_snapshots(root)}
+    return dict(sorted(folders.items()))
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether a snapshot is there whole. One that is removed loses its manifest first."""
+    """Whether a snapshot is complete. A removal deletes the manifest first."""
     return (directory / MANIFEST_NAME).is_file()
 
 
 def held_by_nodes(run_directory: Path) -> str:
-    """How to fetch a snapshot that is not at the coordinator; empty if nodes hold none."""
+    """Advice on fetching a snapshot that is not at the coordinator; empty if nodes hold none."""
     kept = sorted((run_directory / "kept").glob("step-*.json"))
     held = [path for path in kept if not path.with_suffix(".url").is_file()]
     if not held:
         return ""
     step = int(held[-1].stem.partition("-")[2])
     return (
-        f"; the run's nodes hold that of step {step}: stop the run and go on with `thinwire resume "
-        f"{run_directory} snapshots.keep=coordinator`, then the next one comes here"
+        f"; the run's nodes hold the snapshot of step {step}: stop the run and continue with `thinwire "
+        f"resume {run_directory} snapshots.keep=coordinator`, which stores the next one here"
     )
 
 
@@ -93,8 +93,8 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a complete snapshot.
 
     Raises:
-        SnapshotDamagedError: it is torn, of another step than its folder's name, or the disk has lost it.
-        RunError: there is none, or it is of another format.
+        SnapshotDamagedError: it is cut short, is for another step than its folder, or the disk has lost it.
+        RunError: there is none, or it has another format.
     """
     try:
         text = when_there_are_some((directory / MANIFEST_NAME).read_bytes)
@@ -108,7 +108,7 @@ def read_manifest(directory: Path) -> Manifest:
     if directory.name.startswith("step-") and directory != snapshot_directory(
         directory.parent, manifest.step
     ):
-        raise SnapshotDamagedError(f"{directory} holds the snapshot of step {manifest.step}")
+        raise SnapshotDamagedError(f"{directory} contains the snapshot of step {manifest.step}")
     return manifest
 
 
@@ -116,7 +116,7 @@ def read_unit(directory: Path, unit: str) -> bytes:
     """A unit's file from a complete snapshot, after checking its SHA-256.
 
     Raises:
-        SnapshotDamagedError: the file is missing, unreadable or not what the manifest says.
+        SnapshotDamagedError: the file is missing or unreadable, or does not match the manifest.
         RunError: there is no such unit or complete snapshot, or this user may not read it.
     """
     entry = read_manifest(directory).entry(unit)
@@ -130,7 +130,7 @@ def read_unit(directory: Path, unit: str) -> bytes:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Read a unit's file inside; raises what `read_unit` does."""
+    """Convert errors of reading a unit's file to those of `read_unit`."""
     try:
         yield
     except PermissionError as error:
@@ -143,14 +143,14 @@ def reading(path: Path) -> Iterator[None]:
 
 def damaged(path: Path) -> SnapshotDamagedError:
     """The error for a unit's file that differs from its manifest."""
-    return SnapshotDamagedError(f"{path} is damaged: its SHA-256 is not the manifest's")
+    return SnapshotDamagedError(f"{path} is damaged: its SHA-256 differs from the manifest's")
 
 
 def set_aside(directory: Path) -> None:
-    """Rename a damaged snapshot's manifest, so that it no longer counts; its files stay until pruned.
+    """Rename a damaged snapshot's manifest, so that it no longer counts. Its files stay until pruned.
 
     Raises:
-        RunError: its manifest cannot be renamed.
+        RunError: the manifest cannot be renamed.
     """
     manifest = directory / MANIFEST_NAME
     try:
@@ -161,7 +161,7 @@ def set_aside(directory: Path) -> None:
 
 
 def discard_incomplete(root: Path, below: int | None = None) -> tuple[int, ...]:
-    """Remove incomplete snapshots, of steps below `below` if given. Returns their steps."""
+    """Remove incomplete snapshots, only those of steps before `below` if given. Returns their steps."""
     complete = set(list_snapshots(root))
     removed = []
     for step, directory in _step_directories(root):
@@ -181,48 +181,48 @@ class Checked:
     """The result of checking a run's snapshots."""
 
     whole: int
-    """The step of the newest undamaged one; 0 if there is none."""
+    """The step of the newest undamaged snapshot; 0 if there is none."""
     damaged: tuple[tuple[int, str], ...]
-    """Step of each newer one, newest first, and what is damaged."""
+    """The step and the damage of each newer snapshot, newest first."""
 
     def news(self) -> str:
-        """A line about those that were set aside."""
-        found = "; ".join(what for _, what in self.damaged)
+        """A line about the snapshots that were set aside."""
+        damage = "; ".join(text for _, text in self.damaged)
         steps = ", ".join(str(step) for step, _ in self.damaged)
         which = f"the snapshot of step {steps} is" if len(self.damaged) == 1 else f"the snapshots {steps} are"
         aside = f"{which} set aside (as {DAMAGED_NAME})"
-        return f"{found}: {aside}, and the newest that is whole is that of step {self.whole}"
+        return f"{damage}: {aside}, and the newest intact one is that of step {self.whole}"
 
 
 def set_damaged_aside(root: Path, tell: Tell = lambda _: None) -> Checked:
     """Find the newest undamaged snapshot of a run and set newer ones aside.
 
-    If all are damaged they stay: without any snapshot the run would start from the beginning.
+    If all are damaged, none is set aside, because without a snapshot the run would start from the beginning.
 
     Args:
-        tell: receives a line about what is being checked, if that takes long.
+        tell: called with a line about the check if it takes long.
 
     Raises:
         RunError: a file may not be read or renamed, or another version wrote it.
     """
-    found: list[tuple[int, str]] = []
+    damage: list[tuple[int, str]] = []
     for step in reversed(list_snapshots(root)):
         try:
             check_snapshot(snapshot_directory(root, step), tell)
         except SnapshotDamagedError as error:
-            found.append((step, error.what))
+            damage.append((step, error.what))
             continue
-        for other, _ in found:
+        for other, _ in damage:
             set_aside(snapshot_directory(root, other))
-        return Checked(whole=step, damaged=tuple(found))
-    return Checked(whole=0, damaged=tuple(found))
+        return Checked(whole=step, damaged=tuple(damage))
+    return Checked(whole=0, damaged=tuple(damage))
 
 
 def check_snapshot(directory: Path, tell: Tell = lambda _: None) -> None:
     """Compare every file of a complete snapshot with its manifest.
 
     Raises:
-        SnapshotDamagedError: at the first that is missing, unreadable or another.
+        SnapshotDamagedError: for the first file that is missing, unreadable or different.
         RunError: a file may not be read, or another version wrote it.
     """
     manifest = read_manifest(directory)
@@ -245,11 +245,11 @@ def _opened(path: Path) -> BinaryIO:
 
 
 class SnapshotFolder:
-    """The coordinator's: collects the units of snapshots as stages upload them; the last one completes a
-    snapshot. Implements `node.state.manifest.SnapshotStore`.
+    """The coordinator's store: collects the units of snapshots as stages upload them. The last unit completes
+    a snapshot. Implements `node.state.manifest.SnapshotStore`.
 
-    Units may come in any order, from several threads, and for several steps at once. Before a step is
-    uploaded again call `discard`, so that no snapshot mixes units of two attempts at it.
+    Units may arrive in any order, on several threads, and for several steps at once. Call `discard` before a
+    step is uploaded again, so that no snapshot mixes units of two attempts.
     """
 
     def __init__(
@@ -257,8 +257,8 @@ class SnapshotFolder:
     ) -> None:
         """
         Args:
-            windows: samples of one pass over the text.
-            scale_of: of the loss.
+            windows: the number of samples in one pass over the text.
+            scale_of: returns the loss scale after a step.
         """
         self._root = root
         self._scale_of = scale_of
@@ -270,7 +270,7 @@ class SnapshotFolder:
         self._lock = Lock()
 
     def get(self, step: int, unit: str, size: int) -> LayerFile:
-        """See `SnapshotStore.get`. Raises what `read_unit` raises."""
+        """See `SnapshotStore.get`. Raises the errors of `read_unit`."""
         return LayerFile.of(read_unit(snapshot_directory(self._root, step), unit)[:size])
 
     def steps(self) -> tuple[int, ...]:
@@ -282,7 +282,8 @@ class SnapshotFolder:
 
     def hold(self, steps: Collection[int], record: str = "") -> None:
         """See `SnapshotStore.hold`. Also removes incomplete snapshots older than the newest of `steps`, and
-        damaged ones older than all. No record is kept, because the database is in the same directory."""
+        damaged ones older than all of them. Ignores `record`, because the database is in the same
+        directory."""
         newest, oldest = max(steps, default=0), min(steps, default=0)
         with self._lock:
             for step, directory in _step_directories(self._root):
@@ -293,25 +294,25 @@ class SnapshotFolder:
     def _remove(self, step: int) -> None:
         directory = snapshot_directory(self._root, step)
         self._entries.pop(step, None)
-        # The manifest first: an interrupted removal leaves an incomplete snapshot, not a damaged one.
+        # The manifest first, so that an interrupted removal leaves an incomplete snapshot, not a damaged one.
         for path in (directory / MANIFEST_NAME, directory):
             if path.exists():
                 _remove(path)
 
     def put(self, step: int, unit: str, data: bytes, checked: UnitEntry | None = None) -> Manifest | None:
-        """Store one unit; a repeated upload replaces the earlier one.
+        """Store one unit. A repeated upload replaces the earlier one.
 
         Args:
-            step: optimizer steps taken.
-            data: from `serialize_unit`.
-            checked: what `check` gave for it, if it was called before.
+            step: the number of optimizer steps taken.
+            data: the result of `serialize_unit`.
+            checked: the entry that `check` returned, if it was called before.
 
         Returns:
-            The manifest, once all units of the step are stored; else None.
+            The manifest, if all units of the step are stored; else None.
 
         Raises:
-            ProtocolViolationError: unusable for a resume; nothing is stored.
-            RunError: the disk is full or cannot be written; no partial file is left.
+            ProtocolViolationError: a run cannot resume from the unit. Nothing is stored.
+            RunError: the disk is full or cannot be written. No partial file is left.
         """
         entry = checked or self.check(step, unit, LayerFile.of(data))[0]
         directory = snapshot_directory(self._root, step)
@@ -331,16 +332,16 @@ class SnapshotFolder:
             units = [entries[unit] for unit in self._units]
             manifest = Manifest.of(self._run_id, step, self._run, units, self._scale_of(step))
             _write(directory / MANIFEST_NAME, manifest.to_json().encode(), step)
-            # All files of one that was damaged are written again.
+            # If this snapshot was damaged, all its files have been written again.
             (directory / DAMAGED_NAME).unlink(missing_ok=True)
             del self._entries[step]
             return manifest
 
     def discard(self, step: int, *, remove: bool = False) -> None:
-        """Forget the units of a step whose snapshot is not complete; with `remove` also from disk.
+        """Forget the units of a step whose snapshot is incomplete. With `remove`, delete their files too.
 
         Raises:
-            RunError: they cannot be removed.
+            RunError: the files cannot be removed.
         """
         with self._lock:
             self._entries.pop(step, None)
@@ -349,14 +350,14 @@ class SnapshotFolder:
                 _remove(directory)
 
     def missing(self, step: int) -> tuple[str, ...]:
-        """Units of a step's snapshot that have not come yet, in model order."""
+        """The units of a step's snapshot that have not arrived yet, in model order."""
         with self._lock:
             return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
 
     def check(self, step: int, unit: str, file: LayerFile) -> tuple[UnitEntry, tuple[float, float, float]]:
-        """What a manifest says about a unit's file, and its `state_sums`. Several threads may call it.
+        """The manifest's entry for a unit's file, and its `state_sums`. Thread-safe.
 
-        Raises ProtocolViolationError if nobody can go on from it.
+        Raises ProtocolViolationError if a run cannot resume from the unit.
         """
         if unit not in self._units:
             raise ProtocolViolationError(f"upload of unit {unit!r}, which this model does not have; refused")
@@ -384,8 +385,8 @@ class SnapshotFolder:
 def _step_directories(root: Path) -> list[tuple[int, Path]]:
     if not root.is_dir():
         return []
-    found = when_there_are_some(lambda: list(root.iterdir()))
-    matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in found if path.is_dir())
+    entries = when_there_are_some(lambda: list(root.iterdir()))
+    matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in entries if path.is_dir())
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
@@ -404,7 +405,7 @@ def _remove(path: Path) -> None:
 
 
 def _write(path: Path, data: bytes, step: int) -> None:
-    """Make `path` hold `data`, atomically and durably; make its directory if needed."""
+    """Write `data` to `path` atomically and durably. Creates the directory if needed."""
     with write_errors(path, len(data)):
         when_there_are_some(lambda: _write_file(path, data, step))
 
@@ -424,7 +425,7 @@ def _write_file(path: Path, data: bytes, step: int) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    # The rename, and the directory itself if it is new.
+    # Sync the rename, and the directory itself in case it is new.
     _sync_directory(path.parent)
     _sync_directory(path.parent.parent)
 
@@ -439,7 +440,7 @@ def _sync_directory(directory: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path, size: int) -> Iterator[None]:
-    """While a file of `size` bytes is written: OSError becomes DiskFullError, or another RunError."""
+    """Convert OSError to DiskFullError or another RunError while a file of `size` bytes is written."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
-"""A node's layer files of snapshots: for rollbacks, for a new stage, and as the run's own copies.
+"""Stores layer files of snapshots on a node's disk, for rollbacks, for a new stage, and as the run's copies.
 
     DIRECTORY/STEP/UNIT.layer    SHA-256 of the rest, then a unit's snapshot file
-    DIRECTORY/run.json           what `thinwire recover` needs of the run
+    DIRECTORY/run.json           what `thinwire recover` needs
 
-Each file is written under a temporary name, synced and renamed. One that does not match its SHA-256 is
-removed and counts as absent. A file may belong to a snapshot that was never completed, after which the run
-reached the same step with other bits; so a node asks the coordinator whether its copy is the snapshot's.
+Each file is written under a temporary name, synced and renamed. A file that does not match its SHA-256 is
+removed and counts as missing. A file may belong to a snapshot that was never completed, after which the run
+reached the same step with other bits. So a node asks the coordinator whether its copy is valid.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from node.state.manifest import LayerFile
 from wire.errors import RunError
 
 KEPT_STEPS = 2
-"""Steps to keep beside those that the coordinator wants kept."""
+"""How many steps to keep besides those that the coordinator has requested."""
 RECORD_FILE = "run.json"
-NO_ROOM = "there is no room on this node's disk: free some, or join with --max-disk"
+NO_ROOM = "this node's disk space is used up: free some, or join with a larger --max-disk"
 _SUM = 32
 
 
 class LayerName(NamedTuple):
-    """A file's place and, unchecked, its description."""
+    """A file's step and unit, with its size and SHA-256, which are unchecked."""
 
     step: int
     unit: str
@@ -40,20 +40,20 @@ class LayerName(NamedTuple):
 
 
 class SnapshotCache:
-    """The layer files of the newest steps, with at most `limit` bytes. Implements
+    """Stores the layer files of the newest steps, in at most `limit` bytes. Implements
     `node.state.manifest.SnapshotStore`."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         self._directory = directory
         self._limit = limit
         self._kept: frozenset[int] = frozenset()
-        """Steps of complete snapshots: only `hold` removes their files."""
+        """The steps of complete snapshots, of which the newest are removed only by `hold`."""
         self._making_room = Lock()
         self._coming: dict[Path, int] = {}
-        """Files that are being written, and their bytes."""
+        """The files that are being written, with their sizes."""
 
     def get(self, step: int, unit: str, size: int = sys.maxsize) -> LayerFile | None:
-        """See `SnapshotStore.get`. A damaged file is removed."""
+        """See `SnapshotStore.get`. Removes a damaged file."""
         path = self._path(step, unit)
         if path is None:
             return None
@@ -68,19 +68,19 @@ class SnapshotCache:
         return None
 
     def put(self, step: int, unit: str, data: bytes, *, sha256: str = "", durable: bool = True) -> None:
-        """See `SnapshotStore.put`. The data's SHA-256 may be given if it is known. If not `durable`, a
-        machine that stops at once may find the file damaged."""
+        """See `SnapshotStore.put`. `sha256` is the data's hash, if known. If not `durable`, the file may be
+        damaged if the machine stops suddenly."""
         with self.writing(step, unit, len(data)) as file:
             file.write(data)
             file.keep(sha256 or hashlib.sha256(data).hexdigest(), durable=durable).close()
 
     @contextlib.contextmanager
     def writing(self, step: int, unit: str, size: int) -> Iterator["LayerWriter"]:
-        """A file of `size` bytes, to be written in pieces; unless it is kept, it is gone again. Several may
-        be written at a time. Raises RunError if there is no room."""
+        """Write a file of `size` bytes in pieces. It is deleted unless it is kept. Several files may be
+        written at a time. Raises RunError if there is no room."""
         path = self._path(step, unit)
         if path is None:
-            raise RunError(f"{unit[:40]!r} is no layer unit")
+            raise RunError(f"{unit[:40]!r} is not a layer unit")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with self._making_room:
@@ -88,20 +88,20 @@ class SnapshotCache:
                     raise RunError(NO_ROOM)
                 self._coming[path] = size + _SUM
             with _Replacement(path) as replacement:
-                # A disk that is full says so now, and not when half of a state is read.
+                # A full disk must be detected now, not when half of a state has been received.
                 replacement.reserve(size + _SUM)
                 yield LayerWriter(replacement)
         except OSError as error:
-            raise RunError(f"{path} cannot be written ({error.strerror}): make room there") from error
+            raise RunError(f"{path} cannot be written ({error.strerror}): free some space") from error
         finally:
             self._coming.pop(path, None)
 
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes fit beside the files that are here."""
+        """Whether `size` bytes fit in addition to the existing files."""
         return sum(path.stat().st_size for path in self._files()) + size <= self._limit
 
     def drop(self, step: int, unit: str) -> None:
-        """Remove a file that is of no snapshot."""
+        """Remove a file that belongs to no snapshot."""
         if (path := self._path(step, unit)) is not None:
             path.unlink(missing_ok=True)
 
@@ -116,7 +116,7 @@ class SnapshotCache:
         return (self._directory / RECORD_FILE).read_bytes()
 
     def hold(self, steps: Collection[int], record: str = "") -> None:
-        """See `SnapshotStore.hold`. A failing disk is no error here, because other nodes hold copies."""
+        """See `SnapshotStore.hold`. A disk failure is ignored, because other nodes have copies."""
         self._kept = frozenset(steps)
         newest = max(steps, default=0)
         for step in self.steps():
@@ -133,8 +133,8 @@ class SnapshotCache:
                 return
 
     def names(self) -> list[LayerName]:
-        """All files, the newest step first. Their content is not checked."""
-        found = []
+        """All files, the newest step first. Their contents are not checked."""
+        layers = []
         for step, directory in reversed(self._steps()):
             for path in sorted(directory.glob("*.layer")):
                 try:
@@ -144,18 +144,18 @@ class SnapshotCache:
                 except OSError:
                     continue
                 if size >= 0:
-                    found.append(LayerName(step, path.stem, size, digest.hex()))
-        return found
+                    layers.append(LayerName(step, path.stem, size, digest.hex()))
+        return layers
 
     def _make_room(self, path: Path, size: int) -> bool:
-        """Remove what is no step's, then older steps that nobody counts on, until the file fits."""
+        """Remove foreign folders, then older steps that are not needed, until the file fits."""
         for other in self._directory.iterdir():
             if other.is_dir() and not other.name.isdigit():
                 shutil.rmtree(other, ignore_errors=True)
         step = int(path.parent.name)
         older = [other for other in self.steps() if other < step]
         free = [other for other in older if other not in self._kept]
-        # Of complete snapshots the newest stays, whatever the limit.
+        # The newest complete snapshot stays, whatever the limit.
         last = [other for other in older if other in self._kept and other != max(self._kept)]
         while free and len(free) >= KEPT_STEPS:
             self.remove(free.pop(0))
@@ -167,28 +167,28 @@ class SnapshotCache:
     def _steps(self) -> list[tuple[int, Path]]:
         if not self._directory.is_dir():
             return []
-        found = (path for path in self._directory.iterdir() if path.is_dir() and path.name.isdigit())
-        return sorted((int(path.name), path) for path in found)
+        directories = (path for path in self._directory.iterdir() if path.is_dir() and path.name.isdigit())
+        return sorted((int(path.name), path) for path in directories)
 
     def _size(self, replaced: Path) -> int:
-        """The bytes on disk and on their way there, without the file that will be replaced."""
+        """The bytes on disk or being written, without the file that will be replaced."""
         coming = dict(self._coming)
-        here = {path: path.stat().st_size for path in self._files()} | coming
-        return sum(size for path, size in here.items() if path != replaced)
+        sizes = {path: path.stat().st_size for path in self._files()} | coming
+        return sum(size for path, size in sizes.items() if path != replaced)
 
     def _files(self) -> Iterator[Path]:
         for _, directory in self._steps():
             yield from directory.glob("*.layer")
 
     def _path(self, step: int, unit: str) -> Path | None:
-        """The file's path; None for a unit whose name is no file name."""
+        """The file's path; None for a unit whose name is not a file name."""
         if not unit.replace(".", "").isalnum() or step < 0:
             return None
         return self._directory / str(step) / f"{unit}.layer"
 
 
 class LayerWriter:
-    """A layer's file that is being written. Raises OSError."""
+    """Writes a layer's file. Methods raise OSError."""
 
     def __init__(self, replacement: "_Replacement") -> None:
         self._replacement = replacement
@@ -198,7 +198,7 @@ class LayerWriter:
         self._replacement.file.write(piece)
 
     def keep(self, sha256: str, *, durable: bool = True) -> "StoredLayer":
-        """All of it is written, and has this SHA-256: put it in its place."""
+        """Move the complete file, which has this SHA-256, to its final path."""
         file = self._replacement.file
         size = file.tell() - _SUM
         file.truncate()
@@ -209,11 +209,11 @@ class LayerWriter:
 
 
 class StoredLayer:
-    """A file on this node's disk, which may be read until it is closed, even if it is removed meanwhile.
+    """A file on this node's disk. It can be read until it is closed, even if it is removed meanwhile.
     Implements `node.state.manifest.LayerSource`."""
 
     def __init__(self, handle: int, size: int, sha256: str) -> None:
-        """`handle`: an open file's, to be closed here."""
+        """`handle`: the descriptor of an open file, which this object closes."""
         self._handle = handle
         self.size = size
         self.sha256 = sha256
@@ -233,7 +233,7 @@ class StoredLayer:
 
 
 class _Replacement:
-    """A file that is written beside `path`, and takes its place durably once it is whole."""
+    """Writes a file beside `path` and then replaces `path` with it."""
 
     def __init__(self, path: Path) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
@@ -248,7 +248,7 @@ class _Replacement:
         self._partial.unlink(missing_ok=True)
 
     def reserve(self, size: int) -> None:
-        """Raises OSError if the disk is full; not every system can tell."""
+        """Raise OSError if the disk is full, on systems that can tell."""
         try:
             os.posix_fallocate(self.file.fileno(), 0, size)
         except AttributeError:

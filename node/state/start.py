@@ -1,4 +1,5 @@
-"""Starts a run from a checkpoint: fills `[model]` from `config.json` and reads units' weights. Torch-free."""
+"""Starts a run from a checkpoint: fills `[model]` from `config.json`, and reads units' weights.
+Torch-free."""
 
 import asyncio
 import json
@@ -31,13 +32,13 @@ OTHER_FILES = (
     TOOL_TEMPLATE,
     "generation_config.json",
 )
-"""Small files that an export passes on."""
+"""Small files that an export copies."""
 ADAPTER_CONFIG = "adapter_config.json"
 MOST_CONFIG_BYTES = 4 << 20
 OTHER_TABLES = ("vocab.json", "merges.txt", SENTENCEPIECE)
 """The files of a tokenizer that has no `TOKENIZER`."""
 PADDING = 1024
-"""A model has fewer than this many rows more than its tokenizer has tokens, or less."""
+"""A model's vocabulary and its tokenizer's differ by fewer tokens than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +46,21 @@ class Source:
     """The checkpoint that a run file's `model.from` names."""
 
     name: str
-    """The same, with a hub's revision pinned to a commit."""
+    """The value of `model.from`, with a hub's revision pinned to a commit."""
     model: dict[str, Any]
-    """Keys of `[model]`."""
+    """The keys of `[model]`."""
     tokenizer: str
     """The folder of the tokenizer; empty if the checkpoint has none."""
 
 
 def open_source(name: str, given: Mapping[str, Any]) -> Source:
-    """Look at a checkpoint.
+    """Inspect a checkpoint.
 
     Args:
-        given: keys of `[model]` that the run file sets; they may only agree, except `sequence`.
+        name: the value of `model.from`. given: the keys of `[model]` in the run file. Except for `sequence`
+            they must agree with the checkpoint.
 
-    Raises ConfigError or DataError in one line.
+    Raises ConfigError or DataError with one line.
     """
     if name.startswith(PREFIX):
         repository = resolve(Repository.parse(name))
@@ -72,41 +74,41 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
         path = _folder(name) / CONFIG
     if (path.parent / ADAPTER_CONFIG).exists():
         raise ConfigError(
-            f"{name} holds adapters ({ADAPTER_CONFIG}), which transformers loads on another model: merge "
-            "them and save the whole model (merge_and_unload), or take that file out"
+            f"{name} contains adapters ({ADAPTER_CONFIG}), which transformers loads onto another model: "
+            "merge them and save the whole model (merge_and_unload), or remove that file"
         )
-    found = read_config(_read_json(path), str(path), given.get("sequence"))
-    if found["tied"] and _heads_differ(ModelSection(**found, from_=name)):
+    keys = read_config(_read_json(path), str(path), given.get("sequence"))
+    if keys["tied"] and _heads_differ(ModelSection(**keys, from_=name)):
         log.warning(
-            "%s: tie_word_embeddings is true, but the head in the file is not the embedding: it is trained "
-            "as a head of its own, as transformers loads it",
+            "%s: tie_word_embeddings is true, but the head in the file differs from the embedding: it is "
+            "trained as a separate head, as transformers loads it",
             path,
         )
-        found["tied"] = False
+        keys["tied"] = False
     for key, value in given.items():
-        if key in found and key != "sequence" and value != found[key]:
+        if key in keys and key != "sequence" and value != keys[key]:
             raise ConfigError(
-                f"model.{key} is {value!r}, but {path} says {found[key]!r}: leave it out of the run file"
+                f"model.{key} is {value!r}, but {path} says {keys[key]!r}: leave it out of the run file"
             )
-    return Source(name=name, model=found, tokenizer=_tokenizer(path.parent, found["vocab"]))
+    return Source(name=name, model=keys, tokenizer=_tokenizer(path.parent, keys["vocab"]))
 
 
 def _tokenizer(folder: Path, vocab: int) -> str:
-    """The folder if it has a tokenizer. Raises DataError for one with other rows than the model."""
+    """The folder if it has a tokenizer, else "". Raises DataError if the tokenizer does not fit the model."""
     try:
         files = tokenizer_files(folder)
     except DataError:
         return ""
     if files[0].name == SENTENCEPIECE and abs(vocab - load_tokenizer(str(folder)).vocabulary) >= PADDING:
         raise DataError(
-            f"{files[0]} has {load_tokenizer(str(folder)).vocabulary} tokens and the model {vocab}: put the "
-            f"model's own {TOKENIZER} beside it, or name the model's tokenizer in data.tokenizer"
+            f"{files[0]} has {load_tokenizer(str(folder)).vocabulary} tokens, but the model has {vocab}: add "
+            f"the model's {TOKENIZER}, or name the model's tokenizer in data.tokenizer"
         )
     return str(folder)
 
 
 def _heads_differ(model: ModelSection) -> bool:
-    """Whether a tied model's file has a head that is another matrix than its embedding."""
+    """Whether a tied model's file has a head that differs from its embedding."""
 
     async def differ() -> bool:
         async with _opened(model) as checkpoint:
@@ -115,7 +117,7 @@ def _heads_differ(model: ModelSection) -> bool:
     try:
         return asyncio.run(differ())
     except DataError:
-        return False  # `check_weights` says what is wrong, before a run starts
+        return False  # `check_weights` reports the problem before a run starts
 
 
 def original_file(name: str, file: str) -> bytes | None:
@@ -127,7 +129,7 @@ def original_file(name: str, file: str) -> bytes | None:
 
 
 def small_file(path: Path) -> bytes | None:
-    """A file that belongs to a model or its tokenizer; None without it. Raises DataError."""
+    """A file of a model or its tokenizer; None if it does not exist. Raises DataError."""
     try:
         return read_small(path, MOST_TABLES_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -139,25 +141,25 @@ def small_file(path: Path) -> bytes | None:
 async def read_units(
     model: ModelSection, units: Sequence[str], *, token: bool = True, as_stored: bool = False
 ) -> Weights:
-    """The weights of these units from `model.from_`. Raises DataError in one line.
+    """The weights of these units from `model.from_`. Raises DataError with one line.
 
     Args:
-        token: whether the hub gets the token of this machine's user.
-        as_stored: as of `Checkpoint.read`.
+        token: whether to send the token of this machine's user to the hub.
+        as_stored: as in `Checkpoint.read`.
     """
     async with _opened(model, token) as checkpoint:
         return await checkpoint.read(model, units, as_stored=as_stored)
 
 
 async def check_weights(model: ModelSection) -> None:
-    """Whether `model.from_` has every tensor of the model, in its shape and whole, by headers alone.
+    """Check by headers alone that `model.from_` has every tensor of the model, with its shape and complete.
 
-    Tensors that the model does not need are reported. Raises DataError in one line.
+    Logs tensors that the model does not need. Raises DataError with one line.
     """
     async with _opened(model) as checkpoint:
         if left := await checkpoint.check(model, unit_names(model)):
             log.warning(
-                "%s has %d tensors that are not of the model in its %s, and are left out: %s",
+                "%s has %d tensors that do not belong to the model in its %s and are ignored: %s",
                 model.from_,
                 len(left),
                 CONFIG,

@@ -1,8 +1,8 @@
 """Reads and checks a layer unit's snapshot file. Torch-free.
 
-A file that a node cannot load would end every attempt to resume, while older snapshots are removed. So the
-names, dtypes and shapes of tensors are compared with the run file, and impossible numbers are refused by
-their largest and smallest element.
+A file that a node cannot load would make every attempt to resume fail, while older snapshots are removed. So
+the names, dtypes and shapes of tensors are compared with the run file, and tensors with impossible minima or
+maxima are refused.
 """
 
 import json
@@ -28,18 +28,18 @@ from wire.errors import RunError
 from wire.messages import UnitHash
 
 FROZEN_PREFIX = "frozen."
-"""Begins the names of a checkpoint's weights that a stage with adapters is given beside its state."""
+"""The prefix of a checkpoint's weights that a stage with adapters gets in addition to its state."""
 CACHE_PREFIX = "activation_cache."
-"""Begins the names of a sample cache's tensors in a unit's state."""
+"""The prefix of a sample cache's tensors in a unit's state."""
 BFLOAT16 = "bfloat16"
-"""Which numpy has not: arrays hold its bits as uint16."""
+"""The name of a dtype that numpy lacks. Arrays hold its bits as uint16."""
 _DTYPES = (
     *("bool", "uint8", "int8", "int16", "uint16", "float16", BFLOAT16, "int32", "uint32"),
     *("float32", "float64", "int64", "uint64"),
 )
-"""The dtypes in the order in which safetensors has them, the narrowest first."""
+"""The dtypes in the order of safetensors, the narrowest first."""
 ALL, WEIGHTS = LASTS = ("all", "weights")
-"""Values of `snapshots.last`."""
+"""The values of `snapshots.last`."""
 _CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
 
 
@@ -47,17 +47,17 @@ def read_tensors(data: bytes) -> dict[str, np.ndarray]:
     """The tensors in a unit's file, by name.
 
     Raises:
-        RunError: not a safetensors file, or a damaged one.
+        RunError: the data is not a safetensors file, or it is damaged.
     """
     try:
         return dict(load(data))
     except (SafetensorError, KeyError, ValueError, TypeError, OverflowError) as error:
-        # A header may be sound and still name what numpy has not: a dtype, a shape of a hundred dimensions.
+        # A valid header may still name a dtype or a number of dimensions that numpy does not support.
         raise RunError(f"unit state of {len(data)} bytes cannot be read ({error})") from error
 
 
 def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The weights among a unit's tensors, by name without prefix."""
+    """The weights among a unit's tensors, by name without the prefix."""
     return {
         name.removeprefix(PARAMETER_PREFIX): array
         for name, array in tensors.items()
@@ -66,19 +66,20 @@ def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class LayerDigest:
-    """What a unit's file is, in one pass over its tensors, which need not be in memory together.
+    """Describes and hashes a unit's file in one pass over its tensors, which need not be in memory together.
 
-    The file is that of safetensors: `head`, then each tensor's bytes in `order`.
+    The file has the safetensors format: `head`, then the bytes of each tensor in `order`.
     """
 
     def __init__(self, layout: Layout, *, reports: int | None = None, weights_first: bool = False) -> None:
         """
         Args:
-            reports: samples of one pass over the text, where the file is reported as one that nodes can go on
-                from: then the weights have a hash of their own, and impossible numbers raise RunError.
-            weights_first: the file of the weights alone is hashed, too.
+            reports: the number of samples in one pass over the text, if the file is for a report that a run
+                can resume from. The weights are then hashed separately, and impossible numbers raise
+                RunError.
+            weights_first: whether to hash a file with only the weights, too.
         """
-        # The widest elements come first, so that all are aligned.
+        # The widest dtypes come first, so that all tensors are aligned.
         self.order = sorted(layout, key=lambda name: (-_DTYPES.index(layout[name][0]), name))
         self._layout = layout
         header, starts, at = {}, dict[str, int](), 0
@@ -93,20 +94,20 @@ class LayerDigest:
         text += b" " * (-len(text) % 8)
         self.head = len(text).to_bytes(8, "little") + text
         self.bytes = len(self.head) + at
-        """The size of the whole file in bytes."""
+        """The file's size in bytes."""
         self._reports = reports
         self._file, self._weights = sha256(self.head), sha256()
         self._sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
         self._named = ""
         weights = {name: layout[name] for name in self.order if name.startswith(PARAMETER_PREFIX)}
         self.weights = LayerDigest(weights) if weights_first and weights else None
-        """Of the file of the weights alone."""
+        """The digest of the file with only the weights."""
         self.weights_at = len(self.head) + min((starts[name] for name in weights), default=0)
-        """Where the weights begin, which stand together."""
+        """The offset of the weights, which are contiguous."""
 
     def add(self, name: str, array: np.ndarray) -> memoryview:
-        """The next slice of a tensor, of its dtype; at least one of each, in `order`. Gives its bytes, which
-        are `array`'s own where it is contiguous."""
+        """Add the next slice of a tensor, in its dtype. Add every tensor, in `order`. Returns the slice's
+        bytes, without a copy if `array` is contiguous."""
         if self._reports is not None:
             _check_numbers(name, array, self._reports)
         piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -126,7 +127,7 @@ class LayerDigest:
 
     @property
     def hash(self) -> UnitHash:
-        """Once all is added."""
+        """The hash, after everything was added."""
         sums = self._sums
         weights = "" if self.weights is None else self.weights._file.hexdigest()
         return UnitHash(self._file.hexdigest(), sums["weights"], sums["moments"], sums["squares"], weights)
@@ -134,17 +135,17 @@ class LayerDigest:
     @property
     def weights_sha256(self) -> str:
         """See `node.state.manifest.unit_weights_sha256`."""
-        assert self._reports is not None, "asked for when it was made"
+        assert self._reports is not None, "`reports` was given"
         return self._weights.hexdigest()
 
 
 def layout_of(tensors: Mapping[str, np.ndarray]) -> Layout:
-    """dtype and shape of each."""
+    """The dtype and shape of each tensor."""
     return {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
 
 
 def unit_pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
-    """The bytes of the tensors' file, without a copy of contiguous ones."""
+    """The bytes of the tensors' file, without a copy of contiguous tensors."""
     digest = LayerDigest(layout_of(tensors))
     yield digest.head
     for name in digest.order:
@@ -152,7 +153,7 @@ def unit_pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryvie
 
 
 def unit_hash(tensors: Mapping[str, np.ndarray]) -> UnitHash:
-    """The hash of a unit's file, without making the file."""
+    """The hash of a unit's file, without creating the file."""
     digest = LayerDigest(layout_of(tensors))
     for name in digest.order:
         digest.add(name, tensors[name])
@@ -160,7 +161,7 @@ def unit_hash(tensors: Mapping[str, np.ndarray]) -> UnitHash:
 
 
 def state_sums(tensors: Mapping[str, np.ndarray]) -> tuple[float, float, float]:
-    """The sums of squares of `unit_hash`: of weights, moments, and moments that are squares."""
+    """The sums of squares in `unit_hash`: of weights, of moments, and of moments that are never negative."""
     sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
     for name, array in sorted(tensors.items()):
         if (kind := _summed(name, array)) is not None:
@@ -169,7 +170,7 @@ def state_sums(tensors: Mapping[str, np.ndarray]) -> tuple[float, float, float]:
 
 
 def _summed(name: str, array: np.ndarray) -> str | None:
-    """Which of the sums a tensor is part of."""
+    """The sum to which a tensor belongs, or None."""
     if array.dtype != np.float32:
         return None
     if name.startswith(PARAMETER_PREFIX):
@@ -181,15 +182,15 @@ def _summed(name: str, array: np.ndarray) -> str | None:
 
 def _sum_of_squares(array: np.ndarray) -> float:
     flat = array.reshape(-1)
-    # Not `dot`, which wakes threads and needs a copy.
+    # `dot` would wake threads and need a copy.
     return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
 
 
 def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:
-    """A unit's weights alone as a file, under their names in a state; in bfloat16 where that holds every
-    value of a tensor, as it does for most checkpoints: half the bytes.
+    """A file of only a unit's weights, under their names in a state. A tensor is in bfloat16, at half the
+    bytes, if that represents every value exactly, as for most checkpoints.
 
-    `weights`: in float32, or the bits of bfloat16.
+    `weights` are float32, or the bits of bfloat16.
     """
     layout, arrays = {}, {}
     for name, array in weights.items():
@@ -212,9 +213,9 @@ def has_weights_alone(config: RunConfig, step: int) -> bool:
 
 
 def has_weights_first(config: RunConfig, step: int) -> bool:
-    """Whether nodes hand in the weights of `step` before the optimizer's state: the model is done.
+    """Whether nodes upload the weights of `step` before the optimizer's state, because the model is done.
 
-    Adapters and their state are small, and layers that are frozen have none.
+    Not for adapters: their state is small, and frozen layers have none.
     """
     return config.snapshots.last == ALL and step >= config.run.steps and config.lora.rank == 0
 
@@ -227,24 +228,24 @@ def check_state(
     *,
     weights_alone: bool = False,
 ) -> None:
-    """Check that nodes can go on from a unit's tensors.
+    """Check that a run can resume from a unit's tensors.
 
     Args:
-        windows: samples of one pass over the text.
-        weights_alone: there is no optimizer state.
+        windows: the number of samples in one pass over the text.
+        weights_alone: whether there is no optimizer state.
 
     Raises:
-        RunError: they cannot; the message says why.
+        RunError: it cannot. The message says why.
     """
-    # All or none: states from before the first round have none.
+    # All or none, because states from before the first round have none.
     expected = unit_layout(config, unit, outer=any(name.startswith(OUTER_PREFIX) for name in tensors))
     if config.pipeline.remembers and not _CACHE.isdisjoint(tensors):
-        # All or none: only the unit before a boundary carries its sample cache.
+        # All or none, because only the unit before a boundary has its sample cache.
         expected |= _cache_layout(config, tensors)
     if weights_alone:
         expected = {name: part for name, part in expected.items() if name.startswith(PARAMETER_PREFIX)}
-    found = layout_of(tensors)
-    if problem := layout_problem(expected, found):
+    layout = layout_of(tensors)
+    if problem := layout_problem(expected, layout):
         raise RunError(problem)
     for name, array in tensors.items():
         _check_numbers(name, array, windows)
@@ -252,7 +253,7 @@ def check_state(
 
 def _check_numbers(name: str, array: np.ndarray, windows: int) -> None:
     if array.size and not _possible(name, array, windows):
-        raise RunError(f"{name} holds numbers that no step leaves behind")
+        raise RunError(f"{name} has values that no step produces")
 
 
 def _cache_layout(config: RunConfig, tensors: Mapping[str, np.ndarray]) -> Layout:
@@ -267,7 +268,7 @@ def _cache_layout(config: RunConfig, tensors: Mapping[str, np.ndarray]) -> Layou
 
 
 def _moment_part(name: str) -> tuple[str, str]:
-    """The moment that a tensor of a state is of, and the suffix of the part that it is."""
+    """The moment to which a tensor of a state belongs, and the suffix that says which part it is."""
     kind = name.partition(".")[0]
     suffix = next((suffix for suffix in ("_scale", "_power") if kind.endswith(suffix)), "")
     return kind.removesuffix(suffix), suffix
@@ -279,13 +280,13 @@ def _possible(name: str, array: np.ndarray, windows: int) -> bool:
     if array.dtype == np.float32:
         least, most = float(array.min()), float(array.max())  # a NaN is both
         return bool(np.isfinite((least, most)).all()) and (least >= 0 or not never_negative)
-    if moment in MOMENTS and part == "_power":  # by which is divided
+    if moment in MOMENTS and part == "_power":  # a divisor
         return int(array.min()) > 0
-    if moment in MOMENTS:  # e4m3 has a NaN of either sign, the codes 127 and 255
+    if moment in MOMENTS:  # NaNs of e4m3 are the codes 127 and 255
         most = 0x7F if never_negative else 0xFF
         return int(array.max()) < most and int(array.view(np.int8).max()) < 0x7F
     match name.removeprefix(CACHE_PREFIX):
-        case "values":  # bf16: as integers, what is not finite is the largest of its sign
+        case "values":  # in bf16, as integers, non-finite values are the largest of their sign
             return int(array.max()) < 0x7F80 and int(array.view(np.uint16).max()) < 0xFF80
         case "samples":
             return bool((np.diff(array) > 0).all()) and array[0] >= 0 and array[-1] < windows

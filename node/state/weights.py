@@ -1,8 +1,8 @@
 """Reads only the needed tensors of a Hugging Face checkpoint, by byte ranges. Torch-free.
 
-A safetensors file starts with 8 bytes of header length and a JSON header with each tensor's dtype, shape
-and byte range. A checkpoint is one such file, or an index of several. Nothing is unpickled. All sizes are
-checked before anything is loaded, so an error leaves nothing half loaded.
+A safetensors file starts with the header's length in 8 bytes and a JSON header with each tensor's dtype,
+shape and byte range. A checkpoint is one such file, or an index of several. Nothing is unpickled. All sizes
+are checked before anything is loaded, so an error leaves nothing half loaded.
 """
 
 import asyncio
@@ -27,57 +27,56 @@ from wire.errors import DataError
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PIECE_BYTES = 32 << 20
-"""The longest single read."""
+"""The largest single read."""
 MOST_HEADER_BYTES = 16 << 20
-"""The most bytes of all headers and the index of a checkpoint together; the largest models have a tenth of
-it."""
+"""The most bytes of all headers and the index of a checkpoint together. The largest models have a tenth of
+that."""
 MOST_TENSORS = 100_000
 _FLOATS = ("F32", "F16", "BF16")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _BLOCKS, _SCALES = "_blocks", "_scales"
-"""End the names of a tensor's codes and scales in MXFP4."""
+"""The suffixes of a tensor's codes and scales in MXFP4."""
 _MXFP4_BLOCK = 32
-"""Elements with a scale."""
+"""The number of elements per scale."""
 _FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
 _FP4_VALUES = np.concatenate((_FP4, -_FP4))
 _PREFIXES = ("transformer.", "model.")
-"""Checkpoints of a base model, saved without its head, have no such prefixes."""
+"""Prefixes of names that are missing in a checkpoint of a base model without its head."""
 
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of names of tensors that older versions saved, and that the configuration gives."""
+"""Suffixes of tensors that older versions saved although they follow from the configuration."""
 
 Weights = dict[str, dict[str, np.ndarray]]
-"""float32 parameters by unit and name; or bfloat16 ones as their bits, where somebody asks for them as they
-are stored."""
+"""Parameters by unit and name, in float32, or as the bits of bfloat16 if requested as stored."""
 BITS = np.dtype(np.uint16)
-"""In which numpy, which has no bfloat16, holds it."""
+"""The dtype that holds the bits of bfloat16, which numpy lacks."""
 
 
 class CheckpointError(DataError):
-    """The contents of a checkpoint's files are wrong, so reading them again would not help."""
+    """The contents of a checkpoint's files are wrong, so another attempt to read them would not help."""
 
 
 class Files(Protocol):
     """A checkpoint's files."""
 
     where: str
-    """Names the checkpoint in messages."""
+    """The name of the checkpoint in messages."""
 
     async def size(self, name: str) -> int | None:
-        """The bytes of a file; None if there is no such file."""
+        """The size of a file in bytes; None if it does not exist."""
         ...
 
     async def read(self, name: str, start: int, end: int) -> bytes:
-        """Exactly the bytes `start` to `end` of a file. Raises DataError."""
+        """The bytes from `start` to `end` of a file. Raises DataError if they cannot be read."""
         ...
 
     def digest(self, name: str) -> str:
-        """The file's SHA-256 in hex; empty if it is not known."""
+        """The file's SHA-256 in hex; empty if unknown."""
         ...
 
 
 class FolderFiles:
-    """`Files` of a folder on disk."""
+    """Implements `Files` for a folder on disk."""
 
     def __init__(self, folder: Path, digests: Mapping[str, str] | None = None) -> None:
         self.where = str(folder)
@@ -109,7 +108,7 @@ class FolderFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor is."""
+    """The position of a tensor's data."""
 
     tensor: str
     file: str
@@ -120,11 +119,11 @@ class _Place:
 
 
 _Stored = tuple[_Place, ...]
-"""Where a tensor is: in one place, or as codes and their scales."""
+"""The position of a tensor, or the positions of its codes and scales."""
 
 
 class Checkpoint:
-    """One checkpoint; headers are read once."""
+    """One checkpoint. Headers are read once."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -134,41 +133,41 @@ class Checkpoint:
         self._tensors_left = MOST_TENSORS
 
     async def read(self, model: ModelSection, units: Sequence[str], *, as_stored: bool = False) -> Weights:
-        """The parameters of these units; with `as_stored` the bits of those that are in bfloat16.
+        """The parameters of these units; with `as_stored`, bfloat16 parameters as their bits.
 
-        Raises CheckpointError in one line for a missing tensor, another shape or dtype, infinities and NaNs,
-        a truncated file or, where a file is read as a whole, another SHA-256; DataError for what cannot be
-        read.
+        Raises CheckpointError with one line for a missing tensor, another shape or dtype, infinities and
+        NaNs, a truncated file or, if a whole file is read, another SHA-256. Raises DataError for files that
+        cannot be read.
         """
         wanted: list[tuple[str, str, FileTensor, _Stored]] = []
         for unit in units:
             for name, parts in tensors(model, unit).items():
                 for tensor in parts:
                     wanted.append((unit, name, tensor, await self._find(model, unit, tensor)))
-        found = await self._read_places({place for *_, stored in wanted for place in stored})
-        # A thread, as a unit may have gigabytes.
-        return await asyncio.to_thread(self._assembled, model, units, wanted, found, as_stored)
+        contents = await self._read_places({place for *_, stored in wanted for place in stored})
+        # On a thread, because a unit may have gigabytes.
+        return await asyncio.to_thread(self._assembled, model, units, wanted, contents, as_stored)
 
     def _assembled(
         self,
         model: ModelSection,
         units: Sequence[str],
         wanted: Sequence[tuple[str, str, FileTensor, _Stored]],
-        found: Mapping[_Place, memoryview],
+        contents: Mapping[_Place, memoryview],
         as_stored: bool,
     ) -> Weights:
-        """The units' parameters of their tensors' bytes. Raises CheckpointError."""
+        """The units' parameters from their tensors' bytes. Raises CheckpointError."""
         pieces: dict[tuple[str, str], list[np.ndarray]] = {}
         for unit, name, tensor, (place, *scales) in wanted:
             if scales:
-                array = _from_mxfp4(found[place], found[scales[0]], place.shape)
+                array = _from_mxfp4(contents[place], contents[scales[0]], place.shape)
             else:
-                array = _as_stored(found[place], place)
+                array = _as_stored(contents[place], place)
             if not _is_finite(array):
                 count = array.size - np.count_nonzero(np.isfinite(_float32(array)))
                 raise CheckpointError(
-                    f"{self._files.where}/{place.file}: tensor {place.tensor} holds {count:,} infinities or "
-                    f"NaNs among {array.size:,} values: copy the file again, or take another checkpoint"
+                    f"{self._files.where}/{place.file}: tensor {place.tensor} has {count:,} infinities or "
+                    f"NaNs among {array.size:,} values: copy the file again, or use another checkpoint"
                 )
             if tensor.first_rows:
                 array = array[: tensor.shape[0]]
@@ -184,10 +183,10 @@ class Checkpoint:
         return weights
 
     async def check(self, model: ModelSection, units: Sequence[str]) -> list[str]:
-        """Look for every tensor of these units by the files' headers alone. Raises as `read`, and for a
-        tensor that is in two files.
+        """Check every tensor of these units by the files' headers alone. Raises the errors of `read`, and
+        CheckpointError for a tensor that is in two files.
 
-        Returns the tensors of these files that the units do not need.
+        Returns the tensors in these files that the units do not need.
         """
         needed = {OUTPUT} if model.tied else set()
         for unit in units:
@@ -204,8 +203,8 @@ class Checkpoint:
         return sorted(name for name in files.keys() - needed if not name.endswith(_BUFFERS))
 
     async def heads_differ(self, model: ModelSection) -> bool:
-        """Whether the file of a tied model has an embedding and a head that are not one matrix. Raises as
-        `read`."""
+        """Whether the checkpoint of a tied model has a head that differs from its embedding. Raises the
+        errors of `read`."""
         self._map = self._map or await self._weight_map()
         (embed,) = tensors(model, EMBED)["tokens.weight"]
         names = [_present(self._map, name) for name in (embed.name, OUTPUT)]
@@ -214,14 +213,14 @@ class Checkpoint:
         places = [await self._place(name, embed) for name in names if name is not None]
         first, second = places
         if first.dtype != second.dtype:
-            return True  # rounded once more, it may be another matrix; transformers keeps both
+            return True  # rounding may make them differ; transformers keeps both
         for start in range(0, first.end - first.start, PIECE_BYTES):
             stop = min(first.end - first.start, start + PIECE_BYTES)
-            one, other = [
+            embed_bytes, head_bytes = [
                 await self._files.read(place.file, place.start + start, place.start + stop)
                 for place in places
             ]
-            if one != other:
+            if embed_bytes != head_bytes:
                 return True
         return False
 
@@ -230,9 +229,10 @@ class Checkpoint:
         names = [tensor.name]
         (embed,) = tensors(model, EMBED)["tokens.weight"]
         if model.tied and tensor.name in (OUTPUT, embed.name):
-            # Both are one weight, whichever of the two names it has; both units read the same.
+            # Both names mean one weight, which may have either name, so both units read the same.
             names = [embed.name, OUTPUT]
-        name = next((found for name in names if (found := _present(self._map, name)) is not None), None)
+        stored = (_present(self._map, name) for name in names)
+        name = next((name for name in stored if name is not None), None)
         if name is None and (blocks := _present(self._map, f"{tensor.name}{_BLOCKS}")) is not None:
             return await self._packed_places(blocks, tensor)
         if name is None:
@@ -248,22 +248,22 @@ class Checkpoint:
         return (await self._place(name, tensor),)
 
     async def _packed_places(self, blocks: str, tensor: FileTensor) -> _Stored:
-        """Where the codes and scales of a tensor in MXFP4 are, whose last dimension is that of the inputs."""
+        """The positions of an MXFP4 tensor's codes and scales, whose blocks run along the inputs."""
         *leading, inputs, outputs = tensor.shape
         shapes = {
             blocks: (*leading, outputs, inputs // _MXFP4_BLOCK, _MXFP4_BLOCK // 2),
             f"{blocks.removesuffix(_BLOCKS)}{_SCALES}": (*leading, outputs, inputs // _MXFP4_BLOCK),
         }
-        found = []
+        places = []
         for name, shape in shapes.items():
             if self._map is None or name not in self._map:
                 raise CheckpointError(f"{self._files.where} has no tensor {name}, which {blocks} needs")
-            found.append(await self._place(name, FileTensor(name, shape), ("U8",)))
-        return tuple(found)
+            places.append(await self._place(name, FileTensor(name, shape), ("U8",)))
+        return tuple(places)
 
     async def _place(self, name: str, tensor: FileTensor, dtypes: Sequence[str] = _FLOATS) -> _Place:
-        """Where a tensor of the weight map is, after checking its shape and dtype."""
-        assert self._map is not None, "its name is from there"
+        """The position of a tensor in the weight map, after checking its shape and dtype."""
+        assert self._map is not None, "the name is from the map"
         where = self._files.where
         place = (await self._header(self._map[name]))[1].get(name)
         if place is None:
@@ -280,7 +280,7 @@ class Checkpoint:
         return place
 
     async def _weight_map(self) -> dict[str, str]:
-        """The file of each tensor: the one whole file, else by the index, as transformers looks for them."""
+        """The file of each tensor: the single file or else by the index, as in transformers."""
         files = self._files
         if await files.size(SINGLE) is not None:
             return dict.fromkeys((await self._header(SINGLE))[1], SINGLE)
@@ -306,17 +306,19 @@ class Checkpoint:
         self._json_left -= size
         if self._json_left < 0:
             raise CheckpointError(
-                f"{where} has {size:,} bytes of JSON; with the checkpoint's other headers that is more than "
-                f"{MOST_HEADER_BYTES:,}, which no model has"
+                f"{where} has {size:,} bytes of JSON; with the checkpoint's other headers that exceeds "
+                f"{MOST_HEADER_BYTES:,}, more than any model needs"
             )
 
     def _count_tensors(self, count: int, where: str) -> None:
         self._tensors_left -= count
         if self._tensors_left < 0:
-            raise CheckpointError(f"{where} names more than {MOST_TENSORS:,} tensors, which no model has")
+            raise CheckpointError(
+                f"{where} names more than {MOST_TENSORS:,} tensors, more than any model has"
+            )
 
     async def _header(self, name: str) -> tuple[bytes, dict[str, _Place]]:
-        """A file's first bytes, up to its data, and its tensors."""
+        """A file's bytes before its data, and its tensors."""
         if name not in self._headers:
             self._headers[name] = await self._read_header(name)
         return self._headers[name]
@@ -332,7 +334,7 @@ class Checkpoint:
         length = int.from_bytes(first, "little")
         if not 2 <= length <= size - 8:
             raise CheckpointError(
-                f"{where} is truncated or no safetensors file: a header of {length} bytes in {size}"
+                f"{where} is truncated or not a safetensors file: a header of {length} bytes in {size}"
             )
         self._count_json(length, where)
         text = await self._files.read(name, 8, 8 + length)
@@ -348,7 +350,7 @@ class Checkpoint:
             numbers = (*shape, start, end)
             if type(dtype) is not str or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
                 raise CheckpointError(
-                    f"{where} is no safetensors file: its header is damaged at {tensor[:100]}"
+                    f"{where} is not a safetensors file: its header is damaged at {tensor[:100]}"
                 )
             width = _DTYPES.get(dtype)
             if start > end or (width and (len(shape) > 8 or end - start != width * prod(shape))):
@@ -363,13 +365,14 @@ class Checkpoint:
         for before, after in pairwise(ordered):
             if after.start < before.end:
                 raise CheckpointError(
-                    f"{where} is damaged: {before.tensor[:100]} and {after.tensor[:100]} share their bytes"
+                    f"{where} is damaged: {before.tensor[:100]} and {after.tensor[:100]} overlap"
                 )
         return first + text, places
 
     async def _read_places(self, places: set[_Place]) -> dict[_Place, memoryview]:
-        """Every tensor's bytes, file by file in ascending order; neighbours are read together."""
-        found: dict[_Place, memoryview] = {}
+        """The bytes of every tensor, read file by file in ascending order. Adjacent tensors are read
+        together."""
+        contents: dict[_Place, memoryview] = {}
         ordered = sorted(places, key=lambda place: (place.file, place.start))
         for name in dict.fromkeys(place.file for place in ordered):
             own = [place for place in ordered if place.file == name]
@@ -386,36 +389,36 @@ class Checkpoint:
                 if expected:
                     await asyncio.to_thread(digest.update, data)
                 for place in run:
-                    found[place] = memoryview(data)[place.start - first : place.end - first]
+                    contents[place] = memoryview(data)[place.start - first : place.end - first]
             if expected and set(own) == set(every.values()) and digest.hexdigest() != expected:
                 raise CheckpointError(
                     f"{self._files.where}/{name} is damaged: its SHA-256 is {digest.hexdigest()}, "
                     f"expected {expected}"
                 )
-        return found
+        return contents
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether this names a file of a folder."""
+    """Whether this is the name of a file in a folder."""
     if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
         return False
     return name.isprintable() and PurePosixPath(name).name == name
 
 
 def _present(weight_map: Mapping[str, str], name: str) -> str | None:
-    """The name that a tensor has in a checkpoint, with or without its prefix; None if it is not there. Raises
-    CheckpointError for both."""
+    """The name of a tensor in a checkpoint, with or without its prefix; None if it is missing. Raises
+    CheckpointError if both names exist."""
     shorter = [name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)]
-    found = [one for one in (name, *shorter) if one in weight_map]
-    if len(found) > 1:
+    present = [candidate for candidate in (name, *shorter) if candidate in weight_map]
+    if len(present) > 1:
         raise CheckpointError(
-            f"the checkpoint has both {' and '.join(found)}, which are one: save it without the wrong one"
+            f"the checkpoint has both {' and '.join(present)}, which mean the same: remove one of them"
         )
-    return found[0] if found else None
+    return present[0] if present else None
 
 
 def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
-    """Tensors of one file that follow each other without a gap."""
+    """Group tensors of one file that follow each other without a gap."""
     runs: list[list[_Place]] = []
     for place in places:
         if runs and runs[-1][-1].end == place.start:
@@ -440,7 +443,8 @@ def _float32(array: np.ndarray) -> np.ndarray:
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """One that is not is the largest or the smallest element, or both; of bits the largest of its sign."""
+    """Whether all elements are finite. Others are a minimum or maximum; as bits, the largest of their
+    sign."""
     if not array.size:
         return True
     if array.dtype == BITS:
@@ -449,11 +453,11 @@ def _is_finite(array: np.ndarray) -> bool:
 
 
 def _from_mxfp4(codes: memoryview, scales: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 [..., inputs, outputs] from codes [..., outputs, blocks, 16], two in a byte and the lower half
-    first, and from exponents of 2 with a bias of 127 (OCP Microscaling Formats 1.0, section 5.3).
+    """Decode float32 [..., inputs, outputs] from codes [..., outputs, blocks, 16], two per byte with the
+    lower half first, and exponents of 2 with a bias of 127 (OCP Microscaling Formats 1.0, section 5.3).
 
     Args:
-        shape: of the codes.
+        shape: the shape of the codes.
     """
     packed = np.frombuffer(codes, dtype=np.uint8).reshape(-1, _MXFP4_BLOCK // 2)
     values = np.empty((len(packed), _MXFP4_BLOCK), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""A whole model from a snapshot in one process, for the held-out loss and generated text.
+"""Loads a whole model from a snapshot in one process, to measure held-out loss and generate text.
 
 Layers are read one file at a time, so loading takes the memory of the model and of one layer's state.
 """
@@ -33,10 +33,10 @@ class WholeModel:
         """
         Args:
             directory: a complete snapshot.
-            frozen: a unit's weights in the checkpoint that a run with adapters started from, float32 by name;
-                None if frozen weights follow from the seed.
+            frozen: returns a unit's weights in the checkpoint that a run with adapters started from, float32
+                by name; None if frozen weights follow from the seed.
 
-        Raises RunError when the snapshot is damaged or of another model.
+        Raises RunError if the snapshot is damaged or belongs to another model.
         """
         self.config = config
         self.device = device
@@ -56,9 +56,10 @@ class WholeModel:
 
     @torch.no_grad()
     def loss(self, samples: Samples) -> float | None:
-        """Mean cross-entropy in nats a token that counts; None if none does. DataError without samples."""
+        """The mean cross-entropy in nats per labelled token; None without labels. Raises DataError without
+        samples."""
         if not len(samples):
-            raise DataError("the text is too short to measure a loss on: give more text")
+            raise DataError("the text is too short to measure a loss: give more text")
         if not samples.labelled:
             return None
         size = self.config.training.microbatch
@@ -77,7 +78,7 @@ class WholeModel:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits [V] float32 of the token after `ids`; only the last `sequence` ids count."""
+        """Logits [V] float32 for the token after `ids`, of which only the last `sequence` count."""
         window = torch.tensor([list(ids)[-self.config.model.sequence :]], device=self.device)
         with compute_precision(self.config.training.precision, self.device):
             logits_bsv: Tensor = self.chunk(window)
@@ -93,30 +94,30 @@ class WholeModel:
         seed: int,
         ends: Collection[int] = (),
     ) -> Iterator[int]:
-        """Token ids that follow `prompt`, computed from the start for each token.
+        """Generate token ids after `prompt`, recomputing the whole text for each token.
 
         Args:
             prompt: at least one id.
-            tokens: at most so many.
-            temperature: 0 takes the likeliest token each time.
-            top_k: sample from this many likeliest tokens; 0 from all.
-            seed: of the draws; the same seed gives the same text on like hardware.
-            ends: ids that end the text; they are not given.
+            tokens: the most tokens to generate.
+            temperature: the sampling temperature; 0 takes the likeliest token.
+            top_k: how many of the likeliest tokens to sample from; 0 for all.
+            seed: the random seed. The same seed gives the same text on the same kind of hardware.
+            ends: ids that end the text. They are not yielded.
         """
         if not prompt:
             raise UserError("the prompt is empty: give at least one character")
         random = torch.Generator().manual_seed(seed)
         ids = list(prompt)
         for _ in range(tokens):
-            found = pick(self.logits(ids).cpu(), temperature=temperature, top_k=top_k, random=random)
-            if found in ends:
+            token = pick(self.logits(ids).cpu(), temperature=temperature, top_k=top_k, random=random)
+            if token in ends:
                 return
-            ids.append(found)
-            yield found
+            ids.append(token)
+            yield token
 
 
 def pick(logits_v: Tensor, *, temperature: float, top_k: int, random: torch.Generator) -> int:
-    """A token id drawn from logits [V]; arguments as for `WholeModel.generate`."""
+    """Sample a token id from logits [V]. The arguments are as in `WholeModel.generate`."""
     if temperature == 0.0:
         return int(logits_v.argmax())
     if 0 < top_k < len(logits_v):

@@ -416,7 +416,7 @@ def index(folder: Path, file: str) -> None:
         ),
         (lambda folder: put(folder, torch.zeros(32, 32, dtype=torch.int8)), "q_proj.weight is I8"),
         (lambda folder: cut(folder, -100), "is truncated: .* ends at byte"),
-        (lambda folder: cut(folder, 900), "is truncated or no safetensors file: a header of"),
+        (lambda folder: cut(folder, 900), "is truncated or not a safetensors file: a header of"),
         (lambda folder: cut(folder, 5), "is truncated: 5 bytes"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (lambda folder: index(folder, "model-2.safetensors"), "model-2.safetensors is missing"),
@@ -473,7 +473,7 @@ def test_a_tensor_with_infinities_or_nans_is_named_by_whoever_reads_it(folder: P
     asyncio.run(check_weights(model))
     asyncio.run(read_units(model, ["embed", block_name(0), "head"]))
     line = (
-        r"model\.safetensors: tensor model\.layers\.1\.self_attn\.q_proj\.weight holds 1 infinities or NaNs"
+        r"model\.safetensors: tensor model\.layers\.1\.self_attn\.q_proj\.weight has 1 infinities or NaNs"
     )
     with pytest.raises(CheckpointError, match=line):
         asyncio.run(read_units(model, [block_name(1)]))
@@ -505,7 +505,7 @@ ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
             "is damaged: lm_head",
         ),
         (b'{"lm_head.weight":%s}' % ENTRY.replace(b"[0,4]", b"[8,4]"), "is damaged: lm_head"),
-        (b'{"a":%s,"b":%s}' % (ENTRY, ENTRY), "a and b share their bytes"),
+        (b'{"a":%s,"b":%s}' % (ENTRY, ENTRY), "a and b overlap"),
     ],
     ids=range(13),
 )
@@ -544,7 +544,7 @@ def test_pipes_devices_and_links_out_of_the_folder_are_not_read(
 
 def test_adapters_are_no_model(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds adapters \(adapter_config.json\)"):
+    with pytest.raises(ConfigError, match=r"contains adapters \(adapter_config.json\)"):
         section(folder)
 
 

@@ -297,8 +297,8 @@ async def test_a_run_file_names_a_model_of_the_hub(hub: Hub, monkeypatch: pytest
     ("change", "line"),
     [
         ({"busy": 20}, r"cannot be read now: the hub is busy \(HTTP 429\); start again in 1 s"),
-        ({"status": 404}, "is not there or is private: check the name"),
-        ({"status": 401}, "is not there or is private: .* HF_TOKEN"),
+        ({"status": 404}, "does not exist or is private: check the name"),
+        ({"status": 401}, "does not exist or is private: .* HF_TOKEN"),
         ({"odd": ["401"]}, r"may not be read \(HTTP 401\).*HF_TOKEN"),
         ({"odd": ["403"]}, r"may not be read \(HTTP 403\).*HF_TOKEN"),
         ({"odd": ["404"]}, f"has no file {FILE}"),

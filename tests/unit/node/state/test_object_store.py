@@ -53,7 +53,7 @@ def test_a_layer_comes_back_and_a_snapshot_can_be_removed(url: str) -> None:
         ("s3://", "expected SCHEME://"),
         ("s3://key:secret@host/bucket", "without credentials"),
         ("s3://bucket/a?token=1", "without credentials"),
-        ("ftpx://bucket/a", "fsspec knows no 'ftpx'"),
+        ("ftpx://bucket/a", "fsspec does not know 'ftpx'"),
         (f"s3://bucket{1000 * '/x'}", "at most 1,000 characters"),
     ],
 )

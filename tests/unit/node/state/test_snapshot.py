@@ -143,9 +143,9 @@ def test_a_torn_or_strange_manifest_is_refused(tmp_path: Path) -> None:
         ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), "is damaged"),
         (lacks_step, "is damaged"),
         (other_format, "has format 2, expected 1"),
-        (json.dumps(elsewhere), "names files that are no units"),
-        (fewer, "contradicts itself"),
-        (json.dumps({**fields, "step": 6}), "holds the snapshot of step 6"),
+        (json.dumps(elsewhere), "names files that are not units"),
+        (fewer, "inconsistent hashes"),
+        (json.dumps({**fields, "step": 6}), "contains the snapshot of step 6"),
     ]
     for text, message in cases:
         path.write_text(text)
@@ -307,5 +307,5 @@ def test_a_snapshot_that_nodes_hold_is_named_with_the_way_to_get_one(tmp_path: P
     (tmp_path / "kept").mkdir()
     for step in (20, 100):
         (tmp_path / "kept" / f"step-{step:08d}.json").write_text("{}")
-    assert "that of step 100: stop the run" in held_by_nodes(tmp_path)
+    assert "the snapshot of step 100: stop the run" in held_by_nodes(tmp_path)
     assert f"thinwire resume {tmp_path} snapshots.keep=coordinator" in held_by_nodes(tmp_path)

@@ -90,7 +90,7 @@ def test_older_steps_are_dropped_first_to_keep_the_limit(tmp_path: Path) -> None
     cache.put(20, "head", b"d" * 100)
     assert files(tmp_path) == ["20/embed.layer", "20/head.layer"]
     for step, unit in ((20, "block.0000"), (10, "embed")):
-        with pytest.raises(RunError, match="no room"):
+        with pytest.raises(RunError, match="disk space is used up"):
             cache.put(step, unit, b"e" * 101)  # a byte too much, and nothing older to give up
     assert files(tmp_path) == ["20/embed.layer", "20/head.layer"]
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.layer")) <= 3 * (100 + SUM)
@@ -122,7 +122,7 @@ def test_the_newest_complete_snapshot_is_not_given_up_for_room(tmp_path: Path) -
     cache.hold([10, 20])
     cache.put(30, "embed", b"b" * 100)
     assert files(tmp_path) == ["20/embed.layer", "30/embed.layer"]
-    with pytest.raises(RunError, match="no room"):
+    with pytest.raises(RunError, match="disk space is used up"):
         cache.put(30, "head", b"c" * 100)
     assert files(tmp_path) == ["20/embed.layer", "30/embed.layer"]
 
@@ -142,7 +142,7 @@ def test_files_are_named_with_their_expected_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", ["../../escaped", "/tmp/escaped", "a/b", "..", ".", "", "nul\0"])
 def test_a_unit_whose_name_is_no_file_name_is_not_kept(tmp_path: Path, unit: str) -> None:
     cache = SnapshotCache(tmp_path / "cache", ROOM)
-    with pytest.raises(RunError, match="no layer unit"):
+    with pytest.raises(RunError, match="not a layer unit"):
         cache.put(1, unit, b"x")
     assert cache.get(1, unit) is None
     assert files(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Which snapshot a run goes on from: the newest that is whole."""
+"""The snapshot from which a run continues: the newest intact one."""
 
 import errno
 import os
@@ -67,7 +67,7 @@ def test_a_damaged_one_is_set_aside_with_its_files(how: str, tmp_path: Path) -> 
     assert checked.whole == 80 and [step for step, _ in checked.damaged] == [120]
     assert str(path if how != "manifest" else directory) in checked.news()
     assert "the snapshot of step 120 is set aside" in checked.news()
-    assert checked.news().endswith("the newest that is whole is that of step 80")
+    assert checked.news().endswith("the newest intact one is that of step 80")
     assert "\n" not in checked.news()
     assert list_snapshots(tmp_path) == (40, 80)
     assert {file.name for file in directory.iterdir()} == files - {MANIFEST_NAME} | {DAMAGED_NAME}
