@@ -1,9 +1,9 @@
 import sys
 
 if sys.platform == "win32":
-    # Before modules that Windows lacks are imported.
+    # Checked before the import of modules that Windows lacks.
     sys.stderr.write(
-        "thinwire: error: this program does not run on Windows itself, which lacks parts of it: install WSL "
-        "(`wsl --install`) and run it in there, where the GPU works too\n"
+        "thinwire: error: thinwire does not run on Windows directly: install WSL (`wsl --install`) and run "
+        "it there, where the GPU works too\n"
     )
     raise SystemExit(2)

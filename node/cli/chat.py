@@ -1,4 +1,4 @@
-"""`thinwire chat RUN_DIR`: talk to a snapshot's model, in transformers' own chat."""
+"""`thinwire chat RUN_DIR`: talk to a snapshot's model in transformers' chat."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ from node.cli.snapshot_model import add_snapshot_arguments
 from wire.errors import RunError
 
 START_SECONDS = 600.0
-"""A server that does not answer by then has failed."""
+"""How long the server may take to start."""
 
 
 def add_parser(commands: Any) -> None:
@@ -58,15 +58,15 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def client_environment() -> dict[str, str]:
-    """The environment of the chat: huggingface_hub, by which it asks, refuses this machine's server, too, if
-    it is told to stay offline."""
+    """The environment of the chat client, which must not be offline: huggingface_hub would then also refuse
+    the server on this machine."""
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return {name: value for name, value in server_environment().items() if name not in offline}
 
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Transformers' server of the model on a free port of this machine, until the chat ends."""
+    """Run transformers' server for the model on a free local port until the chat ends. Yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
     log = folder.parent / "server.log"

@@ -1,4 +1,4 @@
-"""`thinwire compare RUN_DIR RUN_DIR`: two runs side by side."""
+"""`thinwire compare RUN_DIR RUN_DIR`: compare two runs side by side."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("compare", help="two runs side by side")
+    parser = commands.add_parser("compare", help="compare two runs side by side")
     parser.add_argument("first", metavar="RUN_DIR", type=Path, help="the first run's directory")
     parser.add_argument("second", metavar="RUN_DIR", type=Path, help="the second run's directory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """The shortest ends of the two paths that differ."""
+    """The shortest suffixes of the two paths that differ."""
     shortest = min(len(first.parts), len(second.parts))
     for length in range(1, shortest):
         names = tuple(str(Path(*path.parts[-length:])) for path in (first, second))

@@ -1,4 +1,4 @@
-"""`thinwire completion bash|zsh`: a script that completes commands, options and run file keys."""
+"""`thinwire completion bash|zsh`: print a script that completes commands, options and run file keys."""
 
 import argparse
 import functools
@@ -10,7 +10,7 @@ SHELLS = ("bash", "zsh")
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("completion", help="a script that completes commands in your shell")
+    parser = commands.add_parser("completion", help="print a script that completes commands in your shell")
     parser.add_argument(
         "shell", metavar="SHELL", choices=SHELLS, help='bash or zsh: eval "$(thinwire completion bash)"'
     )
@@ -18,31 +18,30 @@ def add_parser(commands: Any) -> None:
 
 
 def run(commands: Mapping[str, argparse.ArgumentParser], args: argparse.Namespace) -> int:
-    """`commands`: all of the program's, by name."""
-    # zsh runs bash's completions.
+    """`commands`: all commands of the program, by name."""
+    # zsh can run bash's completions.
     start = "autoload -U +X bashcompinit && bashcompinit\n" if args.shell == "zsh" else ""
     sys.stdout.write(start + script(words(commands)))
     return 0
 
 
 def words(commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, list[str]]:
-    """What may follow each command: options, actions, `section.key=` where it takes them."""
+    """What may follow each command: options, actions, and `section.key=` for commands that accept it."""
     from node.run_file.loader import full_keys
 
     keys = [f"{key}=" for key in full_keys()]
-    found = {}
+    follow = {}
     for name, command in commands.items():
         actions = _actions(command)
-        options = [text for one in (command, *actions.values()) for text in one._option_string_actions]
-        takes_keys = any(
-            action.dest == "overrides" for one in (command, *actions.values()) for action in one._actions
-        )
-        found[name] = sorted({*options, *actions, *(keys if takes_keys else [])})
-    return found
+        parsers = (command, *actions.values())
+        options = [text for parser in parsers for text in parser._option_string_actions]
+        takes_keys = any(action.dest == "overrides" for parser in parsers for action in parser._actions)
+        follow[name] = sorted({*options, *actions, *(keys if takes_keys else [])})
+    return follow
 
 
 def script(follow: dict[str, list[str]]) -> str:
-    """For bash: commands first, then what may follow them, else files."""
+    """The bash script. It completes commands, then what may follow them, or else files."""
     cases = "\n".join(f'    {name}) words="{" ".join(after)}" ;;' for name, after in follow.items())
     return f"""_thinwire() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" words=""

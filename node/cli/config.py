@@ -1,4 +1,4 @@
-"""`thinwire config`: check a run file before it starts (`explain`), or write one that fits (`init`)."""
+"""`thinwire config`: check a run file before a start (`explain`), or write one for your machines (`init`)."""
 
 import argparse
 import re
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from node.view.machines import Machine
 
 MACHINE_HELP = (
-    "a machine's card and its line in Mbit/s, such as 'rtx 4090,20/100' (up and down) or 'cpu,10'; repeat it "
-    "in the order of stages; the last one also counts for all further stages"
+    "a machine's card and line in Mbit/s, such as 'rtx 4090,20/100' (up and down) or 'cpu,10'; repeat it in "
+    "the order of stages; the last one also stands for all further stages"
 )
 MOST_MACHINES = 64
 
@@ -24,18 +24,18 @@ MOST_MACHINES = 64
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("config", help="check a run file before starting it, or write one")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    explain = actions.add_parser("explain", help="resolved values, memory, bytes and seconds a step")
+    explain = actions.add_parser("explain", help="show resolved values, memory, bytes and seconds per step")
     add_run_file(explain)
-    explain.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    explain.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     explain.add_argument(
         "--measure",
         action="store_true",
-        help="take the speed of machines that are 'cpu' from this machine's CPU",
+        help="measure this machine's CPU for the speed of machines given as 'cpu'",
     )
     explain.set_defaults(run=run, parser=explain)
     init = actions.add_parser("init", help="write a run file that fits the machines you have")
     init.add_argument("run_file", metavar="RUN.toml", type=Path, help="the file to write")
-    init.add_argument("--days", type=number, default=7.0, help="how long it may train (default: 7)")
+    init.add_argument("--days", type=number, default=7.0, help="how many days the run may train (default: 7)")
     init.add_argument("--data", default="stdlib", metavar="PATH", help="your text: a file or a folder")
     init.add_argument("--tokenizer", default="bytes", metavar="PATH", help="a tokenizer's file or folder")
     init.add_argument(
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = load_tokenizer(config.data.tokenizer).vocabulary
     if config.model.vocab > vocabulary:
         _tell(
-            f"model.vocab = {config.model.vocab} is more than the {vocabulary} tokens of the tokenizer: "
-            "the other rows of embedding and head are never used"
+            f"model.vocab = {config.model.vocab} exceeds the {vocabulary} tokens of the tokenizer: the "
+            "remaining rows of embedding and head are never used"
         )
     machines = machines_for(config.pipeline.stages, given) if given else ()
     if args.measure:
@@ -83,10 +83,12 @@ def _as_fast_as_here(config: "RunConfig", machines: "tuple[Machine, ...]") -> "t
 
     if not any(machine.on_cpu for machine in machines):
         raise UsageError(
-            "--measure takes the speed of this machine's CPU: name one, such as --machine cpu,20"
+            "--measure measures this machine's CPU: give a machine with a CPU, such as --machine cpu,20"
         )
     times = measured_times(config, "cpu")
-    return tuple(measured_machine(one, config, times) if one.on_cpu else one for one in machines)
+    return tuple(
+        measured_machine(machine, config, times) if machine.on_cpu else machine for machine in machines
+    )
 
 
 def run_init(args: argparse.Namespace) -> int:
@@ -98,40 +100,40 @@ def run_init(args: argparse.Namespace) -> int:
     from node.view.totals import MOST_PASSES
 
     if args.run_file.exists():
-        raise UsageError(f"{args.run_file} is there already: give the name of a new file")
+        raise UsageError(f"{args.run_file} already exists: give the name of a new file")
     if args.recipe is not None:
         return _copy(args)
     if not 0 < args.days <= 3660:
         raise UsageError(f"--days must be above 0 and at most 3660, got {args.days:g}")
     texts = args.machine or _ask()
     machines = [parse_machine(text) for text in texts]
-    found = first_run(machines, days=args.days, text=_text(args.data, args.tokenizer, SEQUENCE))
-    args.run_file.write_text(run_file(found), encoding="utf-8")
-    sys.stdout.write("\n".join(total_lines(found.explanation, found.machines)) + "\n")
+    proposed = first_run(machines, days=args.days, text=_text(args.data, args.tokenizer, SEQUENCE))
+    args.run_file.write_text(run_file(proposed), encoding="utf-8")
+    sys.stdout.write("\n".join(total_lines(proposed.explanation, proposed.machines)) + "\n")
     if args.data == "stdlib":
         most = first_run(machines, days=args.days, text=Text())
         tokens = most.config.run.steps * most.explanation.tokens_per_step
         size = count_text(most.explanation.parameters)
         sys.stdout.write(
             f"stdlib is only an example: with --data PATH and a text of at least "
-            f"{count_text(tokens / MOST_PASSES)} tokens, for {MOST_PASSES} passes over it, "
-            f"{args.days:g} days train {size} parameters on {count_text(tokens)} tokens\n"
+            f"{count_text(tokens / MOST_PASSES)} tokens, read {MOST_PASSES} times, "
+            f"{args.days:g} days suffice to train {size} parameters on {count_text(tokens)} tokens\n"
         )
     given = dict(zip(machines, texts, strict=True))
-    order = " ".join(f"--machine {shlex.quote(given[machine])}" for machine in found.machines)
-    sys.stdout.write(f"what it comes to: thinwire config explain {args.run_file} {order}\n")
+    order = " ".join(f"--machine {shlex.quote(given[machine])}" for machine in proposed.machines)
+    sys.stdout.write(f"see what the run costs: thinwire config explain {args.run_file} {order}\n")
     sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {args.run_file}\n")
     return 0
 
 
 def _copy(args: argparse.Namespace) -> int:
-    """Write a recipe for the text and the tokenizer, with steps for a few passes over it at most."""
+    """Write a recipe for the given text and tokenizer, with steps for at most a few passes over the text."""
     from node.cli.parser import UsageError
     from node.run_file.loader import load_config, recipe, toml_value
     from node.view.first_run import most_steps
 
     if args.machine:
-        raise UsageError("--recipe copies a run file as it is: leave out --machine, or --recipe")
+        raise UsageError("--recipe copies a run file for any machines: leave out --machine or --recipe")
     source = recipe(args.recipe)
     config = load_config(source)
     text = _text(args.data, args.tokenizer, config.model.sequence)
@@ -139,7 +141,7 @@ def _copy(args: argparse.Namespace) -> int:
     changed = {
         "steps": steps,
         "warmup_steps": min(config.training.warmup_steps, max(1, steps // 5)),
-        # Adapters are for a model that is there, which has its own vocabulary.
+        # Adapters are for an existing model with its own vocabulary.
         "vocab": max(text.vocabulary, config.model.vocab if config.lora.rank else 0),
         "path": text.path,
         "tokenizer": text.tokenizer,
@@ -149,12 +151,12 @@ def _copy(args: argparse.Namespace) -> int:
         line = f"{key} = {toml_value(value)}"
         written = _with_line(written, key, line)
     args.run_file.write_text(written, encoding="utf-8")
-    sys.stdout.write(f"wrote {args.run_file}; what it comes to: thinwire config explain {args.run_file}\n")
+    sys.stdout.write(f"wrote {args.run_file}; see what it costs: thinwire config explain {args.run_file}\n")
     return 0
 
 
 def _with_line(written: str, key: str, line: str) -> str:
-    """A run file with `line` in place of the key's; its comment stays in its column."""
+    """A run file in which `line` replaces the key's line. A comment keeps its column."""
 
     def replaced(match: re.Match[str]) -> str:
         return f"{line:<30}#" if match[1] else line
@@ -163,7 +165,7 @@ def _with_line(written: str, key: str, line: str) -> str:
 
 
 def _text(path: str, tokenizer: str, sequence: int) -> "Text":
-    """The text as `first_run` takes it, counted: how much is held out is by the sequence."""
+    """The text for `first_run`, with its tokens counted. The held-out part depends on the sequence length."""
     from node.data.tokenizer import load_tokenizer
     from node.run_file.loader import default_config
     from node.view.explain import text_plan
@@ -180,17 +182,17 @@ def _text(path: str, tokenizer: str, sequence: int) -> "Text":
 
 
 def _ask() -> list[str]:
-    """Ask for the machines, on a terminal, as `parse_machine` reads them."""
+    """Ask for the machines on the terminal, in the form that `parse_machine` reads."""
     from node.cli.parser import UsageError
     from node.view.machines import CARDS, parse_machine
     from wire.errors import UserError
 
     if not sys.stdin.isatty():
-        raise UsageError("give each machine as --machine 'rtx 4090,20/100'")
+        raise UsageError("name each machine, as in --machine 'rtx 4090,20/100'")
     machines: list[str] = []
-    _tell(f"Which machines take part? Cards: {', '.join(CARDS)}; others as 40tflops,16gb.")
+    _tell(f"Which machines take part? Known cards: {', '.join(CARDS)}. Give others as 40tflops,16gb.")
     while len(machines) < MOST_MACHINES:
-        _tell(f"machine {len(machines) + 1}, as CARD,UP/DOWN in Mbit/s (Enter alone when there are no more):")
+        _tell(f"machine {len(machines) + 1}, as CARD,UP/DOWN in Mbit/s (press Enter when done):")
         line = sys.stdin.readline().strip()
         if not line and machines:
             break

@@ -1,4 +1,4 @@
-"""`thinwire coordinator RUN.toml`: start a run, print its join line, coordinate it to the end."""
+"""`thinwire coordinator RUN.toml`: start a run, print its join line, and coordinate it until it ends."""
 
 import argparse
 import contextlib
@@ -11,10 +11,12 @@ from node.cli.parser import add_run_file
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("coordinator", help="start a run and print its join line")
     add_run_file(parser)
-    parser.add_argument("--run-dir", type=Path, help="new directory for the run (default: runs/<name>-<n>)")
-    parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir if there is one")
-    parser.add_argument("--stay", action="store_true", help="keep serving the page when the run is over")
-    parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
+    parser.add_argument(
+        "--run-dir", type=Path, help="directory to create for the run (default: runs/<name>-<n>)"
+    )
+    parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir, if there is one")
+    parser.add_argument("--stay", action="store_true", help="keep serving the page after the run has ended")
+    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise UserError(f"--run-dir {args.run_dir} cannot be read ({error.strerror})") from None
         if resumes:
-            # The run stores its config: the run file is not read again, and may be missing.
+            # The run has stored its config, so the run file is not read again and may be missing.
             return resume_run(args.run_dir, args.overrides, json=args.json, stays=args.stay)
     config = with_absolute_paths(load_config(args.run_file, args.overrides))
     set_up_logging()

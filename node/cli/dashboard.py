@@ -1,4 +1,4 @@
-"""`thinwire dashboard RUN_DIR`: serve a run's page from its history, during the run or after."""
+"""`thinwire dashboard RUN_DIR`: serve a run's page from its history, during or after the run."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ DEFAULT_LISTEN = "127.0.0.1:7702"
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("dashboard", help="serve the page of a run from its history")
+    parser = commands.add_parser("dashboard", help="serve a run's page from its history")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument(
         "--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help=f"default: {DEFAULT_LISTEN}"
@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
 
 def say(url: str) -> None:
     """Print the page's address."""
-    sys.stdout.write(f"page at {url} (read-only; press Ctrl-C to end)\n")
+    sys.stdout.write(f"page at {url} (read-only; press Ctrl-C to stop)\n")
     sys.stdout.flush()

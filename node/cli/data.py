@@ -1,4 +1,4 @@
-"""`thinwire data`: what a run trains on, token by token, and a tokenizer of one's own."""
+"""`thinwire data`: preview the tokens that a run trains on, or train a tokenizer."""
 
 import argparse
 import json
@@ -18,20 +18,22 @@ MOST_TOKENS = 100_000
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("data", help="look at a run's training data, or train a tokenizer on it")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    preview = actions.add_parser("preview", help="show the first step's tokens, labels and what is dropped")
+    preview = actions.add_parser("preview", help="show the first step's tokens and labels, and dropped rows")
     add_run_file(preview)
-    preview.add_argument("--tokens", type=int, default=200, help="tokens of each source (default: 200)")
-    preview.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    preview.add_argument("--tokens", type=int, default=200, help="tokens to show per source (default: 200)")
+    preview.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     preview.set_defaults(run=run, parser=preview)
     trained = actions.add_parser("tokenizer", help="train a byte-level BPE on a text")
-    trained.add_argument("text", metavar="TEXT", help="as data.path: a file, JSONL, or a folder of them")
+    trained.add_argument(
+        "text", metavar="TEXT", help="text as in data.path: a file, JSONL, or a folder of them"
+    )
     trained.add_argument("out", metavar="OUT", type=Path, help="the folder to create, for data.tokenizer")
     trained.add_argument(
         "--vocab", type=int, default=16384, metavar="N", help="size of the vocabulary (default: 16384)"
     )
-    trained.add_argument("--field", default="", help="the field of JSONL rows (default: text)")
+    trained.add_argument("--field", default="", help="field of JSONL rows with the text (default: text)")
     trained.add_argument("--chat", action="store_true", help="add a chat template, to train on conversations")
-    trained.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    trained.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     trained.set_defaults(run=run_tokenizer, parser=trained)
 
 
@@ -62,18 +64,18 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tokens must be 1 to {MOST_TOKENS:,}, got {args.tokens}")
     config = load_config(args.run_file, args.overrides)
     set_up_logging()
-    found = preview(config, args.tokens)
-    sys.stdout.write((json.dumps(found.to_fields()) if args.json else _text(found)) + "\n")
+    report = preview(config, args.tokens)
+    sys.stdout.write((json.dumps(report.to_fields()) if args.json else _text(report)) + "\n")
     return 0
 
 
-def _text(found: "Preview") -> str:
+def _text(report: "Preview") -> str:
     lines = [
-        f"{found.vocabulary} tokens in the vocabulary; labels are marked by [[ ]]"
-        if found.masked
-        else f"{found.vocabulary} tokens in the vocabulary; every token is a label"
+        f"{report.vocabulary} tokens in the vocabulary; labels are marked by [[ ]]"
+        if report.masked
+        else f"{report.vocabulary} tokens in the vocabulary; every token is a label"
     ]
-    for source in found.sources:
+    for source in report.sources:
         lines.append("")
         lines.append(
             f"{source.path}: {source.files} files, {source.bytes:,} bytes, {source.shards} shards; "

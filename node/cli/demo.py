@@ -1,4 +1,4 @@
-"""`thinwire demo`: a complete run on this machine, four nodes and real text."""
+"""`thinwire demo`: a complete run on this machine, with four nodes and real text."""
 
 import argparse
 from pathlib import Path
@@ -6,18 +6,20 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("demo", help="train a small model on this machine, four stages, real text")
+    parser = commands.add_parser(
+        "demo", help="train a small model on real text, in four stages on this machine"
+    )
     parser.add_argument(
         "overrides",
         metavar="section.key=value",
         nargs="*",
         default=[],
-        help="values that override the demo's",
+        help="values that override the demo's settings",
     )
     parser.add_argument("--data", type=Path, help="text, JSONL or a folder (default: Python's own sources)")
     parser.add_argument("--steps", type=int, help="optimizer steps")
     parser.add_argument("--run-dir", type=Path, help="new directory for the run (default: runs/demo-<n>)")
-    parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
+    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -31,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.data is not None:
         overrides.append(f"data.path={args.data.absolute()}")
     if args.steps is not None:
-        # A short demo warms up for a tenth of its steps at most.
+        # A short demo warms up for at most a tenth of its steps.
         overrides += [f"run.steps={args.steps}", f"training.warmup_steps={min(20, args.steps // 10)}"]
     overrides += args.overrides
     for override in overrides:

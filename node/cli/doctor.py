@@ -1,4 +1,4 @@
-"""`thinwire doctor [TOKEN]`: check this machine, and whether it reaches the run."""
+"""`thinwire doctor [TOKEN]`: check this machine, and whether it can reach the run."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 GIVEN = ("token", "run file")
-"""Checks of the user's input, by name: when one fails the exit code is that of bad input."""
+"""Names of the checks of user input. If one of them fails, the exit code is that for bad input."""
 
 
 def add_parser(commands: Any) -> None:
@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
         "token",
         metavar="TOKEN",
         nargs="?",
-        help="also check a join token, its coordinator, and the paths from here to others of the run",
+        help="also check a join token, its coordinator, and the paths from here to the run's other nodes",
     )
     parser.add_argument("--state-dir", type=Path, help="the state directory to check (default: the user's)")
     parser.add_argument(
@@ -28,11 +28,11 @@ def add_parser(commands: Any) -> None:
         "--device",
         default="auto",
         metavar="auto|cpu|mps|cuda:N",
-        help="with TOKEN or --run-file: as for `thinwire join`",
+        help="with TOKEN or --run-file: the device, as for `thinwire join`",
     )
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="as for `thinwire join`")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="as for `thinwire join`")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.token is not None:
         from node.processes.reach_check import check_reach
 
-        with screen.seconds_of("checking the paths to the coordinator and to others of the run"):
+        with screen.seconds_of("checking the paths to the coordinator and the run's other nodes"):
             checks += check_reach(args.token, chosen[0])
     if args.run_file is not None:
         from node.processes.run_check import check_run

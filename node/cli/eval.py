@@ -1,4 +1,4 @@
-"""`thinwire eval RUN_DIR`: a snapshot's held-out loss and perplexity, or what lm-eval says of it, on this
+"""`thinwire eval RUN_DIR`: measure a snapshot's held-out loss and perplexity, or run lm-eval on it, on this
 machine."""
 
 import argparse
@@ -14,7 +14,7 @@ from node.cli.task_scores import score
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("eval", help="held-out loss and perplexity of a snapshot")
+    parser = commands.add_parser("eval", help="measure the held-out loss and perplexity of a snapshot")
     add_arguments(parser)
     parser.add_argument(
         "--text", type=Path, metavar="PATH", help="measure on this text (default: the run's held-out text)"
@@ -23,24 +23,26 @@ def add_parser(commands: Any) -> None:
         "--samples",
         type=int,
         metavar="N",
-        help="samples to measure on (default: data.valid_samples; with --text all)",
+        help="how many samples to measure on (default: data.valid_samples, or all of --text)",
     )
     parser.add_argument(
-        "--tasks", metavar="A,B", help="tasks of lm-eval, which downloads what they need; recorded in the run"
+        "--tasks",
+        metavar="A,B",
+        help="run these tasks of lm-eval, which downloads their data; the run records the scores",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: at most N questions of each")
+    parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: at most N questions per task")
     parser.add_argument("--shots", type=int, metavar="N", help="with --tasks: examples before each question")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.tasks is not None:
         if args.text is not None or args.samples is not None:
-            raise UsageError("--text and --samples are for the held-out loss: leave them out with --tasks")
+            raise UsageError("--text and --samples are for the held-out loss: do not use them with --tasks")
         return score(args)
     if args.limit is not None or args.shots is not None:
-        raise UsageError("--limit and --shots are for lm-eval: name its tasks by --tasks")
+        raise UsageError("--limit and --shots are for lm-eval: name its tasks with --tasks")
     if args.samples is not None and args.samples < 1:
         raise UsageError(f"--samples must be at least 1, got {args.samples}")
     from node.data.samples import samples_of
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         report = {"step": step, "loss": loss, "perplexity": perplexity, "samples": samples.labelled}
         sys.stdout.write(json.dumps(report) + "\n")
     else:
-        found = NO_LABELS if loss is None else f"{loss:.4f} nats a token, perplexity {perplexity:.4g}"
+        shown = NO_LABELS if loss is None else f"{loss:.4f} nats per token, perplexity {perplexity:.4g}"
         tokens = f"{samples.labelled or len(samples)} samples of {config.model.sequence} tokens"
-        sys.stdout.write(f"step {step}: held-out loss {found}, {tokens}\n")
+        sys.stdout.write(f"step {step}: held-out loss {shown}, {tokens}\n")
     return 0

@@ -17,14 +17,14 @@ def add_parser(commands: Any) -> None:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="",
-        help="weights' dtype (default: the starting checkpoint's, else float32)",
+        help="dtype of the weights (default: as in the checkpoint that the run started from, else float32)",
     )
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="of a run with adapters, write the whole model with them merged in, not a PEFT folder",
+        help="for a run with adapters, write the whole model with merged adapters instead of a PEFT folder",
     )
-    parser.add_argument("--json", action="store_true", help="describe the output as JSON")
+    parser.add_argument("--json", action="store_true", help="describe the output in JSON")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     merge: Merge | None = None
     if args.merge:
         from node.state.merging import merged_parameters as merge
-    # Without a step the next newest is written if the run removes this one meanwhile.
+    # Without a step, `export` uses a newer snapshot if the run removes this one meanwhile.
     wanted = None if args.step in NEWEST else chosen_snapshot(directory, args.step)[1]
     step = export(directory, args.out, step=wanted, dtype=args.dtype, merge=merge)
     if args.json:

@@ -6,7 +6,7 @@ from typing import Any
 
 MAX_TOKEN_FILE = 16_384
 YIELDS_FROM = 25.0
-"""Percent of a GPU. A desktop takes less, games more."""
+"""The default of `--yield-gpu`, percent of a GPU. A desktop uses less, games more."""
 
 
 def add_parser(commands: Any) -> None:
@@ -21,12 +21,12 @@ def add_parser(commands: Any) -> None:
         help="read the token from a file, so that `ps` does not show it",
     )
     parser.add_argument(
-        "--listen", default="0.0.0.0:0", metavar="HOST:PORT", help="accept neighbours' connections here"
+        "--listen", default="0.0.0.0:0", metavar="HOST:PORT", help="where to accept neighbours' connections"
     )
     parser.add_argument(
         "--no-listen",
         action="store_true",
-        help="open no port; neighbours connect through a relay",
+        help="open no port; neighbours that cannot be dialled connect through a relay",
     )
     parser.add_argument(
         "--no-map-port",
@@ -37,12 +37,12 @@ def add_parser(commands: Any) -> None:
         "--advertise",
         default="",
         metavar="HOST:PORT",
-        help="address that neighbours dial (default: the one the coordinator sees)",
+        help="address for neighbours to dial (default: the one that the coordinator sees)",
     )
     parser.add_argument(
-        "--name", default="", metavar="TEXT", help='what others see this machine called: "Ana\'s 4090"'
+        "--name", default="", metavar="TEXT", help="this machine's public name, such as \"Ana's 4090\""
     )
-    parser.add_argument("--state-dir", type=Path, help="directory of this node's key and certificate")
+    parser.add_argument("--state-dir", type=Path, help="directory for this node's key and certificate")
     parser.add_argument(
         "--device", default="auto", metavar="auto|cpu|mps|cuda:N", help="device to compute on"
     )
@@ -51,14 +51,14 @@ def add_parser(commands: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="share the stage among N GPUs, beginning with --device; with --device cpu, among N processes",
+        help="share the stage among N GPUs, starting at --device; with --device cpu, among N processes",
     )
     parser.add_argument(
         "--tensor-parallel",
         type=int,
         default=1,
         metavar="T",
-        help="split each block between T of the GPUs; T divides N (default: 1)",
+        help="split each block among T of the GPUs; T must divide N (default: 1)",
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's)")
     parser.add_argument(
@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:
         type=float,
         default=0.0,
         metavar="MBIT",
-        help="carry up to this many Mbit/s between other nodes that cannot reach each other; others must be "
+        help="relay up to this many Mbit/s between other nodes that cannot reach each other; they must be "
         "able to reach a port here",
     )
     parser.add_argument(
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
         type=float,
         default=0.0,
         metavar="GB",
-        help="disk for layers of snapshots in GB; 0 (default) is half of what is free",
+        help="disk space for snapshot layers in GB; 0 (default) means half of the free space",
     )
     parser.add_argument(
         "--max-memory",
@@ -93,14 +93,14 @@ def add_parser(commands: Any) -> None:
         const=YIELDS_FROM,
         default=0.0,
         metavar="PERCENT",
-        help=f"slow down while other programs, such as a game, use this share of the GPU (without a number: "
-        f"{YIELDS_FROM:g}); needs NVIDIA's driver",
+        help=f"slow down while other programs, such as a game, use this percentage of the GPU (without a "
+        f"number: {YIELDS_FROM:g}); requires NVIDIA's driver",
     )
     parser.add_argument(
         "--store",
         default="",
         metavar="URL",
-        help="let the run keep snapshots below this address, such as s3://BUCKET, with the credentials of "
+        help="let the run keep snapshots below this address, such as s3://BUCKET, with the credentials in "
         "this machine's environment",
     )
     parser.add_argument(
@@ -115,13 +115,13 @@ def add_parser(commands: Any) -> None:
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="this machine's copy of the model that the run starts from (default: it is fetched)",
+        help="this machine's copy of the model that the run starts from (default: fetch it)",
     )
     parser.add_argument(
         "--max-host-memory",
         type=float,
         metavar="GB",
-        help="main memory for what does not fit on the GPU, in GB; 0 is none (default: half of what is free)",
+        help="main memory for what does not fit on the GPU, in GB; 0: none (default: half of what is free)",
     )
     parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT", help="serve this node's metrics for Prometheus"
@@ -130,10 +130,10 @@ def add_parser(commands: Any) -> None:
         "--wait",
         default="1h",
         metavar="TIME",
-        help="how long to wait for a coordinator that is not up yet, and for a stopped run to go on, such "
-        "as 30 min or 12h; 0 does not wait (default: 1h)",
+        help="how long to wait for a coordinator that is not up yet, or for a stopped run to be resumed, "
+        "such as 30 min or 12h; 0 does not wait (default: 1h)",
     )
-    parser.add_argument("--json", action="store_true", help="progress on stdout as JSON lines")
+    parser.add_argument("--json", action="store_true", help="print progress as JSON lines")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         parse_listen(args.advertise)
         if args.no_listen:
             raise UsageError(
-                "--advertise names a port to dial, but --no-listen opens none: use only one of them"
+                "--advertise names a port to dial, but --no-listen opens none: use only one of the two"
             )
     if args.metrics:
         parse_listen(args.metrics)
@@ -165,11 +165,11 @@ def run(args: argparse.Namespace) -> int:
     if len(args.name) > MOST_NAME:
         raise UsageError(f"--name may have at most {MOST_NAME} characters, got {len(args.name)}")
     if args.relay and args.no_listen:
-        raise UsageError("--relay needs an open port, but --no-listen opens none: use only one of them")
+        raise UsageError("--relay needs an open port, but --no-listen opens none: use only one of the two")
     if 0 < args.relay < 1:
         raise UsageError(f"--relay must be at least 1 Mbit/s, got {args.relay:g}")
     if args.model is not None and not args.model.is_dir():
-        raise UsageError(f"--model {args.model} is not a folder: name the folder that has its config.json")
+        raise UsageError(f"--model {args.model} is not a folder: name the folder that contains config.json")
     check_devices(args)
     if not 0 <= args.threads <= MOST_THREADS:
         raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _repository(text: str) -> str:
-    """The `owner/name` of a repository. Raises UsageError."""
+    """The `owner/name` of a repository. Raises UsageError for a malformed name."""
     from node.cli.parser import UsageError
     from node.state.hub import PREFIX, Repository
     from wire.errors import ConfigError
@@ -233,16 +233,16 @@ def _repository(text: str) -> str:
     try:
         return Repository.parse(f"{PREFIX}{text.removeprefix(PREFIX)}").name
     except ConfigError:
-        raise UsageError(f"--hub must be OWNER/NAME, a model of the hub, got {text[:100]!r}") from None
+        raise UsageError(f"--hub must be OWNER/NAME of a model on the hub, got {text[:100]!r}") from None
 
 
 def _read_token(token: str | None, path: Path | None) -> str:
-    """The token from the command line or the file. Raises UsageError."""
+    """The token from the command line or the file. Raises UsageError unless exactly one is given."""
     from node.cli.parser import UsageError
     from wire.identity.token import token_in
 
     if (token is None) == (path is None):
-        raise UsageError("give the join token either as TOKEN or by --token-file PATH")
+        raise UsageError("give the join token either as TOKEN or with --token-file PATH")
     if path is None:
         assert token is not None
         return token_in(token)
@@ -250,10 +250,10 @@ def _read_token(token: str | None, path: Path | None) -> str:
         # Some editors write a byte order mark.
         with path.open(encoding="utf-8-sig") as file:
             # Tokens are far shorter than the limit.
-            found = token_in(file.read(MAX_TOKEN_FILE))
+            content = token_in(file.read(MAX_TOKEN_FILE))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"--token-file {path} cannot be read: {reason}") from None
-    if not found:
+    if not content:
         raise UsageError(f"--token-file {path} is empty: write the join token into it")
-    return found
+    return content

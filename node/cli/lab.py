@@ -1,6 +1,6 @@
 """`thinwire lab run|merge|table|plot|check`: measure real runs over shaped networks on one machine.
 
-`run` starts itself again in private namespaces (`node.lab.namespaces`) and measures there.
+`run` restarts itself in private namespaces (`node.lab.namespaces`) and measures there.
 """
 
 import argparse
@@ -17,10 +17,10 @@ DEFAULT_PARENT = Path("lab")
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("lab", help="measure runs over slow networks, simulated on this machine")
+    parser = commands.add_parser("lab", help="measure runs over slow networks, emulated on this machine")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    run_ = actions.add_parser("run", help="measure every cell of a profile; resumes earlier results")
+    run_ = actions.add_parser("run", help="measure every cell of a profile, and resume earlier results")
     run_.add_argument(
         "profile", metavar="PROFILE.toml", type=Path, help="a profile, such as those in deploy/lab/"
     )
@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
         metavar="section.key=value",
         nargs="*",
         default=[],
-        help="values that override the profile's and its run file's",
+        help="values that override those of the profile and its run file",
     )
     run_.add_argument("--out", type=Path, help="output directory (default: lab/<name>)")
     run_.add_argument(
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
         type=number,
         default=0.0,
         metavar="SECONDS",
-        help="begin no cell after so long; run the same command again to continue",
+        help="start no further cell after this time; run the same command again to continue",
     )
     run_.add_argument(
         "--only",
@@ -51,25 +51,25 @@ def add_parser(commands: Any) -> None:
         "--pack", action="store_true", help="pack raw/, logs/ and runs/ into logs.tar.xz at the end"
     )
     run_.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    merge_ = actions.add_parser("merge", help="merge results of parts of one profile")
+    merge_ = actions.add_parser("merge", help="merge results from parts of one profile")
     merge_.add_argument(
-        "parts", metavar="RESULTS", nargs="+", type=Path, help="files or folders of `lab run`"
+        "parts", metavar="RESULTS", nargs="+", type=Path, help="result files or output folders of `lab run`"
     )
     merge_.add_argument("--out", type=Path, required=True, help="the file to write")
     table = actions.add_parser("table", help="print what was measured")
     plot = actions.add_parser("plot", help="draw figures from results")
     for action in (table, plot):
         action.add_argument(
-            "results", metavar="RESULTS", nargs="+", type=Path, help="files or folders of `lab run`"
+            "results", metavar="RESULTS", nargs="+", type=Path, help="result files or output folders"
         )
     plot.add_argument(
         "--out",
         type=Path,
-        help="folder of the figures (default: beside results.json, or lab/NAME for NAME.json); "
-        "several results get a folder each",
+        help="folder for the figures (default: beside results.json, or lab/NAME for NAME.json); "
+        "several results get one folder each",
     )
-    check = actions.add_parser("check", help="check what the lab can use on this machine")
-    check.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    check = actions.add_parser("check", help="check which tools the lab can use on this machine")
+    check.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     actions_ = ((run_, _run), (merge_, _merge), (table, _table), (plot, _plot), (check, _check))
     for action, function in actions_:
         action.set_defaults(run=function, parser=action)
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
         created = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make {out} ({error.strerror}); give another --out") from error
+        raise UsageError(f"cannot create {out} ({error.strerror}); give another --out") from error
     options = ["--out", str(out), "--time-limit", str(args.time_limit), "--inside"]
     options += [f"--only={words}" for words in args.only]
     try:
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_reach(args: argparse.Namespace) -> int:
-    """Train between every two ways of being joined to the internet."""
+    """Train over every pair of ways to connect to the internet, such as two kinds of NAT."""
     from node.lab.namespaces import run_inside
     from node.lab.reach import load_reach_profile, names_of
     from node.lab.tools import tool
@@ -133,7 +133,7 @@ def _run_reach(args: argparse.Namespace) -> int:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make {out} ({error.strerror}); give another --out") from error
+        raise UsageError(f"cannot create {out} ({error.strerror}); give another --out") from error
     options = ["--out", str(out), "--inside", *(f"--only={words}" for words in args.only)]
     return run_inside(["lab", "run", str(args.profile), *options])
 
@@ -159,7 +159,8 @@ def _run_reach_inside(args: argparse.Namespace, out: Path) -> int:
 
 
 def _remove_empty(created: Sequence[Path]) -> None:
-    """Remove the empty folders that this command made, innermost first: a refused run leaves none."""
+    """Remove the empty folders that this command created, innermost first, so that a refused run leaves
+    none."""
     with contextlib.suppress(OSError):
         for folder in created:
             folder.rmdir()
@@ -224,11 +225,11 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def figure_folders(results: Sequence[Path], out: Path | None) -> list[Path]:
-    """The folder of each results file's figures.
+    """The folder for the figures of each results file.
 
-    Figures of an output folder of `lab run` go beside its results.json, those of another file NAME.json to
-    lab/NAME. `out` is the folder of a single result's figures, and the parent of several folders; repeated
-    names get a number.
+    Figures for an output folder of `lab run` go beside its results.json, and those for another file NAME.json
+    go to lab/NAME. `out` is the folder for a single result, or the parent of the folders for several.
+    Repeated names get a number.
     """
     from node.lab.results import RESULTS_FILE
 
@@ -251,7 +252,7 @@ def figure_folders(results: Sequence[Path], out: Path | None) -> list[Path]:
 
 
 def _draw(results: Path, out: Path, *, must: bool) -> None:
-    """Draw the figures. A missing matplotlib is an error only if `must`."""
+    """Draw the figures. An error, such as a missing matplotlib, is raised only if `must`."""
     from node.lab.plots import draw
     from node.lab.results import read_results
     from wire.errors import UserError

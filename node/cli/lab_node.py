@@ -2,8 +2,8 @@
 
     python -m node.cli.lab_node DEVICE
 
-Imports take seconds, and the lab starts its nodes one after the other so that stage i is node i. The process
-imports everything, then waits for a line on stdin: `thinwire`'s arguments as JSON.
+Imports take seconds, and the lab starts its nodes one after another so that node i gets stage i. The process
+imports everything, then waits for a line on stdin with `thinwire`'s arguments as JSON.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The `thinwire` command. Each subcommand is a module beside this one with `add_parser` and `run`.
 
-Exit codes: 0 done; 1 the run, a link or the other side failed; 2 bad input; 130 stopped by Ctrl-C. An error
-is one line on stderr. An unexpected exception is a bug: its traceback goes to a file, stderr names the file,
+Exit codes: 0: done; 1: the run, a link or the other side failed; 2: bad input; 130: stopped by Ctrl-C. An
+error is one line on stderr. An unexpected exception is a bug: its traceback goes to a file that stderr names,
 and the exit code is 70.
 """
 
@@ -70,14 +70,14 @@ COMMANDS = (
     completion,
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of stdout itself: a full disk, a closed terminal. Errors of other files carry a file name."""
+"""Errors of stdout itself, such as a full disk or a closed terminal. Errors of files have a file name."""
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (without the program's name; None: the process's) and return its exit code."""
-    # Silence gRPC's own log lines on stderr; it reads this when imported.
+    """Run a command line without the program's name (by default, of this process). Returns the exit code."""
+    # Silence gRPC's log lines on stderr. gRPC reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     take_any_text(sys.stdout, sys.stderr)
     try:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output has gone.
+        # The reader of our output is gone.
         discard(sys.stdout)
         return 1
     except ThinwireError as error:
@@ -104,14 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             discard(sys.stdout)
             return _complain(f"error: cannot write output: {error.strerror}", 1)
         return _complain(f"error: {error.filename}: {error.strerror}", 1)
-    except Exception as error:  # outermost frame: bugs end in one line too
+    except Exception as error:  # a bug ends in one line too
         return _bug(error)
 
 
 def build_parser(command: str = "") -> Parser:
-    """The parser of the whole command line, or of one command, which takes a tenth of the time.
-
-    `completion` needs all others.
+    """The parser for all commands, or for one command, which takes a tenth of the time. `completion` needs
+    all commands.
     """
     description = "Train language models across machines joined only by a slow network."
     parser = Parser(prog="thinwire", description=description)
@@ -124,7 +123,7 @@ def build_parser(command: str = "") -> Parser:
 
 
 def _group_exit(group: BaseExceptionGroup[BaseException]) -> int:
-    """Tasks of a group fail together: show the first error meant for users."""
+    """Show the first error meant for users, because tasks of a group fail together."""
     leaves = list(_leaves(group))
     foreseen = [error for error in leaves if isinstance(error, ThinwireError)]
     if foreseen and all(isinstance(error, (ThinwireError, KeyboardInterrupt)) for error in leaves):
@@ -146,17 +145,17 @@ _STARTS_NATIVE_THREADS = ("demo", "coordinator", "join", "resume", "lab")
 
 
 def _refuse_small_address_space(least: int) -> None:
-    """Raises MemoryExhaustedError below `least` MB.
+    """Raise MemoryExhaustedError if the limit of the address space is below `least` MB.
 
-    There gRPC's, torch's and numpy's own threads abort the process or wait for ever, where no exception can
-    be caught: a coordinator aborts with 500 MB and runs with 800, numpy aborts with 120, and a plan waits
-    with 200.
+    Below it, threads of gRPC, torch and numpy abort the process or wait for ever, and no exception can be
+    caught: a coordinator aborts with 500 MB and runs with 800, numpy aborts with 120, and a plan hangs with
+    200.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < least * 10**6:
         raise MemoryExhaustedError(
-            f"this process may use {limit / 1e6:.0f} MB of addresses, and needs at least {least} MB: raise "
-            "the limit (`ulimit -v`)"
+            f"this process is limited to {limit / 1e6:.0f} MB of address space and needs at least {least} "
+            "MB: raise the limit (`ulimit -v`)"
         )
 
 
@@ -164,7 +163,7 @@ _LIMITS = (
     *("can't start new thread", "Resource temporarily unavailable"),
     *("failed to map segment", "allocate memory"),
 )
-"""In messages of errors of the system's own limits, which have no class of their own."""
+"""Parts of messages about the system's limits, for which there is no exception class."""
 
 
 def _is_out_of_room(error: BaseException) -> bool:
@@ -177,12 +176,12 @@ def _is_out_of_room(error: BaseException) -> bool:
 
 
 def _bug(error: BaseException) -> int:
-    """Write the traceback to a file and name it in one line. Limits of the system are none."""
+    """Write the traceback to a file and print one line that names it. The system's limits are not bugs."""
     if refused := next(filter(_is_out_of_room, _leaves(error)), None):
-        what = " ".join(str(refused).split()) or "out of memory"
+        reason = " ".join(str(refused).split()) or "out of memory"
         return _complain(
-            f"error: the system gives this process no more threads or memory ({what}): raise its limits "
-            "(`ulimit -v`, `ulimit -u`, those of its container or service), or end what else runs here",
+            f"error: the system gives this process no more threads or memory ({reason}): raise its limits "
+            "(`ulimit -v`, `ulimit -u`, or those of its container or service), or stop other programs",
             MemoryExhaustedError.exit_code,
         )
     report = "".join(traceback.format_exception(error))
@@ -190,7 +189,7 @@ def _bug(error: BaseException) -> int:
     line = f"this is a bug: {type(error).__name__}: {summary}"
     name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (_crash_directory, lambda: Path(tempfile.gettempdir())):
-        # UserError: a user without a home.
+        # UserError: the user has no home directory.
         with contextlib.suppress(OSError, UserError):
             path = folder() / name
             path.write_text(report, encoding="utf-8", errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""`--measure`: the times of a block of the run on this machine's device, from a process that loads torch."""
+"""`--measure`: measures a block of the run on this machine's device, in a process that loads torch."""
 
 import subprocess
 from typing import TYPE_CHECKING
@@ -9,16 +9,17 @@ if TYPE_CHECKING:
 
 
 def measured_times(config: "RunConfig", device: str) -> "BlockTimes":
-    """Raises UserError where this machine has no such device, or cannot compute a block of the run."""
+    """Measure the times of a block. Raises UserError if this machine lacks the device or cannot compute a
+    block."""
     from node import program
     from node.run_file.loader import to_json
     from node.tuning.block_times import BlockTimes
     from wire.errors import UserError
 
-    # Only there is torch loaded.
+    # Only that process loads torch.
     command = [*program("stage.block_measure"), device]
     done = subprocess.run(command, input=to_json(config), capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["nothing was said"]
+        lines = done.stderr.strip().splitlines() or ["no message"]
         raise UserError(f"--measure: {lines[-1]}")
     return BlockTimes.from_json(done.stdout)

@@ -1,4 +1,4 @@
-"""The command line: a parser whose errors are one line with the nearest match, shared checks, logging."""
+"""The command line: a parser with one-line errors and suggestions, shared checks, and logging."""
 
 import argparse
 import logging
@@ -14,18 +14,18 @@ from node.display.terminal import LIVE_LINE
 from wire.errors import UserError, escaped, nearest
 
 MOST_NUMBER = 1e9
-"""Of any unit that an option has."""
+"""The largest number that an option accepts, in whatever unit."""
 
 
 class UsageError(UserError):
-    """The command line does not parse."""
+    """The command line is invalid."""
 
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises `UsageError` and suggests the nearest command or option."""
 
     def __init__(self, **kwargs: Any) -> None:
-        # An abbreviation may become ambiguous with the next option.
+        # An abbreviation may become ambiguous when an option is added.
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
@@ -34,13 +34,13 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         # argparse would list every choice.
         if action.choices is not None and value not in action.choices:
-            what = "command" if isinstance(action, argparse._SubParsersAction) else action.dest
-            self.error(f"unknown {what} {value!r}{nearest(str(value), map(str, action.choices))}")
+            kind = "command" if isinstance(action, argparse._SubParsersAction) else action.dest
+            self.error(f"unknown {kind} {value!r}{nearest(str(value), map(str, action.choices))}")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse a command line.
 
-        Overrides (`key=value`) may stand anywhere after the command. Raises UsageError.
+        Overrides (`key=value`) may be anywhere after the command. Raises UsageError.
         """
         argv = list(sys.argv[1:] if argv is None else argv)
         args, rest = self.parse_known_args(argv)
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(text: str) -> float:
-    """A number as an option takes it: none that stands for no amount, such as nan and infinity."""
+    """A number for an option. Raises ValueError for NaN, infinity and numbers beyond `MOST_NUMBER`."""
     value = float(text)
     if not abs(value) <= MOST_NUMBER:
         raise ValueError
@@ -66,14 +66,14 @@ def number(text: str) -> float:
 
 
 def add_run_file(parser: argparse.ArgumentParser) -> None:
-    """RUN.toml and `section.key=value`: what `load_config` takes."""
+    """Add RUN.toml and `section.key=value`, the arguments of `load_config`."""
     parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file, or a recipe's name")
     parser.add_argument(
         "overrides",
         metavar="section.key=value",
         nargs="*",
         default=[],
-        help="values that override the file's",
+        help="values that override those of the file",
     )
 
 
@@ -90,7 +90,7 @@ def check_devices(args: argparse.Namespace) -> None:
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable at run time
-    """Write to the current `sys.stderr`, which the live display replaces, below a live line."""
+    """Writes to the current `sys.stderr`, which the live display replaces, below a live line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         LIVE_LINE.end()
@@ -102,9 +102,9 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not su
 
 
 def set_up_logging() -> None:
-    """Log INFO and above to stderr; `THINWIRE_LOG=debug` (or warning, error) sets another level.
+    """Log INFO and above to stderr. `THINWIRE_LOG=debug` (or warning, error) sets another level.
 
-    Call it before grpc is imported: gRPC reads its verbosity once, and by default logs every closed
+    Call it before grpc is imported, because gRPC reads its verbosity once and by default logs every closed
     connection.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,4 +1,4 @@
-"""`thinwire plan RUN.toml`: what each stage needs, and what it does to fit in less memory."""
+"""`thinwire plan RUN.toml`: the memory that each stage needs, and how it fits into less."""
 
 import argparse
 import dataclasses
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
     from node.tuning.memory_plan import MemoryPlan
 
 HOST_TIMES = 4
-"""Main memory of a machine, in memories of its card."""
+"""The assumed main memory of a machine, as a multiple of its card's memory."""
 TYPICAL_GB = 16
 IN_GENERAL = (
-    "fewer blocks a stage (more pipeline.stages, fewer model.layers), a smaller training.microbatch, or "
+    "fewer blocks per stage (more pipeline.stages or fewer model.layers), a smaller training.microbatch, or "
     "gradients and moments in fp8"
 )
-"""Where no single setting is enough."""
+"""General advice if no single setting is enough."""
 MOST_POINTS = 12
-"""A curve in text has so many points; `--json` has all."""
+"""The most points of a curve in text; `--json` has all."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="memory of each stage, and what fits in less")
+    parser = commands.add_parser("plan", help="show the memory of each stage, and what fits into less")
     add_run_file(parser)
     parser.add_argument(
-        "--gb", type=number, default=0.0, help="memory of each card (default: enough for all)"
+        "--gb", type=number, default=0.0, help="memory of each card in GB (default: unlimited)"
     )
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes a stage")
     parser.add_argument(
         "--host-gb",
         type=number,
         default=0.0,
-        help="main memory for what does not fit on the GPU (default: 4 times --gb)",
+        help="main memory for what does not fit on the GPU, in GB (default: 4 times --gb)",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="plan by times that are measured on this machine's device, as a node does when it joins",
+        help="plan with times measured on this machine's device, as a node does when it joins",
     )
     parser.add_argument("--curve", action="store_true", help="show how each stage's time depends on memory")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     for option, value in (("--gb", args.gb), ("--host-gb", args.host_gb)):
         if value < 0:
-            raise UserError(f"{option} {value:g} is below 0: give a memory in GB, such as 12")
+            raise UserError(f"{option} {value:g} is negative: give memory in GB, such as 12")
     config = load_config(args.run_file, args.overrides)
     on_cpu = args.device == "cpu"
     host = 0 if on_cpu else int(1e9 * (args.host_gb or HOST_TIMES * (args.gb or TYPICAL_GB)))
@@ -70,16 +70,17 @@ def run(args: argparse.Namespace) -> int:
     storages = [choose(config, stages, stage, room) for stage in range(stages)]
     configs = [chosen_config(config, storage) for storage in storages]
     plans = [
-        plan_stage(one, stages, stage, devices, memory, times=times) for stage, one in enumerate(configs)
+        plan_stage(chosen, stages, stage, devices, memory, times=times)
+        for stage, chosen in enumerate(configs)
     ]
     points = CURVE_POINTS if args.curve or args.json else 2
     curves = [
-        frontier(one, stages, stage, devices, times, points=points) for stage, one in enumerate(configs)
+        frontier(chosen, stages, stage, devices, times, points=points) for stage, chosen in enumerate(configs)
     ]
     fits = all(plan.fits for plan in plans)
     changes = [] if fits else remedies(config, stages, devices, memory)
     if args.json:
-        found = [
+        stage_reports = [
             {
                 "stage": stage,
                 "storage": words_of(storage),
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         whole = {
             "memory_bytes": memory,
-            "stages": found,
+            "stages": stage_reports,
             "what_fits": changes,
             "times": dataclasses.asdict(times),
         }
@@ -99,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     lines = _text(plans, curves, args.device, args.gb, curve=args.curve)
     lines += ["", *_times_text(times, on_cpu=on_cpu)]
     if config.storage.allow:
-        lines += ["", "stored as the coordinator would choose (storage.allow):"]
+        lines += ["", "storage that the coordinator would choose (storage.allow):"]
         for stage, storage in enumerate(storages):
             kept = _gb(kept_bytes(config, storage, stages, devices)[stage])
-            lines.append(f"  stage {stage}: {words_of(storage)}, which takes {kept} with everything kept")
+            lines.append(f"  stage {stage}: {words_of(storage)}, {kept} if everything is kept")
     if not fits:
         lines += ["", f"what fits: {' or '.join(changes) or IN_GENERAL}"]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -110,15 +111,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _times_text(times: "BlockTimes", *, on_cpu: bool) -> list[str]:
-    """What the plan weighs, of a block and a microbatch."""
+    """The times that the plan is based on, of a block and a microbatch."""
     known = "measured here" if times.measured else "assumed (--measure measures them)"
     lines = [
         f"times of a block, {known}: forward {_ms(times.forward)}, backward {_ms(times.backward)}",
-        f"  again: attention {_ms(times.attention)}, attention_output {_ms(times.attention_output)}, "
+        f"  recomputing: attention {_ms(times.attention)}, attention_output {_ms(times.attention_output)}, "
         f"ffn_input {_ms(times.ffn_input)}",
     ]
     if not on_cpu:
-        slower = f", compute beside them {1e12 * times.slowing:.2f} ms a GB longer" if times.slowing else ""
+        slower = f", which slow compute by {1e12 * times.slowing:.2f} ms per GB" if times.slowing else ""
         lines.append(f"  copies: {times.out_rate / 1e9:.1f} GB/s out, {times.in_rate / 1e9:.1f} in{slower}")
     lines += [
         f"  {time.kind} in {time.form if time.form == 'bf16' else f'{time.form} bits'}: "
@@ -142,7 +143,7 @@ def _text(
 ) -> list[str]:
     from node.telemetry.format import table_lines
 
-    head = ["stage", "blocks", "all kept", "planned", "least", "in host memory", "more time", "most is"]
+    head = ["stage", "blocks", "all kept", "planned", "least", "in host memory", "more time", "largest part"]
     rows = [
         [
             str(stage),
@@ -179,7 +180,7 @@ def _binding(plan: "MemoryPlan") -> str:
         "weights and optimizer": memory.state,
         "activations": memory.kept + memory.working,
         "the optimizer's step": memory.applying,
-        "process and tensors on the way": memory.fixed,
+        "process and temporary tensors": memory.fixed,
         "snapshot copies": memory.snapshot,
     }
     return max(parts, key=lambda part: parts[part])

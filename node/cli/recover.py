@@ -1,4 +1,4 @@
-"""`thinwire recover --from PLACE`: make a new run directory when its coordinator's disk is lost."""
+"""`thinwire recover --from PLACE`: rebuild a run directory after its coordinator's disk is lost."""
 
 import argparse
 import shlex
@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
         action="append",
         required=True,
         type=lambda place: place if "://" in place else Path(place),
-        help="a node's state directory, a copy of it, or URL/RUN_ID in an object store; one is enough, "
+        help="a node's state directory, a copy of it, or URL/RUN_ID in an object store; one is enough, but "
         "several may be given",
     )
     parser.add_argument(
@@ -47,12 +47,12 @@ def run(args: argparse.Namespace) -> int:
         "data.sources": ",".join(data.sources),
         "data.valid": data.valid,
         "data.chat_template": data.chat_template,
-        # Adapters are of this model; a whole model is in the snapshot.
+        # Adapters need this model, while a snapshot contains a whole model.
         "model.from": config.model.from_ if config.lora.rank else "",
     }
     for key, value in named.items():
         if value not in ("", "stdlib") and not value.startswith(HUB) and key not in given:
-            raise UserError(f"nodes do not know where {value!r} is: add {key}=PATH")
+            raise UserError(f"the nodes' records do not say where {value!r} is: add {key}=PATH")
     changeable = (*CHANGEABLE, "data.sources", "data.tokenizer", "data.chat_template", "model.from")
     config = change_config(config, args.overrides, changeable)
     with owner_only():
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         with run_lock(directory):
             line = recover(record, config, directory, args.node_dirs, time.time())
     sys.stdout.write(
-        f"{line}\nlost: the old certificates and tokens, and the history of losses. Go on with\n\n"
+        f"{line}\nlost: the old certificates and tokens, and the history of losses. Continue with\n\n"
         f"  thinwire resume {shlex.quote(str(directory))}\n\n"
-        "and run its new join line on every machine of the run, with the state directories that they had\n"
+        "and run its new join line on every machine of the run, with the same state directories as before\n"
     )
     return 0

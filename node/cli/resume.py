@@ -1,8 +1,8 @@
 """`thinwire resume RUN_DIR`: resume a stopped run from its newest snapshot.
 
-Snapshots are per layer, so the number of stages, the codecs and the address may change. So may what affects
-future steps only: a run that diverged can resume with a lower learning rate, and one that is done with more
-steps.
+Snapshots are stored per layer, so the number of stages, the codecs and the address may change. So may
+settings that affect only future steps: a diverged run can resume with a lower learning rate, and a finished
+run with more steps.
 """
 
 import argparse
@@ -30,15 +30,15 @@ def add_parser(commands: Any) -> None:
         metavar="section.key=value",
         nargs="*",
         default=[],
-        help=f"values to change; only {', '.join(CHANGEABLE)}",
+        help=f"values to change; allowed are {', '.join(CHANGEABLE)}",
     )
     parser.add_argument(
         "--new-text",
         action="store_true",
-        help="take the text at data.path as it is now, or another one, for the steps from here on",
+        help="use the text at data.path as it is now, even if it has changed, for the steps from here on",
     )
-    parser.add_argument("--json", action="store_true", help="events on stdout as JSON lines")
-    parser.add_argument("--stay", action="store_true", help="keep serving the page when the run is over")
+    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+    parser.add_argument("--stay", action="store_true", help="keep serving the page after the run has ended")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def resume_run(
     directory: Path, overrides: Sequence[str], *, json: bool, stays: bool, new_text: bool = False
 ) -> int:
-    """Resume the run in `directory`; returns the exit code. `new_text`: from here on with another text."""
+    """Resume the run in `directory`, with `new_text` on a changed text. Returns the exit code."""
     from node.cli.importing import importing
     from node.cli.parser import set_up_logging
     from node.cli.run_directory import owner_only
@@ -72,9 +72,9 @@ def resume_run(
     news = None
     if damage(directory):
         with owner_only(), run_lock(directory):
-            # Once more: another process may have rebuilt it.
-            if what := damage(directory):
-                news = rebuild(directory, what, time.time())
+            # Check again, because another process may have rebuilt it.
+            if problem := damage(directory):
+                news = rebuild(directory, problem, time.time())
     with Store.open(directory) as store:
         config = change_config(from_json(store.run().config_json), overrides, CHANGEABLE)
     set_up_logging()

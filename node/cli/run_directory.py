@@ -1,4 +1,4 @@
-"""Find or create a run's directory."""
+"""Finds or creates a run's directory."""
 
 import contextlib
 import os
@@ -10,13 +10,13 @@ from wire.identity.files import check_free_or_ours
 
 DEFAULT_PARENT = Path("runs")
 OURS = ("authority",)
-"""Marks a run's directory whose database was not created yet."""
+"""Files that identify a run's directory before its database was created."""
 DEMO_LOGS = "logs"
-"""A demo creates it before its coordinator starts."""
+"""The folder that a demo creates before its coordinator starts."""
 
 
 def new_run_directory(wanted: Path | None, name: str) -> Path:
-    """Create the directory of a new run: `wanted`, else the first free `runs/<name>-<n>`.
+    """Create the directory of a new run: `wanted`, or else the first free `runs/<name>-<n>`.
 
     Raises UserError if `wanted` is in use or cannot be created.
     """
@@ -24,7 +24,7 @@ def new_run_directory(wanted: Path | None, name: str) -> Path:
         if wanted is not None:
             if run_began(wanted):
                 raise UserError(
-                    f"{wanted} holds a run already: continue with `thinwire resume {wanted}`, or give "
+                    f"{wanted} already contains a run: continue it with `thinwire resume {wanted}`, or give "
                     "another --run-dir"
                 )
             check_free_or_ours(wanted, OURS, "--run-dir", besides=(DEMO_LOGS,))
@@ -43,41 +43,39 @@ def new_run_directory(wanted: Path | None, name: str) -> Path:
     except OSError as error:
         place = wanted or DEFAULT_PARENT
         raise UserError(
-            f"cannot make a run directory at {place} ({error.strerror}); give another --run-dir"
+            f"cannot create a run directory at {place} ({error.strerror}); give another --run-dir"
         ) from error
 
 
 def existing_run_directory(path: Path) -> Path:
-    """Check that `path` holds a run that this user may read, and return it. Raises UserError."""
+    """Return `path` if it contains a run that this user may read. Raises UserError otherwise."""
     from node.coordinator.store import DATABASE_FILE
 
     try:
         if not path.is_dir():
-            raise UserError(f"{path} is not a directory; give a run's directory, as the coordinator named it")
+            raise UserError(f"{path} is not a directory; give the run directory that the coordinator printed")
         if not holds_run(path):
-            raise UserError(f"{path} holds no run (no database in it); give the directory that holds one")
+            raise UserError(f"{path} contains no run (it has no database); give a run directory")
         allowed = os.access(path / DATABASE_FILE, os.R_OK)
     except PermissionError:
         allowed = False
     if not allowed:
-        raise UserError(f"{path} cannot be read: only the user that runs its coordinator may (or root)")
+        raise UserError(f"{path} cannot be read: only root and the user that runs its coordinator may")
     return path
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether the run's database is there. Raises UserError for a path that is not UTF-8."""
+    """Whether the directory has a run's database. Raises UserError for a path that is not UTF-8."""
     from node.coordinator.store import DATABASE_FILE
     from node.run_file.loader import is_text
 
     if not is_text(str(directory)):  # the run's messages carry its directory
-        raise UserError(
-            f"{str(directory)!r} is not text in UTF-8: rename that directory, or give another one"
-        )
+        raise UserError(f"{str(directory)!r} is not valid UTF-8: rename that directory, or give another one")
     return (directory / DATABASE_FILE).exists()
 
 
 def run_began(directory: Path) -> bool:
-    """Whether there is a run to resume: not if its coordinator died while creating the database."""
+    """Whether there is a run to resume. There is none if its coordinator died while creating the database."""
     from node.coordinator.database import is_empty
     from node.coordinator.rebuild import damage
     from node.coordinator.store import DATABASE_FILE
@@ -87,9 +85,9 @@ def run_began(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def owner_only() -> Iterator[None]:
-    """Create files and folders inside the block for the owner only.
+    """Make files and folders that are created in this context private to the owner.
 
-    The directory itself may be readable by others, if the user made it so.
+    The run directory itself may be readable by others if the user has allowed it.
     """
     before = os.umask(0o077)
     try:

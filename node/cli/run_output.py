@@ -1,4 +1,4 @@
-"""What `coordinator` and `resume` show: events while the run is on, the page after it."""
+"""The output of `coordinator` and `resume`: events during the run, and the page after it."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class Emit:
-    """Pass each event to every sink."""
+    """Passes each event to every sink."""
 
     def __init__(self, *sinks: "Callable[[Event], None]") -> None:
         self._sinks = sinks
@@ -26,7 +26,7 @@ class Emit:
 
 @contextlib.contextmanager
 def emitter(config: "RunConfig", *, json: bool) -> Iterator[Emit]:
-    """Write events to history, loggers and screen; restores the terminal at the end."""
+    """Write events to history, loggers and screen. Restores the terminal at the end."""
     from node.display.loggers import loggers
     from node.display.render import make_renderer
     from node.telemetry.history import HistoryWriter
@@ -42,7 +42,7 @@ def emitter(config: "RunConfig", *, json: bool) -> Iterator[Emit]:
 
 def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:
     """Serve the finished run's page at its usual address until Ctrl-C or SIGTERM, for service managers that
-    restart what ends."""
+    restart a process that ends."""
     from node.coordinator.store import Store
     from node.dashboard.pages import page_tls, serve_recorded
     from node.processes.locks import run_lock
@@ -60,7 +60,7 @@ def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:
     if config.dashboard.tls:
         authority = CertificateAuthority.load(directory / "authority")
         tls = page_tls(config, listen[0], authority, directory)
-    # Without the lock, `resume` would complain about the page's port and not about this process.
+    # With the lock, `resume` names this process instead of complaining about the page's port.
     with run_lock(directory, page_only=True):
         serve_recorded(directory, *listen, lambda url: emit(PageServed(url=url, key_file="")), tls)
     return 0

@@ -1,4 +1,4 @@
-"""`thinwire sample RUN_DIR PROMPT...`: generate text from a snapshot, on this machine."""
+"""`thinwire sample RUN_DIR PROMPT...`: generate text from a snapshot on this machine."""
 
 import argparse
 import json
@@ -22,23 +22,23 @@ def add_parser(commands: Any) -> None:
     add_arguments(parser)
     parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text to continue (repeatable)")
     parser.add_argument(
-        "--chat", action="store_true", help="give each PROMPT to the chat template as a user's message"
+        "--chat", action="store_true", help="pass each PROMPT to the chat template as a user's message"
     )
     parser.add_argument(
-        "--tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: 200)"
+        "--tokens", type=int, default=200, metavar="N", help="generate at most N tokens (default: 200)"
     )
     parser.add_argument(
         "--temperature",
         type=number,
         default=0.8,
         metavar="T",
-        help="0 takes the likeliest token (default: 0.8)",
+        help="sampling temperature; 0 takes the likeliest token (default: 0.8)",
     )
     parser.add_argument(
         "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (default: all)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (default: 0)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per prompt instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         prompts = [tokenizer.prompt(prompt) for prompt in args.prompts]
     if outside := [token for prompt in prompts for token in prompt if token >= config.model.vocab]:
         raise UsageError(
-            f"the prompt has the token {outside[0]} ({tokenizer.decode(np.array(outside[:1]))!r}), for which "
-            "the model has no row: leave it out"
+            f"the prompt has the token {outside[0]} ({tokenizer.decode(np.array(outside[:1]))!r}), which is "
+            "not in the model's vocabulary: leave it out"
         )
     step, model = load_model(args)
     for prompt, ids in zip(args.prompts, prompts, strict=True):
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pieces(tokens: Iterable[int], tokenizer: "Tokenizer") -> Iterator[str]:
-    """The text of token ids, piece by piece. A character may take several tokens: it comes whole."""
+    """The text of token ids, piece by piece. A character of several tokens is yielded whole."""
     import numpy as np
 
     ids: list[int] = []

@@ -1,6 +1,6 @@
-"""`thinwire serve RUN_DIR`: answer an OpenAI client with a snapshot's model.
+"""`thinwire serve RUN_DIR`: serve a snapshot's model to OpenAI clients.
 
-The snapshot is exported into a cache and handed to vLLM, where that is installed, or to transformers.
+The snapshot is exported into a cache and served by vLLM if it is installed, or else by transformers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ NEEDED = {
     TRANSFORMERS: ("transformers", "torch", "fastapi", "uvicorn", "openai", "accelerate"),
     VLLM: ("vllm",),
 }
-"""Packages that each server imports."""
+"""The packages that each server imports."""
 DEFAULT_LISTEN = "127.0.0.1:8000"
 
 
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--engine",
         choices=(VLLM, TRANSFORMERS),
-        help=f"the server to start (default: {VLLM} where it is installed, else {TRANSFORMERS})",
+        help=f"the server to start (default: {VLLM} if installed, else {TRANSFORMERS})",
     )
     parser.set_defaults(run=run, parser=parser)
 
@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
     engine = args.engine or (VLLM if importlib.util.find_spec(VLLM) else TRANSFORMERS)
     check_installed(engine)
     folder = exported(args)
-    sys.stdout.write(f"{folder.name} at http://{host}:{port}/v1, model {folder.name!r}; Ctrl-C ends it\n")
+    sys.stdout.write(
+        f"{folder.name} at http://{host}:{port}/v1, model {folder.name!r}; press Ctrl-C to stop\n"
+    )
     sys.stdout.flush()
     os.chdir(folder.parent)
     command = server_command(engine, folder.name, host, port)
@@ -57,17 +59,17 @@ def check_installed(engine: str) -> None:
     if missing:
         install = "vllm" if engine == VLLM else "'thinwire[serve]'"
         raise UsageError(
-            f"{engine}'s server needs packages that are missing here ({', '.join(missing)}): "
+            f"the server of {engine} needs packages that are not installed ({', '.join(missing)}): "
             f"pip install {install}"
         )
 
 
 def exported(args: argparse.Namespace) -> Path:
-    """The folder in the cache that holds the snapshot that `--step` names, adapters merged in.
+    """The cached export of the snapshot that `--step` names, with merged adapters.
 
-    It is named after the run and the step, so the model has this name in the server. It lies in a folder of
-    the snapshot's manifest: a step that ran again, or another run in the same place, is exported again.
-    Earlier exports of the run are removed. Raises UserError and RunError.
+    The folder is named after the run and the step, which is the model's name in the server. Its parent is
+    named by the manifest's hash, so a step that ran again, or another run in the same place, is exported
+    again. Earlier exports of the run are removed. Raises UserError and RunError.
     """
     from hashlib import sha256
 
@@ -90,7 +92,7 @@ def exported(args: argparse.Namespace) -> Path:
 
 
 def server_command(engine: str, name: str, host: str, port: int) -> list[str]:
-    """The command line of a server of the model folder `name` in the working directory."""
+    """The command line of a server for the model folder `name` in the working directory."""
     if engine == VLLM:
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", name,
                 "--host", host, "--port", str(port)]  # fmt: skip
@@ -99,5 +101,5 @@ def server_command(engine: str, name: str, host: str, port: int) -> list[str]:
 
 
 def server_environment() -> dict[str, str]:
-    """The environment of a server: the model is on this disk, so it asks nobody for anything."""
+    """The environment of a server, which stays offline because the model is on this disk."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}

@@ -1,4 +1,4 @@
-"""`thinwire set RUN_DIR section.key=value`: change a run while it goes on, between two steps."""
+"""`thinwire set RUN_DIR section.key=value`: change a running run between two steps."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 TAKEN_SECONDS = 10.0
-"""For the coordinator to take the request: it looks several times a second."""
+"""How long the coordinator may take to accept the request. It looks several times per second."""
 LOOK_SECONDS = 0.1
 
 
@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
         "overrides",
         metavar="section.key=value",
         nargs="+",
-        help="values to change: pipeline and snapshots, lengths, learning rate, held-out loss, trace",
+        help="values to change: pipeline, snapshots, run length, learning rate, held-out loss, trace",
     )
     parser.set_defaults(run=run, parser=parser)
 
@@ -38,14 +38,14 @@ def run(args: argparse.Namespace) -> int:
         check_change(from_json(store.run().config_json), args.overrides)
     if coordinator_is_gone(read_view(directory)[0].started):
         words = " ".join(args.overrides)
-        raise UserError(f"the run's coordinator does not run: `thinwire resume {directory} {words}`")
+        raise UserError(f"the run's coordinator is not running: use `thinwire resume {directory} {words}`")
     with owner_only():
         ask_for_change(directory, args.overrides)
 
     pause, until = threading.Event(), time.monotonic() + TAKEN_SECONDS
     while is_asked_for(directory):
         if time.monotonic() > until:
-            raise RunError(f"the run's coordinator did not take the change in {TAKEN_SECONDS:g} s")
+            raise RunError(f"the run's coordinator did not accept the change within {TAKEN_SECONDS:g} s")
         pause.wait(LOOK_SECONDS)
-    sys.stdout.write("taken: the run goes on with it after this step and a snapshot; nodes stay\n")
+    sys.stdout.write("accepted: the run applies it after this step and a snapshot; nodes stay connected\n")
     return 0

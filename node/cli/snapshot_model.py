@@ -1,6 +1,6 @@
-"""What `eval` and `sample` share: the run's settings, a snapshot of it, and the device to compute on.
+"""Common parts of `eval` and `sample`: the run's settings, a snapshot, and the device to compute on.
 
-They read the run directory alone, so they work beside the run and without a network.
+They read only the run directory, so they work during the run and without a network.
 """
 
 import argparse
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 LAST = "last"
 NEWEST = (LAST, "newest")
-"""Words for the newest snapshot."""
+"""Names for the newest snapshot."""
 BEST = "best"
 SNAPSHOT_TRIES = 5
-"""Snapshots that may be removed while they are read, one after the other."""
+"""How many snapshots to try, because a run may remove one while it is read."""
 
 
 def add_snapshot_arguments(parser: Any) -> None:
@@ -38,21 +38,21 @@ def add_arguments(parser: Any) -> None:
 
 
 def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
-    """The run's settings, the step of the snapshot that `--step` names, and its directory. UserError."""
+    """The run's settings, and step and directory of the snapshot that `--step` names. Raises UserError."""
     from node.cli.run_directory import existing_run_directory
     from node.state.object_store import bring
 
     directory = existing_run_directory(args.run_dir)
-    config, step, found = chosen_snapshot(directory, args.step)
-    return config, step, bring(directory, step) if found is None else found
+    config, step, folder = chosen_snapshot(directory, args.step)
+    return config, step, bring(directory, step) if folder is None else folder
 
 
 def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path | None]":
-    """The run's settings, and the step and folder of a snapshot; no folder if it is in an object store only.
+    """The run's settings, and the step and folder of a snapshot; None if it is only in an object store.
 
     Args:
-        directory: the run's.
-        wanted: a step, `BEST`, or `LAST`.
+        directory: the run's directory.
+        wanted: a step, `BEST`, or one of `NEWEST`.
 
     Raises:
         UserError: there is no such snapshot.
@@ -68,7 +68,7 @@ def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path
         local, stored = list_models(directory), stored_steps(directory)
         steps = sorted({*local, *stored})
         best = store.best_of(steps)
-    have = ", ".join(map(str, steps)) or "none"
+    existing = ", ".join(map(str, steps)) or "none"
     if wanted in NEWEST and not steps:
         hint = held_by_nodes(directory) or ": wait for run.snapshot_every steps"
         raise UserError(f"{directory} has no complete snapshot yet{hint}")
@@ -84,18 +84,18 @@ def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path
         step = int(wanted)
     else:
         hint = held_by_nodes(directory)
-        raise UserError(f"{directory} has no snapshot of step {wanted}; it has: {have}{hint}")
+        raise UserError(f"{directory} has no snapshot of step {wanted}; it has: {existing}{hint}")
     return config, step, local.get(step)
 
 
 def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
-    """Load the snapshot that `--step` names onto the device that `--device` names; its step too.
+    """Load the snapshot that `--step` names onto `--device`. Returns its step and the model.
 
-    A run that is on removes old snapshots: of `last` and `best` the next one is loaded then.
+    If a running run removes the snapshot meanwhile, `last` and `best` load the next one.
 
-    Raises what `open_snapshot` and `build_model` do.
+    Raises the errors of `open_snapshot` and `build_model`.
     """
-    from node.state import whole_model  # noqa: F401 - with torch, which takes seconds
+    from node.state import whole_model  # noqa: F401 - imports torch, which takes seconds
     from node.state.snapshot import is_complete
     from wire.errors import RunError
 
@@ -113,7 +113,7 @@ def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
 def build_model(config: "RunConfig", directory: Path, device: str) -> "WholeModel":
     """The model of the snapshot in `directory`.
 
-    Raises RunError for a snapshot that is damaged or gone, and DataError if the checkpoint that holds a run's
+    Raises RunError for a snapshot that is damaged or gone, and DataError if the checkpoint with a run's
     frozen weights cannot be read.
     """
     import asyncio
@@ -133,7 +133,8 @@ def _device(name: str) -> "torch.device":
 
     if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
         raise UsageError(
-            f"--device {name} is not here: use cpu" + (" or cuda:N" if "cuda" not in name else "")
+            f"this machine has no device {name}: use --device cpu"
+            + (" or cuda:N" if "cuda" not in name else "")
         )
     try:
         return torch.device(name)

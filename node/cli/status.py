@@ -1,4 +1,4 @@
-"""`thinwire status RUN_DIR`: a run's state, from its database and its history."""
+"""`thinwire status RUN_DIR`: show a run's state, from its database and its history."""
 
 import argparse
 import json
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 GONE = "gone"
 STEPS = ("training", "replaying")
-"""States in which the speed of the newest step is the run's."""
+"""States in which the speed of the newest step is current."""
 GOES_ON = (*STEPS, "waiting for nodes")
 PAUSED = "paused"
-"""The disk is full: no step is news, and nothing of the run is slow."""
+"""The state while the disk is full, in which the speed and the bottleneck are not current."""
 _OF_A_LINK = (
     "source",
     "target",
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     steps = json.loads(record.config_json)["run"]["steps"]
     alive = coordinator_alive(events.started) if events.started else False
     state = run_state(events, alive, complete=done >= steps, replays_to=view.replays_to)
-    # A run that does not go on has no age that matters.
+    # The age does not matter if the run does not continue.
     age = max(0.0, now - complete[-1].created) if complete and state in GOES_ON else None
     if args.json:
         whole = {
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             "bottleneck": bottleneck,
             "replaced": view.replaced,
             "dropped": view.dropped,
-            "scores": [vars(found) for found in view.scores],
+            "scores": [vars(scores) for scores in view.scores],
             "samples": [vars(sample) for sample in view.samples],
             "links": [{name: getattr(link, name) for name in _OF_A_LINK} for link in view.links],
             "status": _status_fields(events),
@@ -107,10 +107,10 @@ def run(args: argparse.Namespace) -> int:
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")
     if (model := max(ahead, default=0)) > max(snapshots, default=0):
-        lines.append(f"model     of step {model}, ready for thinwire export; the optimizer's state follows")
+        lines.append(f"model     of step {model} is ready for thinwire export; the optimizer's state follows")
     lines.append(f"tokens    {usable} usable")
     if state in ("stopped", GONE):
-        lines.append(f"go on with: thinwire resume {directory}")
+        lines.append(f"continue with: thinwire resume {directory}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
@@ -119,10 +119,10 @@ def run_state(run: "RunViewBuilder", alive: bool | None, *, complete: bool, repl
     """`finished`, `failed`, `training`, `replaying`, `waiting for nodes`, `paused`, `stopped`, `gone`,
     `not seen here`.
 
-    `gone` is a coordinator that died without ending its run, `replaying` one whose steps ran before.
+    `gone`: the coordinator died without ending its run. `replaying`: the current steps ran before.
 
     Args:
-        alive: whether the coordinator's process lives; None when it ran on another machine.
+        alive: whether the coordinator's process is alive; None if it ran on another machine.
         complete: whether the last step of the run is committed.
         replays_to: the last step that runs again; 0 if none does.
     """
@@ -143,7 +143,7 @@ def run_state(run: "RunViewBuilder", alive: bool | None, *, complete: bool, repl
 
 
 def _status_fields(run: "RunViewBuilder") -> dict[str, Any] | None:
-    """The newest events of each kind, as JSON has them; None before the run began."""
+    """The newest event of each kind in its JSON form; None before the run began."""
     from node.telemetry.events import finite
 
     if run.started is None:
@@ -174,7 +174,7 @@ def _status_fields(run: "RunViewBuilder") -> dict[str, Any] | None:
 
 
 def _live_lines(run: "RunViewBuilder", now: float, alive: bool | None, *, steps: bool) -> list[str]:
-    """What the coordinator last said; `alive` as for `run_state`, `steps`: whether the last step is news."""
+    """The newest known state. `alive` is as in `run_state`; `steps`: whether the last step is current."""
     from node.display.render import SHORT_ID, stage_rows
     from node.telemetry.format import count_text, counted, duration_text, named, printable, table_lines
 
@@ -200,8 +200,8 @@ def _live_lines(run: "RunViewBuilder", now: float, alive: bool | None, *, steps:
     if called and alive is not False:
         lines.append(printable(f"names     {', '.join(called)}"))
     for left in run.left:
-        who = named(left.node_id[:SHORT_ID], run.name_of(left.node_id))
-        lines.append(printable(f"gone      {who}: {left.reason}"))
+        name = named(left.node_id[:SHORT_ID], run.name_of(left.node_id))
+        lines.append(printable(f"gone      {name}: {left.reason}"))
     if run.step and steps:
         lines.append(f"speed     {count_text(run.step.tokens_per_second)} tokens/s")
         if run.step.idle:
@@ -211,9 +211,9 @@ def _live_lines(run: "RunViewBuilder", now: float, alive: bool | None, *, steps:
     if run.aborted:
         lines.append(f"aborted   {counted(run.aborted, 'step')}, which ran again")
     if run.lost:
-        lines.append(f"lost      {counted(run.lost, 'node')} while steps went on")
+        lines.append(f"lost      {counted(run.lost, 'node')} while steps continued")
     if run.work.lost and run.work.goodput is not None:
-        lines.append(f"goodput   {100 * run.work.goodput:.1f} % of the nodes' work in steps is on record")
+        lines.append(f"goodput   {100 * run.work.goodput:.1f} % of the nodes' work in steps was committed")
     if run.planned:
         lines.append(f"planned   {run.planned} changes of placement")
     if run.page and not run.finished and alive is not False:

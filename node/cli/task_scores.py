@@ -1,6 +1,6 @@
-"""`thinwire eval RUN_DIR --tasks A,B`: hand a snapshot to lm-eval, and record what it says in the run.
+"""`thinwire eval RUN_DIR --tasks A,B`: run lm-eval on a snapshot, and record its scores in the run.
 
-lm-eval is EleutherAI's harness, a package of its own. It gets the exported model and is not given the run.
+lm-eval is EleutherAI's evaluation harness, a separate package. It gets only the exported model.
 """
 
 import argparse
@@ -23,18 +23,16 @@ if TYPE_CHECKING:
 PACKAGE = "lm_eval"
 INSTALL = "pip install 'lm_eval[hf]'"
 MOST_RESULTS = 64 << 20
-"""Bytes of lm-eval's file of results."""
+"""The most bytes to read of lm-eval's results."""
 MOST_METRICS = 1000
-"""Figures that are recorded: a group of tasks may have hundreds."""
+"""The most metrics to record. A group of tasks may have hundreds."""
 
 
 def score(args: argparse.Namespace) -> int:
     """Run lm-eval on the snapshot that the arguments of `eval` name. Raises UserError and RunError."""
     tasks = [task.strip() for task in args.tasks.split(",")]
     if not all(tasks) or any(task.startswith("-") for task in tasks):
-        raise UsageError(
-            "--tasks takes names of lm-eval's tasks with commas between them, as in arc_easy,piqa"
-        )
+        raise UsageError("--tasks takes names of lm-eval's tasks separated by commas, as in arc_easy,piqa")
     for name, value, least in (("limit", args.limit, 1), ("shots", args.shots, 0)):
         if value is not None and value < least:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
@@ -45,7 +43,7 @@ def score(args: argparse.Namespace) -> int:
 
     directory = existing_run_directory(args.run_dir)
     step = chosen_snapshot(directory, args.step)[1]
-    args.step = str(step)  # a run that is on may take another snapshot meanwhile
+    args.step = str(step)  # a running run may take another snapshot meanwhile
     folder = exported(args)
     with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as out:
         command = [sys.executable, "-m", PACKAGE, "--model", "hf", "--device", args.device]
@@ -53,22 +51,22 @@ def score(args: argparse.Namespace) -> int:
         command += ["--output_path", out]
         command += [] if args.limit is None else ["--limit", str(args.limit)]
         command += [] if args.shots is None else ["--num_fewshot", str(args.shots)]
-        # What it prints is for people; `--json` leaves standard output to the result.
+        # Its output is for people; with `--json` stdout has only the result.
         code = subprocess.run(command, cwd=folder.parent, stdout=sys.stderr if args.json else None).returncode
         if code:
-            raise RunError(f"lm-eval ended with exit code {code}; what it said is above")
-        found = read_results(Path(out), step, args.limit or 0)
-    record(directory, found)
+            raise RunError(f"lm-eval failed with exit code {code}; its output is above")
+        scores = read_results(Path(out), step, args.limit or 0)
+    record(directory, scores)
     if args.json:
-        sys.stdout.write(json.dumps({"step": step, "limit": found.limit, "scores": found.scores}) + "\n")
+        sys.stdout.write(json.dumps({"step": step, "limit": scores.limit, "scores": scores.scores}) + "\n")
     else:
-        sys.stdout.write(found.line + "\n")
+        sys.stdout.write(scores.line + "\n")
     return 0
 
 
 def _prefix(folder: Path) -> str:
-    """Which token goes before a text without context, as an argument of lm-eval's model: a line break if the
-    tokenizer has no token for a text's beginning or end, without which lm-eval fails."""
+    """The argument of lm-eval's model that sets the token before a text without context: a line break if the
+    tokenizer has neither a beginning- nor an end-of-text token, without which lm-eval fails."""
     config, tables = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if not (config.is_file() and tables.is_file()):
         return ""
@@ -82,12 +80,12 @@ def _prefix(folder: Path) -> str:
 
 
 def read_results(out: Path, step: int, limit: int) -> "TaskScores":
-    """What lm-eval wrote below `out`. Raises RunError."""
+    """Read the scores that lm-eval wrote below `out`. Raises RunError if they cannot be used."""
     from node.telemetry.events import TaskScores
 
     files = sorted(out.rglob("results_*.json"))
     if not files:
-        raise RunError("lm-eval wrote no results, so nothing is recorded; what it said is above")
+        raise RunError("lm-eval wrote no results, so nothing is recorded; its output is above")
     try:
         with files[-1].open("rb") as file:
             results: Any = json.loads(file.read(MOST_RESULTS))["results"]
@@ -102,12 +100,12 @@ def read_results(out: Path, step: int, limit: int) -> "TaskScores":
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise RunError(f"{files[-1].name} of lm-eval cannot be read ({error}): nothing is recorded") from None
     if sum(map(len, scores.values())) > MOST_METRICS:
-        raise RunError(f"lm-eval gave more than {MOST_METRICS} figures: name fewer tasks")
+        raise RunError(f"lm-eval reported more than {MOST_METRICS} metrics: name fewer tasks")
     return TaskScores(step=step, limit=limit, scores=scores)
 
 
-def record(directory: Path, found: "TaskScores") -> None:
-    """Put the scores into the run's history, by its coordinator if that runs."""
+def record(directory: Path, scores: "TaskScores") -> None:
+    """Add the scores to the run's history, through its coordinator if it is running."""
     from node.coordinator.changes import leave_scores
     from node.display.status import coordinator_alive
     from node.telemetry.history import append_event
@@ -115,6 +113,6 @@ def record(directory: Path, found: "TaskScores") -> None:
 
     run = read_view(directory)[0]
     if run.started is not None and not run.over and coordinator_alive(run.started):
-        leave_scores(directory, found)
+        leave_scores(directory, scores)
     else:
-        append_event(directory, found)
+        append_event(directory, scores)

@@ -1,7 +1,7 @@
 """`thinwire token create|list|revoke RUN_DIR`: manage join tokens in the run's database.
 
-Works while the coordinator runs. A revoked token admits no more nodes; those it admitted stay. One of whose
-nodes is evicted is closed: it admits no more nodes, and its others may still come back by it.
+These commands also work while the coordinator runs. A revoked token admits no more nodes, but nodes that it
+admitted stay. Evicting a node closes its token: it admits no more nodes, but its other nodes may return.
 """
 
 import argparse
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_NODES = 3
-"""The list for people names so many nodes of one token; with --json all are named."""
+"""How many nodes per token the list names; `--json` names all."""
 
 
 def add_parser(commands: Any) -> None:
@@ -31,24 +31,24 @@ def add_parser(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     create = actions.add_parser("create", help="create a token and print its join line")
-    create.add_argument("--uses", type=int, default=1, help="nodes that it may admit (default: 1)")
+    create.add_argument("--uses", type=int, default=1, help="how many nodes it may admit (default: 1)")
     create.add_argument("--ttl", default="24h", help="how long it is valid: 90m, 24h, 7d (default: 24h)")
     listing = actions.add_parser("list", help="list a run's tokens, without their secrets")
     revoke = actions.add_parser("revoke", help="revoke a token")
     for action, function in ((create, _create), (listing, _list), (revoke, _revoke)):
         action.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
-        action.add_argument("--json", action="store_true", help="JSON instead of text")
+        action.add_argument("--json", action="store_true", help="print JSON instead of text")
         action.set_defaults(run=function, parser=action)
-    revoke.add_argument("token_id", metavar="TOKEN_ID", help="from `thinwire token list`")
+    revoke.add_argument("token_id", metavar="TOKEN_ID", help="the id that `thinwire token list` shows")
 
 
 def parse_ttl(text: str) -> timedelta:
-    """`90m`, `24h`, `7d`, `30s`. Raises UsageError."""
+    """Parse a duration such as `30s`, `90m`, `24h` or `7d`. Raises UsageError."""
     match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
     span = timedelta(seconds=int(match[1]) * _UNITS[match[2]]) if match else timedelta(0)
     if not timedelta(0) < span <= LONGEST_TTL:
         raise UsageError(
-            f"--ttl must be a whole number and s, m, h or d, above 0 and at most 366d, got {text!r}"
+            f"--ttl must be a whole number with s, m, h or d, above 0 and at most 366d, got {text!r}"
         )
     return span
 
@@ -91,7 +91,7 @@ def _list(args: argparse.Namespace) -> int:
         sys.stdout.write("\n".join(table_lines(["id", "state", "uses", "expires", "nodes"], rows)) + "\n")
     else:
         directory = shlex.quote(str(args.run_dir))
-        sys.stdout.write(f"no tokens; `thinwire token create {directory}` makes one\n")
+        sys.stdout.write(f"no tokens; create one with `thinwire token create {directory}`\n")
     return 0
 
 
@@ -123,7 +123,7 @@ def _as_json(record: "TokenRecord", now: float) -> dict[str, Any]:
 
 
 def _nodes(record: "TokenRecord") -> list[str]:
-    """The nodes that came by it."""
+    """The nodes that the token admitted."""
     return sorted(map(node_id_of, record.bound))
 
 

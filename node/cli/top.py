@@ -1,4 +1,4 @@
-"""`thinwire top RUN_DIR|ADDRESS`: watch a run in the terminal, live or after its end."""
+"""`thinwire top RUN_DIR|ADDRESS`: watch a run in the terminal, live or after it has ended."""
 
 import argparse
 import shutil
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 INTERVAL_SECONDS = 1.0
 OUTAGE_SECONDS = 60.0
-"""How long to retry a page that has stopped answering: its coordinator may be restarting."""
+"""How long to retry a page that has stopped answering, because its coordinator may be restarting."""
 
 
 def add_parser(commands: Any) -> None:
@@ -22,8 +22,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "where", metavar="RUN_DIR|ADDRESS", help="the run's directory, or its page's host:port"
     )
-    parser.add_argument("--once", action="store_true", help="show the present state and exit")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each change of the view")
+    parser.add_argument("--once", action="store_true", help="show the current state and exit")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for each change")
     parser.add_argument(
         "--ca", type=Path, metavar="FILE", help="the run's authority/ca.pem, for a page over https"
     )
@@ -57,8 +57,8 @@ def _open(where: str, authority: Path | None) -> "HistoryWatch | PageWatch":
     try:
         there = path.exists()
     except OSError:
-        there = True  # in a folder that this user may not enter
-    # A page's address ends with a slash and is no folder.
+        there = True  # it is in a folder that this user may not enter
+    # A page's address may end with a slash and is not a folder.
     if there or "/" in where.partition("://")[0].rstrip("/"):
         return HistoryWatch(existing_run_directory(path))
     return PageWatch(where, authority)
@@ -69,7 +69,7 @@ def _over(view: "RunView") -> bool:
 
 
 class _Patient:
-    """The newest view, and since when the watched run does not answer."""
+    """The newest view of a run, and how long the run has not answered."""
 
     def __init__(self, watch: "HistoryWatch | PageWatch", view: "RunView") -> None:
         self._watch = watch
@@ -95,7 +95,7 @@ class _Patient:
 
         lines = view_lines(self.view, time.time(), width)
         if self.silent_since is not None:
-            lines.insert(0, f"no answer for {time.monotonic() - self.silent_since:.0f} s; as last seen:")
+            lines.insert(0, f"no answer for {time.monotonic() - self.silent_since:.0f} s; last known state:")
         return lines
 
 

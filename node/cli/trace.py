@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("trace", help="write a trace of steps, for Perfetto")
+    parser = commands.add_parser("trace", help="write a trace of steps for Perfetto")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument(
         "--steps", default="", metavar="A:B", help="first and last step (default: the newest complete one)"
@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="output file, `-` for stdout (default: trace-A-B.json in RUN_DIR)",
     )
-    parser.add_argument("--json", action="store_true", help="describe the output as JSON")
+    parser.add_argument("--json", action="store_true", help="describe the output in JSON")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
         steps = TracedSteps.parse(text if ":" in text else f"{text}:{text}")
     except ConfigError:
         raise UserError(
-            f"--steps {args.steps} names no steps: write one, or the first and the last as in 3:5"
+            f"--steps {args.steps} is invalid: give one step, or the first and the last as in 3:5"
         ) from None
-    assert steps.last is not None, "only `all` has no last step, and has no colon either"
+    assert steps.last is not None, "only `all` has no last step, and it has no colon"
     first, last = steps.first - 1, steps.last - 1
-    # Neighbours may send before a stage begins the step: read the steps around it too.
+    # Neighbours may send before a stage begins the step, so read the adjacent steps too.
     aligned = align(read_batches(directory, first - 1, last + 1), first, last)
     if not aligned.spans:
         raise _nothing(f" of steps {text}", directory)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     text = json.dumps(trace, separators=(",", ":")) + "\n"
     report = sys.stdout
     if str(out) == "-":
-        # Keep stdout for the trace.
+        # stdout has only the trace.
         report = sys.stderr
         sys.stdout.write(text)
     else:
@@ -95,6 +95,6 @@ def _nothing(which: str, directory: Path) -> "UserError":
     from wire.errors import UserError
 
     return UserError(
-        f"there is no trace{which} in {directory}: the run has done {highest_step(directory)} steps; the run "
-        "file's telemetry.trace says which are traced, telemetry.trace_mb how much is kept"
+        f"there is no trace{which} in {directory}: the run has done {highest_step(directory)} steps; in the "
+        "run file, telemetry.trace selects the traced steps and telemetry.trace_mb limits what is kept"
     )

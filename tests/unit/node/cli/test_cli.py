@@ -61,8 +61,8 @@ def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess
         ("demo --steps many", "argument --steps: invalid int value: 'many'"),
         ("join nonsense", "this is not a join token"),
         ("status absent", "absent is not a directory"),
-        ("token list .", "holds no run"),
-        ("resume .", "holds no run"),
+        ("token list .", "contains no run"),
+        ("resume .", "contains no run"),
         ("coordinator absent.toml", "absent.toml: no such run file"),
         ("config explain absent.toml", "absent.toml: no such run file"),
         ("coordinator absent.toml --resume", "--resume needs --run-dir"),
@@ -185,7 +185,7 @@ def test_a_name_that_is_no_text_is_one_line(line: str, capsys: Capture) -> None:
     Path("run.toml").write_text("")
     assert main([word.replace("NAME", name) for word in line.split()]) == 2
     (told,) = capsys.readouterr().err.splitlines()
-    assert "text in UTF-8" in told
+    assert "UTF-8" in told
     assert list(Path(name).iterdir()) == []
 
 
@@ -202,14 +202,16 @@ def test_a_folder_that_is_no_text_holds_no_text_of_a_run(
 
 
 def test_a_run_is_never_overwritten(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"holds a run already: continue with `thinwire resume {run_dir}`"):
+    with pytest.raises(
+        UserError, match=f"already contains a run: continue it with `thinwire resume {run_dir}`"
+    ):
         new_run_directory(run_dir, "demo")
     assert existing_run_directory(run_dir) == run_dir
     (run_dir / DATABASE_FILE).unlink()
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="contains no run"):
         existing_run_directory(run_dir)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot make a run directory at .*file"):
+    with pytest.raises(UserError, match=r"cannot create a run directory at .*file"):
         new_run_directory(tmp_path / "file", "demo")
 
 
@@ -228,7 +230,7 @@ def test_token_lifetimes(text: str, span: timedelta) -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "h", "-1h", "0s", "1.5h", "367d", "999999999d", "1w", "١h"])
 def test_lifetimes_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="--ttl must be a whole number and s, m, h or d"):
+    with pytest.raises(UserError, match="--ttl must be a whole number with s, m, h or d"):
         parse_ttl(text)
 
 
@@ -358,8 +360,8 @@ def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "content", "words"),
     [
-        ([], None, "either as TOKEN or by --token-file"),
-        (["tw1_x", "--token-file", "token"], b"x", "either as TOKEN or by --token-file"),
+        ([], None, "either as TOKEN or with --token-file"),
+        (["tw1_x", "--token-file", "token"], b"x", "either as TOKEN or with --token-file"),
         (["--token-file", "token"], None, "cannot be read: No such file"),
         (["--token-file", "."], None, "cannot be read: Is a directory"),
         (["--token-file", "token"], b" \n", "is empty"),
@@ -448,4 +450,4 @@ def test_a_run_of_another_user_is_one_line(
     monkeypatch.setattr(Path, "exists", exists)
     assert main([command, str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot be read: only the user that runs its coordinator may" in line
+    assert "cannot be read: only root and the user that runs its coordinator may" in line

@@ -210,7 +210,7 @@ def test_a_screen_that_takes_no_more_ends_nothing(stage: Stage, capsys: pytest.C
     assert run_demo(run_dir=stage.run_dir, emit=full, command=command) == 0
     assert [type(event) for event in stage.events] == [RunStarted]  # it was not asked again
     assert stage.alive() == []
-    line = "thinwire: cannot write output (No space left on device): the run goes on without\n"
+    line = "thinwire: cannot write output (No space left on device): the run continues without it\n"
     assert capsys.readouterr().err == line
 
 
@@ -224,7 +224,7 @@ def test_a_closed_pipe_gives_no_traceback_and_the_run_ends_normally(stage: Stage
         child.stdout.close()
         complaint = child.stderr.read()
     assert child.returncode == 0
-    assert complaint == "thinwire: cannot write output (Broken pipe): the run goes on without\n"
+    assert complaint == "thinwire: cannot write output (Broken pipe): the run continues without it\n"
     assert stage.alive() == []
 
 

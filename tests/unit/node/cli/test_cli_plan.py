@@ -47,7 +47,7 @@ def test_a_run_that_does_not_fit_is_reported(capsys: pytest.CaptureFixture[str])
     assert out.count("does not fit") == 4
     assert "more pipeline.stages" in out
     assert main(["plan", RECIPE, "--gb", "-1"]) == 2
-    assert "--gb -1 is below 0" in capsys.readouterr().err
+    assert "--gb -1 is negative" in capsys.readouterr().err
 
 
 def test_main_memory_lets_a_stage_fit_in_less(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +59,7 @@ def test_main_memory_lets_a_stage_fit_in_less(capsys: pytest.CaptureFixture[str]
     code, out = plan(capsys, "--gb", f"{0.95 * alone / 1e9:.3f}", "--host-gb", "64")
     assert code == 0 and "in host memory" in out and "stage 0: " in out
     assert main(["plan", RECIPE, "--host-gb", "-1"]) == 2
-    assert "--host-gb -1 is below 0" in capsys.readouterr().err
+    assert "--host-gb -1 is negative" in capsys.readouterr().err
 
 
 def test_a_plan_says_in_how_many_bits_stages_store_and_what_would_let_one_fit(
@@ -72,7 +72,7 @@ def test_a_plan_says_in_how_many_bits_stages_store_and_what_would_let_one_fit(
     most = max(stage["plan"]["bytes"] for stage in wide)
     # With graphs everything kept takes more than the choice asks for.
     code, out = plan(capsys, *allowed, "training.cuda_graphs=false", "--gb", f"{0.97 * most / 1e9:.3f}")
-    assert code == 0 and "stored as the coordinator would choose (storage.allow):" in out
+    assert code == 0 and "storage that the coordinator would choose (storage.allow):" in out
     code, out = plan(capsys, *allowed, "--gb", "0.3", "--device", "cpu", "--json")
     found = json.loads(out)
     assert code == 1 and {stage["storage"] for stage in found["stages"]} == {"ffn_input in 4 bits"}

@@ -94,7 +94,7 @@ def test_scores_are_printed_and_recorded(run_dir: Path, capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--tasks", "unknown"], 1, "lm-eval ended with exit code 3"),
+        (["--tasks", "unknown"], 1, "lm-eval failed with exit code 3"),
         (["--tasks", "odd"], 1, "results_2030-01-01T00-00-00.json of lm-eval cannot be read"),
         (["--tasks", "piqa,"], 2, "--tasks takes names of lm-eval's tasks"),
         (["--tasks", "piqa", "--limit", "0"], 2, "--limit must be at least 1, got 0"),
