@@ -1,8 +1,8 @@
-"""Limit connections to the page's server: how many there are, from one address, and how long they wait.
+"""Limits connections to the page's server: their number, the number per address, and how long they wait.
 
-A connection is idle while none of its requests is being answered. When all slots are taken, a newcomer
-replaces the connection that has been idle longest. One address gets only part of the slots, so a crowd there
-shuts nobody else out; behind a proxy all clients share one address.
+A connection is idle while none of its requests is being answered. When all slots are taken, a new connection
+replaces the one that has been idle longest. One address gets only part of the slots, so a crowd there shuts
+nobody else out. Behind a proxy all clients share one address.
 """
 
 import asyncio
@@ -13,21 +13,21 @@ from typing import cast
 MOST_CONNECTIONS = 256
 MOST_OF_AN_ADDRESS = 192
 REQUEST_SECONDS = 5.0
-"""Time allowed from opening a connection to its first request."""
+"""The limit from the start of a connection to its first request."""
 
 
 class Connections:
-    """All connections of one server; with TLS they count from the end of the handshake."""
+    """All connections of one server. With TLS they count from the end of the handshake."""
 
     def __init__(self, serve: Callable[[], asyncio.Protocol]) -> None:
-        """`serve` makes the protocol that answers one connection."""
+        """`serve` creates the protocol that answers a connection."""
         self._serve = serve
         self._idle: dict[asyncio.BaseTransport, _Connection] = {}
-        """Longest idle first."""
+        """The longest idle connection comes first."""
         self._answered: dict[asyncio.BaseTransport, _Connection] = {}
 
     def protocol(self) -> asyncio.Protocol:
-        """For a new connection."""
+        """The protocol for a new connection."""
         return _Connection(self, self._serve())
 
     def __len__(self) -> int:
@@ -35,10 +35,10 @@ class Connections:
 
     @contextmanager
     def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-        """Inside the block, a request of this connection is being answered."""
+        """Mark the connection as busy while a request is answered in this context."""
         connection = self._idle.pop(transport, None) if transport is not None else None
         if transport is None or connection is None:
-            yield  # just closed
+            yield  # the connection was just closed
             return
         connection.asked()
         self._answered[transport] = connection
@@ -49,7 +49,7 @@ class Connections:
                 self._idle[transport] = connection
 
     def admit(self, transport: asyncio.BaseTransport, connection: "_Connection") -> bool:
-        """Give a new connection a slot, closing an idle one if needed; false if there is none."""
+        """Give a new connection a slot, and close an idle one if needed. Returns False if there is none."""
         everybody = [*self._idle.values(), *self._answered.values()]
         crowd = sum(other.address == connection.address for other in everybody) >= MOST_OF_AN_ADDRESS
         if crowd or len(everybody) >= MOST_CONNECTIONS:
@@ -64,19 +64,19 @@ class Connections:
         return True
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is closed."""
+        """Forget a closed connection."""
         self._idle.pop(transport, None)
         self._answered.pop(transport, None)
 
 
 class _Connection(asyncio.Protocol):
-    """Wraps the protocol that answers."""
+    """Wraps the protocol that answers a connection."""
 
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._connections = connections
         self._inner = inner
         self._transport: asyncio.Transport | None = None
-        """None if it was not admitted."""
+        """None if the connection was not admitted."""
         self._deadline: asyncio.TimerHandle | None = None
         self.address = ""
 
@@ -110,7 +110,7 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def asked(self) -> None:
-        """Cancel the deadline: a request came, or the connection ended."""
+        """Cancel the deadline, because a request arrived or the connection ended."""
         if self._deadline is not None:
             self._deadline.cancel()
 

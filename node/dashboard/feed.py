@@ -1,10 +1,10 @@
-"""The newest view of a run for any number of readers on one event loop, and patches between views.
+"""Provides the newest view of a run to any number of readers on one event loop, and patches between views.
 
-Nothing is queued per reader. A slow reader skips views and gets the difference between the one it has and the
-newest, so readers cost a coordinator no memory.
+Nothing is queued per reader. A slow reader skips views and gets the difference between its view and the
+newest, so readers cost the coordinator no memory.
 
-A view of a thousand nodes takes a quarter of a second to make. So it is made on a thread, beside the event
-loop. It shows the run as it was when that began. Readers that come meanwhile wait for the same view.
+A view of a thousand nodes takes a quarter of a second to build. So it is built on a thread, and shows the run
+as it was when that began. Readers that arrive meanwhile wait for the same view.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from node.view.view_builder import RunViewBuilder
 
 Made = TypeVar("Made")
 PAUSE_FACTOR = 19
-"""Pause between two views, in times that it takes to make one: views take 1/20 of a core."""
+"""The pause after a view, as a multiple of the time to build it, so that views take 1/20 of a core."""
 COLUMNS = ("steps", "times", "values")
-"""Columns of a `node.view.run_view.Curve`, equally long."""
+"""The columns of a `node.view.run_view.Curve`, which have equal lengths."""
 
 Fields = Mapping[str, Any]
-"""A view as `RunView.to_fields` gives it."""
+"""A view as `RunView.to_fields` returns it."""
 
 
 class Feed:
@@ -41,9 +41,9 @@ class Feed:
     ) -> None:
         """
         Args:
-            builder: may have seen a run's past already.
-            clock: monotonic seconds.
-            past_comes: `put_before` brings the past later.
+            builder: builds views. It may already have applied earlier events.
+            clock: returns monotonic seconds.
+            past_comes: whether `put_before` will add the past later.
         """
         self._builder = builder
         self._since_start: list[tuple[Event, float]] | None = [] if past_comes else None
@@ -51,15 +51,15 @@ class Feed:
         self._version = 0
         self._made: tuple[int, RunView] | None = None
         self._fields: dict[str, Any] | None = None
-        """Of the view that is made, once somebody reads them: they take longer than it."""
+        """The fields of the newest view, built on demand because they take longer than the view."""
         self._making = asyncio.Lock()
-        """One reader makes a view; those behind it find what it made."""
+        """Lets one reader build a view that the waiting readers share."""
         self._next_at = 0.0
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
 
     def apply(self, event: Event, at: float) -> None:
-        """Apply an event of Unix time `at`."""
+        """Apply an event that happened at Unix time `at`."""
         self._builder.apply(event, at)
         if self._since_start is not None:
             self._since_start.append((event, at))
@@ -67,7 +67,7 @@ class Feed:
         self._wake()
 
     def put_before(self, past: RunViewBuilder) -> None:
-        """Replace the builder by `past`, which has seen earlier events, and apply later ones to it."""
+        """Replace the builder with `past`, which has earlier events, and apply the later events to it."""
         for event, at in self._since_start or ():
             past.apply(event, at)
         self._builder, self._since_start = past, None
@@ -75,7 +75,7 @@ class Feed:
         self._wake()
 
     def close(self) -> None:
-        """The process ends: readers get the newest view and are released."""
+        """Give readers the newest view and release them, because the process ends."""
         self._closing.set()
         self._wake()
 
@@ -84,14 +84,14 @@ class Feed:
         return self._closing.is_set()
 
     async def view(self) -> RunView:
-        """As `newest`, not as plain values."""
+        """The newest view, subject to the same rate limit as `newest`."""
         async with self._making:
             return (await self._newest())[1]
 
     async def newest(self) -> tuple[int, Fields]:
         """A version, which grows with every event, and the view as plain values.
 
-        Made once for all readers and at a bounded rate, so it may lack the last moment's events, unless the
+        It is built once for all readers and at a limited rate. So it may lack the newest events, unless the
         feed is closed.
         """
         async with self._making:
@@ -108,7 +108,7 @@ class Feed:
             await self._changed.wait()
 
     async def pause(self, seconds: float) -> None:
-        """Wait for so long, or until the feed is closed."""
+        """Wait for `seconds`, or until the feed is closed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
@@ -117,22 +117,22 @@ class Feed:
         newest, now = self._made, self._clock()
         if newest is None or (newest[0] != self._version and (self.closed or now >= self._next_at)):
             version, self._next_at = self._version, now
-            # A copy stays as it is while events come.
+            # A copy does not change while events arrive.
             view = await self._on_thread(copy(self._builder).view)
             self._made = newest = version, view
             self._fields = None
         return newest
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
-        """What `make` gives. The next view comes so much later as it took."""
+        """Call `make` on a thread. Its duration delays the next view (`PAUSE_FACTOR`)."""
         began = self._clock()
-        found = await asyncio.to_thread(make)
+        result = await asyncio.to_thread(make)
         ended = self._clock()
         self._next_at = max(self._next_at, began) + (1 + PAUSE_FACTOR) * (ended - began)
-        return found
+        return result
 
     def _wake(self) -> None:
-        """Wake those who wait now; later ones wait for the next change."""
+        """Wake the current waiters. Later ones wait for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -145,11 +145,11 @@ def json_of(value: Any) -> str:
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-# ---- patches: the fields that differ; of a curve that grew at its end, the new points. As page/stream.js.
+# ---- patches: the fields that differ, and only the new points of a curve that grew. See page/stream.js.
 
 
 def make_patch(before: Fields, after: Fields) -> dict[str, Any]:
-    """The patch that makes `after` out of `before`; empty when they are equal."""
+    """The patch that turns `before` into `after`; empty if they are equal."""
     return {
         name: _curve_patch(before[name], value) if name in before and _is_curve(value) else value
         for name, value in after.items()
@@ -158,7 +158,7 @@ def make_patch(before: Fields, after: Fields) -> dict[str, Any]:
 
 
 def apply_patch(before: Fields, patch: Fields) -> dict[str, Any]:
-    """The view after `patch`; the inverse of `make_patch`."""
+    """Apply a patch of `make_patch`."""
     after = dict(before)
     for name, value in patch.items():
         if isinstance(value, dict) and "keep" in value:
@@ -174,7 +174,8 @@ def _is_curve(value: Any) -> bool:
 
 
 def _curve_patch(before: Fields, after: Fields) -> dict[str, Any]:
-    """The number of equal points at the start and the points after them; the whole curve after a merge."""
+    """The number of equal points at the start, and the points after them; the whole curve if its stride
+    changed."""
     if before["stride"] != after["stride"]:
         return dict(after)
     pairs = zip(

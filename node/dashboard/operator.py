@@ -1,8 +1,8 @@
-"""Changes to a run from its page: who may make them, and what they do.
+"""Handles changes to a run from its page: who may make them, and what they do.
 
-Looking needs no login. A change needs the operator's key, a connection that nobody can listen to, and a
-header that another site's form cannot send; its rate is bounded. Wrong keys are counted against their own
-address alone, and the right key passes whatever else came from there.
+Reading needs no login. A change needs the operator's key, a private connection, and a header that a form on
+another site cannot send. The rate of changes is limited. Wrong keys count only against their own address, and
+the right key always works.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ from wire.identity.token import LONGEST_TTL, MOST_USES
 KEY_FILE = "operator.key"
 KEY_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 KEY_LENGTH = 26
-"""128 bits: 31 characters that are hard to confuse."""
+"""Gives 128 bits with an alphabet of 31 characters that are hard to confuse."""
 HEADER = "X-Thinwire"
-"""Any value. Another site's page cannot send it without a CORS preflight, which is refused."""
+"""A header with any value. Other sites cannot send it without a CORS preflight, which is refused."""
 FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via")
-"""Set by proxies: a loopback connection with one of these comes from another machine."""
+"""Headers that proxies set. A loopback connection with one of them comes from another machine."""
 
 
 class OperatorKey:
-    """The secret that changes need; only its hash is kept."""
+    """The secret that changes need. Only its hash is kept in memory."""
 
     def __init__(self, text: str) -> None:
         self._hash = _hash(text)
 
     @classmethod
     def load_or_create(cls, run_dir: Path) -> "OperatorKey":
-        """The key in `run_dir`/operator.key (mode 0600), created if missing. UserError if unusable."""
+        """The key in `run_dir`/operator.key (mode 0600), created if missing. Raises UserError if unusable."""
         path = run_dir / KEY_FILE
         fresh = "".join(secrets.choice(KEY_ALPHABET) for _ in range(KEY_LENGTH))
         try:
@@ -56,42 +56,42 @@ class OperatorKey:
         except OSError as error:
             raise UserError(f"{path} cannot be used: {error.strerror}") from None
         if len(held) < KEY_LENGTH:
-            raise UserError(f"{path} is damaged: delete it, and the next start makes a new key")
+            raise UserError(f"{path} is damaged: delete it, and the next start creates a new key")
         return cls(held)
 
     def matches(self, text: str) -> bool:
-        """Constant time; ignores case and blanks."""
+        """Compare in constant time, ignoring case and white space."""
         return hmac.compare_digest(_hash(text), self._hash)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeRequest:
-    """What a request to change the run came with."""
+    """The properties of a request to change the run."""
 
     remote: str
-    """Client address, without port."""
+    """The client's address, without port."""
     secure: bool
-    """Over TLS."""
+    """Whether it arrived over TLS."""
     host: str
-    """Host header."""
+    """The Host header."""
     headers: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Denied:
-    """Refusal: HTTP status and one line."""
+    """A refusal: HTTP status and one line."""
 
     status: int
     reason: str
 
 
 class ChangeGuard:
-    """Admits or refuses changes; counts wrong keys by client address."""
+    """Admits or refuses changes, and counts wrong keys by client address."""
 
     WRONG_KEYS = 5
-    """The most wrong keys from one address at once, and in `SECONDS`. More must wait, and are not logged."""
+    """The most wrong keys from one address at once and per `SECONDS`. More are delayed and not logged."""
     CHANGES = 30
-    """The most changes from all addresses at once, and in `SECONDS`."""
+    """The most changes from all addresses at once and per `SECONDS`."""
     SECONDS = 60.0
 
     def __init__(self, key: OperatorKey) -> None:
@@ -100,7 +100,7 @@ class ChangeGuard:
         self._changes = RateLimit(self.CHANGES / self.SECONDS, self.CHANGES)
 
     def check(self, request: ChangeRequest, now: float) -> Denied | None:
-        """None if the change is admitted. `now`: monotonic seconds."""
+        """The refusal of a change, or None if it is admitted. `now` is monotonic seconds."""
         if (denied := connection_denied(request)) is not None:
             return denied
         headers = {name.lower(): value for name, value in request.headers.items()}
@@ -112,11 +112,11 @@ class ChangeGuard:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             return Denied(
-                status=401, reason=f"type the operator's key; it is in {KEY_FILE} in the run's directory"
+                status=401, reason=f"enter the operator's key; it is in {KEY_FILE} in the run's directory"
             )
         if not self._key.matches(given):
-            # The right key is never refused for others' guesses: they share its address behind a proxy, and
-            # on loopback with every program of this machine. 128 bits are not guessed at any rate.
+            # Others' guesses never block the right key, because clients share an address behind a proxy and
+            # on loopback. 128 bits cannot be guessed at any rate.
             if not self._wrong.take(address_group(request.remote), now):
                 return Denied(status=429, reason="too many wrong keys from this address: wait a minute")
             return Denied(
@@ -124,19 +124,19 @@ class ChangeGuard:
                 reason=f"that is not the operator's key; it is in {KEY_FILE} in the run's directory",
             )
         if not self._changes.take(now):
-            return Denied(status=429, reason="too many changes within a minute: wait a little")
+            return Denied(status=429, reason="too many changes within a minute: wait a moment")
         return None
 
 
 def connection_denied(request: ChangeRequest) -> Denied | None:
-    """Why the key must not cross this connection, or None."""
+    """Why the key must not be sent over this connection, or None."""
     forwarded = any(name.lower() in {key.lower() for key in request.headers} for name in FORWARDED)
     if request.secure or (is_loopback(request.remote) and not forwarded):
         return None
     return Denied(
         status=403,
-        reason="this connection is not encrypted, so the key must not cross it: open the page with https:// "
-        "(at a port of its own it needs dashboard.tls = true), or connect through "
+        reason="this connection is not encrypted, so do not send the key over it: open the page with "
+        "https:// (at its own port it needs dashboard.tls = true), or connect through "
         "`ssh -L 7700:127.0.0.1:PORT` to the coordinator's machine",
     )
 
@@ -154,7 +154,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _hash(text: str) -> bytes:
-    # Header bytes that are not UTF-8 arrive as surrogates; they must not raise.
+    # Header bytes that are not UTF-8 arrive as surrogates, which must not raise.
     plain = "".join(text.split()).lower().encode(errors="surrogatepass")
     return hashlib.sha256(plain).digest()
 
@@ -174,7 +174,7 @@ class Controls(Protocol):
 
 
 class Operator:
-    """Carries out changes that `ChangeGuard` admitted. Each is also a command."""
+    """Carries out changes that `ChangeGuard` has admitted. Each also exists as a command."""
 
     def __init__(self, controls: Controls, store: Store, emit: Callable[[events.Event], None]) -> None:
         self._controls = controls
@@ -184,35 +184,33 @@ class Operator:
     async def act(
         self, action: str, subject: str, *, keep_token: bool = False, uses: int = 1, ttl: str = "24h"
     ) -> Mapping[str, Any]:
-        """Do it; returns `text`, which says what was done, or for `tokens` the list of them. `token` adds
-        `join_line`, which holds the new token's secret: nothing else shows or stores it.
+        """Carry out an action. Returns `text`, which says what was done, or for `tokens` their list. `token`
+        adds `join_line` with the new token's secret, which is shown and stored nowhere else.
 
         Args:
             action: one of `ACTIONS`.
-            subject: node id for `evict`, token id for `revoke`, `section.key=value`s for `set`.
-            keep_token: `evict` leaves the remaining uses of the node's token.
-            uses: nodes that a new `token` may admit.
-            ttl: how long it is valid, such as `24h`.
+            subject: a node id for `evict`, a token id for `revoke`, `section.key=value`s for `set`.
+            keep_token: whether `evict` keeps the remaining uses of the node's token.
+            uses: how many nodes a new `token` may admit.
+            ttl: how long a new `token` is valid, such as `24h`.
 
         Raises UserError if it cannot be done.
         """
         match action:
             case "snapshot":
                 self._controls.save()
-                return self._done("a snapshot follows this step")
+                return self._done("a snapshot is taken after this step")
             case "stop":
                 self._controls.stop("stopped by the operator")
-                return self._done(
-                    "the run stops once its steps are in a snapshot; `thinwire resume` goes on with it"
-                )
+                return self._done("the run stops after a snapshot; `thinwire resume` continues it")
             case "set":
                 if not (overrides := subject.split()):
-                    raise UserError("write what to change, such as pipeline.backward_codec=fixed-6")
+                    raise UserError("enter what to change, such as pipeline.backward_codec=fixed-6")
                 return self._done(self._controls.changes.ask(overrides))
             case "evict":
                 evict = partial(self._store.evict, subject, time.time(), keep_token=keep_token)
                 if (eviction := await asyncio.to_thread(evict)) is None:
-                    raise UserError(f"{subject[:40]} is no member of this run")
+                    raise UserError(f"{subject[:40]} is not a member of this run")
                 return self._done(str(eviction))
             case "token":
                 seconds = parse_duration(ttl) or 0.0
@@ -239,7 +237,7 @@ class Operator:
         return {"text": text}
 
     def _tokens(self) -> list[dict[str, Any]]:
-        """Without secrets, of which only hashes are stored."""
+        """The tokens without their secrets, of which only hashes are stored."""
         now = time.time()
         return [
             {

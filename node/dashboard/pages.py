@@ -1,6 +1,6 @@
-"""Serve a run's page: beside its coordinator, or from the history on disk.
+"""Serves a run's page, by its coordinator or from the history on disk.
 
-Also where the page is served: its address and, over TLS, its certificate from the run's CA.
+This module also determines the page's address and, for TLS, its certificate from the run's CA.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ from wire.identity.names import join_address
 log = logging.getLogger(__name__)
 
 FOLLOW_SECONDS = 1.0
-"""How often a history that grows is read."""
+"""The interval at which a growing history is read."""
 CERTIFICATE_LIFETIME = timedelta(days=365)
-"""Browsers refuse much longer ones. Each start of a coordinator makes a new one."""
+"""The lifetime of the page's certificate. Browsers refuse much longer ones. Each start creates a new one."""
 
 
 # ---- beside a coordinator
@@ -48,20 +48,20 @@ CERTIFICATE_LIFETIME = timedelta(days=365)
 def read_past(
     directory: Path, end: int | None = None, cancelled: Callable[[], bool] = lambda: False
 ) -> RunViewBuilder:
-    """The events of earlier coordinators of the run in `directory`; none for a new run. RunError.
+    """A view builder with the events of earlier coordinators of the run in `directory`. Raises RunError.
 
     Args:
-        end: position at which this coordinator's history begins.
-        cancelled: asked between events; true returns what was read so far.
+        end: the position at which this coordinator's history begins.
+        cancelled: checked between events; if it returns True, reading stops.
     """
     return read_view(directory, end, cancelled)[0]
 
 
 @contextlib.asynccontextmanager
 async def reading_past(directory: Path, end: int, feed: Feed) -> AsyncIterator[None]:
-    """Inside the block, read the history up to position `end` on a thread and put it before `feed`'s events.
+    """Read the history up to position `end` on a thread, and put it before `feed`'s events.
 
-    A long history never delays the coordinator's answers to nodes.
+    A long history then does not delay the coordinator's answers to nodes.
     """
     over = threading.Event()
 
@@ -69,7 +69,7 @@ async def reading_past(directory: Path, end: int, feed: Feed) -> AsyncIterator[N
         try:
             past = await asyncio.to_thread(read_past, directory, end, over.is_set)
         except RunError as error:
-            log.warning("%s; the page shows what happens from now on", error)
+            log.warning("%s; the page shows only what happens from now on", error)
             past = RunViewBuilder()
         if not over.is_set():
             feed.put_before(past)
@@ -95,10 +95,10 @@ async def live_page(
     emit: Callable[[events.Event], None],
     ports: Ports,
 ) -> AsyncIterator[None]:
-    """Serve the page inside the block, unless the run file turns it off. UserError when that fails.
+    """Serve the page in this context, unless the run file turns it off. Raises UserError if that fails.
 
-    At the coordinator's own port it is there with TLS and, unless the run file demands TLS, without. A
-    browser warns of the run's certificate until it is given the CA's.
+    At the coordinator's port it is served with TLS and, unless the run file requires TLS, also without. A
+    browser warns about the run's certificate until the CA's certificate is imported.
     """
     listen = page_listen(config)
     if listen is None:
@@ -132,10 +132,10 @@ async def live_page(
 def serve_recorded(
     run_dir: Path, host: str, port: int, tell: Callable[[str], None], tls: ssl.SSLContext | None = None
 ) -> None:
-    """Serve the page of the run in `run_dir` until Ctrl-C or SIGTERM; `tell` is called with its address.
+    """Serve the page of the run in `run_dir` until Ctrl-C or SIGTERM. `tell` is called with its address.
 
-    A run that another process drives is followed. Raises UserError when the address cannot be bound, RunError
-    when the history cannot be read.
+    The page follows a run that another process drives. Raises UserError if the address cannot be bound, and
+    RunError if the history cannot be read.
     """
     event_loop.run(_serve(run_dir, host, port, tell, tls))
 
@@ -152,8 +152,8 @@ async def _serve(
     feed = Feed(builder)
     await follow(builder, feed, tail, stopped)
     if stopped.is_set():
-        return  # stopped while a long history was read
-    # Gauges that come from the view are right; counters stay 0.
+        return  # stopped while reading a long history
+    # Gauges from the view are correct, but counters stay 0.
     metrics = RunMetrics(feed.view)
     async with serve_page(Page(feed=feed, metrics=metrics.render), host, port, tls) as bound:
         tell(page_url(host, bound, tls=tls is not None))
@@ -166,10 +166,10 @@ async def _serve(
 
 
 async def follow(builder: RunViewBuilder, feed: Feed, tail: HistoryTail, stopped: asyncio.Event) -> None:
-    """Apply what was appended since the last call; end the run's view if its coordinator died silently.
+    """Apply what was appended since the last call, and end the run's view if its coordinator died silently.
 
-    `feed` shows `builder`. Returns early once `stopped` is set. RunError when the
-    history cannot be read.
+    `feed` shows `builder`. Returns early when `stopped` is set. Raises RunError if the history cannot be
+    read.
     """
     await _catch_up(feed, tail, stopped)
     if stopped.is_set() or builder.over or not coordinator_is_gone(builder.started):
@@ -190,16 +190,16 @@ async def _catch_up(feed: Feed, tail: HistoryTail, stopped: asyncio.Event) -> No
 
 
 def page_url(host: str, port: int, *, tls: bool) -> str:
-    """The page's URL; a wildcard host becomes one of this machine's addresses."""
+    """The page's URL. A wildcard host becomes one of this machine's addresses."""
     return f"{'https' if tls else 'http'}://{join_address(own_hosts(host)[0], port)}/"
 
 
 def page_tls(
     config: RunConfig, host: str, authority: CertificateAuthority, directory: Path
 ) -> ssl.SSLContext:
-    """A TLS context with a certificate for every name that the page at `host` can be reached by.
+    """A TLS context with a certificate for every name of the page at `host`.
 
-    Browsers trust it once they are given the CA's certificate, `directory`/authority/ca.pem.
+    Browsers trust it after the CA's certificate, `directory`/authority/ca.pem, was imported.
     """
     advertised = (parse_listen(address)[0] for address in config.coordinator.advertise)
     names = dict.fromkeys((*own_hosts(host), *advertised, socket.gethostname(), "localhost"))

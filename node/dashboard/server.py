@@ -1,7 +1,7 @@
 """The page's HTTP server: `/`, `/api/view`, `/api/stream`, `/api/operator`, `/metrics`, `/healthz`.
 
-It shares the coordinator's event loop. Connections, streams, request sizes and the rate of views are bounded,
-so a crowd at the page takes nothing from the run.
+It shares the coordinator's event loop. Connections, streams, request sizes and the rate of views are limited,
+so a crowd at the page does not slow the run.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from wire.identity.names import join_address
 log = logging.getLogger(__name__)
 
 MOST_STREAMS = 64
-"""Open pages; further ones are asked to retry."""
+"""The most open pages. Further ones are asked to retry."""
 STREAM_SECONDS = 1.0
-"""Least time between two updates of a page."""
+"""The least time between two updates of a page."""
 KEEPALIVE_SECONDS = 15.0
-"""A page without news gets a comment line this often, so proxies keep the connection."""
+"""A page without updates gets a comment line at this interval, so that proxies keep the connection."""
 WRITE_SECONDS = 20.0
-"""A page that reads nothing for so long is disconnected; a live one reconnects."""
+"""A page that reads nothing for this long is disconnected. A live page reconnects."""
 MOST_REQUEST_BYTES = 4096
 IDLE_SECONDS = 30.0
 CLOSE_SECONDS = 2.0
@@ -50,7 +50,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Only the page's own files, no inline code, no text that becomes HTML."""
+"""Allows only the page's own files: no inline code, and no text that becomes HTML."""
 HEADERS = {
     "Server": "thinwire",  # without versions
     "Content-Security-Policy": POLICY,
@@ -74,7 +74,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, kw_only=True)
 class Asset:
-    """One of the page's files."""
+    """A file of the page."""
 
     body: bytes
     content_type: str
@@ -84,43 +84,43 @@ class Asset:
 @cache
 def assets() -> MappingProxyType[str, Asset]:
     """The page's files by URL path, read once."""
-    found = {}
+    files = {}
     for file in Path(__file__).with_name("page").iterdir():
         suffix = "." + file.name.rpartition(".")[2]
         body = file.read_bytes()
         path = "/" if file.name == "index.html" else f"/{file.name}"
         etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-        found[path] = Asset(body=body, content_type=CONTENT_TYPES[suffix], etag=etag)
-    return MappingProxyType(found)
+        files[path] = Asset(body=body, content_type=CONTENT_TYPES[suffix], etag=etag)
+    return MappingProxyType(files)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What is served."""
+    """The content of the page's server."""
 
     feed: Feed
     metrics: Callable[[], Awaitable[bytes]] | None = None
-    """Renders Prometheus' text format."""
+    """Renders metrics in Prometheus's text format."""
     operator: Operator | None = None
     guard: ChangeGuard | None = None
-    """Both or neither; without them the page is read-only."""
+    """Given together with `operator`. Without them the page is read-only."""
 
 
 @contextlib.asynccontextmanager
 async def serve_page(
     page: Page, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
-    """Serve `page` at `host`:`port` (0: any free port) inside the block; yields the port.
+    """Serve `page` at `host`:`port` (0: any free port) in this context. Yields the port.
 
-    Raises UserError when the address cannot be bound.
+    Raises UserError if the address cannot be bound.
     """
     async with page_front(page, host, tls, tls_only=tls is not None) as front:
-        address, named = join_address(host, port), "name an address of this machine whose port is free"
+        address, advice = join_address(host, port), "use an address of this machine with a free port"
         try:
             bound = front.listen(address)
         except OSError as error:
             raise UserError(
-                f"cannot serve the page at {address} ({why_not_bound(error)}): {named} "
+                f"cannot serve the page at {address} ({why_not_bound(error)}): {advice} "
                 "([dashboard] listen, or --listen)"
             ) from None
         yield bound
@@ -130,12 +130,12 @@ async def serve_page(
 async def page_front(
     page: Page, host: str, tls: ssl.SSLContext | None = None, *, tls_only: bool = False
 ) -> AsyncIterator[Front]:
-    """Serve `page` inside the block to the connections that the front gets.
+    """Serve `page` in this context to the connections that the front gets.
 
     Args:
-        host: where clients connect; on loopback other host names are refused.
-        tls: for clients that begin with TLS.
-        tls_only: take TLS without waiting for a client's first byte; else the first byte is there already.
+        host: the host to which clients connect. On loopback, other host names are refused.
+        tls: the context for clients that begin with TLS.
+        tls_only: use TLS without looking at a client's first byte; otherwise that byte has arrived already.
     """
 
     def serve() -> asyncio.Protocol:
@@ -208,17 +208,17 @@ class _Routes:
         return web.json_response(text=text, headers={"Cache-Control": "no-store"})
 
     async def health(self, request: web.Request) -> web.Response:
-        """Runs on the coordinator's event loop, so an answer shows that the loop turns."""
+        """Answer on the coordinator's event loop, which shows that the loop runs."""
         return _json({"state": (await self._feed.view()).state})
 
     async def metrics(self, request: web.Request) -> web.Response:
         if self._page.metrics is None:
-            raise web.HTTPNotFound(text="no metrics here\n")
+            raise web.HTTPNotFound(text="there are no metrics here\n")
         body = await self._page.metrics()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: `view` (all of it), then `patch` (changes), `end` when the server ends."""
+        """Send server-sent events: `view` (the whole view), then `patch` (changes), and `end` at the end."""
         if self._streams >= MOST_STREAMS:
             raise web.HTTPServiceUnavailable(text="too many open pages\n", headers={"Retry-After": "10"})
         self._streams += 1
@@ -230,7 +230,7 @@ class _Routes:
             try:
                 await self._updates(response)
             except (TimeoutError, ConnectionError):
-                # Nothing more can be written, not even a clean close.
+                # Nothing more can be written, not even a clean end.
                 if request.transport is not None:
                     request.transport.abort()
             return response
@@ -249,7 +249,7 @@ class _Routes:
             except TimeoutError:
                 await _write(response, b": still here\n\n")
                 continue
-            # Read once: a close during the write below is handled in the next round.
+            # Read once, so that a close during the write below is handled in the next iteration.
             over = self._feed.closed
             version, newest = await self._feed.newest()
             if patch := make_patch(sent, newest):
@@ -258,24 +258,24 @@ class _Routes:
         await _send(response, "end", self._message({}))
 
     def _message(self, view: Mapping[str, Any]) -> dict[str, Any]:
-        """`coordinated`: the coordinator serves this page, not a reader of the history."""
+        """A message with the time and a view. `coordinated` says whether the coordinator serves this page."""
         return {"now": time.time(), "coordinated": self._page.operator is not None, "view": view}
 
     async def operator(self, request: web.Request) -> web.Response:
-        """Whether this connection may change the run, and if not, why."""
+        """Answer whether this connection may change the run, and if not, why."""
         if self._page.operator is None:
             return _json({"available": False, "reason": "this page is read-only: no coordinator serves it"})
         denied = connection_denied(_change_request(request))
         return _json({"available": denied is None, "reason": denied.reason if denied else ""})
 
     async def act(self, request: web.Request) -> web.Response:
-        """A change: JSON with `action` and, for some, `id` or `_OPTIONS`. Needs the operator's key."""
+        """Make a change: JSON with `action` and, for some, `id` or `_OPTIONS`. Needs the operator's key."""
         operator, guard = self._page.operator, self._page.guard
         if operator is None or guard is None:
             return _json({"error": "this page is read-only: no coordinator serves it"}, status=403)
         change = _change_request(request)
         if (denied := guard.check(change, time.monotonic())) is not None:
-            # At most a few a minute of each address: a flood of guesses does not fill the log.
+            # At most a few per minute and address, so that a flood of guesses does not fill the log.
             log.log(
                 logging.DEBUG if denied.status == 429 else logging.WARNING,
                 "a change from %s was refused: %s",
@@ -298,11 +298,11 @@ _OPTIONS: Mapping[str, type] = {"keep_token": bool, "uses": int, "ttl": str}
 
 
 def _wanted(body: bytes) -> tuple[str, str, dict[str, Any]]:
-    """Action, subject and options that a request's JSON asks for; one of many errors if it is none."""
-    wanted = json.loads(body)
-    action, subject = wanted["action"], wanted.get("id", "")
-    options = {name: wanted[name] for name in _OPTIONS if name in wanted}
-    # True is an int too, but no number of uses.
+    """The action, subject and options in a request's JSON. Raises one of several errors if it is invalid."""
+    content = json.loads(body)
+    action, subject = content["action"], content.get("id", "")
+    options = {name: content[name] for name in _OPTIONS if name in content}
+    # True is also an int, but not a number of uses.
     fits = all(type(value) is _OPTIONS[name] for name, value in options.items())
     if not (isinstance(action, str) and isinstance(subject, str) and fits):
         raise TypeError
@@ -310,7 +310,7 @@ def _wanted(body: bytes) -> tuple[str, str, dict[str, Any]]:
 
 
 def _counted(connections: Connections) -> Any:
-    """Tell `connections` which of them has a request in progress."""
+    """Mark connections as busy while they have a request in progress."""
 
     @web.middleware
     async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -321,7 +321,7 @@ def _counted(connections: Connections) -> Any:
 
 
 def _loopback_only(enabled: bool) -> Any:
-    """Refuse other host names on loopback: a hostile site's name may resolve here (DNS rebinding)."""
+    """Refuse other host names on loopback, because a hostile site's name may resolve here (DNS rebinding)."""
 
     @web.middleware
     async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -353,7 +353,7 @@ def _change_request(request: web.Request) -> ChangeRequest:
 
 
 def _host_name(host: str) -> str:
-    """A Host header without its port and brackets."""
+    """A Host header without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Print the comparison of two runs: differences in the run files first, then the figures."""
+"""Prints a comparison of two runs: first the differences between the run files, then the figures."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     rows = [[key, _value(a), _value(b)] for key, (a, b) in comparison.config.items()]
     lines = ["the run files are the same"]
     if rows:
-        lines = ["what differs in the run files:", *table_lines(["key", first, second], rows, left=3)]
+        lines = ["differences between the run files:", *table_lines(["key", first, second], rows, left=3)]
     speeds = comparison.tokens_per_second
     ratio = f"{speeds[1] / speeds[0]:.2f} x" if speeds[0] and speeds[1] else ""
     figures = [
@@ -32,11 +32,11 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         ("held-out loss, uncompressed,", "step", comparison.held_out_at_step, "{:.0f}".format),
         ("held-out loss as trained", "step", comparison.held_out_as_trained_at_step, "{:.0f}".format),
     ]
-    for loss, what, points, text in both:
+    for loss, axis, points, text in both:
         if points:
             rows = [[text(at), f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"] for at, a, b in points]
-            lines += ["", f"{loss} at equal {what}s:"]
-            lines += table_lines([what, first, second, "difference"], rows, left=0)
+            lines += ["", f"{loss} at equal {axis}s:"]
+            lines += table_lines([axis, first, second, "difference"], rows, left=0)
     return lines
 
 
@@ -45,7 +45,7 @@ def _value(value: Any) -> str:
 
 
 def _rows(groups: Sequence[Sequence[int]]) -> str:
-    """As in `0-1, 2, 3`: three rows. One row with one group is `0`."""
+    """The groups of each row: `0-1, 2, 3` for three rows, `0` for one row with one group."""
     runs = groups or ((0,),)
     return ", ".join(f"{min(run)}-{max(run)}" if len(run) > 1 else str(*run) for run in runs)
 

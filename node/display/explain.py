@@ -1,4 +1,4 @@
-"""Print what a run file comes to, as text for a terminal or as JSON."""
+"""Prints what a run file means and costs, as text for a terminal or as JSON."""
 
 import json
 import textwrap
@@ -30,22 +30,22 @@ from node.view.totals import (
 from wire.codecs.formats import codec_format, ladder
 
 WIDTH = 100
-"""Columns of a terminal that everything but values of the run file fits in."""
+"""The most columns of a line, except for values of the run file."""
 _TITLE = 9
-"""Columns of a title such as `text` before its sentence."""
+"""The columns of a title, such as `text`, before its sentence."""
 UPLOADS_MBIT = (5, 20, 100, 1000)
-"""Rates of a machine's line, Mbit/s."""
+"""The rates of a machine's line to show, in Mbit/s."""
 RATES_MBIT = (10, 100, 1000)
-"""Link rates that transfer times are given for, Mbit/s."""
+"""The link rates for which to show transfer times, in Mbit/s."""
 
 
 def transfer_seconds(count: int, mbit: float) -> float:
-    """Seconds that `count` bytes take at `mbit` Mbit/s."""
+    """The seconds that `count` bytes take at `mbit` Mbit/s."""
     return count * 8 / (mbit * 1e6)
 
 
 def explanation_json(explanation: Explanation, machines: Sequence[Machine] = ()) -> str:
-    """The whole explanation as one JSON object, sums and transfer seconds included."""
+    """The whole explanation as one JSON object, including sums and transfer times."""
     busiest = explanation.busiest
     whole: dict[str, Any] = asdict(explanation)
     resolved = _resolved(explanation.config)
@@ -64,17 +64,17 @@ def explanation_json(explanation: Explanation, machines: Sequence[Machine] = ())
     whole["snapshot_bytes"], whole["snapshots_bytes"] = one, most
     whole["last_snapshot_bytes"] = last_snapshot_bytes(explanation.config)
     if machines:
-        found = totals(explanation, machines)
-        whole["step_seconds"], whole["run_seconds"] = found.seconds, found.run_seconds
-        whole["step_seconds_between"], whole["window"] = found.between, found.window
-        whole["expected_memory"], whole["most_memory"] = found.memory, found.most_memory
+        sums = totals(explanation, machines)
+        whole["step_seconds"], whole["run_seconds"] = sums.seconds, sums.run_seconds
+        whole["step_seconds_between"], whole["window"] = sums.between, sums.window
+        whole["expected_memory"], whole["most_memory"] = sums.memory, sums.most_memory
     whole["busiest"] = asdict(busiest) if busiest else None
     return json.dumps(whole, indent=2)
 
 
 def explanation_text(explanation: Explanation, machines: Sequence[Machine] = ()) -> str:
-    """The whole explanation as text for a terminal. `machines`: one a stage, or none."""
-    lines = ["# values; those that are the default are marked with a *"]
+    """The whole explanation as text for a terminal. `machines`: one per stage, or none."""
+    lines = ["# values; a * marks defaults"]
     for section, keys in _resolved(explanation.config):
         lines.append(f"[{section}]")
         lines += [f"{key} = {toml_value(value)}{'  *' if default else ''}" for key, value, default in keys]
@@ -86,16 +86,16 @@ def explanation_text(explanation: Explanation, machines: Sequence[Machine] = ())
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
-    """Sentences in lines of at most `WIDTH` columns, indented under their title; tables as they are."""
-    found = []
+    """Wrap sentences to `WIDTH` columns, indented under their title. Tables stay unchanged."""
+    wrapped = []
     for line in lines:
         if len(line) <= WIDTH or "  " in line[_TITLE:]:
-            found.append(line)
+            wrapped.append(line)
             continue
         margin = len(line) - len(line.lstrip())
         indent = " " * (_TITLE if "  " in line[margin:_TITLE] else margin + 2)
-        found += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False)
-    return found
+        wrapped += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False)
+    return wrapped
 
 
 def _resolved(config: RunConfig) -> list[tuple[str, list[tuple[str, Any, bool]]]]:
@@ -123,63 +123,63 @@ def _step_lines(explanation: Explanation) -> list[str]:
 
 
 def _slice_lines(config: RunConfig) -> list[str]:
-    """Into what samples are cut along the sequence."""
+    """How samples are cut along the sequence."""
     slices = slice_ranges(config)
     if len(slices) == 1:
         return []
-    least = ", the fewest with short fill and drain" * (config.pipeline.sequence_chunks == "auto")
-    graphs = "; passes are not CUDA graphs then" * config.training.cuda_graphs
+    least = ", the fewest with a short fill and drain" * (config.pipeline.sequence_chunks == "auto")
+    graphs = "; passes are not captured as CUDA graphs" * config.training.cuda_graphs
     return [
-        f"slices   each sample in {len(slices)} along the sequence{least}: from {len(slices[0])} tokens, the "
-        f"first, to {len(slices[-1])}, the last, which take equally long{graphs}"
+        f"slices   {len(slices)} per sample along the sequence{least}: {len(slices[0])} tokens in the first "
+        f"to {len(slices[-1])} in the last, which take equally long{graphs}"
     ]
 
 
 def _codec_lines(config: RunConfig) -> list[str]:
-    """Between which codecs the coordinator chooses."""
+    """The codecs from which the coordinator chooses."""
     pipeline = config.pipeline
     rungs = ladder(pipeline.min_bits)
     first = pipeline.first_codecs[0]
     cheap = [name for name in rungs if codec_format(name).family != codec_format(first).family]
     return [
         f"codecs   planned for each link and direction, from {rungs[0]} to {rungs[-1]}, or "
-        f"{' or '.join(cheap)} where packing binds; until links are measured, and in the figures below, "
-        f"{first}"
+        f"{' or '.join(cheap)} where packing is the limit; {first} until links are measured and in the "
+        "figures below"
     ]
 
 
 def _head_lines(head: HeadPlace) -> list[str]:
-    """Where a tied model's head is, and why."""
+    """The stage of a tied model's head, and the reason."""
     stage, other = ("first", "last") if head.first else ("last", "first")
-    hidden = f"hidden states and their gradients, {bytes_text(head.boundary_bytes)} a step"
-    weight = f"the tied weight's gradient, {bytes_text(head.exchange_bytes)} a step"
+    hidden = f"hidden states and their gradients, {bytes_text(head.boundary_bytes)} per step"
+    weight = f"the tied weight's gradient, {bytes_text(head.exchange_bytes)} per step"
     crosses, spared = (hidden, weight) if head.first else (weight, hidden)
-    return [f"head     on the {stage} stage: {crosses}, cross the network for it; on the {other}: {spared}"]
+    return [f"head     on the {stage} stage: {crosses}, cross the network; on the {other} stage: {spared}"]
 
 
 def _group_lines(explanation: Explanation) -> list[str]:
-    """Gradient groups, and what rows send each other."""
+    """Gradient groups, and the bytes between rows."""
     config, pipeline = explanation.config, explanation.config.pipeline
     line = (
         f"groups   {pipeline.groups}, of {explanation.microbatches // pipeline.groups} microbatches each, "
         f"summed in {pipeline.sync_codec}; up to {pipeline.most_rows} rows of nodes share a step"
     )
-    lines = [line, *_sent_lines(explanation.sync_bytes, "a step")]
+    lines = [line, *_sent_lines(explanation.sync_bytes, "per step")]
     if config.sync.every > 1:
         part = explanation.microbatches // pipeline.groups // config.sync.every
         lines.append(
-            f"rounds   from step {config.sync.warmup + 1} on a step is a round: each group takes "
-            f"{config.sync.every} local steps of {part} microbatches, and how they changed its weights is "
+            f"rounds   from step {config.sync.warmup + 1} on, each step is a round: each group takes "
+            f"{config.sync.every} local steps of {part} microbatches, and the changes of the weights are "
             f"averaged in {config.sync.codec}"
         )
-        lines += _sent_lines(explanation.round_bytes, "a round")
+        lines += _sent_lines(explanation.round_bytes, "per round")
     return lines
 
 
 def _sent_lines(sent: Mapping[int, int], when: str) -> list[str]:
     """`sent`: bytes by number of rows."""
-    words = ", ".join(f"{bytes_text(size)} in {rows} rows" for rows, size in sent.items())
-    return [f"         a node sends other rows at most {words} {when}"] if words else []
+    words = ", ".join(f"{bytes_text(size)} with {rows} rows" for rows, size in sent.items())
+    return [f"         a node sends other rows at most {words}, {when}"] if words else []
 
 
 def _text_lines(config: RunConfig, plan: TextPlan) -> list[str]:
@@ -188,14 +188,14 @@ def _text_lines(config: RunConfig, plan: TextPlan) -> list[str]:
     lines = [
         f"text     {'about ' if plan.estimated else ''}{count_text(plan.tokens)} tokens to train on, "
         f"{count_text(plan.held_out)} held out; "
-        f"{count_text(plan.samples)} samples a pass, so {config.run.steps} steps are {plan.passes:.3g} passes"
+        f"{count_text(plan.samples)} samples per pass; {config.run.steps} steps are {plan.passes:.3g} passes"
     ]
     if (cache := plan.sample_cache) is not None:
         stages = ", ".join(bytes_text(count) for count in cache.stages)
         lines.append(
             f"cache    {config.pipeline.forward_codec} caches up to {stages} of activations at the stages "
             f"({config.pipeline.cache_gb:g} GB allowed); a snapshot grows by {bytes_text(cache.snapshot)}; "
-            f"the first pass takes {cache.first_pass_bits:.3g} bits an element"
+            f"the first pass takes {cache.first_pass_bits:.3g} bits per element"
         )
     return lines
 
@@ -210,11 +210,11 @@ def _stage_lines(explanation: Explanation) -> list[str]:
         ]
         for plan in explanation.stages
     ]
-    return table_lines(["stage", "holds", "parameters", "activations held at most"], rows)
+    return table_lines(["stage", "holds", "parameters", "most activations held"], rows)
 
 
 def _storage_lines(explanation: Explanation) -> list[str]:
-    """What a block keeps for a microbatch: form, size in U (hidden states at 2 bytes) and in megabytes."""
+    """What a block keeps per microbatch: form, size in U (hidden states at 2 bytes) and size in megabytes."""
     config = explanation.config
     unit = unit_bytes(config.model, config.training.microbatch)
     if all(plan.stored is None for plan in explanation.stages):
@@ -227,7 +227,7 @@ def _storage_lines(explanation: Explanation) -> list[str]:
         kinds = [f"{getattr(plan.storage, kind)}: {plan.stored[kind] / unit:.3f} U" for kind in KINDS]
         total = sum(plan.stored.values())
         rows.append([str(plan.stage), *kinds, f"{total / unit:.3f} U", f"{total / 1e6:.3f} MB"])
-    header = ["stage", *(kind.replace("_", " ") for kind in KINDS), "a block", "bytes"]
+    header = ["stage", *(kind.replace("_", " ") for kind in KINDS), "per block", "bytes"]
     return [
         f"a block keeps for backward (1 U = hidden states of a microbatch at 2 bytes = {unit / 1e6:.3f} MB):",
         *table_lines(header, rows),
@@ -237,17 +237,18 @@ def _storage_lines(explanation: Explanation) -> list[str]:
 
 
 def _outlier_lines(explanation: Explanation) -> list[str]:
-    """What helps a pretrained model whose norms' inputs are in 4 bits."""
-    if not explanation.config.model.from_ or all(one.storage.norm_input != "4" for one in explanation.stages):
+    """Advice for a pretrained model whose norms' inputs are in 4 bits."""
+    stages = explanation.stages
+    if not explanation.config.model.from_ or all(stage.storage.norm_input != "4" for stage in stages):
         return []
     return [
-        f'storage.norm_input = "{OUTLIERS_APART}" keeps the large channels that pretrained models have in 16 '
-        "bits, and the others their 4, for 0.25 more"
+        f'storage.norm_input = "{OUTLIERS_APART}" keeps the large channels of pretrained models in 16 bits '
+        "and the others in 4, at a cost of 0.25 bits"
     ]
 
 
 def _allowed_lines(config: RunConfig) -> list[str]:
-    """With `storage.allow`: what the stage that keeps most needs in the most bits, and in the fewest."""
+    """With `storage.allow`: the memory of the largest stage in the most bits and in the fewest."""
     if not config.storage.allow:
         return []
     stages, gpu = config.pipeline.stages, Devices(on_cpu=False)
@@ -260,14 +261,14 @@ def _allowed_lines(config: RunConfig) -> list[str]:
     ]
     return [
         f"storage.allow: {len(allowed)} ways to store a stage; at placement the coordinator takes the "
-        "fastest that fits, by what nodes measured (thinwire plan --gb shows it). On a GPU, with everything "
+        "fastest that fits, from nodes' measurements (see thinwire plan --gb). On a GPU, with everything "
         f"kept, stage {stage} takes",
         *table_lines(["stored", "memory"], rows),
     ]
 
 
 def memory_lines(needs: tuple[StageNeed, ...]) -> list[str]:
-    """One table where CPUs and GPUs need the same."""
+    """The memory of each stage; CPU and GPU share columns if they need the same."""
     alike = all(need.gpu == need.cpu for need in needs)
     parts = ["total", "weights, gradients, optimizer", "kept activations"]
     short = ["total", "state", "kept"]
@@ -277,7 +278,7 @@ def memory_lines(needs: tuple[StageNeed, ...]) -> list[str]:
         for stage, need in enumerate(needs)
     ]
     return [
-        "a stage needs, as estimated, on a node of one device (of several: thinwire doctor --run-file):",
+        "estimated memory of a stage on a node with one device (with several: thinwire doctor --run-file):",
         *table_lines(header, rows, left=1),
         *([] if alike else ["state: weights, gradients and optimizer; kept: activations"]),
     ]
@@ -290,8 +291,8 @@ def _cells(need: DeviceNeed) -> list[str]:
 def _link_lines(explanation: Explanation) -> list[str]:
     busiest = explanation.busiest
     if busiest is None:
-        return ["a single stage: nothing crosses the network but batches and snapshots"]
-    header = ["link", "what", "codec", "tensors", "bytes a step", "bits/element", "FP32", "BF16"]
+        return ["a single stage: only batches and snapshots cross the network"]
+    header = ["link", "what", "codec", "tensors", "bytes per step", "bits/element", "FP32", "BF16"]
     rows = [
         [
             f"{flow.sender} -> {flow.receiver}",
@@ -305,8 +306,8 @@ def _link_lines(explanation: Explanation) -> list[str]:
         ]
         for flow in explanation.flows
     ]
-    lines = ["each step puts on the links:", *table_lines(header, rows, left=3), ""]
-    lines.append("time on each link direction, a step (the two directions of a link run at once):")
+    lines = ["what each step sends over the links:", *table_lines(header, rows, left=3), ""]
+    lines.append("time per step on each direction of a link (both run at once):")
     times = [
         [
             f"{direction.sender} -> {direction.receiver}",
@@ -322,7 +323,7 @@ def _link_lines(explanation: Explanation) -> list[str]:
 
 
 def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
-    """What a snapshot costs by where it is kept."""
+    """The cost of a snapshot for each place where it may be kept."""
     part, held = max(stage_state_bytes(config, config.pipeline.stages)), config.run.keep_snapshots + 1
 
     def times(size: int) -> str:
@@ -332,26 +333,26 @@ def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
         )
 
     lines = [
-        f'snapshots.keep = "{config.snapshots.keep}"; one takes, beside the steps, at Mbit/s of a line:',
+        f'snapshots.keep = "{config.snapshots.keep}"; one takes, while steps continue, at Mbit/s of a line:',
         f"  coordinator: {bytes_text(one)} through its line: {times(one)}",
         f"  nodes: up to {bytes_text(part)} to a second machine: {times(part)}; up to "
         f"{bytes_text(2 * held * part)} on a node's disk",
     ]
     if (last := last_snapshot_bytes(config)) < one:
-        what = f"{bytes_text(last)} through the coordinator's line: {times(last)}"
-        lines.append(f"  of the last step, weights alone: {what}")
+        cost = f"{bytes_text(last)} through the coordinator's line: {times(last)}"
+        lines.append(f"  the last step, only weights: {cost}")
     if config.run.keep_best and config.data.valid_every:
         most = -(-config.run.steps // config.data.valid_every)
         lines.append(
-            f"  run.keep_best: one more at a new best, of {most} measurements, where one takes at most "
-            f"{CHEAP_SECONDS:g} s or 1/{BEST_PAUSE:g} of the time since the last; else the next due one is "
-            "measured and may be the best"
+            f"  run.keep_best: one more at each new best of {most} measurements, if it takes at most "
+            f"{CHEAP_SECONDS:g} s or 1/{BEST_PAUSE:g} of the time since the last; otherwise the next regular "
+            "one is measured and may be the best"
         )
     return lines
 
 
 def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> list[str]:
-    """What the run comes to: each machine's line, seconds a step, the whole run, snapshots on disk."""
+    """The cost of the run: each machine's line, seconds per step, the whole run, snapshots on disk."""
     config = explanation.config
     one, most = snapshots_need(config)
     loads = machine_bytes(explanation)
@@ -359,8 +360,8 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
     if len(loads) > 1:
         header = [
             "stage",
-            "uploads a step",
-            "downloads",
+            "upload per step",
+            "download",
             *(f"{r} Mbit/s up" for r in UPLOADS_MBIT),
         ]
         rows = [
@@ -378,14 +379,14 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
             f"a machine's links share its line; no step is faster than the upload of stage {fullest.stage}"
         )
     if machines:
-        found = totals(explanation, machines)
+        sums = totals(explanation, machines)
         lines.append(
-            f"a step takes about {duration_text(found.seconds)}, set by {found.floor.binds}; "
-            f"{config.run.steps} steps take {duration_text(found.run_seconds)} "
-            f"({count_text(explanation.tokens_per_step / found.seconds)} tokens/s)"
+            f"a step takes about {duration_text(sums.seconds)}, limited by {sums.floor.binds}; "
+            f"{config.run.steps} steps take {duration_text(sums.run_seconds)} "
+            f"({count_text(explanation.tokens_per_step / sums.seconds)} tokens/s)"
         )
-        lines += _uncertainty_lines(found)
-        lines += _expected_memory_lines(found, machines)
+        lines += _uncertainty_lines(sums)
+        lines += _expected_memory_lines(sums, machines)
         needs = zip(machines, explanation.memory, strict=True)
         for stage, (machine, need) in enumerate(needs):
             total = (need.cpu if machine.on_cpu else need.gpu).total
@@ -397,40 +398,42 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
         advice = codec_advice(explanation, machines), order_advice(explanation, machines)
         lines += [line for line in advice if line is not None]
     elif len(loads) > 1:
-        lines.append("with --machine 'rtx 4090,20/100' for each: seconds a step and the run's length")
+        lines.append(
+            "give --machine 'rtx 4090,20/100' for each machine to see seconds per step and the run's length"
+        )
     lines.append(f"snapshots take {bytes_text(one)} each, up to {bytes_text(most)} on the coordinator's disk")
     lines += _snapshot_lines(config, one)
     if explanation.text is not None and explanation.text.passes > MOST_PASSES:
         lines.append(
-            f"{explanation.text.passes:.3g} passes over the text: more than {MOST_PASSES} teach little new; "
-            "give more text or fewer steps"
+            f"{explanation.text.passes:.3g} passes over the text: more than {MOST_PASSES} add little; "
+            "use more text or fewer steps"
         )
     return _wrapped(lines)
 
 
-def _uncertainty_lines(found: Totals) -> list[str]:
-    """How far a step may be off, where a CPU's speed is the table's."""
-    least, most = found.between
+def _uncertainty_lines(sums: Totals) -> list[str]:
+    """The uncertainty of a step's time if a CPU's speed is assumed."""
+    least, most = sums.between
     if most <= 1.02 * least:
         return []
     return [
-        f"CPUs count as one core of a server: twice or half as fast, a step takes {duration_text(least)} or "
-        f"{duration_text(most)}; --measure takes the speed of this machine's"
+        f"CPUs are assumed to be one core of a server; if they are twice or half as fast, a step takes "
+        f"{duration_text(least)} or {duration_text(most)}; --measure measures this machine's CPU"
     ]
 
 
-def _expected_memory_lines(found: Totals, machines: Sequence[Machine]) -> list[str]:
-    """What CPUs' processes are expected to take, beside the bound that they are planned with."""
+def _expected_memory_lines(sums: Totals, machines: Sequence[Machine]) -> list[str]:
+    """The expected memory of processes on CPUs, and the bound that plans use."""
     rows = [
         [str(stage), bytes_text(expected), bytes_text(most)]
         for stage, (machine, expected, most) in enumerate(
-            zip(machines, found.memory, found.most_memory, strict=True)
+            zip(machines, sums.memory, sums.most_memory, strict=True)
         )
         if machine.on_cpu
     ]
     if not rows:
         return []
     return [
-        "memory of stages on CPUs; at most with a snapshot on its way, delays, and codecs that are compiled:",
+        "memory of stages on CPUs; at most: during a snapshot, with delays, and while codecs are compiled:",
         *table_lines(["stage", "expected in steps", "at most"], rows, left=1),
     ]

@@ -1,7 +1,7 @@
-"""Write a run's steps to TensorBoard or Weights & Biases, beside the history.
+"""Writes a run's steps to TensorBoard or Weights & Biases, in addition to the history.
 
-Every event with a step and numbers becomes scalars: `step/loss`, `step/lr`, `step/idle/0` for stage 0 and the
-like. A logger that fails during the run is turned off with one warning; the run goes on.
+Every event with a step and numbers becomes scalars such as `step/loss`, `step/lr`, and `step/idle/0` for
+stage 0. A logger that fails during the run is turned off with one warning, and the run continues.
 """
 
 import importlib
@@ -22,12 +22,12 @@ from wire.errors import UserError
 log = logging.getLogger(__name__)
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""The package of each logger; extras of the same names install them."""
+"""The package of each logger. Extras with the loggers' names install them."""
 FOLDER = "tensorboard"
 
 
 class Backend(Protocol):
-    """Where scalars go."""
+    """Receives scalars."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
@@ -35,7 +35,7 @@ class Backend(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's directory."""
+    """Writes event files into the run's directory."""
 
     def __init__(self, package: Any, started: RunStarted, config: RunConfig) -> None:
         self._writer = package.SummaryWriter(str(Path(started.directory) / FOLDER))
@@ -50,7 +50,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the same id in the project that W&B's own settings name; a resumed run continues it."""
+    """Writes to a W&B run with the same id, in the project of W&B's own settings. A resumed run continues
+    it."""
 
     def __init__(self, package: Any, started: RunStarted, config: RunConfig) -> None:
         self._run = package.init(
@@ -76,7 +77,7 @@ BACKENDS: dict[str, Callable[[Any, RunStarted, RunConfig], Backend]] = {
 
 @contextmanager
 def loggers(config: RunConfig) -> Iterator[tuple[Callable[[Event], None], ...]]:
-    """The sinks of `[telemetry] loggers`, closed at the end. Raises UserError for a missing package."""
+    """The sinks for `[telemetry] loggers`, closed at the end. Raises UserError if a package is missing."""
     with ExitStack() as stack:
         sinks = []
         for name in dict.fromkeys(config.telemetry.loggers):
@@ -87,7 +88,7 @@ def loggers(config: RunConfig) -> Iterator[tuple[Callable[[Event], None], ...]]:
 
 
 class Logger:
-    """Called with each event; opens its backend when the run starts."""
+    """Receives each event. Opens its backend when the run starts."""
 
     def __init__(self, name: str, package: ModuleType, config: RunConfig) -> None:
         self._name = name
@@ -99,10 +100,10 @@ class Logger:
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted) and self._backend is None:
             self._attempt(lambda: self._open(event))
-        found = scalars(event)
+        step_scalars = scalars(event)
         backend = self._backend
-        if found is not None and backend is not None:
-            self._attempt(lambda: backend.write(*found))
+        if step_scalars is not None and backend is not None:
+            self._attempt(lambda: backend.write(*step_scalars))
 
     def close(self) -> None:
         if self._backend is not None:
@@ -116,7 +117,7 @@ class Logger:
             return
         try:
             work()
-        except Exception as error:  # whatever a logger raises must not end the run
+        except Exception as error:  # an error in a logger must not end the run
             self._broken = True
             log.warning(
                 "%s is turned off: %s", self._name, " ".join(str(error).split()) or type(error).__name__
@@ -128,15 +129,15 @@ def scalars(event: Event) -> tuple[int, dict[str, float]] | None:
     step = getattr(event, "step", None)
     if not isinstance(step, int):
         return None
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for field in fields(event):
         value = getattr(event, field.name)
         several = enumerate(value) if isinstance(value, tuple) else [(None, value)]
         for index, number in several:
             if type(number) is float and isfinite(number):
                 name = f"{event.event}/{field.name}"
-                found[name if index is None else f"{name}/{index}"] = number
-    return (step, found) if found else None
+                numbers[name if index is None else f"{name}/{index}"] = number
+    return (step, numbers) if numbers else None
 
 
 def _package(name: str) -> ModuleType:

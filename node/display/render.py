@@ -1,7 +1,8 @@
-"""Print a run as it goes, from the coordinator's events.
+"""Prints the progress of a run from the coordinator's events.
 
-Three renderers: JSON lines (`--json`), plain lines (output is not a terminal; no escapes, about one line a
-second), and a live display. All end with the same summary. Results go to stdout, logs to stderr.
+There are three renderers: JSON lines (`--json`), plain lines (if the output is not a terminal; no escapes,
+about one line per second), and a live display. All end with the same summary. Results go to stdout, logs to
+stderr.
 """
 
 import math
@@ -52,15 +53,15 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 PLAIN_INTERVAL = 1.0
-"""Seconds between step lines of the plain renderer."""
+"""The least seconds between step lines of the plain renderer."""
 FRAME_INTERVAL = 0.1
-"""Seconds between frames of the live display."""
+"""The least seconds between frames of the live display."""
 SHORT_ID = 15
-"""Characters shown of a node id."""
+"""How many characters of a node id to show."""
 
 
 class Renderer(Protocol):
-    """A context manager, called with each event; leaving it restores the terminal."""
+    """A context manager that is called with each event. Leaving it restores the terminal."""
 
     def __enter__(self) -> Self:
         return self
@@ -74,9 +75,9 @@ class Renderer(Protocol):
 
 
 def make_renderer(*, json: bool, stream: TextIO | None = None) -> Renderer:
-    """JSON lines if asked for, the live display on a terminal, else plain lines.
+    """JSON lines if requested, the live display on a terminal, else plain lines.
 
-    If the stream cannot be written any more, that is logged once and events are dropped.
+    If the stream becomes unwritable, this is logged once and further output is dropped.
     """
     stream = lasting(stream or sys.stdout)
     if json:
@@ -87,7 +88,7 @@ def make_renderer(*, json: bool, stream: TextIO | None = None) -> Renderer:
 
 
 class JsonRenderer(Renderer):
-    """Each event as one JSON line, flushed at once."""
+    """Prints each event as one JSON line, flushed at once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -98,7 +99,7 @@ class JsonRenderer(Renderer):
 
 
 class PlainRenderer(Renderer):
-    """One line an event; of steps the first, the last, and at most one per `PLAIN_INTERVAL`."""
+    """Prints one line per event, but for steps only the first, the last, and one per `PLAIN_INTERVAL`."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -123,7 +124,7 @@ class PlainRenderer(Renderer):
 
 
 class LiveRenderer(Renderer):
-    """Progress and a row a stage, redrawn in place; other events scroll above it. Needs a terminal."""
+    """Shows progress and a row per stage, redrawn in place. Other events scroll above. Needs a terminal."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
@@ -131,7 +132,7 @@ class LiveRenderer(Renderer):
 
         # Rich itself honours NO_COLOR.
         self._console = Console(file=stream, markup=False, emoji=False, highlight=False)
-        # Log lines go above the display if stderr is the same terminal, else where stderr goes.
+        # If stderr is a terminal, log lines go above the display.
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -145,7 +146,7 @@ class LiveRenderer(Renderer):
         self._names: dict[str, str] = {}
         self._across = 0
         self._figures: StepDone | None = None
-        """The newest step that has any of its stages."""
+        """The newest step with figures of its stages."""
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -167,10 +168,10 @@ class LiveRenderer(Renderer):
         if isinstance(event, PlacementMade):
             self._nodes, self._across, self._figures = event.nodes, event.stages, None
         if isinstance(event, RunFinished):
-            self._live.stop()  # the last frame stays, the summary follows
+            self._live.stop()  # the last frame stays, and the summary follows
         _note_name(self._names, event)
         for line in event_lines(event, self._names):
-            # Unwrapped, so a join line can be copied.
+            # Unwrapped, so that a join line can be copied.
             self._console.print(line, soft_wrap=True)
 
     def _display(self, done: StepDone) -> "Group":
@@ -199,13 +200,13 @@ class LiveRenderer(Renderer):
 
 
 def _note_name(names: dict[str, str], event: Event) -> None:
-    """What its owner calls a node that joins."""
+    """Remember the name of a node that joins."""
     if isinstance(event, NodeJoined):
         names[event.node_id] = event.name
 
 
 class Pace:
-    """Median seconds of the newest steps, so steps that compiled or recovered do not count."""
+    """The median time of the newest steps, which ignores steps that compiled or recovered."""
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque(maxlen=15)
@@ -218,7 +219,7 @@ class Pace:
 
 
 def step_line(done: StepDone, pace: Pace) -> str:
-    """One step on one line."""
+    """A step as one line."""
     return "   ".join(
         (
             f"step {done.step}/{done.steps}",
@@ -233,9 +234,9 @@ def step_line(done: StepDone, pace: Pace) -> str:
 
 
 def event_lines(event: Event, names: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """Any event except steps, as plain lines. `names`: what owners call their nodes, by node id."""
+    """Any event except steps, as plain lines. `names`: the nodes' names, by node id."""
 
-    def who(node_id: str) -> str:
+    def shown(node_id: str) -> str:
         return named(node_id[:SHORT_ID], names.get(node_id, ""))
 
     match event:
@@ -245,7 +246,7 @@ def event_lines(event: Event, names: Mapping[str, str] = MappingProxyType({})) -
                 printable(
                     f"run {event.name} ({event.run_id}) in {event.directory}: "
                     f"{counted(event.stages, 'stage')}, {counted(event.steps, 'step')}{resumed}, "
-                    f"{count_text(event.tokens_per_step)} tokens a step, "
+                    f"{count_text(event.tokens_per_step)} tokens per step, "
                     f"activations {event.forward_codec}, gradients {event.backward_codec}"
                 )
             ]
@@ -255,13 +256,13 @@ def event_lines(event: Event, names: Mapping[str, str] = MappingProxyType({})) -
             changes = f"changes there need the key in {event.key_file}" if event.key_file else "read-only"
             return [printable(f"page at {event.url} ({changes})")]
         case NodeJoined():
-            where = f"at {event.address}" if event.address else "by a relay: neighbours cannot dial it"
+            where = f"at {event.address}" if event.address else "through a relay: neighbours cannot dial it"
             node = named(event.node_id[:SHORT_ID], event.name)
             return [printable(f"joined: {node} ({event.device}) {where}")]
         case NodeLeft():
-            return [printable(f"left: {who(event.node_id)}: {event.reason}")]
+            return [printable(f"left: {shown(event.node_id)}: {event.reason}")]
         case PlacementMade():
-            short = replace(event, nodes=tuple(map(who, event.nodes)))
+            short = replace(event, nodes=tuple(map(shown, event.nodes)))
             return [printable(f"placed (epoch {event.epoch}): {short.placed}; from step {event.resume_step}")]
         case StepAborted():
             if event.is_planned:
@@ -288,11 +289,11 @@ def finished_lines(event: RunFinished) -> list[str]:
     word = "failed" if event.failed else "stopped" if event.resume else "finished"
     lines = ["", printable(f"{word}: {event.reason}")]
     lines += summary_lines(event.summary) if event.summary else []
-    return [*lines, printable(f"go on with: {event.resume}")] if event.resume else lines
+    return [*lines, printable(f"continue with: {event.resume}")] if event.resume else lines
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """The summary: loss, speed, bytes against FP32 and BF16, bits an element, time by stage."""
+    """The summary: loss, speed, bytes compared with FP32 and BF16, bits per element, time by stage."""
     since = f" since step {summary.since}" if summary.since else ""
     again = f", {summary.again} of them again" if summary.again else ""
     lines = [
@@ -310,11 +311,11 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"on the wire {bytes_text(summary.link_bytes)}; "
             f"FP32 takes {_against(summary.link_bytes_fp32, summary.link_bytes)}, "
             f"BF16 {_against(summary.link_bytes_bf16, summary.link_bytes)}",
-            f"bits        {summary.bits_forward:.2f} an activation element, "
-            f"{summary.bits_backward:.2f} a gradient element, headers included",
+            f"bits        {summary.bits_forward:.2f} per activation element, "
+            f"{summary.bits_backward:.2f} per gradient element, headers included",
         ]
     if summary.held_out_bytes:
-        lines.append(f"held out    {bytes_text(summary.held_out_bytes)} on the wire besides")
+        lines.append(f"held out    {bytes_text(summary.held_out_bytes)} more on the wire")
     if summary.snapshot_path:
         lines.append(printable(f"snapshot    {summary.snapshot_path}"))
     if summary.weights_sha256:
@@ -349,9 +350,9 @@ def _time_lines(summary: RunSummary) -> list[str]:
 
 
 def stage_rows(done: StepDone, nodes: tuple[str, ...], across: int = 0) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, one a stage: idle share and traffic of one step.
+    """A header and one row per stage, with idle share and traffic of one step.
 
-    `across`: stages of a row of the grid; 0 for a grid of one row.
+    `across`: the number of stages in a row of the grid; 0 for a grid of one row.
     """
     rows = []
     is_grid = 0 < across < len(done.idle)
@@ -371,14 +372,14 @@ def _against(other: int, sent: int) -> str:
 
 
 def _bits(done: StepDone) -> str:
-    """Bits an element on the links, if there are any."""
+    """Bits per element on the links, if there are any."""
     if len(done.idle) == 1:
         return "no links"
     return f"bits {done.bits_forward:.2f} out, {done.bits_backward:.2f} back"
 
 
 def _by_stage(values: list[float] | tuple[float, ...], unit: str) -> str:
-    """Each stage's value if they fit on a line, else the range."""
+    """Each stage's value if they fit on a line, else their range."""
     if not values:
         return "-"
     if len(values) <= 8:

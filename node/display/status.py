@@ -1,4 +1,4 @@
-"""Whether a run's coordinator lives, as its history tells."""
+"""Tells from a run's history whether its coordinator is alive."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ from pathlib import Path
 from node.telemetry.events import RunStarted
 
 COORDINATOR_GONE = "its coordinator is gone"
-"""Why a run is over whose coordinator died without saying so."""
+"""The reason for the end of a run whose coordinator died without recording one."""
 
 
 def coordinator_alive(started: RunStarted) -> bool | None:
@@ -20,8 +20,8 @@ def coordinator_alive(started: RunStarted) -> bool | None:
         return False
     except PermissionError:
         pass  # owned by another user
-    now = process_start(started.process_id)
-    return not (now and started.process_start) or now == started.process_start
+    start = process_start(started.process_id)
+    return not (start and started.process_start) or start == started.process_start
 
 
 def coordinator_is_gone(started: RunStarted | None) -> bool:
@@ -30,7 +30,7 @@ def coordinator_is_gone(started: RunStarted | None) -> bool:
 
 
 def process_start(process_id: int) -> str:
-    """Start time of a local process in clock ticks since boot; empty if unknown."""
+    """The start time of a local process in clock ticks since boot; empty if unknown."""
     try:
         fields = Path(f"/proc/{process_id}/stat").read_bytes().rpartition(b")")[2].split()
         return fields[19].decode("ascii")

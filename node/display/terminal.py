@@ -1,6 +1,6 @@
-"""A command and its terminal: signals that end it, and output that can no longer be written.
+"""Handles a command's terminal: signals that end it, and output that can no longer be written.
 
-A run does not end because its output fails: a pipe closes, a disk fills up, a terminal goes away.
+A run does not end when its output fails because a pipe closes, a disk fills up, or a terminal goes away.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from wire.errors import escaped
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Signals that ask for an orderly end: Ctrl-C, a service manager, a closed terminal.
+    """Signals that ask for an orderly end: from Ctrl-C, a service manager or a closed terminal.
 
-    SIGHUP is left out where it is ignored, as under `nohup`.
+    SIGHUP is omitted if it is ignored, as under `nohup`.
     """
     asked = (signal.SIGINT, signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -41,15 +41,15 @@ def on_ending_signals(call: Callable[[signal.Signals], object]) -> Iterator[None
 
 
 class Screen:
-    """Writes to stdout until that fails; then reports it once on stderr and drops output."""
+    """Writes to stdout until that fails, then reports it once on stderr and drops output."""
 
-    def __init__(self, goes_on: str) -> None:
-        """`goes_on`: what continues without output, such as "the run"."""
-        self._goes_on = goes_on
+    def __init__(self, subject: str) -> None:
+        """`subject`: what continues without output, such as "the run"."""
+        self._subject = subject
         self._lost = False
 
     def attempt(self, write: Callable[[], object]) -> None:
-        """Call `write`; OSError ends the output, other errors propagate."""
+        """Call `write`. OSError ends the output; other errors propagate."""
         if self._lost:
             return
         try:
@@ -57,11 +57,12 @@ class Screen:
         except OSError as error:
             self._lost = True
             discard(sys.stdout)
-            say(f"thinwire: cannot write output ({error.strerror or error}): {self._goes_on} goes on without")
+            reason = error.strerror or error
+            say(f"thinwire: cannot write output ({reason}): {self._subject} continues without it")
 
 
 def take_any_text(*streams: TextIO) -> None:
-    """Write characters that a stream's encoding lacks as escapes, instead of failing."""
+    """Make streams write characters that their encoding lacks as escapes instead of failing."""
     for stream in streams:
         # Tests and programs without a terminal may replace the stream.
         if isinstance(stream, io.TextIOWrapper):
@@ -71,12 +72,12 @@ def take_any_text(*streams: TextIO) -> None:
 
 
 class LiveLine:
-    """The terminal's last line, while it changes in place: other output needs a line break first."""
+    """The terminal's last line while it changes in place. Other output needs a line break first."""
 
     shown = False
 
     def end(self) -> None:
-        """Leave it as it is; what follows is on the next line."""
+        """Keep the line. Further output starts on the next line."""
         if self.shown:
             self.shown = False
             with contextlib.suppress(OSError):
@@ -85,7 +86,7 @@ class LiveLine:
 
 
 LIVE_LINE = LiveLine()
-"""A process has one terminal."""
+"""The live line of the process's terminal."""
 
 
 def say(line: str) -> None:
@@ -99,11 +100,10 @@ def say(line: str) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Redirect `stream`, including buffered output, to the null device.
-
-    Otherwise Python's flush at exit would fail again.
+    """Redirect `stream`, including buffered output, to the null device, or Python's flush at exit would fail
+    again.
     """
-    # A replaced stream has no file number, or is closed.
+    # A replaced stream may have no descriptor or be closed.
     with contextlib.suppress(OSError, ValueError):
         number = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -115,7 +115,7 @@ _log = logging.getLogger(__name__)
 
 
 def lasting(stream: TextIO) -> TextIO:
-    """Wrap `stream`: the first failed write is logged, and later output dropped."""
+    """Wrap `stream` so that the first failed write is logged and later output is dropped."""
     return cast(TextIO, _Lasting(stream))
 
 
@@ -145,4 +145,6 @@ class _Lasting:
     def _give_up(self, error: OSError) -> None:
         self._broken = True
         discard(self._stream)
-        _log.warning("the output cannot be written (%s); the run goes on without it", error.strerror or error)
+        _log.warning(
+            "the output cannot be written (%s); the run continues without it", error.strerror or error
+        )

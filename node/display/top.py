@@ -1,4 +1,4 @@
-"""Print a run's view on a terminal: all of it, or one line a step."""
+"""Prints a run's view on a terminal: the whole view, or one line per step."""
 
 import textwrap
 from collections import defaultdict
@@ -24,15 +24,15 @@ _CURVE_WIDTH = 48
 _EVENTS = 6
 _STAGES_SPARE = ("gpu", "memory", "unpack", "pack", "optimizer", "forward", "backward", "sync")
 _LINKS_SPARE = ("damaged", "again", "sent", "bits", "round trip", "codecs")
-"""Columns that a narrow terminal goes without, the first ones first: who waits for whom stays longest."""
+"""Columns that a narrow terminal drops, in this order. The waiting times stay longest."""
 _LEAST_CUT = 8
-"""Characters of a node that are always shown."""
+"""The least characters of the second column that are shown."""
 
 
 def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
     """The whole view: state, curves, stages, links and newest events.
 
-    `now`: Unix seconds. `width`: columns to wrap sentences to; 0 for no wrapping.
+    `now` is in Unix seconds. Sentences are wrapped to `width` columns; 0 for no wrapping.
     """
     lines = [*_wrapped("", _head(view), width), *_wrapped("", _figures(view), width)]
     for sentence in () if view.ended else view.bottleneck:
@@ -94,7 +94,7 @@ def _figures(view: RunView) -> str:
     if view.tokens_per_second is not None:
         parts.append(f"{count_text(view.tokens_per_second)} tokens/s")
     if view.step_seconds is not None:
-        parts.append(f"{duration_text(view.step_seconds)} a step")
+        parts.append(f"{duration_text(view.step_seconds)} per step")
     if view.eta_seconds is not None:
         parts.append(f"eta {duration_text(view.eta_seconds)}")
     parts.append(f"activations {view.forward_codec or '-'}, gradients {view.backward_codec or '-'}")
@@ -110,7 +110,7 @@ def _held_out(held_out: HeldOutView) -> str:
 
 
 def _rows(view: RunView) -> list[str]:
-    """Which gradient groups each row computes, if there are several."""
+    """The gradient groups of each row, if there are several rows."""
     if view.rows == 1:
         return []
     parts = [f"row {row}: {', '.join(map(str, groups))}" for row, groups in enumerate(view.groups)]
@@ -118,7 +118,7 @@ def _rows(view: RunView) -> list[str]:
 
 
 def place_text(replica: int, stage: int, rows: int) -> str:
-    """A place in the grid: its stage alone, if there is one row."""
+    """A seat in the grid, or only its stage if there is one row."""
     return str(stage) if rows == 1 else f"{replica}/{stage}"
 
 
@@ -170,9 +170,9 @@ def _link_table(links: tuple[LinkView, ...], width: int) -> list[str]:
 
 
 def _fitting(header: list[str], rows: list[list[str]], width: int, spare: Sequence[str]) -> list[str]:
-    """A table of at most `width` columns: it lacks the `spare` ones that do not fit, the first ones first.
+    """A table of at most `width` characters; 0 for no limit. To fit, it drops `spare` columns in their order.
 
-    If even that is too wide, the second column is cut. `width` 0: all of it.
+    If that is not enough, the second column is cut.
     """
     lines = table_lines(header, rows)
     for name in spare:
@@ -194,27 +194,27 @@ def _cut(text: str, room: int) -> str:
 
 
 def path_sentences(view: RunView, *, relayed_only: bool = False) -> list[str]:
-    """Which path each link takes, what it carries, and why not the direct one; both directions together.
+    """The path of each link, its rate in both directions together, and why it is not direct.
 
-    `relayed_only`: only links with a reason, without rates, for beside a table of links.
+    `relayed_only`: only links with such a reason, without rates, to accompany a table of links.
     """
     ways: dict[tuple[tuple[int, int], ...], LinkView] = {}
     rates: dict[tuple[tuple[int, int], ...], float] = defaultdict(float)
     for link in view.links:
         ends = (link.source_replica, link.source), (link.target_replica, link.target)
-        # The end that dials comes first in `links`.
+        # The dialling end comes first in `links`.
         if link.path:
             ways.setdefault(tuple(sorted(ends)), link)
             rates[tuple(sorted(ends))] += link.mbit
-    found: dict[tuple[str, str], list[str]] = {}
+    sentences: dict[tuple[str, str], list[str]] = {}
     for (lower, upper), link in ways.items():
         names = place_text(*lower, view.rows), place_text(*upper, view.rows)
         why = "; ".join(filter(None, (link.why_not_direct, link.why_not_together)))
         rate = "" if relayed_only else f" ({rates[lower, upper]:.1f} Mbit/s)"
-        found.setdefault((_path(link), why), []).append(" and ".join(names) + rate)
+        sentences.setdefault((_path(link), why), []).append(" and ".join(names) + rate)
     return [
-        f"{', '.join(names)}: {path}{f', as {why}' if why else ''}"
-        for (path, why), names in found.items()
+        f"{', '.join(names)}: {path}{f', because {why}' if why else ''}"
+        for (path, why), names in sentences.items()
         if why or not relayed_only
     ]
 

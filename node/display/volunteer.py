@@ -1,4 +1,5 @@
-"""What `thinwire join` shows: lines of text or of JSON, and one line that changes in place on a terminal."""
+"""Prints the output of `thinwire join`: lines of text or JSON, and on a terminal a line that changes in
+place."""
 
 import json
 import os
@@ -14,16 +15,17 @@ from node.telemetry.format import clock_text, printable
 TICK_SECONDS = 1.0
 FIRST_REPEAT_SECONDS = 30.0
 LONGEST_REPEAT_SECONDS = 300.0
-"""Without a terminal, what goes on is reported again after these times: doubled, up to the longest."""
+"""Without a terminal, the current activity is repeated after the first time, then after doubled times up to
+the longest."""
 
 
 class VolunteerScreen:
-    """Prints on stdout; output that can no longer be written is dropped."""
+    """Prints to stdout. Output that can no longer be written is dropped."""
 
     def __init__(
         self, *, json_lines: bool, clock: Callable[[], float] = time.monotonic, live: bool | None = None
     ) -> None:
-        """`live`: whether a line can change in place; by default whether stdout is a terminal."""
+        """`live`: whether a line may change in place; by default, whether stdout is a terminal."""
         self._json = json_lines
         self._clock = clock
         terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
@@ -34,32 +36,32 @@ class VolunteerScreen:
         self._repeat = FIRST_REPEAT_SECONDS
 
     def __call__(self, text: str) -> None:
-        """A line of its own."""
+        """Print a separate line."""
         self._told = ""
         self._line(text)
 
-    def waiting(self, what: str, left: float) -> None:
-        """Something is waited for, at most `left` seconds more. Call it about once a second."""
+    def waiting(self, activity: str, left: float) -> None:
+        """Show that the node waits for something for at most `left` more seconds. Call it about once per
+        second."""
         limit = clock_text(left)
         if self._live:
-            self._show(f"{what}; {limit} left, Ctrl-C ends")
+            self._show(f"{activity}; {limit} left, press Ctrl-C to stop")
             return
-        if self._is_due(what):
-            self._line(f"{what}; {limit} left")
+        if self._is_due(activity):
+            self._line(f"{activity}; {limit} left")
 
-    def now(self, what: str, detail: str = "") -> None:
-        """What the node is doing, until the next call; `detail` changes often. Call it about once a
+    def now(self, activity: str, detail: str = "") -> None:
+        """Show what the node is doing until the next call. `detail` changes often. Call it about once per
         second."""
-        text = f"{what}   {detail}" if detail else what
+        text = f"{activity}   {detail}" if detail else activity
         if self._live:
             self._show(text)
-        elif self._is_due(what):
+        elif self._is_due(activity):
             self._line(text)
 
     @contextmanager
-    def seconds_of(self, what: str) -> Iterator[None]:
-        """Inside the block, on a terminal, show for how many seconds it has gone on: from a thread, as the
-        caller's is busy."""
+    def seconds_of(self, activity: str) -> Iterator[None]:
+        """Show on a terminal how long the context has lasted, from a thread because the caller's is busy."""
         if not self._live:
             yield
             return
@@ -67,7 +69,7 @@ class VolunteerScreen:
 
         def tick() -> None:
             while not over.wait(TICK_SECONDS):
-                self._show(f"{what}   {self._clock() - began:.0f} s")
+                self._show(f"{activity}   {self._clock() - began:.0f} s")
 
         thread = threading.Thread(target=tick, daemon=True)
         thread.start()
@@ -78,11 +80,11 @@ class VolunteerScreen:
             thread.join()
             self._clear()
 
-    def _is_due(self, what: str) -> bool:
-        """Whether a line of what goes on is to be printed: something else goes on, or it is time again."""
+    def _is_due(self, activity: str) -> bool:
+        """Whether to print a line about the activity, because it changed or is due to be repeated."""
         now = self._clock()
-        if what != self._told:
-            self._told, self._repeat = what, FIRST_REPEAT_SECONDS
+        if activity != self._told:
+            self._told, self._repeat = activity, FIRST_REPEAT_SECONDS
         elif now < self._tell_again:
             return False
         else:

@@ -1,4 +1,5 @@
-"""Watch a run: views from its history on disk, also while it grows, or from its coordinator's page."""
+"""Watches a run: reads views from its history on disk, even while it grows, or from its coordinator's
+page."""
 
 import http.client
 import json
@@ -18,20 +19,20 @@ from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 MOST_ANSWER = 16 * 1024 * 1024
 TIMEOUT_SECONDS = 10.0
 RUN_DIR = "RUN_DIR"
-"""What sentences call the run's directory."""
+"""The placeholder for the run's directory in sentences."""
 
 
 class HistoryWatch:
-    """Views of the run in `directory`; each call reads what was appended since the last one."""
+    """Views of the run in `directory`. Each call reads what was appended since the last call."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.run = RunViewBuilder()
-        """What the newest view was built from."""
+        """The builder of the newest view."""
         self._tail: HistoryTail | None = None
 
     def view(self) -> RunView:
-        """Raises RunError when the history cannot be read."""
+        """The newest view. Raises RunError if the history cannot be read."""
         if self._tail is None:
             self.run, position = read_view(self._directory)
             self._tail = HistoryTail(self._directory, position)
@@ -40,10 +41,10 @@ class HistoryWatch:
                 self.run.apply(entry.event, entry.at)
         view = self.run.view()
         if not self.run.over and coordinator_is_gone(self.run.started):
-            # There is no coordinator to join any more.
-            why = () if view.state == "waiting for nodes" else view.bottleneck
-            return replace(view, state="stopped", ended=COORDINATOR_GONE, eta_seconds=None, bottleneck=why)
-        # Commands in sentences are for everybody who sees the run; here its directory is known.
+            # Advice to join a coordinator no longer applies.
+            left = () if view.state == "waiting for nodes" else view.bottleneck
+            return replace(view, state="stopped", ended=COORDINATOR_GONE, eta_seconds=None, bottleneck=left)
+        # Commands in sentences have a placeholder for the directory, which is known here.
         directory = shlex.quote(str(self._directory))
         sentences = tuple(sentence.replace(RUN_DIR, directory) for sentence in view.bottleneck)
         return replace(view, bottleneck=sentences)
@@ -53,16 +54,16 @@ class PageWatch:
     """Views from a coordinator's page, given as `host:port` or as an http or https URL."""
 
     def __init__(self, address: str, authority: Path | None = None) -> None:
-        """`authority`: the run's CA certificate, for a page over https that this CA signed.
+        """`authority`: the file with the run's CA certificate, for a page over https.
 
-        Raises UserError for a bad address or certificate.
+        Raises UserError for an invalid address or certificate.
         """
         scheme = "http" if authority is None else "https"
         url = address if "://" in address else f"{scheme}://{address}"
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
-            # Finds names that no look-up accepts, such as two dots in a row.
+            # Rejects names that no look-up accepts, such as those with two dots in a row.
             (parts.hostname or "").encode("idna")
         except ValueError:
             parts, port = urllib.parse.urlsplit(""), None
@@ -79,7 +80,8 @@ class PageWatch:
         self._context = _trusting(authority) if self._secure else None
 
     def view(self) -> RunView:
-        """Raises LinkError when the page does not answer, RunError when it is not a run's page."""
+        """The newest view. Raises LinkError if the page does not answer, RunError if it is not a run's
+        page."""
         try:
             if self._context is not None:
                 link: http.client.HTTPConnection = http.client.HTTPSConnection(
@@ -104,12 +106,12 @@ class PageWatch:
                 f"{self._address} does not answer ({reason}): is the coordinator running?{self._hint(error)}"
             ) from None
         if answer.status != 200:
-            raise RunError(f"{self._address}/api/view answers {answer.status}: this is not the page of a run")
+            raise RunError(f"{self._address}/api/view answers {answer.status}: this is not a run's page")
         try:
             return read_answer(body)
         except ProtocolViolationError as error:
             raise RunError(
-                f"{self._address}/api/view is of another version of thinwire ({error}): use the coordinator's"
+                f"{self._address}/api/view is of another thinwire version ({error}): use the coordinator's"
             ) from None
 
     def _hint(self, error: Exception) -> str:
@@ -125,14 +127,14 @@ def _trusting(authority: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=authority)
     except (OSError, ssl.SSLError) as error:
-        reason = error.strerror if isinstance(error, FileNotFoundError) else "it holds no certificate"
+        reason = error.strerror if isinstance(error, FileNotFoundError) else "it contains no certificate"
         raise UserError(
             f"--ca {authority} cannot be used ({reason}): give authority/ca.pem of the run's directory"
         ) from None
 
 
 def read_answer(body: bytes) -> RunView:
-    """The view in a page's answer to `/api/view`, of this or a similar version (`RunView.from_json`).
+    """The view in a page's answer to `/api/view`, from this or a similar version (`RunView.from_json`).
 
     Raises ProtocolViolationError for anything else.
     """

@@ -67,7 +67,11 @@ def damage_model(run: Run) -> None:
 @pytest.mark.parametrize(
     ("spoil", "overrides", "words"),
     [
-        (damage_model, [], "model.safetensors is truncated or no safetensors file: a header of 2000 bytes"),
+        (
+            damage_model,
+            [],
+            "model.safetensors is truncated or not a safetensors file: a header of 2000 bytes",
+        ),
         (remove_run_file, [], "run.toml"),
         (remove_text, [], "no file or folder {text}; set [data] path to text"),
         (empty_text, [], "no text in {text}"),
@@ -129,8 +133,8 @@ def test_directories_that_hold_a_run_or_none(prefork: Prefork, tmp_path: Path) -
         assert first.wait_exit() == 130
         database = (run.run_dir / "run.db").read_bytes()
 
-        assert "holds a run already: continue with `thinwire resume" in one_line(run.start())
-        assert "holds no run" in one_line(run.command("resume", str(tmp_path)))
+        assert "already contains a run: continue it with `thinwire resume" in one_line(run.start())
+        assert "contains no run" in one_line(run.command("resume", str(tmp_path)))
         assert "is not a directory" in one_line(run.command("resume", str(tmp_path / "nowhere")))
 
         text = run.text_file.read_bytes()

@@ -111,7 +111,7 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert (stopped["steps_done"], stopped["snapshots"][-1]) == (done, done)
         assert stopped["state"] == "stopped"
         assert len(stopped["snapshots"]) == 2
-        assert "go on with: thinwire resume" in answered("status", str(run.run_dir))
+        assert "continue with: thinwire resume" in answered("status", str(run.run_dir))
 
         # The coordinator has ended, so the token can no longer be checked.
         unreachable = run.command("doctor", token, "--state-dir", str(tmp_path))

@@ -175,7 +175,7 @@ async def assert_shows(tab: Tab, view: dict[str, Any]) -> None:
     for link in view["links"]:
         lane = await tab.text(f".lane[data-way='{link['source']}-{link['target']}']")
         for flow in link["flows"]:
-            assert f"{flow['codec']}, {flow['bits_per_element']:.2f}\xa0bits an element" in lane
+            assert f"{flow['codec']}, {flow['bits_per_element']:.2f}\xa0bits per element" in lane
         if link["little_used"]:
             assert "Mbit/s, little used" in lane and f" of {link['capacity_mbit']:.0f}" not in lane
         elif link["capacity_mbit"]:

@@ -116,7 +116,7 @@ def test_a_model_answers_as_it_was_taught(
 
         serve = quoted("serve", str(run.run_dir))
         server = run.command(*serve, "--listen", f"127.0.0.1:{free_port()}", wrapper=("env",))
-        model, _, url = server.wait_line(lambda line: "; Ctrl-C ends it" in line).split(",")[0].split()
+        model, _, url = server.wait_line(lambda line: "; press Ctrl-C to stop" in line).split(",")[0].split()
         # The client asks again until the server is up.
         with openai.OpenAI(base_url=url, api_key="none", max_retries=40) as client:
             answer = client.chat.completions.create(

@@ -59,5 +59,6 @@ def test_a_node_that_is_no_member_cannot_be_evicted(prefork: Prefork, tmp_path: 
         evict = run.command("evict", str(run.run_dir), "node-nobodyhere")
         assert evict.wait_exit() == 2
         assert evict.complaints == [
-            f"thinwire: error: node-nobodyhere is no member of the run in {run.run_dir}; it has none"
+            f"thinwire: error: node-nobodyhere is not a member of the run in {run.run_dir}; "
+            "the run has no members"
         ]

@@ -154,5 +154,7 @@ def test_a_run_outlives_the_reader_of_its_output(prefork: Prefork, tmp_path: Pat
         readers[0].wait()
         run.add_node(token=token)
         assert coordinator.wait_exit() == 0
-        assert "the output cannot be written (Broken pipe); the run goes on without it" in coordinator.stderr
+        assert (
+            "the output cannot be written (Broken pipe); the run continues without it" in coordinator.stderr
+        )
         assert (run.run_dir / "snapshots" / f"step-{ONE_STAGE.run.steps:08}" / "manifest.json").is_file()

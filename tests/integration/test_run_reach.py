@@ -89,7 +89,7 @@ def test_a_volunteer_relays_and_when_it_fails_the_link_goes_on(
             doctor = asyncio.run(reach_check._find_by(JoinToken.parse(coordinator.token)))
             assert doctor is not None
             (sentence,) = doctor.links
-            by = r"0 and 1 \(\d+\.\d Mbit/s\): relay \(.+\), as the node of stage 0 opens"
+            by = r"0 and 1 \(\d+\.\d Mbit/s\): relay \(.+\), because the node of stage 0 opens"
             assert re.match(by, sentence)
             relay.kill()
         elif fault != "drops":  # what is lost shows at once, and the relay may not be whom to blame

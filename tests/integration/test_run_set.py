@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_other_settings_and_the_same_nodes(prefork: Prefork, 
         assert run.losses == undisturbed(CONFIG).losses
         over = run.command("set", str(run.run_dir), "pipeline.window=4")
         assert over.wait_exit() == 2
-        assert "the run's coordinator does not run: `thinwire resume" in over.stderr
+        assert "the run's coordinator is not running: use `thinwire resume" in over.stderr
         run.assert_quiet()
 
 

@@ -49,7 +49,7 @@ def test_the_journey_of_a_run_from_its_plan_to_an_extension(prefork: Prefork, tm
             terminal.wait_line(lambda line: "waiting up to 10m00s for the run to go on; Ctrl-C ends" in line)
         stopped = run.command("status", str(run.run_dir))
         assert stopped.wait_exit() == 0
-        assert ": stopped, " in stopped.lines[0] and stopped.lines[-1] == f"go on with: {finished.resume}"
+        assert ": stopped, " in stopped.lines[0] and stopped.lines[-1] == f"continue with: {finished.resume}"
 
         done = max(run.losses)
         longer = replace(config, run=replace(config.run, steps=done + 20))
@@ -113,7 +113,9 @@ def test_the_journey_of_a_volunteer_who_comes_before_the_coordinator(
         first.wait_event(JoinLine)
         first.kill()
         early = volunteer(run, prefork.popen, "Ana's 4090")
-        early.wait_line(lambda line: "no coordinator yet" in line and line.endswith(" left, Ctrl-C ends"))
+        early.wait_line(
+            lambda line: "no coordinator yet" in line and line.endswith(" left, press Ctrl-C to stop")
+        )
         second = run.resume()
         second.wait_event(NodeJoined)
         run.add_node()

@@ -1,4 +1,4 @@
-// The run's page: redraw what changed in the view, and ages every second.
+// The run's page: redraws what changed in the view, and updates ages every second.
 
 import { Chart } from "./chart.js";
 import { byId, element, styled } from "./dom.js";
@@ -10,7 +10,7 @@ import { Stream } from "./stream.js";
 const FEW_EVENTS = 12;
 const SILENT_SECONDS = 60;
 const LOST_SECONDS = 5;
-// Kinds of events that are folded, as one and as several.
+// Kinds of events that are folded, in singular and plural.
 const ROUTINE = { "held-out": ["held-out loss", "held-out losses"], snapshot: ["snapshot", "snapshots"], planned: ["plan", "plans"] };
 const FOLDED = "important";
 const ALL = "all";
@@ -62,11 +62,11 @@ function connected(state) {
 
 const isOver = (view) => !ACTIVE.includes(view.state);
 
-// A run that is over needs no connection: its page is complete.
+// The page of a finished run is complete and needs no connection.
 function drawConnection() {
   const view = stream?.view;
   const ended = view && isOver(view) ? { finished: "the run is finished", stopped: "the run has stopped", failed: "the run has failed" }[view.state] : null;
-  const words = { live: "live", lost: "connection lost, trying again", over: "the coordinator has ended" };
+  const words = { live: "live", lost: "connection lost, trying again", over: "the coordinator has stopped" };
   byId("connection").textContent = ended ?? words[connection] ?? connection;
   byId("connection").className = `connection ${ended ? "over" : connection}`;
 }
@@ -76,7 +76,7 @@ function drawLoss(view) {
   const { best, best_step: bestStep } = view.held_out ?? {};
   const marks = steps.map((step, i) => ({ step, value: values[i], best: false })).filter((mark) => mark.value !== null && mark.step !== bestStep);
   if (best != null) marks.push({ step: bestStep, value: best, best: true });
-  marks.sort((one, other) => one.step - other.step);
+  marks.sort((a, b) => a.step - b.step);
   lossChart.set(view.loss_curve, marks);
   const kinds = [["trained", "training"], ["held-out", "held out"], ["best", best == null ? "" : `best held out: ${format.loss(best)} at step ${format.integer(bestStep)}`]];
   byId("loss-legend").replaceChildren(...kinds.filter(([, words]) => words).map(([kind, words]) => element("li", {}, element("i", { class: kind }), words)));
@@ -100,7 +100,7 @@ function drawHead(view) {
     [view.replayed, "step replayed", "steps replayed"],
     [view.coordinator_starts - 1, "restart", "restarts"],
   ];
-  const counts = troubles.filter(([many]) => many > 0).map(([many, one, more]) => `${many} ${many > 1 ? more : one}`);
+  const counts = troubles.filter(([count]) => count > 0).map(([count, singular, plural]) => `${count} ${count > 1 ? plural : singular}`);
   if (view.goodput !== null && view.goodput < 1) counts.push(`goodput ${(100 * view.goodput).toFixed(1)} %`);
   byId("counts").textContent = counts.join(", ");
 }
@@ -108,7 +108,7 @@ function drawHead(view) {
 function drawBottleneck(view) {
   const words = view.ended ? [view.ended] : view.bottleneck;
   const [first, ...others] = words.length ? words : [quiet(view)];
-  byId("bottleneck-title").textContent = view.ended ? "How it ended" : view.state === "training" ? "What limits the speed" : "What it waits for";
+  byId("bottleneck-title").textContent = view.ended ? "How it ended" : view.state === "training" ? "What limits the speed" : "What the run is waiting for";
   byId("bottleneck").replaceChildren(
     element("p", { class: `verdict${view.state === "failed" ? " failed" : ""}` }, ...marked(first)),
     ...others.map((line) => element("p", { class: "muted" }, ...marked(line))),
@@ -135,13 +135,13 @@ function drawTimes(view) {
   if (doubt) byId("silence").replaceChildren(...marked(notice));
   const parts = [`step ${format.integer(view.step)} of ${format.integer(view.steps)}`];
   if (!over && view.eta_seconds != null) parts.push(`${format.duration(view.eta_seconds)} to go`);
-  if (view.started) parts.push(`${over ? "took" : "began"} ${format.age((over ? view.updated : now()) - view.started)}${over ? "" : " ago"}`);
+  if (view.started) parts.push(`${over ? "took" : "started"} ${format.age((over ? view.updated : now()) - view.started)}${over ? "" : " ago"}`);
   byId("progress-text").textContent = parts.join(" · ");
   const spares = view.spares ? ` + ${view.spares} spare${view.spares > 1 ? "s" : ""}` : "";
   const figures = [
     ["loss", "Loss", view.step && view.loss == null ? "no labels" : format.loss(view.loss), heldOut(view.held_out) || (view.lr == null ? "" : `learning rate ${view.lr.toExponential(2)}`)],
-    ["speed", "Tokens a second", format.count(view.tokens_per_second), view.tokens_per_step ? `${format.count(view.tokens_per_step)} a step` : ""],
-    ["step-time", "Time a step", format.duration(view.step_seconds), view.microbatches ? `${view.microbatches} microbatches${view.slices > 1 ? ` in ${view.slices} slices each` : ""}` : ""],
+    ["speed", "Tokens per second", format.count(view.tokens_per_second), view.tokens_per_step ? `${format.count(view.tokens_per_step)} per step` : ""],
+    ["step-time", "Time per step", format.duration(view.step_seconds), view.microbatches ? `${view.microbatches} microbatches${view.slices > 1 ? ` in ${view.slices} slices each` : ""}` : ""],
     over ? ["eta", "Ended", format.clock(view.updated, now()), view.state] : ["eta", "Time to go", format.duration(view.eta_seconds), view.eta_seconds == null ? "" : `until ${format.clock(view.updated + view.eta_seconds, now())}`],
     ["snapshot", "Newest snapshot", view.snapshot ? format.age(now() - view.snapshot.at) : "none yet", view.snapshot ? `step ${format.integer(view.snapshot.step)}, ${format.bytes(view.snapshot.bytes)}` : ""],
     ["nodes-here", "Nodes", `${view.members.length - view.spares}${spares}`, `for ${view.stages_wanted} stage${view.stages_wanted === 1 ? "" : "s"}`],
@@ -159,7 +159,7 @@ function drawTimes(view) {
   set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last event ${format.age(age)} ago${over || connection === "live" ? "" : " · not live"}`);
 }
 
-// Documents left out of the training data, by reason.
+// Documents that were left out of the training data, by reason.
 function drawDropped(reasons) {
   const parts = Object.entries(reasons).sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${format.integer(count)} (${reason})`);
   byId("dropped").textContent = `left out of the training data so far: ${parts.join(", ")}`;
@@ -167,27 +167,27 @@ function drawDropped(reasons) {
 }
 
 // The newest held-out loss and the best one.
-function heldOut(found) {
-  if (!found) return "";
-  const trained = found.loss == null ? "" : `, ${format.loss(found.loss)} as trained`;
-  const best = found.best == null ? "" : ` · best ${format.loss(found.best)} at step ${format.integer(found.best_step)}`;
-  const newest = found.samples ? format.loss(found.uncompressed) : "no labels";
+function heldOut(measured) {
+  if (!measured) return "";
+  const trained = measured.loss == null ? "" : `, ${format.loss(measured.loss)} as trained`;
+  const best = measured.best == null ? "" : ` · best ${format.loss(measured.best)} at step ${format.integer(measured.best_step)}`;
+  const newest = measured.samples ? format.loss(measured.uncompressed) : "no labels";
   return `held-out ${newest}${trained}${best}`;
 }
 
 // Why the shown state may be out of date: a word and a sentence; null if it is not.
 function doubts(view, age) {
   const after = "`thinwire status` shows whether the coordinator is alive; `thinwire resume` continues the run.";
-  // A server that announced its end is gone; a broken connection may come back.
-  if (stream.lostAt !== null && (connection === "over" || now() - stream.lostAt > LOST_SECONDS)) return ["connection lost", `No answer for ${format.age(now() - stream.lostAt)}; everything here is as of then. ${after}`];
+  // A server that announced its end is gone, but a broken connection may return.
+  if (stream.lostAt !== null && (connection === "over" || now() - stream.lostAt > LOST_SECONDS)) return ["connection lost", `No answer for ${format.age(now() - stream.lostAt)}; this page shows the state of that time. ${after}`];
   if (age <= Math.max(SILENT_SECONDS, 5 * (view.step_seconds ?? 0))) return null;
-  if (!stream.coordinated) return ["no news", `No events for ${format.age(age)}: the coordinator may have ended. ${after}`];
+  if (!stream.coordinated) return ["no news", `No events for ${format.age(age)}: the coordinator may have stopped. ${after}`];
   // There are no events while the run waits for nodes, and a first step may take long.
   if (view.state === "waiting for nodes" || view.step_seconds == null) return null;
-  return ["no progress", `No events for ${format.age(age)}; a step takes ${format.duration(view.step_seconds)}. The coordinator is up: look at the nodes and the events.`];
+  return ["no progress", `No events for ${format.age(age)}; a step takes ${format.duration(view.step_seconds)}. The coordinator is running: look at the nodes and the events.`];
 }
 
-// Leave unchanged text alone, so a selection in it survives.
+// Unchanged text is left alone, so that a selection in it survives.
 function set(node, words) {
   if (node.textContent !== words) node.textContent = words;
 }
@@ -197,11 +197,11 @@ function drawPipeline(view) {
   place.classList.toggle("abreast", abreast(view));
   place.classList.toggle("two", abreast(view) && view.stages.length === 2);
   if (view.stages.length) place.replaceChildren(...pipeline(view));
-  else place.replaceChildren(element("li", { class: "muted" }, view.state === "waiting for nodes" ? `No stage has a node yet: ${view.members.length} of ${view.stages_wanted} are here.` : "No stage has a node."));
+  else place.replaceChildren(element("li", { class: "muted" }, view.state === "waiting for nodes" ? `No stage has a node yet: ${view.members.length} of ${view.stages_wanted} nodes have joined.` : "No stage has a node."));
   byId("legend").replaceChildren(...legend(view));
 }
 
-// What one snapshot's model added to each prompt: the newest one's, unless another step is chosen.
+// The continuations of each prompt by one snapshot's model: the newest, unless another step is chosen.
 function drawSamples(view) {
   const samples = view.samples ?? [];
   const steps = [...new Set(samples.map((sample) => sample.step))].sort((a, b) => b - a);
@@ -213,10 +213,10 @@ function drawSamples(view) {
 }
 
 function drawNodes(view) {
-  byId("nodes-note").textContent = view.members.length ? "" : "none is connected";
-  const members = [...view.members].sort((one, other) => (one.stage ?? 1e9) - (other.stage ?? 1e9) || one.joined - other.joined);
+  byId("nodes-note").textContent = view.members.length ? "" : "no node is connected";
+  const members = [...view.members].sort((a, b) => (a.stage ?? 1e9) - (b.stage ?? 1e9) || a.joined - b.joined);
   byId("nodes").replaceChildren(
-    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), member.name ? element("span", { class: "owner" }, member.name) : null, element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "stage-of spare" : "stage-of" }, member.stage == null ? (view.spares ? "spare" : "waits") : `stage ${view.groups.length > 1 ? `${member.replica}/` : ""}${member.stage}`))),
+    ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), member.name ? element("span", { class: "owner" }, member.name) : null, element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "stage-of spare" : "stage-of" }, member.stage == null ? (view.spares ? "spare" : "waiting") : `stage ${view.groups.length > 1 ? `${member.replica}/` : ""}${member.stage}`))),
   );
   byId("replaced").replaceChildren(...view.replaced.map((line) => element("li", { class: "trouble" }, line)));
   byId("replaced").hidden = !view.replaced.length;
@@ -234,17 +234,17 @@ function drawEvents(view) {
   byId("more-events").textContent = `Show all ${rows.length}`;
 }
 
-// The kinds there are to choose from; the choice stays.
+// Updates the kinds of events to choose from, and keeps the choice.
 function drawFilter(view) {
   const select = byId("event-filter"), chosen = select.value || FOLDED;
   const kinds = [...new Set([...view.events.map((event) => event.kind), chosen])].filter((kind) => kind !== FOLDED && kind !== ALL).sort();
-  const words = { [FOLDED]: "routine ones folded", [ALL]: "all" };
+  const words = { [FOLDED]: "routine events folded", [ALL]: "all" };
   const options = [FOLDED, ALL, ...kinds];
   if (options.join() === [...select.options].map((option) => option.value).join()) return;
   select.replaceChildren(...options.map((kind) => element("option", { value: kind, selected: kind === chosen }, words[kind] ?? `only ${kind}`)));
 }
 
-// Rows of events: neighbouring routine ones share a row, except the newest event and those that were opened.
+// Rows of events. Adjacent routine events share a row, except the newest event and rows that were opened.
 function folded(newestFirst) {
   const rows = [];
   let open = null;

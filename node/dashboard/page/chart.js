@@ -1,4 +1,4 @@
-// A line over steps as SVG: drawn in pixels of the place it has, so that lines and text are sharp.
+// A line chart over steps as SVG, drawn in pixels of its container so that lines and text are sharp.
 
 import { element, shape, styled } from "./dom.js";
 import { clock, integer } from "./format.js";
@@ -6,7 +6,7 @@ import { clock, integer } from "./format.js";
 const LEFT = 52, RIGHT = 14, TOP = 12, BOTTOM = 26;
 
 export class Chart {
-  // `format(value)` gives a value's text; `fromZero` starts the vertical axis at 0; `now()` is the time.
+  // `format(value)` returns a value's text; `fromZero` starts the vertical axis at 0; `now()` returns the time.
   constructor(place, { label, format, fromZero, now }) {
     Object.assign(this, { place, label, format, fromZero, now });
     this.curve = { stride: 1, steps: [], times: [], values: [] };
@@ -23,7 +23,7 @@ export class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // `marks`: points measured now and then, `{step, value, best}`, drawn over the curve.
+  // `marks`: points `{step, value, best}` that are drawn over the curve.
   set(curve, marks = []) {
     const kept = curve.values.map((value, i) => (value === null ? -1 : i)).filter((i) => i >= 0);
     this.curve = {
@@ -44,8 +44,8 @@ export class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.replaceChildren();
     if (!steps.length) {
-      this.svg.setAttribute("aria-label", `${this.label}: nothing yet`);
-      this.svg.append(text(width / 2, height / 2, "nothing yet", "middle"));
+      this.svg.setAttribute("aria-label", `${this.label}: no data yet`);
+      this.svg.append(text(width / 2, height / 2, "no data yet", "middle"));
       return;
     }
     const newest = values.length - 1;
@@ -136,15 +136,15 @@ function bounds(values, fromZero) {
   return [low, high];
 }
 
-// Round numbers that enclose low to high, about `wanted` of them.
+// About `wanted` round numbers that enclose the range from low to high.
 export function ticks(low, high, wanted) {
   const rough = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
-  const found = [];
+  const numbers = [];
   for (let i = Math.floor(low / step + 1e-9); ; i += 1) {
-    found.push(Number((i * step).toPrecision(12)));
-    if (i * step >= high - step * 1e-9) return found;
+    numbers.push(Number((i * step).toPrecision(12)));
+    if (i * step >= high - step * 1e-9) return numbers;
   }
 }
 

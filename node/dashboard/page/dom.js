@@ -1,4 +1,4 @@
-// Make elements from plain values. Text is always a text node, so a node's name can never become HTML.
+// Creates elements from plain values. Text is always a text node, so a node's name can never become HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,7 +21,7 @@ function fill(node, attributes, children) {
   return node;
 }
 
-// Sets sizes through the style object: the content security policy forbids style attributes.
+// Sets sizes through the style object, because the content security policy forbids style attributes.
 export function styled(node, properties) {
   for (const [name, value] of Object.entries(properties)) node.style.setProperty(name, value);
   return node;

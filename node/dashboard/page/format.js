@@ -35,7 +35,7 @@ export function duration(seconds) {
   return hours < 48 ? `${hours}h${String(minutes).padStart(2, "0")}m` : `${Math.floor(hours / 24)}d${String(hours % 24).padStart(2, "0")}h`;
 }
 
-// Whole seconds, so an age that counts up does not flicker between units.
+// Whole seconds, so that a growing age does not flicker between units.
 export const age = (seconds) => duration(Math.max(0, Math.round(seconds)));
 
 export function clock(at, now) {

@@ -37,7 +37,7 @@ export class Operator {
     select.replaceChildren(...members.map((member) => element("option", { value: member.node_id, selected: member.node_id === chosen }, member.name ? `${member.node_id} (${member.name})` : member.node_id)));
   }
 
-  // What the page advises stands ready in the field, unless the operator has written something else there.
+  // Fills the field with the page's advice, unless the operator has entered something else.
   propose(settings) {
     const field = byId("setting");
     if (field.value === (this.proposed ?? "")) field.value = settings;
@@ -86,14 +86,14 @@ export class Operator {
         headers: { Authorization: `Bearer ${byId("key").value}`, "X-Thinwire": "1", "Content-Type": "application/json" },
         body: JSON.stringify({ action, id, keep_token: byId("keep-token").checked, ...token }),
       });
-      const said = await response.json();
+      const result = await response.json();
       answer.className = response.ok ? "" : "trouble";
-      answer.textContent = said.error ?? said.text ?? "";
-      if (said.join_line) {
+      answer.textContent = result.error ?? result.text ?? "";
+      if (result.join_line) {
         byId("join-line").hidden = false;
-        byId("join-text").value = said.join_line;
+        byId("join-text").value = result.join_line;
       }
-      if (said.tokens) this.tokens(said.tokens);
+      if (result.tokens) this.tokens(result.tokens);
       else if (response.ok && action === "revoke") this.ask("tokens", "");
     } catch {
       answer.className = "trouble";

@@ -1,4 +1,4 @@
-// The pipeline: a card for each stage with its time by kind, and both directions of each link.
+// The pipeline: a card per stage with its time by kind, and both directions of each link.
 
 import { element, styled } from "./dom.js";
 import { bits, bytes, duration, integer, mbit, percent } from "./format.js";
@@ -9,8 +9,8 @@ export const KINDS = {
   encode: "encode",
   decode: "decode",
   optimizer: "optimizer",
-  "wait-upstream": "waits for the stage before",
-  "wait-downstream": "waits for the stage after",
+  "wait-upstream": "waits for the previous stage",
+  "wait-downstream": "waits for the next stage",
   "wait-votes": "waits for the other stages' votes",
   "wait-coordinator": "waits for the coordinator",
   sync: "sums gradient groups",
@@ -87,7 +87,7 @@ function stageCard(stage, away) {
       element("span", { class: "mono node" }, stage.node_id),
       stage.name ? element("span", { class: "owner" }, stage.name) : null,
       element("span", { class: "muted device", title: stage.device }, stage.device),
-      element("span", { class: away ? "trouble facts" : "muted facts" }, away ? "its node is away" : facts.filter(Boolean).join(" · ")),
+      element("span", { class: away ? "trouble facts" : "muted facts" }, away ? "its node is missing" : facts.filter(Boolean).join(" · ")),
     ),
     bar,
     element(
@@ -118,7 +118,7 @@ function experts(stage) {
 }
 
 function slower(stage) {
-  return stage.without_kernels ? `slower: its kernels (${stage.without_kernels}) give wrong results, so plain torch computes` : "";
+  return stage.without_kernels ? `slower: its kernels (${stage.without_kernels}) give wrong results, so plain torch is used` : "";
 }
 
 function linkCard(source, target, there, back) {
@@ -138,7 +138,7 @@ function lane(link, names) {
   const level = link.full ? " full" : (link.use ?? 0) >= BUSY ? " high" : "";
   const known = link.capacity_mbit > 0 && !link.little_used;
   const bar = element("div", { class: "use" }, styled(element("span"), { width: `${100 * (link.use ?? 0)}%` }));
-  const flows = link.flows.map((flow) => `${flow.codec}, ${bits(flow.bits_per_element)}\u00a0bits an element`);
+  const flows = link.flows.map((flow) => `${flow.codec}, ${bits(flow.bits_per_element)}\u00a0bits per element`);
   return element(
     "div",
     { class: `lane${level}${forward ? "" : " back"}`, "data-way": `${source}-${target}` },
@@ -147,7 +147,7 @@ function lane(link, names) {
       { class: "lane-head" },
       element("span", { class: "arrow", "aria-hidden": "true" }, forward ? "→" : "←"),
       element("strong", {}, `${source} to ${target}`),
-      element("span", { class: "rate" }, known ? `${mbit(link.mbit)} of ${mbit(link.capacity_mbit)}\u00a0Mbit/s` : `${mbit(link.mbit)}\u00a0Mbit/s, ${link.little_used ? "little used" : "capacity not known yet"}`),
+      element("span", { class: "rate" }, known ? `${mbit(link.mbit)} of ${mbit(link.capacity_mbit)}\u00a0Mbit/s` : `${mbit(link.mbit)}\u00a0Mbit/s, ${link.little_used ? "little used" : "capacity still unknown"}`),
       element("span", { class: "use-text" }, known ? percent(link.use) : ""),
     ),
     bar,
@@ -155,7 +155,7 @@ function lane(link, names) {
       "p",
       { class: "muted lane-facts" },
       ...flows.map((words) => element("span", { class: "flow" }, words)),
-      link.program_limits ? element("span", {}, `limited by the program, not by the line: its sender computes ${percent(link.processor)} of the time`) : null,
+      link.program_limits ? element("span", {}, `limited by the program, not the line: its sender is busy ${percent(link.processor)} of the time`) : null,
       link.round_trip_seconds > 0 ? element("span", {}, `round trip ${duration(link.round_trip_seconds)}`) : null,
       element("span", {}, `${bytes(link.bytes)} sent`),
       link.path ? element("span", { class: "path" }, path(link)) : null,
@@ -167,7 +167,7 @@ function path(link) {
   const [kind, relay] = link.path.split(" ");
   const words = kind === "relay" ? `relay (${relay || "coordinator"})` : link.path;
   const why = [link.why_not_direct, link.why_not_together].filter(Boolean).join("; ");
-  return why ? `${words}, as ${why}` : words;
+  return why ? `${words}, because ${why}` : words;
 }
 
 function troubles(links) {

@@ -1,4 +1,4 @@
-// The run's view, live: server-sent events and patches; reconnects while the page is open.
+// The run's live view from server-sent events and patches. It reconnects while the page is open.
 
 const COLUMNS = ["steps", "times", "values"];
 const RETRY_MILLISECONDS = 3000;
@@ -10,9 +10,9 @@ export class Stream {
     this.changed = changed;
     this.connection = connection;
     this.view = null;
-    this.clockAhead = 0; // how far the server's clock is ahead of this machine's, in seconds
+    this.clockAhead = 0; // how far the server's clock is ahead of this machine's clock, in seconds
     this.coordinated = false; // whether the coordinator itself serves this page
-    this.lostAt = null; // when the connection was lost, by the server's clock; null while it is there
+    this.lostAt = null; // when the connection was lost, by the server's clock; null while connected
     this.open();
   }
 
@@ -33,7 +33,7 @@ export class Stream {
     source.addEventListener("error", () => this.again(source, "lost"));
   }
 
-  // Browsers stop retrying for good at the first answer that is not a stream, such as "too many pages".
+  // Browsers stop retrying after an answer that is not a stream, such as "too many open pages".
   again(source, state) {
     source.close();
     this.lostAt ??= this.now();
@@ -53,7 +53,7 @@ export class Stream {
   }
 }
 
-// As `apply_patch` in node/dashboard/feed.py.
+// The same as `apply_patch` in node/dashboard/feed.py.
 export function applyPatch(before, patch) {
   const after = { ...before };
   for (const [name, value] of Object.entries(patch)) {

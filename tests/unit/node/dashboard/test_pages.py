@@ -127,9 +127,9 @@ def test_ctrl_c_ends_the_command_while_it_reads(tmp_path: Path, monkeypatch: pyt
     ("arguments", "words"),
     [
         (["absent"], "absent is not a directory"),
-        (["."], "holds no run"),
+        (["."], "contains no run"),
         (["run", "--listen", "nowhere"], "is not host:port"),
-        (["run", "--listen", "192.0.2.1:7702"], "name an address of this machine"),
+        (["run", "--listen", "192.0.2.1:7702"], "use an address of this machine"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -249,7 +249,7 @@ def test_the_command_prints_text_and_json(tmp_path: Path, capsys: pytest.Capture
     whole = json.loads(capsys.readouterr().out)
     assert (whole["config"]["model"]["layers"], whole["config"]["model"]["sequence"]) == (3, 64)
     assert main(["config", "explain", str(path)]) == 0
-    assert "each step puts on the links:" in capsys.readouterr().out
+    assert "what each step sends over the links:" in capsys.readouterr().out
 
 
 def test_bytes_between_rows_are_shown() -> None:
@@ -275,7 +275,10 @@ def test_bytes_of_rounds_are_shown_beside_those_of_exact_steps() -> None:
     assert 0.4 < of_round / exact < 0.8, "four bits an element, and vectors"
     text = explanation_text(explained)
     part = config.microbatches // 8
-    assert f"from step 51 on a step is a round: each group takes 4 local steps of {part} microbatches" in text
+    assert (
+        f"from step 51 on, each step is a round: each group takes 4 local steps of {part} microbatches"
+        in text
+    )
     assert "rounds" not in explanation_text(explain(SMALL))
 
 
@@ -322,14 +325,14 @@ def test_text_and_sample_cache(run_file: Path, capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     # A tenth of the 2000 bytes is held out; the 1800 others hold 112 windows of 16 and a label.
     assert (
-        "text     1.8k tokens to train on, 200 held out; 112 samples a pass, so 50 steps are 3.57 passes"
+        "text     1.8k tokens to train on, 200 held out; 112 samples per pass; 50 steps are 3.57 passes"
         in lines
     )
     one = 112 * (16 * 32 * 2 + 12)
     (cache,) = (line for line in lines if line.startswith("cache    "))
     assert cache.startswith("cache    aqsgd-4 caches up to 116 kB, 232 kB, 232 kB, 116 kB of activations")
     wrapped = " ".join(line.strip() for line in lines)
-    assert "a snapshot grows by 348 kB; the first pass takes 16.2 bits an element" in wrapped
+    assert "a snapshot grows by 348 kB; the first pass takes 16.2 bits per element" in wrapped
     assert main(["config", "explain", str(run_file), "--json"]) == 0
     text = json.loads(capsys.readouterr().out)["text"]
     assert text["sample_cache"]["stages"] == [one, 2 * one, 2 * one, one]

@@ -267,7 +267,7 @@ def test_the_summary_compares_with_fp32_and_bf16_and_says_where_time_went() -> N
         "steps       30, 61.4k tokens in 1m15s, 819 tokens/s",
         "loss        5.5000 first, 2.1250 last",
         "on the wire 12.3 MB; FP32 takes 80 MB (6.5x), BF16 40 MB (3.2x)",
-        "bits        4.44 an activation element, 8.28 a gradient element, headers included",
+        "bits        4.44 per activation element, 8.28 per gradient element, headers included",
     ]
     assert [line.split() for line in lines[-3:]] == [
         ["stage", "node", "forward", "encode", "seconds"],

@@ -195,7 +195,7 @@ def test_the_command_says_which_path_each_link_takes(
     write(run_dir, ours(run_dir), *opened, replace(costs(1), links=links))
     why = "the node of stage 0 does not answer its neighbour and the node of stage 1 opens no port"
     assert main(["status", str(run_dir)]) == 0
-    assert f"path      0 and 1 (16.0 Mbit/s): relay (coordinator), as {why}\n" in capsys.readouterr().out
+    assert f"path      0 and 1 (16.0 Mbit/s): relay (coordinator), because {why}\n" in capsys.readouterr().out
     assert main(["status", str(run_dir), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["links"]
     assert [(one["source"], one["target"], one["path"], one["why_not_direct"]) for one in shown] == [

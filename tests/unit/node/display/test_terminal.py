@@ -61,7 +61,7 @@ def test_a_node_goes_on_when_its_reader_has_gone() -> None:
         os.close(writing)
     assert (done.returncode, done.stderr) == (
         5,
-        "thinwire: cannot write output (Broken pipe): this node goes on without\n",
+        "thinwire: cannot write output (Broken pipe): this node continues without it\n",
     )
 
 
@@ -156,7 +156,7 @@ def test_a_closed_output_is_reported_once_and_ends_nothing(
             emit(event)
     unread.close()  # as the process does at its end: what is still in the buffer must not fail again
     assert [record.getMessage() for record in caplog.records] == [
-        "the output cannot be written (Broken pipe); the run goes on without it"
+        "the output cannot be written (Broken pipe); the run continues without it"
     ]
 
 

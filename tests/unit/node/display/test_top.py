@@ -116,13 +116,13 @@ def test_links_say_which_path_they_take_and_why() -> None:
     three = [started(), *map(joined, NODES[:2]), joined(NODES[2], "", listens=False), placed(nodes=NODES)]
     seen = view(history(three, replace(step(1)[0], links=links), step(1)[1]))
     lines = [line.strip() for line in view_lines(seen, BEGAN)]
-    assert f"path        1 and 2: relay (coordinator), as {why}" in lines
+    assert f"path        1 and 2: relay (coordinator), because {why}" in lines
     assert [
         sum(line.endswith(f"  {path}") for line in lines) for path in ("direct", "relay (coordinator)")
     ] == [2, 2]
     assert path_sentences(seen) == [
         "0 and 1 (16.0 Mbit/s): direct",
-        f"1 and 2 (16.0 Mbit/s): relay (coordinator), as {why}",
+        f"1 and 2 (16.0 Mbit/s): relay (coordinator), because {why}",
     ]
     direct = replace(seen, links=seen.links[:2])
     assert path_sentences(direct) == ["0 and 1 (16.0 Mbit/s): direct"]
@@ -203,11 +203,11 @@ async def test_views_come_from_a_coordinators_page() -> None:
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (web.Response(status=404), "answers 404: this is not the page of a run"),
-        (web.Response(text='{"another": "version"}'), "another version"),
-        (web.Response(text='{"now": 1, "view": {"another": "version"}}'), "another version"),
-        (web.Response(text="[]"), "another version"),
-        (web.Response(text="<html>"), "another version"),
+        (web.Response(status=404), "answers 404: this is not a run's page"),
+        (web.Response(text='{"another": "version"}'), "another thinwire version"),
+        (web.Response(text='{"now": 1, "view": {"another": "version"}}'), "another thinwire version"),
+        (web.Response(text="[]"), "another thinwire version"),
+        (web.Response(text="<html>"), "another thinwire version"),
     ],
 )
 async def test_a_server_that_is_not_a_runs_page(answer: web.Response, complaint: str) -> None:
@@ -282,7 +282,7 @@ async def test_a_page_of_another_version_is_shown_as_far_as_it_is_known(
         rows = [line.split() for line in lines]
         assert ["0", "node-aaaa", "80%", *"----------", "300", "MB", "-"] in rows
         del fields["steps"], fields["state"]
-        with pytest.raises(RunError, match=r"another version of thinwire \(view has no state, steps\)"):
+        with pytest.raises(RunError, match=r"another thinwire version \(view has no state, steps\)"):
             await asyncio.to_thread(PageWatch(address).view)
 
 
@@ -372,7 +372,7 @@ async def test_a_page_without_tls_asked_over_it(page_under_tls: str, tmp_path: P
 
 def test_bytes_that_are_not_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "ca.pem"
-    for reason in ("No such file or directory", "it holds no certificate"):
+    for reason in ("No such file or directory", "it contains no certificate"):
         assert main(["top", "https://127.0.0.1:1", "--once", "--ca", str(wrong)]) == 2
         complaint = capsys.readouterr().err
         assert reason in complaint and len(complaint.splitlines()) == 1

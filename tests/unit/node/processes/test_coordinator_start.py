@@ -276,8 +276,8 @@ def test_a_run_goes_on_from_the_newest_snapshot_that_is_whole(
         assert began.first_step == 40
         notices = [event.text for event in told if isinstance(event, events.Notice)]
         warned = (
-            f"{path} is damaged: its SHA-256 is not the manifest's: the snapshot of step 80 is set aside "
-            "(as manifest.json.damaged), and the newest that is whole is that of step 40"
+            f"{path} is damaged: its SHA-256 differs from the manifest's: the snapshot of step 80 is set "
+            "aside (as manifest.json.damaged), and the newest intact one is that of step 40"
         )
         assert notices == ([warned] if time == 0 else [])
     assert path.is_file()

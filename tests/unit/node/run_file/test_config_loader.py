@@ -364,7 +364,7 @@ def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.model").write_bytes(byte_pieces())
     assert load_config(run).data.tokenizer == str(folder)
     (folder / "config.json").write_text(json.dumps(write_config(replace(model, vocab=32000), "float32")))
-    with pytest.raises(DataError, match=r"tokenizer\.model has 258 tokens and the model 32000"):
+    with pytest.raises(DataError, match=r"tokenizer\.model has 258 tokens, but the model has 32000"):
         load_config(run)
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_text("{}")

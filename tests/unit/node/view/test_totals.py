@@ -164,8 +164,8 @@ def test_disk_that_snapshots_take() -> None:
     without_moments = replace(CONFIG, snapshots=SnapshotsSection(last="weights"))
     assert last_snapshot_bytes(without_moments) * 3 == pytest.approx(one, rel=1e-3)
     text = explanation_text(explain(without_moments))
-    assert f"weights alone: {bytes_text(last_snapshot_bytes(without_moments))}" in text
-    assert "weights alone" not in explanation_text(explain(CONFIG))
+    assert f"only weights: {bytes_text(last_snapshot_bytes(without_moments))}" in text
+    assert "only weights" not in explanation_text(explain(CONFIG))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_from_machines_to_a_run_file_in_one_command(
     explained = explain(config)
     assert codec_advice(explained, placed) is None and order_advice(explained, placed) is None
     assert main(words) == 0
-    assert "teach little new" not in capsys.readouterr().out
+    assert "add little" not in capsys.readouterr().out
     assert main(asked) == 2, "it replaces no file"
     assert main(["config", "init", str(tmp_path / "x.toml"), "--recipe", "one", "--machine", "cpu,1"]) == 2
     assert main(["config", "init", str(tmp_path / "x.toml"), "--machine", "typewriter"]) == 2
@@ -288,12 +288,12 @@ def test_explain_gives_totals_and_fails_on_text_that_cannot_be_read(
         "a machine's links share its line",
         "100000 steps take",
         "snapshots take",
-        "teach little new",
+        "add little",
     ):
         assert words in said
     assert "run.keep_best" not in said
     assert main(["config", "explain", str(path), "data.valid_every=300"]) == 0
-    assert "run.keep_best: one more at a new best, of 334 measurements" in capsys.readouterr().out
+    assert "run.keep_best: one more at each new best of 334 measurements" in capsys.readouterr().out
     assert main(["config", "explain", str(path), "--json", "--machine", "rtx 4090,20"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole["run_seconds"] == pytest.approx(100_000 * whole["step_seconds"])
@@ -314,7 +314,7 @@ def test_cpus_may_be_as_fast_as_this_machine(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "a step takes about" in said and "twice or half" not in said
     assert main(["config", "explain", str(path), "--machine", "l4,20", "--measure"]) == 2
-    assert "name one, such as --machine cpu,20" in capsys.readouterr().err
+    assert "give a machine with a CPU, such as --machine cpu,20" in capsys.readouterr().err
 
 
 WORK = StepWork(
