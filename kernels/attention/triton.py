@@ -1,15 +1,16 @@
 """Causal attention in Triton, every sum in a fixed order (FlashAttention-2, arXiv 2307.08691).
 
 Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S keys, Q <= S queries,
-which are those of the last Q positions, D head width.
+which have the last Q positions, D head width.
 
 FlashAttention-2 adds the queries' gradients of all key blocks with atomics, or into separate buffers when the
-order must be fixed. Here one kernel owns a block of keys and values and walks over the queries of all heads
-that share them; another owns a block of queries and walks over the keys. The scores are computed twice, seven
-products instead of five, and no program adds to what another wrote: equal inputs give equal bits.
+order must be fixed. Here each program of one kernel owns a block of keys and values and loops over the
+queries of all heads that share them; each program of another owns a block of queries and loops over the keys.
+This computes the scores twice, seven products instead of five, but no program adds to another's results, so
+equal inputs give equal bits.
 
-The block sizes decide the order of the sums, so they belong to what a run's bits are a function of. They are
-a function of the head width, of the dtype's width and of the device's shared memory.
+The block sizes determine the order of the sums, and so the bits of a run. They depend only on the head width,
+the dtype's width and the device's shared memory.
 """
 
 from dataclasses import dataclass
@@ -28,9 +29,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True)
 class Blocks:
-    """How one kernel is cut: `rows` is what a program owns, `columns` what it reads at a time.
+    """Block sizes of one kernel: a program owns `rows` and reads `columns` at a time.
 
-    Both are powers of two. The kernel of queries takes no more columns than rows.
+    Both are powers of two. The kernel for queries has at most as many columns as rows.
     """
 
     rows: int
@@ -41,7 +42,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Of one kind of device, by head width."""
+    """Block sizes for one kind of device, by head width."""
 
     forward: dict[int, Blocks]
     """Rows of queries, columns of keys."""
@@ -63,17 +64,17 @@ CUTS = {
         of_queries={64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 16, 4, 1)},
     ),
 }
-"""What runs on each kind of device in half precision, but for the next."""
+"""Block sizes in half precision, by kind of device."""
 WIDE = Cuts(
     forward=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
     of_keys=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
     of_queries=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
 )
-"""For float32, and for devices without room."""
+"""Block sizes for float32, and for devices with little shared memory."""
 
 
 def cuts(part: torch.Tensor) -> Cuts:
-    """How kernels for such tensors are cut."""
+    """The block sizes for tensors of this dtype on this device."""
     if part.dtype == torch.float32:
         return WIDE
     return CUTS.get(room(part.device), WIDE)
@@ -148,7 +149,7 @@ def _add_queries(
     D: tl.constexpr,
     M: tl.constexpr,
 ):
-    """Add what the queries from `first` to `last` give to the gradients of the keys and values `owned`."""
+    """Add the queries from `first` to `last` to the gradients of the keys and values `owned`."""
     column = tl.arange(0, D)
     for start in tl.range(first, last, M):
         row = start + tl.arange(0, M)
@@ -226,7 +227,7 @@ def _keys_kernel(
     group = heads // kv_heads
     column = tl.arange(0, D)
     real = owned < keys_length
-    # The queries that see all of them begin behind the diagonal, which is whole steps of M queries.
+    # The queries that see all of these keys begin after the diagonal, which covers whole steps of M queries.
     first = tl.maximum(begin - offset, 0)
     diagonal = first + tl.maximum((begin + N - offset - first + M - 1) // M, 0) * M
     end = length
@@ -295,7 +296,7 @@ def _add_keys(
     D: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Add what the keys from `first` to `last` give to the gradients of the queries at `position`."""
+    """Add the keys from `first` to `last` to the gradients of the queries at `position`."""
     column = tl.arange(0, D)
     for start in tl.range(first, last, N):
         row = start + tl.arange(0, N)
@@ -317,7 +318,7 @@ def _add_keys(
 
 @triton.jit
 def _first_seen(firsts, first, begin, window, N: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Where the blocks of N keys begin that the query at position `begin`, number `first`, sees."""
+    """The start of the first block of N keys that the query at position `begin`, number `first`, sees."""
     lowest = tl.maximum(begin - window + 1, 0)
     if DOCUMENTS:
         lowest = tl.maximum(lowest, tl.load(firsts + first))
@@ -426,7 +427,7 @@ def _attend(
     D: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Take the keys from `first` to `last` into the queries' results, largest scores and sums of powers."""
+    """Add the keys from `first` to `last` to the queries' results, largest scores and sums of powers."""
     column = tl.arange(0, D)
     for start in tl.range(first, last, N):
         row = start + tl.arange(0, N)
@@ -442,7 +443,7 @@ def _attend(
         most = tl.maximum(largest, tl.max(scores, 1))
         base = most
         if LIMITED:
-            # Of a row that has seen no key yet there is no difference to take.
+            # A row that has seen no key yet has no difference to take.
             base = tl.where(most == -float("inf"), 0.0, most)
         weights = tl.exp2(scores - base[:, None])
         shrunk = tl.exp2(largest - base)
@@ -530,12 +531,12 @@ def _forward_kernel(
 
 @dataclass(frozen=True)
 class _Limits:
-    """What the kernels ask of a `Reach`, for queries from `offset` on."""
+    """A `Reach` as the kernels read it, for queries from `offset` on."""
 
     offset: int
     window: int
     firsts: torch.Tensor | None
-    """int32 [B, Q]: where the queries' documents begin."""
+    """int32 [B, Q]: the start of each query's document."""
 
     @classmethod
     def of(cls, reach: Reach, queries: int, keys: int) -> "_Limits":
@@ -567,11 +568,11 @@ def forward(
     *,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, a transposed [B, Q, H, D], and its log-sum-exp, float32 [B, H, Q].
+    """The result [B, H, Q, D], a transposed [B, Q, H, D], and the log-sum-exp, float32 [B, H, Q].
 
     Args:
         sinks_h: as in `kernels.attention.reference`.
-        blocks: another cut than the device's, for measurements.
+        blocks: block sizes instead of the device's, for measurements.
     """
     batch, heads, length, width = query_bhqd.shape
     query, key, value = (_padded(part) for part in (query_bhqd, key_bksd, value_bksd))
@@ -609,9 +610,9 @@ def backward(
 
     Args:
         sums: natural log-sum-exp of the scaled scores, float32 [B, H, Q].
-        onto: float32 [B, K, S, D] that those of keys and values are added to, in their place. Queries may be
-            fewer than keys with it alone.
-        of_keys, of_queries: other cuts than the device's, for measurements.
+        onto: float32 [B, K, S, D], to which the gradients of keys and values are added in place. Only with it
+            may there be fewer queries than keys.
+        of_keys, of_queries: block sizes instead of the device's, for measurements.
     """
     batch, heads, length, width = query_bhsd.shape
     query, key, value, grad, out = map(_padded, (query_bhsd, key_bksd, value_bksd, grad_bhsd, out_bhsd))
@@ -662,7 +663,7 @@ def backward(
 
 
 def inner_products(grad_bhqd: torch.Tensor, out_bhqd: torch.Tensor) -> torch.Tensor:
-    """The product of each query's result and its gradient, float32 [B, H, Q]."""
+    """The inner product of each query's result and its gradient, float32 [B, H, Q]."""
     grad, out = _padded(grad_bhqd), _padded(out_bhqd)
     batch, heads, length, wide = out.shape
     products = torch.empty(batch, heads, length, device=out.device)
@@ -682,7 +683,7 @@ def inner_products(grad_bhqd: torch.Tensor, out_bhqd: torch.Tensor) -> torch.Ten
 
 
 def _padded(part: torch.Tensor) -> torch.Tensor:
-    """Heads with zeros up to a power of two, as kernels read them."""
+    """Heads padded with zeros to a power of two, as the kernels read them."""
     width = part.shape[-1]
     if missing := max(16, triton.next_power_of_2(width)) - width:
         return F.pad(part, (0, missing))

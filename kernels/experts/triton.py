@@ -3,12 +3,13 @@
 Shape legend: T tokens, E experts, k experts a token, S = T k slots, N outputs, K inputs.
 
 A program of a product owns a tile of one expert's rows. The host does not know how many tiles an expert has,
-so it starts as many programs as there could be, and each finds its expert in the offsets; those that are too
-many end at once. A tile's shape and the order of its sums follow from the device, the dtype and the shape of
-the weights, never from how many tokens an expert has: a row has the same bits whatever other rows there are.
+so it starts the largest possible number of programs, and each finds its expert in the offsets; superfluous
+programs end at once. A tile's shape and the order of its sums follow from the device, the dtype and the shape
+of the weights, never from how many tokens an expert has: a row has the same bits whatever other rows there
+are.
 
 Packed weights (`kernels.blockfloat`) are unpacked inside the product, a block of 128 inputs a row at a time,
-and rounded to the dtype of what they are multiplied by, as the reference does.
+and rounded to the dtype of the other factor, as in the reference.
 """
 
 from dataclasses import dataclass
@@ -43,14 +44,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of one kind of device."""
+    """The tiles for one kind of device."""
 
     half: Tile
-    """Products in half precision by weights as they are."""
+    """Products in half precision with unpacked weights."""
     packed: Tile
-    """By packed weights: 128 deep."""
+    """Products with packed weights: 128 deep."""
     packed_back: Tile
-    """The gradient of the input by packed weights: 128 columns."""
+    """The gradient of the input with packed weights: 128 columns."""
     weights: Tile
     """The gradient of weights: rows are outputs, columns inputs, summands tokens."""
     wide: Tile
@@ -81,14 +82,14 @@ TILES = {
         wide=Tile(32, 32, 32, 4, 1),
     ),
 }
-"""What runs on each kind of device."""
+"""The tiles by kind of device."""
 
 ROUTED = 8
 """Tokens that a program routes."""
 COLUMNS = 1024
-"""Of a row that a program reads at a time; a product of two rows is summed in this order."""
+"""Elements of a row that a program reads at a time. They determine the order of sums over a row."""
 SUMMED = 32
-"""Rows that are added up at a time for the gradient of biases."""
+"""Rows that the gradient of biases sums at a time."""
 
 
 def tiles(device: torch.device) -> Tiles:
@@ -108,7 +109,7 @@ def _rank(logits):
 
 @triton.jit
 def _probabilities(logits, columns, experts):
-    """The softmax of rows, and zeros behind the last expert."""
+    """The softmax of rows, with zeros after the last expert."""
     logits = tl.where(columns < experts, logits, -float("inf"))
     powers = tl.exp(logits - tl.max(logits, 1)[:, None])
     return powers / tl.sum(powers, 1)[:, None]
@@ -199,7 +200,7 @@ def _reverse(order, places, slots, B: tl.constexpr):
 
 
 def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """As `kernels.experts.reference.route`."""
+    """See `kernels.experts.reference.route`."""
     tokens, experts = logits_te.shape
     logits = logits_te.contiguous()
     weights = torch.empty(tokens, choices, device=logits.device)
@@ -216,7 +217,7 @@ def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Ten
 def route_backward(
     grad_tk: Tensor, logits_te: Tensor, weights_tk: Tensor, experts_tk: Tensor, normalize: bool
 ) -> Tensor:
-    """As `kernels.experts.reference.route_backward`."""
+    """See `kernels.experts.reference.route_backward`."""
     tokens, experts = logits_te.shape
     gradient = torch.empty_like(logits_te, memory_format=torch.contiguous_format)
     if tokens:
@@ -230,8 +231,8 @@ def route_backward(
 
 
 def group(experts_tk: Tensor, experts: int) -> Order:
-    """As `kernels.experts.reference.group`."""
-    # The narrower the numbers, the fewer passes a sort takes.
+    """See `kernels.experts.reference.group`."""
+    # A sort of narrower numbers takes fewer passes.
     narrow = torch.int16 if experts < 2**15 else torch.int32
     ordered, wide = experts_tk.reshape(-1).to(narrow).sort(stable=True)
     slots = wide.int()
@@ -249,8 +250,8 @@ def group(experts_tk: Tensor, experts: int) -> Order:
 
 @triton.jit
 def _tile_of(offsets, tile, experts, M: tl.constexpr, E: tl.constexpr):
-    """The expert that a tile of M rows belongs to, its first row and where the expert's rows end; `experts`
-    or more for a tile behind the last."""
+    """The expert of a tile of M rows (`experts` or more for a tile after the last), the tile's first row, and
+    the end of the expert's rows."""
     number = tl.arange(0, E)
     known = number < experts
     first = tl.load(offsets + number, mask=known, other=0)
@@ -314,8 +315,8 @@ def _products(
 ):
     """out[row, column] = sum over depth of x[row, depth] times the weight of (column, depth).
 
-    Packed weights lie as columns of `depth` numbers, or with BACK as `depth` rows of columns; of `blocks`
-    blocks an expert.
+    Packed weights lie as columns of `depth` numbers, or with BACK as `depth` rows of columns, in `blocks`
+    blocks per expert.
     """
     expert, row, end = _tile_of(offsets, tl.program_id(0) // column_tiles, experts, M, E)
     if expert >= experts:
@@ -352,7 +353,7 @@ def _products(
             right = tl.trans(_operand(load_blocks(weights, blocks, block, inside, BITS), x))
         total = tl.dot(_operand(left, x), right, total, input_precision="ieee")
     if BIASED:
-        # Rounded before the bias is added, as the reference does.
+        # Round before the bias is added, as in the reference.
         total = _as_stored(total, out)
         total += _as_stored(load_wide(bias + expert * columns + column, inside), out)[None, :]
     where = out + rows[:, None].to(tl.int64) * columns + column[None, :]
@@ -417,12 +418,12 @@ def _of_biases(grad, offsets, out, columns, row_stride, R: tl.constexpr, B: tl.c
 def matmul(
     x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None, *, gathers: bool = False
 ) -> Tensor:
-    """As `kernels.experts.reference.matmul`."""
+    """See `kernels.experts.reference.matmul`."""
     return _multiplied(x, weights, order, bias_en, gathers=gathers, back=False)
 
 
 def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
-    """As `kernels.experts.reference.input_gradient`."""
+    """See `kernels.experts.reference.input_gradient`."""
     return _multiplied(grad_sn, weights, order, None, gathers=False, back=True)
 
 
@@ -437,7 +438,7 @@ def _multiplied(
     make = torch.zeros if order.is_part else torch.empty
     out = make(slots, columns, dtype=x.dtype, device=x.device)
     column_tiles = triton.cdiv(columns, tile.columns)
-    # No split of the slots has more tiles: every expert's last one may be almost empty.
+    # No split of the slots has more tiles, because the last tile of every expert may be almost empty.
     row_tiles = slots // tile.rows + min(experts, slots)
     if not slots or not columns:
         return out
@@ -480,7 +481,7 @@ def _multiplied(
 def weight_gradient(
     grad_sn: Tensor, x: Tensor, order: Order, dtype: torch.dtype, *, gathers: bool = False
 ) -> Tensor:
-    """As `kernels.experts.reference.weight_gradient`."""
+    """See `kernels.experts.reference.weight_gradient`."""
     experts, outputs, inputs = len(order.offsets) - 1, grad_sn.shape[1], x.shape[1]
     kinds = tiles(x.device)
     tile = kinds.wide if grad_sn.dtype == torch.float32 else kinds.weights
@@ -499,7 +500,7 @@ def weight_gradient(
 
 
 def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
-    """As `kernels.experts.reference.bias_gradient`."""
+    """See `kernels.experts.reference.bias_gradient`."""
     experts, columns = len(order.offsets) - 1, grad_sn.shape[1]
     gradient = torch.empty(experts, columns, dtype=dtype, device=grad_sn.device)
     grad = grad_sn if grad_sn.stride(-1) == 1 else grad_sn.contiguous()
@@ -520,7 +521,7 @@ def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
 
 
 def _tile(x: Tensor, weights: Weights, columns: int, depth: int, back: bool) -> Tile:
-    """The device's tile, cut to a result and sums that are narrower."""
+    """The device's tile, reduced for narrower results and shorter sums."""
     kinds = tiles(x.device)
     packed = isinstance(weights, PackedExperts)
     half = kinds.packed_back if packed and back else kinds.packed if packed else kinds.half
@@ -531,7 +532,7 @@ def _tile(x: Tensor, weights: Weights, columns: int, depth: int, back: bool) -> 
 
 
 def _width(count: int) -> int:
-    """The power of two, at least 16, that holds so many."""
+    """The smallest power of two of at least 16 and `count`."""
     power: int = max(16, triton.next_power_of_2(count))
     return power
 
@@ -582,7 +583,7 @@ def _combine_backward(
 
 
 def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
-    """As `kernels.experts.reference.combine`, bit for bit."""
+    """See `kernels.experts.reference.combine`; the bits are the same."""
     tokens, columns = len(order.places), y_sn.shape[1]
     y = y_sn if y_sn.stride(-1) == 1 else y_sn.contiguous()
     out = torch.empty(tokens, columns, dtype=y.dtype, device=y.device)
@@ -599,7 +600,7 @@ def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
 def combine_backward(
     grad_tn: Tensor, y_sn: Tensor, weights_tk: Tensor, order: Order
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.experts.reference.combine_backward`; the rows' gradients bit for bit."""
+    """See `kernels.experts.reference.combine_backward`; the bits of the rows' gradients are the same."""
     columns = y_sn.shape[1]
     grad, y = (part if part.stride(-1) == 1 else part.contiguous() for part in (grad_tn, y_sn))
     of_rows = torch.empty(len(y), columns, dtype=y.dtype, device=y.device)

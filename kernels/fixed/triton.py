@@ -1,9 +1,9 @@
 """`kernels.fixed.reference` in Triton: the same bits, without waiting for the device.
 
-Encoding reads the tensor once. Its exponent is known only when all of it has been read, but nothing except
-the scales' exponents depends on it: a tile is quantized with its own numbers, and a second, small kernel
-writes the scales. Where that would not be exact (a tile 2**17 or more below the tensor's largest element,
-whose scale is subnormal in fp16; elements beyond 2**-100 .. 2**100), it quantizes the tile again.
+Encoding reads the tensor once. The tensor's exponent is known only afterwards, but only the scales' exponents
+depend on it. So a first kernel quantizes each tile with its own numbers, and a second, small kernel writes
+the scales. Where that would not be exact (a tile 2**17 or more below the tensor's largest element, whose
+scale is subnormal in fp16; elements beyond 2**-100 .. 2**100), it quantizes the tile again.
 """
 
 import math
@@ -56,7 +56,7 @@ from kernels.common.triton.tiles import (
     tile_max_or_nan,
 )
 
-# Tiles at once where they are quantized again.
+# Tiles that are quantized again at a time.
 _AGAIN = 32
 
 
@@ -72,7 +72,7 @@ def _pack(
     NIBBLE_BIAS: tl.constexpr,
     BYTE_BIAS: tl.constexpr,
 ):
-    """Bits of MAGIC + q, q in -LIMIT .. LIMIT, to the planes of q + LIMIT."""
+    """Convert the bits of MAGIC + q, q in -LIMIT .. LIMIT, to the planes of q + LIMIT."""
     if BITS <= 4:
         words = gather_nibbles(bits) - NIBBLE_BIAS
         store_planes(planes, transpose_nibbles(words), base, n, T, BITS)
@@ -95,7 +95,7 @@ def _pack(
 
 @triton.jit
 def _row(x, row, width, per_row, FLAT: tl.constexpr):
-    """Where a row begins; the compiler knows that 64 elements are aligned."""
+    """The start of a row; the compiler knows that 64 elements are aligned."""
     if FLAT:
         x += row * per_row * 64
     else:
@@ -127,8 +127,8 @@ def _quantize(
     T: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Codes of every tile by its own scale; that scale, fp32, to `steps`; the program's largest element to
-    `peaks`. With `MANY`, those of row `program_id(1)`, a tensor of its own."""
+    """Quantize every tile with its own scale; write that scale, fp32, to `steps` and the program's largest
+    element to `peaks`. With `MANY`, for row `program_id(1)`, which is a tensor of its own."""
     let_next_start(EARLY)
     program = tl.program_id(0)
     if MANY:
@@ -181,7 +181,7 @@ def _finish(
     AGAIN: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """The exponent, and every tile's scale from `steps`; tiles for which that is not exact once more."""
+    """Write the exponent and every tile's scale from `steps`; requantize tiles where that is not exact."""
     program = tl.program_id(0)
     if MANY:
         row = tl.program_id(1).to(tl.int64)
@@ -205,7 +205,7 @@ def _finish(
     )
     tl.store(scales + tile, ceil_half(tl.maximum(scaled, 5.960464477539063e-08)).to(tl.int16), mask=tile < n)
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        # Whole blocks again, after the scales above; tiles that were right get the same bits.
+        # Quantize whole blocks again, after the scales above; tiles that were right get the same bits.
         tl.debug_barrier()
         start = 0
         while start < tl.minimum(T, n - program * T):
@@ -247,7 +247,7 @@ def _restore(
     T: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Decode T tiles; write their fault, or 0, to `status[program]`. With `MANY`, of row `program_id(1)`."""
+    """Decode T tiles; write their fault, or 0, to `status[program]`. `MANY`: of row `program_id(1)`."""
     program = tl.program_id(0)
     if MANY:
         row = tl.program_id(1).to(tl.int64)
@@ -295,7 +295,7 @@ def _restore(
 
 
 def _encoded(bits: int) -> dict[str, Any]:
-    """Constants of a width for the encoder's kernels."""
+    """Constants of the encoder's kernels for a width."""
     limit = 2 ** (bits - 1) - 1
     return {
         "BITS": bits,
@@ -316,7 +316,7 @@ def encode(
     launch: Launch = FIXED_ENCODE,
     finish: Launch = FIXED_FINISH,
 ) -> None:
-    """As `kernels.fixed.reference.encode`, the exponent into `exponent` (int32, 1 element). Never waits."""
+    """See `kernels.fixed.reference.encode`. Writes `exponent`, int32 with 1 element. Never waits."""
     _encode(Rows(x), scales, planes, exponent, planes.shape[0], constant, launch, finish, rows=None, record=0)
 
 
@@ -332,11 +332,11 @@ def encode_many(
     launch: Launch = FIXED_ENCODE,
     finish: Launch = FIXED_FINISH,
 ) -> None:
-    """As `encode` for every row of x, fp32 `[n, C]` with n below 2**16, each a tensor of its own.
+    """Encode every row of x, fp32 `[n, C]` with n below 2**16, as a tensor of its own (see `encode`).
 
     Args:
-        scales: the first row's section; those of the next row begin `record` bytes, a multiple of
-            `RECORD`, behind it.
+        scales: the first row's section; each further row's begins `record` bytes, a multiple of `RECORD`,
+            after the previous one.
         planes: as `scales`.
         exponents: int32 `[n]`.
     """
@@ -402,7 +402,7 @@ def decode(
     constant: float,
     launch: Launch = FIXED_DECODE,
 ) -> torch.Tensor:
-    """As `kernels.fixed.reference.decode`, with the exponent on the device.
+    """See `kernels.fixed.reference.decode`; here the exponent is on the device.
 
     Returns int32 `[k]`: the largest is the fault (`kernels.common.dispatch`), or 0. With a fault `out` is
     meaningless; nothing outside it is written.
@@ -423,8 +423,8 @@ def decode_many(
     record: int,
     launch: Launch = FIXED_DECODE,
 ) -> torch.Tensor:
-    """As `decode` into every row of contiguous `out` `[n, C]`; arguments as in `encode_many`. Returns int32
-    `[n, k]`."""
+    """Decode into every row of contiguous `out` `[n, C]`, with arguments as in `encode_many`. Returns int32
+    `[n, k]` as in `decode`."""
     tiles = tiles_per_row(out.shape[1])
     return _decode(scales, planes, out, exponents, bits, constant, launch, tiles, many=True, record=record)
 

@@ -1,9 +1,9 @@
-"""`kernels.fp8.reference` and `kernels.fp8.rows` on GPUs: one pass over memory for each function, and two for
+"""`kernels.fp8.reference` and `kernels.fp8.rows` on GPUs: each function passes over memory once, or twice for
 the columns of a matrix.
 
-A program handles rows of 128 elements, one block of e4m3 numbers each, a whole row of a matrix, or a tile.
-GPUs that can convert to and from e4m3 do so, in a third of the instructions; for others, the interpreter and
-moments integers give the same bits.
+A program handles rows of 128 elements (one block of e4m3 numbers each), a whole row of a matrix, or a tile.
+GPUs that can convert to and from e4m3 do so, in a third of the instructions. Other GPUs, the interpreter and
+moments use integers, which give the same bits.
 """
 
 import torch
@@ -31,15 +31,15 @@ ROWS = 4
 WARPS = 2
 ADDED_ROWS = 16
 ADDED_WARPS = 4
-"""Of gradients that are added: a thread has 16 elements of a block."""
+"""Warps of a program that accumulates gradients; a thread has 16 elements of a block."""
 CHUNK = 4096
 """Columns that a program reads at a time. Longer rows are read twice, the second time from the cache."""
 
 TILE = 64
-"""Rows and columns of a tile of a matrix whose columns are coded."""
+"""Rows and columns of a tile when columns of a matrix are coded."""
 
-# Triton compiles again for sizes that are 1 or multiples of 16. Only for the number of elements does that
-# help: Triton then knows that a thread may read several at once.
+# Triton specializes kernels for sizes that are 1 or multiples of 16. That helps only for the number of
+# elements: Triton then knows that a thread may read several at once.
 
 
 def accumulate_gradient(
@@ -49,7 +49,7 @@ def accumulate_gradient(
     rows: int = ADDED_ROWS,
     warps: int = ADDED_WARPS,
 ) -> None:
-    """As `kernels.fp8.reference.accumulate_gradient`, the same bits."""
+    """See `kernels.fp8.reference.accumulate_gradient`; the bits are the same."""
     n = addend.numel()
     count = blocks(n)
     _accumulate[(triton.cdiv(count, rows),)](
@@ -70,7 +70,7 @@ def accumulate_gradient(
 def sum_gradients(
     codes: Tensor, exponents: Tensor, into: Fp8Gradient, rows: int = ADDED_ROWS, warps: int = ADDED_WARPS
 ) -> None:
-    """As `kernels.fp8.reference.sum_gradients`, the same bits."""
+    """See `kernels.fp8.reference.sum_gradients`; the bits are the same."""
     n = codes.shape[1]
     count = blocks(n)
     _sum[(triton.cdiv(count, rows),)](
@@ -97,7 +97,7 @@ def momentum_step(
     rows: int = ROWS,
     warps: int = WARPS,
 ) -> Tensor:
-    """As `kernels.fp8.reference.momentum_step`."""
+    """See `kernels.fp8.reference.momentum_step`."""
     if isinstance(gradient, Fp8Gradient):
         codes, exponents = gradient.codes, gradient.exponents
     else:
@@ -133,7 +133,7 @@ def adamw_step(
     rows: int = ROWS,
     warps: int = WARPS,
 ) -> None:
-    """As `kernels.fp8.reference.adamw_step`."""
+    """See `kernels.fp8.reference.adamw_step`."""
     if isinstance(gradient, Fp8Gradient):
         codes, exponents = gradient.codes, gradient.exponents
     else:
@@ -169,10 +169,10 @@ def adamw_step(
 
 
 def code_rows(x: Tensor, into: Coded, *, half: Tensor | None = None, chunk: int = CHUNK) -> None:
-    """As `kernels.fp8.rows.code_rows`; rows of x may lie apart.
+    """See `kernels.fp8.rows.code_rows`; rows of x need not be contiguous.
 
     Args:
-        half: bf16 of x's shape, contiguous: round to it first.
+        half: bf16 of x's shape, contiguous. If given, x is first rounded into it.
     """
     rows, width = x.shape
     if x.stride(1) != 1:
@@ -194,7 +194,7 @@ def code_rows(x: Tensor, into: Coded, *, half: Tensor | None = None, chunk: int 
 
 
 def code_columns(x: Tensor, into: Coded, tile: int = TILE) -> None:
-    """As `kernels.fp8.rows.code_columns`; rows of x may lie apart."""
+    """See `kernels.fp8.rows.code_columns`; rows of x need not be contiguous."""
     rows, width = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -245,7 +245,7 @@ def _accumulate(
     value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
     noise = place
     if STOCHASTIC:
-        # `Draw.salt`, read on the device: a captured graph is replayed with other salts.
+        # `Draw.salt` is read on the device, because a captured graph is replayed with other salts.
         salt = mixed(tl.load(microbatch).to(tl.uint32) ^ parameter.to(tl.uint32))
         noise = (mixed(place.to(tl.uint32) ^ salt) & 0xFFFFF).to(tl.int32)
     _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC)
@@ -294,7 +294,7 @@ def _store_gradient(
     count,
     STOCHASTIC: tl.constexpr,
 ):
-    """To nearest, or by `noise`, 20 random bits an element, int32 [ROWS, 128]."""
+    """Round to nearest, or stochastically with `noise`, 20 random bits per element, int32 [ROWS, 128]."""
     largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = exponent_of(largest)
     finite = largest < 0x7F800000
@@ -351,7 +351,7 @@ def _adamw(
     weight -= step_size * m / (tl.sqrt(v) * inverse_root_correction + eps)
     if parameter.dtype.element_ty == tl.bfloat16:
         bits = weight.to(tl.int32, bitcast=True)
-        # An unsigned shift: the sign bit must not be copied.
+        # The shift is unsigned, so that it does not copy the sign bit.
         rounded = (bits + random_16(first + place, salt)).to(tl.uint32, bitcast=True) >> 16
         kept = bits.to(tl.uint32, bitcast=True) >> 16
         halves = tl.where((bits & 0x7F800000) == 0x7F800000, kept, rounded)
@@ -394,8 +394,8 @@ def _momentum(
 
 @triton.jit
 def _gradient(codes, exponents, row, place, inside, count, CONVERTS: tl.constexpr):
-    """fp32 [ROWS, 128] of a gradient's codes; 0 outside, but of a block that is not finite. With `CONVERTS`
-    the device converts them; the numbers are the same."""
+    """A gradient's codes as fp32 [ROWS, 128]; 0 outside, except in a block that is not finite. With
+    `CONVERTS` the device converts them; the numbers are the same."""
     code = tl.load(codes + place, mask=inside, other=0)
     exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)
     scale = power_of_two(tl.maximum(exponent, -126))
@@ -406,8 +406,8 @@ def _gradient(codes, exponents, row, place, inside, count, CONVERTS: tl.constexp
 
 @triton.jit
 def _log2(x):
-    """Within 2**-22, of the logarithm or of 1: far less than a step of e4m3. Correctly rounded it would take
-    most of an update's instructions."""
+    """log2 with a relative or absolute error below 2**-22, far less than a step of e4m3. A correctly rounded
+    logarithm would take most of an update's instructions."""
     return tl.log2(x) if lacks_functions() else libdevice.fast_log2f(x)
 
 
@@ -447,15 +447,14 @@ def _store_moment(codes, scales, powers, value, row, place, inside, real):
 
 @triton.jit
 def _decode(code):
-    """e4m3 codes, int32, as fp32. Not a number is 480 here: nothing that is stored has it."""
+    """e4m3 codes, int32, as fp32. NaN decodes as 480 here; no stored code is NaN."""
     bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
     return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
 
 
 @triton.jit
 def _encode_stochastically(value, noise):
-    """As in `kernels.fp8.reference`, for values up to 448; codes of values that are not finite are not
-    kept."""
+    """See `kernels.fp8.reference`. Values are at most 448; codes of values that are not finite are unused."""
     magnitude = tl.abs(value)
     normal = magnitude.to(tl.int32, bitcast=True) - 0x3C000000
     subnormal = (magnitude + 0.015625).to(tl.int32, bitcast=True) - 0x3C800000
@@ -471,7 +470,7 @@ def _half_bits(value):
 
 @triton.jit
 def _halved(value, pointers, mask):
-    """value rounded to bf16 and stored so."""
+    """Round `value` to bf16, store it and return it."""
     bits = _half_bits(value)
     tl.store(pointers, bits.to(tl.int16), mask=mask)
     return (bits << 16).to(tl.float32, bitcast=True)
@@ -479,7 +478,7 @@ def _halved(value, pointers, mask):
 
 @triton.jit
 def _code_rows(x, half, codes, scales, width, stride, HALF: tl.constexpr, CHUNK: tl.constexpr):
-    """HALF: round to bf16 first, to `half` too."""
+    """Code a row. With HALF, first round it to bf16 and store that in `half`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, CHUNK)
     if width <= CHUNK:
@@ -508,7 +507,7 @@ def _code_rows(x, half, codes, scales, width, stride, HALF: tl.constexpr, CHUNK:
 
 @triton.jit
 def _column_peaks(x, peaks, rows, width, stride, TILE: tl.constexpr):
-    """The bits of each column's largest magnitude. The order of integers' maxima changes nothing."""
+    """The bits of each column's largest magnitude, as a maximum of integers, which is exact in any order."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -523,7 +522,7 @@ def _code_columns(x, peaks, codes, scales, rows, width, stride, length, TILE: tl
     inside = (row < rows)[:, None] & (column < width)[None, :]
     value = widened(tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0))
     peak = tl.load(peaks + column, mask=column < width, other=0)
-    # Rows beyond the matrix are 0 and have the code 0.
+    # Rows outside the matrix are 0 and have the code 0.
     place = codes + column[:, None] * length + row[None, :]
     written = (column < width)[:, None] & (row < length)[None, :]
     store_codes(place, tl.trans(value), peak[:, None], written)

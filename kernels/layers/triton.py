@@ -1,5 +1,5 @@
-"""Rotary position embedding in place and dropout, bit for bit as in `kernels.common.layers`, the residual
-sum, and the cross entropy of logits with their gradients in their place."""
+"""Rotary position embedding in place and dropout, with the bits of `kernels.common.layers`; the residual sum;
+and the cross entropy of logits, with gradients that replace the logits."""
 
 import torch
 import triton
@@ -11,18 +11,18 @@ from kernels.common.triton.numbers import as_bits, mixed, wrapped
 
 _DROP_MASK = tl.constexpr((1 << DROP_BITS) - 1)
 ADDED = 4096
-"""Elements that a program adds."""
+"""Elements per program of `add`."""
 HEADS = 8
-"""Heads that a program turns at a time. No bit depends on it."""
+"""Heads that a program rotates at a time. No bit depends on it."""
 LOGITS = 4096
-"""Of a token that a program reads at a time; sums have their order."""
+"""A token's logits that a program reads at a time. They determine the order of sums."""
 
 
 @store_jit
 def _rotate(
     x, out, cos, sin, length, heads, row_stride, sign, D: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr
 ):
-    """Turn one token's heads, a row of x, [heads, D] contiguous. `out` is `as_bits(x)`."""
+    """Rotate one token's heads, a contiguous row [heads, D] of x. `out` is `as_bits(x)`."""
     token = tl.program_id(0)
     column = tl.arange(0, HALF)
     here = column < D // 2
@@ -52,7 +52,7 @@ def _drop(x, out, salt, n, width, first, stride, least, factor, B: tl.constexpr)
     """out = x * factor where an element's random bits reach `least`, else x * 0."""
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     real = place < n
-    # The lower half of the element's number is all that is hashed.
+    # Only the lower half of the element's number is hashed.
     element = (place // width * stride + place % width + first).to(tl.uint32)
     bits = mixed(element ^ tl.load(salt).to(tl.uint32)) & _DROP_MASK
     kept = bits.to(tl.int32) >= least
@@ -63,13 +63,13 @@ def _drop(x, out, salt, n, width, first, stride, least, factor, B: tl.constexpr)
 def _cross_entropy(
     logits, out, labels, losses, columns, ignored, scale, GRADIENTS: tl.constexpr, B: tl.constexpr
 ):
-    """One token's loss; with `GRADIENTS`, those of its logits times `scale`. `out` is `as_bits(logits)`."""
+    """A token's loss; with `GRADIENTS`, its logits' gradients times `scale`. `out` is `as_bits(logits)`."""
     token = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + token)
     counts = (label != ignored).to(tl.float32)
     logits += token * columns
     out += token * columns
-    # Read before the first wait for the program's other warps: gradients may soon be in its place.
+    # Read before the first barrier of the program's warps, because gradients may soon overwrite it.
     chosen = load_wide(logits + label, (label >= 0) & (label < columns))
     largest = -float("inf")
     total = 0.0
@@ -98,7 +98,7 @@ def _cross_entropy(
 def cross_entropy_(
     logits: torch.Tensor, labels: torch.Tensor, ignored: int, scale: float | None
 ) -> torch.Tensor:
-    """As `kernels.common.layers.cross_entropy_`, of contiguous logits."""
+    """See `kernels.common.layers.cross_entropy_`; logits are contiguous."""
     losses = torch.empty(len(labels), device=logits.device)
     if len(labels):
         _cross_entropy[(len(labels),)](
@@ -118,7 +118,7 @@ def cross_entropy_(
 
 
 def drop(x: torch.Tensor, salt: torch.Tensor, share: float, *, first: int, stride: int) -> torch.Tensor:
-    """As `kernels.common.layers.drop`, of float32 or bfloat16."""
+    """See `kernels.common.layers.drop`; x is float32 or bfloat16."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
@@ -131,7 +131,7 @@ def drop(x: torch.Tensor, salt: torch.Tensor, share: float, *, first: int, strid
             wrapped(first),
             stride,
             drop_threshold(share),
-            # As x's dtype holds it, which the reference multiplies by.
+            # Rounded to x's dtype, as in the reference.
             torch.tensor(1.0 / (1.0 - share), dtype=x.dtype).item(),
             B=ADDED,
             num_warps=8,
@@ -151,8 +151,8 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """x [B, S, H, D] turned: in place where a token's heads are contiguous and tokens are evenly spaced, as
-    columns of a wider tensor too; else a turned copy."""
+    """Rotate x [B, S, H, D]: in place if a token's heads are contiguous and tokens are evenly spaced, as in
+    columns of a wider tensor; else returns a rotated copy."""
     batch, length, heads, width = x.shape
     even = batch == 1 or x.stride(0) == length * x.stride(1)
     if not even or x.stride()[2:] != (width, 1):

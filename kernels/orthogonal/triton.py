@@ -1,8 +1,8 @@
 """`kernels.orthogonal.reference` on GPUs: products of bfloat16, summed in float32, for many matrices at once.
 
-A program makes one tile of one matrix and adds up its products in one order, whichever other matrices the
-launch has: a library's batched product chooses its order by their number. Products of a matrix by its own
-transpose are symmetric, so of their tiles those on and below the diagonal are computed, and stored twice.
+A program computes one tile of one matrix and adds its products in the same order whatever other matrices the
+launch has; a library's batched product chooses its order by their number. The product of a matrix and its own
+transpose is symmetric, so only tiles on and below the diagonal are computed, and each is stored twice.
 
 Shape legend: N matrices, M rows of the shorter side, K columns of the longer one.
 """
@@ -20,7 +20,7 @@ from kernels.orthogonal.reference import ITERATIONS, LEAST_NORM, POLYNOMIALS
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut: rows and columns of a tile, and how many products are added at a time."""
+    """Rows and columns of a product's tile, and how many summands are added at a time."""
 
     rows: int = 128
     columns: int = 128
@@ -33,12 +33,12 @@ TILES = Tiles()
 
 
 def orthogonal(matrices: Sequence[Tensor], iterations: int = ITERATIONS) -> Tensor:
-    """As `kernels.orthogonal.reference.orthogonal`, in bfloat16."""
+    """See `kernels.orthogonal.reference.orthogonal`; computes in bfloat16."""
     return iterate(normalized(matrices, torch.bfloat16), iterations=iterations)
 
 
 def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Each over its norm, [matrices, rows, columns]."""
+    """Each matrix divided by its norm, stacked to [matrices, rows, columns]."""
     norms = torch.stack(torch._foreach_norm(list(matrices))).clamp_(min=LEAST_NORM)
     x = matrices[0].new_empty((len(matrices), *matrices[0].shape), dtype=dtype)
     for matrix, norm, into in zip(matrices, norms.unbind(), x.unbind(), strict=True):
@@ -47,7 +47,7 @@ def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def iterate(x: Tensor, tiles: Tiles = TILES, iterations: int = ITERATIONS) -> Tensor:
-    """The iteration on normalized matrices [N, rows, columns], whose memory it may use."""
+    """Iterate on normalized matrices [N, rows, columns], whose memory may be overwritten."""
     other, is_tall = torch.empty_like(x), x.shape[1] > x.shape[2]
     short = min(x.shape[1:])
     square, polynomial = (x.new_empty((len(x), short, short)) for _ in range(2))
@@ -63,7 +63,7 @@ def iterate(x: Tensor, tiles: Tiles = TILES, iterations: int = ITERATIONS) -> Te
 def symmetric(
     x: Tensor, into: Tensor, tiles: Tiles = TILES, *, beta: float = 0.0, alpha: float = 1.0
 ) -> None:
-    """into [N, M, M] = alpha x x^T of x [N, M, K]; plus beta x, where x is symmetric itself."""
+    """into [N, M, M] = alpha x x^T, for x [N, M, K]; plus beta x if x itself is symmetric."""
     count, rows, inner = x.shape
     # Tiles are square, so that one on the diagonal is whole.
     size = _size(tiles.rows, rows)
@@ -87,7 +87,7 @@ def symmetric(
 
 
 def product(polynomial: Tensor, x: Tensor, into: Tensor, tiles: Tiles = TILES, *, beta: float) -> None:
-    """into = beta x + polynomial x, of polynomial [N, M, M] and x [N, M, K], with the strides of x."""
+    """into = beta x + polynomial x, for polynomial [N, M, M] and x [N, M, K], with the strides of x."""
     assert x.stride() == into.stride()
     count, rows, columns = x.shape
     height, width = _size(tiles.rows, rows), _size(tiles.columns, columns)
@@ -111,7 +111,7 @@ def product(polynomial: Tensor, x: Tensor, into: Tensor, tiles: Tiles = TILES, *
 
 
 def _size(most: int, length: int) -> int:
-    """Of a tile along a side: a function of its length alone. Tensor cores take 16 at least."""
+    """The size of a tile along a side, a function of its length only. Tensor cores need at least 16."""
     return int(min(most, max(16, triton.next_power_of_2(length))))
 
 

@@ -1,8 +1,7 @@
 """SwiGLU and GELU whose result, or whose inputs' gradients, are the operand of a product in e4m3.
 
-One program a row, because a row has one scale (`kernels.fp8.rows`): it goes through the row twice, and what
-it reads again is still in the cache. The codes are those of `kernels.blockfloat.triton.ffn`'s results,
-rounded as those are.
+One program per row, because a row has one scale (`kernels.fp8.rows`). It reads the row twice, the second time
+from the cache. It codes the results of `kernels.blockfloat.triton.ffn`, with the same rounding.
 """
 
 import torch
@@ -26,7 +25,7 @@ from kernels.common.triton.numbers import as_bits
 from kernels.fp8.rows import Coded
 
 BLOCKS = 16
-"""Blocks of 128 that a program reads at a time, and its warps; no bit depends on them."""
+"""Blocks of 128 that a program reads at a time, and its warps. No bit depends on them."""
 WARPS = 4
 
 
@@ -59,7 +58,7 @@ def _forward(
     GATED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The codes of the result, rounded to the dtype of `like`; the inputs stored (BITS of 0: not)."""
+    """Write the codes of the result, rounded to the dtype of `like`; store the inputs unless BITS is 0."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, T)
     peaks = tl.zeros((T, 128), tl.int32)
@@ -102,7 +101,7 @@ def _backward(
     GATED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """As `kernels.blockfloat.triton.ffn`'s; and the codes of the gradients, the gate's and then up's."""
+    """See `kernels.blockfloat.triton.ffn._backward`. Also writes the gradients' codes, the gate's first."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, T)
     peaks = tl.zeros((T, 128), tl.int32)
@@ -132,7 +131,7 @@ def _backward(
             store_rounded(target + width, of_u, real)
             peaks = tl.maximum(peaks, tl.where(real, magnitude_bits(as_stored(of_u, made)), 0))
     peak = tl.max(tl.max(peaks, 1), 0)
-    # What other threads stored above is read below.
+    # The code below reads what other threads stored above.
     tl.debug_barrier()
     for start in range(0, wide, T * 128):
         columns = start + t[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -145,8 +144,8 @@ def _backward(
 def activation(
     gate: torch.Tensor, up: torch.Tensor | None, bits: int
 ) -> tuple[Coded, torch.Tensor, torch.Tensor]:
-    """The codes of silu(gate) * up, or of gelu(gate) without `up`; the inputs stored as
-    `kernels.blockfloat.layers.ffn_store` does, empty with `bits` of 0."""
+    """The codes of silu(gate) * up, or of gelu(gate) without `up`; and the stored inputs as in
+    `kernels.blockfloat.layers.ffn_store`, empty if `bits` is 0."""
     first = row_view(gate)
     second = first if up is None else row_view(up)
     if second.stride(0) != first.stride(0):
@@ -182,7 +181,7 @@ def activation(
 def activation_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, bits: int
 ) -> tuple[torch.Tensor, Coded]:
-    """As `kernels.blockfloat.triton.ffn.ffn_backward`, and the codes of its result's rows."""
+    """See `kernels.blockfloat.triton.ffn.ffn_backward`. Also returns the codes of its result's rows."""
     width = grad.shape[-1]
     gated = up is not None
     grads = grad.new_empty(*grad.shape[:-1], 2 * width if gated else width)

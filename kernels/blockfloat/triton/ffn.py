@@ -27,14 +27,15 @@ _CUBE = tl.constexpr(0.044715)
 
 @triton.jit
 def _sigmoid(v):
-    """1 / (1 + exp(-v)), the bits of Triton's `exp` and division.
+    """1 / (1 + exp(-v)), with the bits of Triton's `exp` and division.
 
-    Those take care of subnormal powers, which 1 swallows, and of divisors below 1, which there are none of.
+    It omits their handling of subnormal powers, which vanish beside 1, and of divisors below 1, which do not
+    occur.
     """
     if _INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-v))
     divisor = 1.0 + tl.exp2(v * -1.4426950408889634)
-    # Of larger divisors the inverse is subnormal.
+    # The inverse of a larger divisor is subnormal.
     factor = tl.where(divisor > 8.507059173023461e37, 0.25, 1.0)
     return libdevice.fast_dividef(1.0, divisor * factor) * factor
 
@@ -94,15 +95,15 @@ def _forward(
     GELU: tl.constexpr,
     T: tl.constexpr,
 ):
-    """inner = silu(gate) * up, gelu(gate) * up if GELU, or gelu(gate) if not GATED; the inputs stored (BITS
-    of 0: not)."""
+    """inner = silu(gate) * up, gelu(gate) * up if GELU, or gelu(gate) if not GATED. Stores the inputs unless
+    BITS is 0."""
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
     columns = column[:, None] + tl.arange(0, 128)[None, :]
     real = inside[:, None] & (columns < width)
     source = (row * stride)[:, None] + columns
-    # All reads come before the first wait: the compiler moves none across it.
+    # All reads come before the first wait, because the compiler moves none across it.
     g = load_wide(gate + source, real)
     u = load_wide(up + source, real) if GATED else g
     store_rounded(inner + (row * width)[:, None] + columns, result_of(g, u, GATED, GELU), real)
@@ -132,7 +133,7 @@ def _backward(
 ):
     """Gradients of the stored inputs, and inner computed again; `inner` may be `grad`.
 
-    `stride`: of the inputs' rows where BITS is 0, `out_stride` of their gradients'.
+    `stride` is that of the inputs' rows if BITS is 0, `out_stride` that of their gradients.
     """
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
@@ -163,7 +164,7 @@ def _backward(
 
 
 def activation(gate: torch.Tensor, up: torch.Tensor | None, gelu: bool = False) -> torch.Tensor:
-    """silu(gate) * up, with `gelu` gelu(gate) * up, or gelu(gate) without `up`; nothing is stored."""
+    """silu(gate) * up, with `gelu` gelu(gate) * up, or gelu(gate) without `up`. Stores nothing."""
     inner = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     none = inner.new_empty(0, dtype=torch.uint8)
     _run_forward(gate, up, inner, none, none, 0, gelu)
@@ -173,7 +174,7 @@ def activation(gate: torch.Tensor, up: torch.Tensor | None, gelu: bool = False) 
 def ffn_store(
     gate: torch.Tensor, up: torch.Tensor | None, bits: int, gelu: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `kernels.blockfloat.layers.ffn_store`."""
+    """See `kernels.blockfloat.layers.ffn_store`."""
     inner = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     packed_gate = empty_packed(gate.shape, bits, gate.device)
     packed_up = packed_gate.new_empty(0) if up is None else empty_packed(gate.shape, bits, gate.device)
@@ -223,9 +224,10 @@ def ffn_backward(
     bits: int,
     gelu: bool = False,
 ) -> torch.Tensor:
-    """As `kernels.blockfloat.layers.ffn_backward`: `grad`, contiguous, becomes the inner activations.
+    """See `kernels.blockfloat.layers.ffn_backward`. Overwrites `grad`, contiguous, with the inner
+    activations.
 
-    `bits` of 0: `packed_gate` and `packed_up` are the inputs as they were.
+    If `bits` is 0, `packed_gate` and `packed_up` are the unpacked inputs.
     """
     count, width = blocks_of(grad.shape), grad.shape[-1]
     gated = packed_up is not None

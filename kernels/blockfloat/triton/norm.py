@@ -1,7 +1,7 @@
 """Norms that store their input as they read it, and norms recomputed from the stored input.
 
-One program a row, all of it in registers. The number of threads that share a row changes the bits of its
-sums, so it follows from the width alone.
+One program per row, which is entirely in registers. The number of threads that share a row changes the bits
+of its sums, so it depends only on the width.
 """
 
 import torch
@@ -27,7 +27,7 @@ from kernels.common.triton.numbers import as_bits
 from kernels.fp8.rows import Coded
 
 # Warps of all programs of the backward kernel together: 32 for each of 132 multiprocessors. Each program sums
-# the weight's gradient over its share of the rows, so their number changes bits: it follows from the width.
+# the weight's gradient over its share of the rows, so their number changes bits; it depends on the width.
 BACKWARD_WARPS = 4224
 
 
@@ -38,7 +38,7 @@ def _total(v):
 
 @triton.jit
 def _normal(y, real, width, eps, LAYER: tl.constexpr):
-    """y normalised, 0 outside, and the factor by which it was."""
+    """y normalised, 0 outside, and the normalising factor."""
     if LAYER:
         y = tl.where(real, y - _total(y) / width, 0.0)
     inverse = 1.0 / tl.sqrt(_total(y * y) / width + eps)
@@ -67,8 +67,8 @@ def _forward(
     CODED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The norm of one row. STORED: of the row in `packed`; else of x, which is packed unless BITS is 0.
-    CODED: in e4m3, after it is rounded to the dtype of `normed`, which is not written."""
+    """The norm of one row: with STORED of the row in `packed`, else of x, which is packed unless BITS is 0.
+    With CODED it is rounded to the dtype of `normed` and written only in e4m3."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, T)
     inside = t < per_row
@@ -112,7 +112,7 @@ def _backward(
     LAYER: tl.constexpr,
     T: tl.constexpr,
 ):
-    """out = residual + gradient of the row; partial sums of the parameters' gradients, a row a program."""
+    """out = residual + gradient of the row; and partial sums of the parameters' gradients, one row each."""
     program = tl.program_id(0)
     t = tl.arange(0, T)
     inside = t < per_row
@@ -127,7 +127,7 @@ def _backward(
             y = tl.where(real, load_blocks(packed, n, row * per_row + t, inside, BITS), 0.0)
         else:
             y = load_wide(packed + row * width + columns, real)
-        # All reads come before the first wait: the compiler moves none across it.
+        # All reads come before the first wait, because the compiler moves none across it.
         upstream = load_wide(grad + row * width + columns, real)
         beside = load_wide(residual + row * width + columns, real)
         normal, inverse = _normal(y, real, width, eps, LAYER)
@@ -152,15 +152,15 @@ def _launch(width: int) -> dict[str, int]:
 
 
 def _registers(launch: dict[str, int], device: torch.device) -> dict[str, int]:
-    """So few a thread that 16 warps of the backward kernel share a multiprocessor: some read while others
-    compute. With more than 16 elements a thread too much of it would go to memory."""
+    """Limits registers per thread so that 16 warps of the backward kernel share a multiprocessor, and some
+    read while others compute. With more than 16 elements per thread, too many registers would spill."""
     return {"maxnreg": 128} if launch["T"] <= 4 * launch["num_warps"] and limits_registers(device) else {}
 
 
 def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The norm of x in `dtype`; nothing is stored."""
+    """The norm of x in `dtype`. Stores nothing."""
     rows = row_view(x)
     normed = torch.empty(x.shape, dtype=dtype, device=x.device)
     if rows.shape[0]:
@@ -176,7 +176,7 @@ def norm_store(
     bits: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x in `dtype`, and x stored (`kernels.blockfloat.layers.norm_store`)."""
+    """The norm of x in `dtype`, and the stored x (`kernels.blockfloat.layers.norm_store`)."""
     if bits >= APART:
         return norm(x, weight, bias, eps, dtype), pack(x, bits)
     rows = row_view(x)
@@ -196,7 +196,7 @@ def coded_norm(
     dtype: torch.dtype,
 ) -> tuple[Coded, torch.Tensor]:
     """The codes of the rows of the norm of x in `dtype` (`kernels.fp8.rows`), and x stored in `bits`, empty
-    with 0."""
+    if that is 0."""
     rows = row_view(x)
     like = torch.empty(0, dtype=dtype, device=x.device)
     packed = empty_packed(x.shape, bits, x.device) if bits else like
@@ -272,7 +272,7 @@ def norm_backward(
     *,
     programs: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `kernels.blockfloat.layers.norm_backward`; `bits` of 0: `packed` is the norm's input as it was."""
+    """See `kernels.blockfloat.layers.norm_backward`. If `bits` is 0, `packed` is the unpacked input."""
     if bits >= APART:
         packed, bits = unpack(packed, grad.shape, bits, torch.float32), 0
     width = grad.shape[-1]

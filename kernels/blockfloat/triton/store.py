@@ -1,9 +1,9 @@
 """`kernels.blockfloat.reference` in Triton: the same bits, alone or inside kernels that produce the tensor.
 
-T blocks are `[T, 128]`, as they lie in memory, so that neighbouring threads read neighbouring bytes; the 8
-elements that share a word of a shard belong to one thread if rows begin where 16 bytes do. Every reduction
-here is a maximum of integers, exact in any order; the rest is elementwise, one rounding an operation. Compile
-with `enable_fp_fusion=False`.
+T blocks are `[T, 128]`, as they lie in memory, so that neighbouring threads read neighbouring bytes. The 8
+elements that share a word of a shard belong to one thread if rows are aligned to 16 bytes. Every reduction
+here is a maximum of integers, exact in any order; the rest is elementwise, with one rounding per operation.
+Compile with `enable_fp_fusion=False`.
 """
 
 import torch
@@ -42,20 +42,20 @@ _SMALL_0, _SMALL_1, _SMALL_2, _SMALL_3 = (tl.constexpr(value) for value in SMALL
 # `MAGIC_BITS` at each of a word's eight places.
 _MAGIC_IN_ALL = tl.constexpr((MAGIC_BITS.value * 0x11111111 + 2**31) % 2**32 - 2**31)
 
-# Triton compiles again for sizes that are 1 or multiples of 16. That gains something for `width` and `stride`
-# alone, by which it knows that a thread may read several elements at once.
+# Triton specializes kernels for sizes that are 1 or multiples of 16. That helps only for `width` and
+# `stride`, from which it knows that a thread may read several elements at once.
 SIZES = ("n", "rows", "per_row")
 
-# Blocks of a program, and its warps; no bit depends on them.
+# Blocks per program, and its warps. No bit depends on them.
 BLOCKS = 8
 WARPS = 4
 ROWS_SUMMED = 256
-"""Rows of a program that sums channels."""
+"""Rows per program that sums channels."""
 
 
 @triton.jit
 def load_wide(pointers, mask):
-    """fp32 of fp32, fp16 or bf16 numbers, 0 where masked."""
+    """Load fp32, fp16 or bf16 numbers as fp32, 0 where masked."""
     values = tl.load(pointers, mask=mask, other=0.0)
     if pointers.dtype.element_ty == tl.bfloat16:
         # The interpreter's own conversion is wrong for subnormal numbers.
@@ -84,7 +84,7 @@ def store_rounded(pointers, y, mask):
 
 @triton.jit
 def as_stored(y, pointers):
-    """What `store_rounded` stores of y, as fp32; for pointers to fp32 or bf16."""
+    """y as `store_rounded` stores it, in fp32; for pointers to fp32 or bf16."""
     if pointers.dtype.element_ty == tl.float32:
         rounded = y
     else:
@@ -104,7 +104,7 @@ def _scale_bits(largest, LIMIT: tl.constexpr):
 def _nearest(scaled, BITS: tl.constexpr):
     """The nearest magnitude codes, above `MAGIC_BITS`, of magnitudes in scales, up to the limit."""
     STEP: tl.constexpr = 1 << (BITS - 3)
-    # Products with powers of two are exact, and so is a fused multiplication.
+    # Products with powers of two are exact, so fused multiplication changes nothing.
     nearest = tl.minimum(scaled + MAGIC, tl.fma(scaled, 0.5, MAGIC + STEP))
     nearest = tl.minimum(nearest, tl.fma(scaled, 0.25, MAGIC + 2 * STEP))
     return nearest.to(tl.int32, bitcast=True)
@@ -127,8 +127,8 @@ def _codes(y, inverse, BITS: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _words_of_fours(y, scale, inverse):
-    """Codes of 4 bits, eight a word: int32 `[T, 16]`."""
-    # No magnitude is so far above the limit that it gets another code, but in a block of NaNs.
+    """Codes of 4 bits, eight per word: int32 `[T, 16]`."""
+    # Only in a block of NaNs is a magnitude so far above the limit that its code changes.
     nearest = _nearest(tl.abs(y) * inverse[:, None], 4)
     place = tl.arange(0, 8)[None, None, :] * 4
     # The codes do not overlap, so a word is their sum. What each has above it is subtracted from all.
@@ -142,8 +142,8 @@ def _words_of_fours(y, scale, inverse):
 def _words_at(start, block, WIDTH: tl.constexpr):
     """Pointers `[T, 16]` to the words of 8 codes in the shard at `start`.
 
-    To the compiler each may lie anywhere, so a thread gets a word at a time: its elements are those that
-    the thread reads or writes as 16 bytes of bf16, and none has to go to another thread.
+    The compiler cannot tell that they are contiguous, so it gives a thread one word at a time. The word's
+    elements are those that the thread reads or writes as 16 bytes of bf16, so none moves to another thread.
     """
     if WIDTH == 4:
         words = start.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -162,7 +162,7 @@ def _store_words(start, block, inside, words, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store_shard(start, block, inside, codes, WIDTH: tl.constexpr):
-    """The lowest WIDTH bits of codes `[T, 128]` to the shard at `start`."""
+    """Store the lowest WIDTH bits of codes `[T, 128]` in the shard at `start`."""
     if WIDTH == 8:
         where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         tl.store(start + where, codes.to(tl.uint8), mask=inside[:, None])
@@ -174,13 +174,13 @@ def _store_shard(start, block, inside, codes, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_words(start, block, inside, WIDTH: tl.constexpr):
-    """What `_store_words` stored, int32."""
+    """Load what `_store_words` stored, int32."""
     return tl.load(_words_at(start, block, WIDTH), mask=inside[:, None], other=0).to(tl.int32)
 
 
 @triton.jit
 def _in_a_row(a, b, c, d, e, f, g, h):
-    """`[T, 128]` of eight `[T, 16]`: their elements in turn, in the threads that have them."""
+    """Interleave the elements of eight `[T, 16]` to `[T, 128]`, within the threads that have them."""
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.reshape(tl.join(even, odd), (a.shape[0], 128))
@@ -210,16 +210,16 @@ def _load_shard(start, block, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _small_number(word, LEFT: tl.constexpr):
-    """fp32, times 2**-127, of the code in e2m1 whose sign is `LEFT` bits below the word's: its exponent gets
-    the lowest bits of fp32's, its mantissa the highest of fp32's."""
-    # Of the bits between, copies of the sign, none is kept.
+    """2**-127 times the value, in fp32, of the e2m1 code whose sign is `LEFT` bits below the word's. Its
+    exponent takes the lowest bits of fp32's exponent, its mantissa the highest bits of fp32's mantissa."""
+    # The bits between are copies of the sign and are dropped.
     bits = ((word << LEFT) >> 6) & -2118123520
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load_fours(start, block, inside):
-    """What codes of 4 bits stand for, in scales: fp32 `[T, 128]`."""
+    """The values of codes of 4 bits, in units of the scale: fp32 `[T, 128]`."""
     w = _load_words(start, block, inside, 4)
     small = _in_a_row(
         _small_number(w, 28),
@@ -231,7 +231,7 @@ def _load_fours(start, block, inside):
         _small_number(w, 4),
         _small_number(w, 0),
     )
-    # Exact, also of fp32's subnormal numbers, which are those of e2m1.
+    # Exact, also for fp32's subnormal numbers, which hold e2m1's subnormal ones.
     return small * 170141183460469231731687303715884105728.0
 
 
@@ -243,7 +243,7 @@ def _payload(n):
 
 @triton.jit
 def store_blocks(packed, n, block, inside, y, BITS: tl.constexpr, LIMIT: tl.constexpr):
-    """Store y, fp32 `[T, 128]`, zeros where there is padding, as blocks `block` (int64 `[T]`) of n."""
+    """Store y, fp32 `[T, 128]` with zeros as padding, as the blocks `block` (int64 `[T]`) of n."""
     if BITS == 16:
         bits = y.to(tl.int32, bitcast=True)
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN_SCALE, half_bits(y)).to(tl.int16)
@@ -307,7 +307,7 @@ def load_blocks(packed, n, block, inside, BITS: tl.constexpr):
                 # 2**23 + value, exactly.
                 magnitude = (value | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
             y = magnitude * scale
-            # The sign as a bit, so that a zero keeps its own.
+            # The sign is set as a bit, so that a zero keeps its own.
             sign = (codes << (32 - BITS)) & -2147483648
             y = (y.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
     return y
@@ -316,14 +316,14 @@ def load_blocks(packed, n, block, inside, BITS: tl.constexpr):
 @triton.jit
 def block_columns(block, per_row):
     """Each block's row (int64) and first column."""
-    # There are never so many blocks that 32 bits, whose division is several times as fast, cannot count them.
+    # Blocks always fit in 32 bits, whose division is several times as fast.
     narrow = block.to(tl.int32)
     row = narrow // per_row
     return row.to(tl.int64), (narrow - row * per_row) * 128
 
 
 def store_jit(function):
-    """`triton.jit` for kernels that are launched: one compilation for all sizes."""
+    """`triton.jit` for kernels that the host launches: one compilation for all sizes."""
     return triton.jit(function, do_not_specialize=SIZES)
 
 
@@ -341,7 +341,7 @@ def _pack(
     APART: tl.constexpr,
     T: tl.constexpr,
 ):
-    """APART: channels that are 1 in `apart` count as 0."""
+    """Pack blocks. With APART, channels that are 1 in `apart` count as 0."""
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
@@ -366,7 +366,7 @@ def _unpack(packed, out, n, width, per_row, BITS: tl.constexpr, T: tl.constexpr)
 
 @store_jit
 def _channel_sums(x, by, sums, rows, width, stride, per_program, T: tl.constexpr):
-    """Of 128 channels and `per_program` rows (`kernels.blockfloat.outliers.channel_sums`)."""
+    """Sum 128 channels over `per_program` rows (`kernels.blockfloat.outliers.channel_sums`)."""
     columns = tl.program_id(0) * 128 + tl.arange(0, 128)
     factor = tl.load(by)
     first = tl.program_id(1).to(tl.int64) * per_program
@@ -382,13 +382,13 @@ def _channel_sums(x, by, sums, rows, width, stride, per_program, T: tl.constexpr
 
 
 def row_view(x: torch.Tensor) -> torch.Tensor:
-    """`[..., C]` as `[rows, C]` with contiguous elements in a row; a copy only where no such view exists."""
+    """`[..., C]` as `[rows, C]` with contiguous elements in a row; a copy only if there is no such view."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def empty_packed(shape: torch.Size, bits: int, device: torch.device) -> torch.Tensor:
-    """The buffer of a stored tensor; its gap after the scales holds zeros, the rest is to be written."""
+    """The buffer of a stored tensor: the gap after the scales is zero, the rest uninitialized."""
     packed = torch.empty(packed_bytes(shape, bits), dtype=torch.uint8, device=device)
     blocks = blocks_of(shape)
     if bits != 16 and (2 * blocks) % 16:
@@ -397,7 +397,7 @@ def empty_packed(shape: torch.Size, bits: int, device: torch.device) -> torch.Te
 
 
 def channel_sums(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """As `kernels.blockfloat.outliers.channel_sums`."""
+    """See `kernels.blockfloat.outliers.channel_sums`."""
     rows = row_view(rows)
     count, width = rows.shape
     programs = max(1, triton.cdiv(count, ROWS_SUMMED))
@@ -425,7 +425,7 @@ def pack(
     blocks: int = BLOCKS,
     warps: int = WARPS,
 ) -> torch.Tensor:
-    """As `kernels.blockfloat.reference.pack`. Never waits. `apart`: channels that count as 0, int64 [K]."""
+    """See `kernels.blockfloat.reference.pack`. Never waits. `apart`: channels that count as 0, int64 [K]."""
     if bits >= APART:
         return outliers.pack(x, bits, channel_sums, pack)
     is_apart = x
@@ -462,7 +462,7 @@ def unpack(
     blocks: int = BLOCKS,
     warps: int = WARPS,
 ) -> torch.Tensor:
-    """As `kernels.blockfloat.reference.unpack`."""
+    """See `kernels.blockfloat.reference.unpack`."""
     if bits >= APART:
         return outliers.put_back(unpack(packed, shape, bits - APART, dtype), packed, bits)
     out = torch.empty(shape, dtype=dtype, device=packed.device)

@@ -1,4 +1,4 @@
-"""e4m3 numbers in Triton, the bits of `kernels.fp8.reference` and `kernels.fp8.rows`."""
+"""e4m3 numbers in Triton, with the bits of `kernels.fp8.reference` and `kernels.fp8.rows`."""
 
 import triton
 import triton.language as tl
@@ -14,14 +14,14 @@ def _of_table() -> bool:
     return target is not None and devices.of_target(target.arch).fp8_conversions
 
 
-# Triton refuses functions that are not its own, as it could not tell when they change. What this one gives
-# follows from the target, which Triton knows.
+# Triton refuses other functions, because it could not tell when they change. The result of this one depends
+# only on the target, which Triton knows.
 vars(_of_table)["__triton_builtin__"] = True
 
 
 @constexpr_function
 def converts_e4m3():
-    """Whether the device that a kernel is compiled for converts to and from e4m3 itself."""
+    """Whether the device that a kernel is compiled for has conversions to and from e4m3."""
     return _of_table()
 
 
@@ -69,5 +69,5 @@ def store_codes(pointers, value, peak, mask):
 
 @triton.jit
 def scale_of(peak):
-    """A row's scale; not a number if the row is not finite."""
+    """A row's scale; NaN if the row is not finite."""
     return tl.where(peak < 0x7F800000, power_of_two(exponent_of(peak)), float("nan"))

@@ -1,8 +1,8 @@
 """Exact arithmetic on floats and whole numbers in Triton, and how kernels are compiled and chained.
 
-All arithmetic is that of `kernels.common.tiles`, one rounding an operation: compile with
-`enable_fp_fusion=False`. Outside of `quotient` and `reciprocal` a `tl.fma` stands only where its product is
-exact, so that the interpreter, which rounds it, gives the same.
+The arithmetic is that of `kernels.common.tiles`, with one rounding per operation: compile with
+`enable_fp_fusion=False`. Outside `quotient` and `reciprocal`, `tl.fma` is used only where its product is
+exact, so that the interpreter, which rounds the product, gives the same bits.
 """
 
 import os
@@ -15,7 +15,7 @@ from triton.language.extra import cuda, libdevice
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
-# Bound where kernels are defined: under the interpreter tensors lie on the CPU.
+# Bound when kernels are defined: under the interpreter, tensors are on the CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 # x + MAGIC rounds x to an integer, ties to even, and holds it in its lowest bits, for |x| < 2**22.
@@ -27,8 +27,8 @@ _NON_FINITE = tl.constexpr(0x7FFF)
 _PART = tl.constexpr(128.0)
 
 RECORD = 128
-"""Bytes of a record (`in_record`) are a multiple of it."""
-# Triton compiles again for sizes that are 1 or multiples of 16, which gains nothing here.
+"""The size of a record (`in_record`) is a multiple of this many bytes."""
+# Triton specializes kernels for sizes that are 1 or multiples of 16, which gains nothing here.
 _SIZES = (
     "n",
     "tiles",
@@ -52,38 +52,38 @@ def lacks_functions():
 
 
 def sized_jit(function: Callable[..., None]) -> triton.runtime.jit.JITFunction:
-    """`triton.jit` for kernels that are launched: one compilation for all sizes."""
+    """`triton.jit` for kernels that the host launches: one compilation for all sizes."""
     return triton.jit(function, do_not_specialize=_SIZES)
 
 
 def wrapped(value: int) -> int:
-    """As a signed 32-bit integer."""
+    """`value` as a signed 32-bit integer."""
     return (value + 2**31) % 2**32 - 2**31
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """bf16 as int16 under the interpreter, which truncates when it stores bf16; else the tensor."""
+    """bf16 viewed as int16 under the interpreter, which truncates when it stores bf16; else the tensor."""
     return tensor.view(torch.int16) if INTERPRETED and tensor.dtype == torch.bfloat16 else tensor
 
 
 @triton.jit
 def in_record(pointer, number, record):
-    """Where `pointer`, which is into the first of many records of `record` times `RECORD` bytes each, points
-    in one of them (int64). A constant factor, so that the compiler knows what addresses are multiples of."""
+    """Move `pointer` from the first of many records of `record` times `RECORD` bytes to record `number`
+    (int64). The constant factor tells the compiler how addresses are aligned."""
     return pointer + number * record * (1024 // pointer.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    """Let the next kernel's programs start as this one's last are placed; they wait in `await_previous`."""
+    """Let the next kernel's programs start once this one's last are placed; they wait in `await_previous`."""
     if EARLY:
         cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def await_previous(EARLY: tl.constexpr):
-    """Before the first access to what earlier kernels of the same call wrote. Every program must come here,
-    so that waiting for this kernel also waits for those before it."""
+    """Wait before the first access to results of earlier kernels of the same call. Every program must call
+    it, so that waiting for this kernel also waits for the earlier ones."""
     if EARLY:
         cuda.gdc_wait()
 
@@ -102,7 +102,7 @@ def exponent_of(peak):
 
 @triton.jit
 def powers_of_two(exponent):
-    """2**exponent as two factors, the nearer to 1 first (`kernels.common.tiles.powers_of_two`)."""
+    """2**exponent as two factors, the one nearer to 1 first (`kernels.common.tiles.powers_of_two`)."""
     far = tl.minimum(tl.maximum(exponent, -126), 126)
     near = exponent - far
     return ((near + 127) << 23).to(tl.float32, bitcast=True), ((far + 127) << 23).to(tl.float32, bitcast=True)
@@ -110,7 +110,7 @@ def powers_of_two(exponent):
 
 @triton.jit
 def denormalised(y, exponent, LARGEST: tl.constexpr, LARGEST_EXPONENT: tl.constexpr):
-    """y times 2**exponent, within -LARGEST .. LARGEST, which is below 2**LARGEST_EXPONENT."""
+    """y times 2**exponent, clamped to -LARGEST .. LARGEST; LARGEST is below 2**LARGEST_EXPONENT."""
     near, far = powers_of_two(exponent)
     if (exponent < -126) | (exponent + 24 >= LARGEST_EXPONENT):
         y = tl.minimum(tl.maximum(y * near * far, -LARGEST), LARGEST)
@@ -124,9 +124,9 @@ def denormalised(y, exponent, LARGEST: tl.constexpr, LARGEST_EXPONENT: tl.conste
 def quotient(a, divisor, inverse):
     """a / divisor rounded once, for a whole divisor below 2**11 and its inverse rounded once.
 
-    The remainder of the first guess is exact, and no quotient of 24 digits by so short a divisor lies so near
-    to the middle of two numbers that the corrected guess could round the other way (Markstein). No branch,
-    which division has. Not for |a| below 2**-100, unless it is 0.
+    The remainder of the first guess is exact, and no quotient of 24 digits by so short a divisor is so near
+    to the middle of two numbers that the corrected guess could round the other way (Markstein). Unlike
+    division, it has no branch. Not valid for |a| below 2**-100, except 0.
     """
     if _INTERPRETED:
         q = tl.div_rn(a, tl.zeros_like(a) + divisor)
@@ -138,9 +138,10 @@ def quotient(a, divisor, inverse):
 
 @triton.jit
 def reciprocal(short):
-    """1 / short rounded once, for numbers of 11 digits from 2**-126 to 2**126, after one step by Newton.
+    """1 / short rounded once, for numbers of 11 digits from 2**-126 to 2**126, by one step of Newton's
+    method.
 
-    Its relative error is the square of the guess's, below 2**-40; the nearest middle is 2**-36 away."""
+    Its relative error is the square of the guess's, below 2**-40; the nearest midpoint is 2**-36 away."""
     if _INTERPRETED:
         inverse = tl.div_rn(tl.zeros_like(short) + 1.0, short)
     else:
@@ -159,7 +160,7 @@ def ceil_half(x):
 
 @triton.jit
 def half_value(bits):
-    """fp32 of fp16's bits in an int32."""
+    """The fp32 value of fp16's bits in an int32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -172,7 +173,7 @@ def floor_half(x):
 
 @triton.jit
 def ceil_short(x):
-    """x >= 0 rounded up to fp16's 11 digits, in fp32: what `ceil_half` gives, whatever the scale."""
+    """x >= 0 rounded up to fp16's 11 digits, in fp32: like `ceil_half`, but at any scale."""
     return ((x.to(tl.int32, bitcast=True) + 0x1FFF) & ~0x1FFF).to(tl.float32, bitcast=True)
 
 
@@ -182,7 +183,7 @@ def small_product(a, b):
 
     bf16 holds these numbers, and sums in fp32 are exact in any order while they stay below 2**24.
     """
-    # The interpreter computes nothing in bf16.
+    # The interpreter cannot compute in bf16.
     if _INTERPRETED:
         return tl.dot(a, b, input_precision="ieee")
     return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))

@@ -1,7 +1,7 @@
-"""Bit-planes in Triton (`kernels.common.bitplanes`): the codes of a block to words of 32 bits and back.
+"""Bit-planes in Triton (`kernels.common.bitplanes`): codes of a block to and from words of 32 bits.
 
 The 8 codes of a byte column are transposed in one word: byte p of the word is the column's byte of plane p.
-Four neighbouring columns are then half a plane's word of a tile, which is what memory holds.
+Four neighbouring columns are then half of a tile's word in a plane, as memory holds it.
 """
 
 import triton
@@ -14,8 +14,8 @@ BYTES = 0x01010101
 
 @triton.jit
 def transpose_nibbles(w):
-    """Transpose each 4 x 4 block of the 8 nibbles' bits: of byte r = code r + 16 code (r + 4), byte p becomes
-    plane p of the 8 codes. Its own inverse."""
+    """Transpose each 4 x 4 block of the 8 nibbles' bits: from bytes r = code r + 16 code (r + 4) to bytes p
+    that are plane p of the 8 codes. It is its own inverse."""
     swap = (w ^ (w >> 7)) & 0x00AA00AA
     w = w ^ swap ^ (swap << 7)
     swap = (w ^ (w >> 14)) & 0x0000CCCC
@@ -24,14 +24,14 @@ def transpose_nibbles(w):
 
 @triton.jit
 def gather_nibbles(codes):
-    """Codes `[T, 8, 8]` to the words `[T, 8]` for `transpose_nibbles`; bits above a nibble spill over."""
+    """Pack codes `[T, 8, 8]` into words `[T, 8]` for `transpose_nibbles`; bits above a nibble spill over."""
     j = tl.arange(0, 8)[None, None, :]
     return tl.sum(codes << ((j & 3) * 8 + (j >> 2) * 4), 2)
 
 
 @triton.jit
 def gather_bytes(codes, HIGH: tl.constexpr):
-    """Codes `[T, 8, 8]`: bytes of elements 0 to 3, or 4 to 7 if HIGH, in one word `[T, 8]`."""
+    """Pack codes `[T, 8, 8]` as bytes: elements 0 to 3, or 4 to 7 if HIGH, in one word `[T, 8]`."""
     j = tl.arange(0, 8)[None, None, :]
     return tl.sum(tl.where((j >> 2) == HIGH, codes << ((j & 3) * 8), 0), 2)
 
@@ -52,7 +52,7 @@ def spread_bytes(low, high):
 
 @triton.jit
 def columns(words, T: tl.constexpr):
-    """Words `[T, 8]` as four tensors `[2 T]`: columns 0 to 3 of every half tile, each in the same thread."""
+    """Split words `[T, 8]` into four tensors `[2 T]`: columns 0 to 3 of half tiles, all in one thread."""
     even, odd = tl.split(tl.reshape(words, (T * 2, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -67,14 +67,14 @@ def from_columns(first, second, third, fourth, T: tl.constexpr):
 
 @triton.jit
 def four_bytes(first, second, third, fourth, PLACE: tl.constexpr):
-    """Byte PLACE of four words, as one word. With PLACE from 0 to 3: a 4 x 4 matrix of bytes, transposed."""
+    """Byte PLACE of four words, as one word. PLACE from 0 to 3 gives the transposed 4 x 4 matrix of bytes."""
     low = ((first >> (8 * PLACE)) & 255) | (((second >> (8 * PLACE)) & 255) << 8)
     return low | (((third >> (8 * PLACE)) & 255) << 16) | (((fourth >> (8 * PLACE)) & 255) << 24)
 
 
 @triton.jit
 def store_planes(planes, words, base, n, T: tl.constexpr, COUNT: tl.constexpr):
-    """Byte p of words `[T, 8]` to plane p (int32, n tiles long) from tile base (int64) on."""
+    """Store byte p of words `[T, 8]` in plane p (int32, n tiles long), from tile base (int64) on."""
     first, second, third, fourth = columns(words, T)
     half = tl.arange(0, T * 2)
     inside = half < (n - base) * 2
@@ -85,7 +85,7 @@ def store_planes(planes, words, base, n, T: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def load_plane(planes, PLANE: tl.constexpr, base, n, T: tl.constexpr):
-    """The half words `[2 T]` of a plane from tile base (int64) on."""
+    """Load the half words `[2 T]` of a plane from tile base (int64) on."""
     half = tl.arange(0, T * 2)
     place = planes + n.to(tl.int64) * (2 * PLANE) + base * 2 + half
     return tl.load(place, mask=half < (n - base) * 2, other=0)
@@ -93,7 +93,7 @@ def load_plane(planes, PLANE: tl.constexpr, base, n, T: tl.constexpr):
 
 @triton.jit
 def planes_to_words(plane0, plane1, plane2, plane3, T: tl.constexpr):
-    """Half words of four planes to words `[T, 8]`, of which byte p is plane p."""
+    """Join half words of four planes to words `[T, 8]` whose byte p is plane p."""
     first = four_bytes(plane0, plane1, plane2, plane3, 0)
     second = four_bytes(plane0, plane1, plane2, plane3, 1)
     third = four_bytes(plane0, plane1, plane2, plane3, 2)
@@ -103,7 +103,7 @@ def planes_to_words(plane0, plane1, plane2, plane3, T: tl.constexpr):
 
 @triton.jit
 def load_planes(planes, base, n, T: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT planes, 1 to 4, as `planes_to_words`; and a word of the bits that are set in all of them."""
+    """Load COUNT planes, 1 to 4, as `planes_to_words` does; also a word of the bits set in all of them."""
     plane0 = load_plane(planes, 0, base, n, T)
     ones = plane0
     plane1 = tl.zeros((T * 2,), tl.int32)

@@ -1,8 +1,9 @@
-"""Tiles in Triton: reading and writing blocks of them, largest elements, the Hadamard transform of one tile.
+"""Tiles in Triton: reads and writes blocks of tiles, finds largest elements, and transforms a tile
+(Hadamard).
 
-A block of T tiles is `[T, 8, 8]`: element 8 k + j of tile t lies at [t, k, j]. So the 8 elements of one byte
-of every bit-plane belong to one thread, and the 8 bytes of a tile to 8 neighbours, which read 16 bytes each.
-Every reduction is over integers or a maximum, so it is exact in any order.
+A block of T tiles is `[T, 8, 8]`: element 8 k + j of tile t is at [t, k, j]. So the 8 elements of one byte of
+every bit-plane belong to one thread, and the 8 bytes of a tile to 8 neighbours, which read 16 bytes each.
+Every reduction is a maximum or a sum of integers, so it is exact in any order.
 """
 
 import torch
@@ -16,7 +17,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Rows:
-    """`[..., C]` as rows of C contiguous elements `stride` apart; a copy only where no such view exists."""
+    """`[..., C]` as rows of C contiguous elements `stride` apart; a copy only if there is no such view."""
 
     __slots__ = ("data", "flat", "pairs", "per_row", "stride", "tiles", "width")
 
@@ -42,10 +43,10 @@ class Rows:
 def load_block(
     x, base, n, width, row_stride, per_row, T: tl.constexpr, FLAT: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Tiles base (int64) to base + T - 1 in fp32, 0 beyond the n-th tile; and which elements are real."""
+    """Load tiles base (int64) to base + T - 1 in fp32, 0 after the n-th tile; and which elements are real."""
     tile = tl.arange(0, T)[:, None, None]
     if PAIRS:
-        # Two bf16 a word: one operation an element to widen them, where loading bf16 takes two.
+        # Reading two bf16 as one word takes one operation per element to widen them; loading bf16 takes two.
         i = tl.arange(0, T * 32)
         words = x.to(tl.pointer_type(tl.int32), bitcast=True) + base * 32
         word = tl.load(words + i, mask=i < (n - base) * 32, other=0)
@@ -77,7 +78,7 @@ def widened(values):
 
 @triton.jit
 def load_tile(x, tile, width, row_stride, per_row):
-    """One tile (int64) in fp32, `[64]`, 0 beyond its row."""
+    """Load one tile (int64) in fp32, `[64]`, 0 outside its row."""
     row = tile // per_row
     column = (tile - row * per_row) * 64 + tl.arange(0, 64)
     return widened(tl.load(x + row * row_stride + column, mask=column < width, other=0.0))
@@ -94,7 +95,7 @@ def store_tile(out, y, tile, width, per_row):
 @triton.jit
 def _rounded(y, dtype: tl.constexpr):
     if dtype == tl.int16:
-        # bf16 under the interpreter: to nearest even by integers.
+        # Under the interpreter, integers round to bf16, to nearest even.
         bits = y.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
     return y.to(dtype)
@@ -121,7 +122,7 @@ def _larger(a, b):
 
 @triton.jit
 def tile_max(v):
-    """The largest of every tile, `[T]`; NaN may be lost."""
+    """The largest element of every tile, `[T]`; NaN may be lost."""
     return tl.max(tl.max(v, 2), 1)
 
 
@@ -138,7 +139,7 @@ def tile_sum(v):
 
 @triton.jit
 def tile_max_or_nan(v):
-    """The largest of every tile, `[T]`, NaN if there is one; the interpreter needs `peak_bits` for that."""
+    """The largest element of every tile, `[T]`, or NaN if it has one; the interpreter needs `peak_bits`."""
     return tile_max(v) if _INTERPRETED else tl.reduce(tl.reduce(v, 2, _larger), 1, _larger)
 
 
@@ -154,8 +155,8 @@ def peak_bits(y, largest):
 
 @triton.jit
 def largest_of(peaks, programs):
-    """The largest of what `programs` programs left in `peaks`."""
-    # As many at once as a tensor of 64 MiB has: each turn of the loop waits for memory.
+    """The largest value that `programs` programs left in `peaks`."""
+    # Read as many at once as a tensor of 64 MiB has, because each iteration waits for memory.
     i = tl.arange(0, 8192)
     largest = tl.zeros((8192,), tl.int32)
     start = 0
@@ -167,8 +168,8 @@ def largest_of(peaks, programs):
 
 @triton.jit
 def halves(per_tile, T: tl.constexpr):
-    """`[T]` as every other tile and the rest, each with a tile in one thread, not in all 8 that share it: for
-    what takes many operations a tile. Back with `whole`."""
+    """Split `[T]` into even and odd tiles, each tile in one thread instead of all 8 that share it, for
+    computations with many operations per tile. `whole` is the inverse."""
     return tl.split(tl.reshape(per_tile, (T // 2, 2)))
 
 
@@ -180,7 +181,7 @@ def whole(even, odd, T: tl.constexpr):
 
 @triton.jit
 def spread(v):
-    """`[T]` to `[T, 1, 1]`."""
+    """Reshape `[T]` to `[T, 1, 1]`."""
     return v[:, None, None]
 
 
@@ -190,7 +191,7 @@ def hadamard(y):
     v = tl.reshape(y, (2, 2, 2, 2, 2, 2))
     for _ in tl.static_range(6):
         a, b = tl.split(v)
-        # The next bit of an element's index comes last; after six, all are back in their places.
+        # The next bit of the element's index becomes the last; after six, all are back in their places.
         v = tl.permute(tl.join(a + b, a - b), (5, 0, 1, 2, 3, 4))
     return tl.reshape(v, (64,)) * 0.125
 
@@ -208,5 +209,5 @@ def swapped(y, pivot):
 
 @triton.jit
 def first_of(flags, T: tl.constexpr):
-    """The lowest index of a set flag in `[T]`, T if there is none."""
+    """The lowest index of a set flag in `[T]`, or T if there is none."""
     return tl.min(tl.where(flags, tl.arange(0, T), T), 0)

@@ -36,7 +36,7 @@ def _set_bits(word):
 
 @sized_jit
 def _positions(bit_map, positions, n, EARLY: tl.constexpr, WORDS: tl.constexpr, BEFORE: tl.constexpr):
-    """How many 4-bit tiles lie before every 32nd tile. A program counts all before its own again."""
+    """The number of 4-bit tiles before every 32nd tile. Each program counts all before its own again."""
     let_next_start(EARLY)
     first = tl.program_id(0) * WORDS
     words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -44,7 +44,7 @@ def _positions(bit_map, positions, n, EARLY: tl.constexpr, WORDS: tl.constexpr, 
     before = tl.zeros((BEFORE,), tl.int32)
     start = 0
     while start < first:
-        # 16 bytes at once: the compiler does not merge the reads of a loop.
+        # Read 16 bytes at once, because the compiler does not merge the reads of a loop.
         place = tl.multiple_of(start, 128) + index
         before += _set_bits(tl.load(words + place, mask=place < first, other=0))
         start += BEFORE
@@ -59,7 +59,7 @@ def _positions(bit_map, positions, n, EARLY: tl.constexpr, WORDS: tl.constexpr, 
 
 @triton.jit
 def _before(words, positions, tile, inside):
-    """The word of the bit-map that holds each tile, and how many 4-bit tiles lie before the tile."""
+    """The word of the bit-map with each tile's bit, and the number of 4-bit tiles before the tile."""
     word = tl.load(words + (tile >> 5), mask=inside, other=0)
     position = tl.load(positions + (tile >> 5), mask=inside, other=0)
     return word, position + _set_bits(word & ((1 << (tile & 31)) - 1))
@@ -82,7 +82,7 @@ def _restore_rotated(
     LARGEST: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr,
 ):
-    """Decode one tile (int64) and turn it back. `position` is that of its fourth plane, or -1."""
+    """Decode one rotated tile (int64) and rotate it back. `position` is that of its fourth plane, or -1."""
     i = tl.arange(0, 64)
     word = tile * 2 + (i >> 5)
     code = (tl.load(low_planes + word) >> (i & 31)) & 1
@@ -139,7 +139,7 @@ def _restore(
     words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
     await_previous(EARLY)
     word, position = _before(words, positions, tile, inside)
-    # Clamped to the section: the bit-map may be wrong.
+    # Clamped to the section, because the bit-map may be wrong.
     four = inside & (((word >> (tile & 31)) & 1) != 0) & (position < fourths)
     at = tl.where(four, position * 2, -2)
     at = tl.reshape(tl.join(at, at + 1), (T * 2,))
@@ -169,7 +169,7 @@ def _restore(
     index = tl.arange(0, T)
     one = first_of(rotated, T)
     if one < T:
-        # After the stores above, which were of tiles not turned back.
+        # Must follow the stores above, which wrote these tiles without rotating them back.
         tl.debug_barrier()
         while one < T:
             its_position = tl.sum(tl.where((index == one) & four, position + 1, 0), 0) - 1
@@ -209,7 +209,7 @@ def decode(
 ) -> torch.Tensor:
     """`kernels.tah.reference.decode`, with the exponent on the device.
 
-    `bit_map` is read by words: it must start at, and its buffer end at, a multiple of 4 bytes.
+    `bit_map` is read by words: it must start, and its buffer must end, at a multiple of 4 bytes.
 
     Returns int32 `[k]`: the largest is the fault (`kernels.common.dispatch`), or 0. With a fault `out` is
     meaningless; nothing outside it is written.

@@ -3,9 +3,9 @@ device.
 
 The tensor is read twice, the second time from its end, much of which the L2 cache still holds:
 
-1. `_measure` reads every tile and notes what its entropy follows from, and whether it may be an outlier.
+1. `_measure` reads every tile, sums what determines its entropy, and marks it if it may be an outlier.
    Nothing there depends on the tensor's exponent, which is known only afterwards.
-2. `kernels.tah.triton.select` gives every tile its rank and says which get 4 bits.
+2. `kernels.tah.triton.select` ranks the tiles and chooses those that get 4 bits.
 3. `_quantize` packs every tile by the reference's steps.
 """
 
@@ -71,8 +71,8 @@ def _measure(
     EARLY: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Of every tile S to `total` (negative if it may be an outlier), T and the exponent to `weighted`
-    (`triton_select.entropy_sums`); the program's largest element to `peaks`. Clears `scratch`."""
+    """Write every tile's S to `total` (negative if it may be an outlier), its T and exponent to `weighted`
+    (`select.entropy_sums`), and the program's largest element to `peaks`. Clears `scratch`."""
     let_next_start(EARLY)
     program = tl.program_id(0)
     base = program.to(tl.int64) * T
@@ -81,7 +81,7 @@ def _measure(
     largest = tile_max_or_nan(magnitude)
     tl.store(peaks + program, peak_bits(y, largest))
     sums, weights, exponent = triton_select.entropy_sums(magnitude, largest, table, TABLE)
-    # Whether it is an outlier depends on an epsilon in the normalised scale; without one there are more.
+    # The test for outliers has an epsilon in the normalised scale; without it, this finds more of them.
     if HALF:
         # The sign of a difference is one bit to shift and add.
         below = (magnitude - spread(largest * 0.5)).to(tl.uint32, bitcast=True) >> 31
@@ -101,7 +101,7 @@ def _measure(
 
 @triton.jit
 def _steps(low, high, four):
-    """Step 5 of `kernels.tah.reference`: bits of scale and zero-point, and what codes are computed with."""
+    """Step 5 of `kernels.tah.reference`: bits of scale and zero-point, and the numbers to code with."""
     zero_bits = floor_half(low)
     zero_point = half_value(zero_bits)
     step = quotient(high - zero_point, tl.where(four, 15.0, 7.0), tl.where(four, 1.0 / 15.0, 1.0 / 7.0))
@@ -126,7 +126,7 @@ def _pack_outlier(
     per_row,
     tau,
 ):
-    """Pack one tile (int64) again, rotated, if it is an outlier; its pivot, else 0."""
+    """Pack one tile (int64) again, rotated, if it is an outlier. Returns its pivot, else 0."""
     i = tl.arange(0, 64)
     y = load_tile(x, tile, width, row_stride, per_row) * near * far
     magnitude = tl.abs(y)
@@ -153,7 +153,7 @@ def _pack_outlier(
 
 @triton.jit
 def _store_flags(bit_map, four, base, n, T: tl.constexpr):
-    """A bit for each tile from tile base, a multiple of 8, on."""
+    """Store a bit for each tile, from tile base, a multiple of 8, on."""
     byte = tl.arange(0, T // 8)
     flags = tl.sum(tl.reshape(four.to(tl.int32), (T // 8, 8)) << tl.arange(0, 8)[None, :], 1)
     tl.store(bit_map + base // 8 + byte, flags.to(tl.uint8), mask=base + byte * 8 < n)
@@ -161,7 +161,7 @@ def _store_flags(bit_map, four, base, n, T: tl.constexpr):
 
 @triton.jit
 def _store_sextets(pivots, pivot, base, n, T: tl.constexpr):
-    """6 bits for each tile from tile base, a multiple of 4, on."""
+    """Store 6 bits for each tile, from tile base, a multiple of 4, on."""
     words = tl.sum(tl.reshape(pivot, (T // 4, 4)) << (tl.arange(0, 4)[None, :] * 6), 1)
     place = base // 4 * 3 + tl.arange(0, T // 4) * 3
     size = (n.to(tl.int64) * 6 + 7) // 8
@@ -190,7 +190,7 @@ def _quantize(
     EARLY: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Every section's part for T tiles, by the steps of `kernels.tah.reference`. Programs go from the end."""
+    """Write every section's part for T tiles (`kernels.tah.reference`). Programs go from the end."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     base = program.to(tl.int64) * T
     tile = tl.arange(0, T)
@@ -200,7 +200,7 @@ def _quantize(
     place = tl.load(places + base + tile, mask=inside, other=-2)
     exponent = tl.load(exponents)
     near, far = powers_of_two(-exponent)
-    # A tile's own numbers are normalised, and brought back, which is exact; elsewhere every element.
+    # Normalising a tile's own numbers and scaling them back is exact; elsewhere, every element is normalised.
     factor = far
     _, back = powers_of_two(exponent)
     if (exponent < -64) | (exponent > 64):
@@ -243,7 +243,7 @@ def _quantize(
     single = (place & 1) != 0
     one = first_of(single, T)
     if one < T:
-        # After the stores above, which were for tiles as they are.
+        # Must follow the stores above, which packed these tiles unrotated.
         tl.debug_barrier()
         while one < T:
             here = tile == one
@@ -291,13 +291,13 @@ def encode(
     """`kernels.tah.reference.encode` into the sections of `TahSections`; the exponent goes to `exponent`
     (int32, 1 element). Never waits for the device.
 
-    The scratch, 12 bytes a tile and 66 KiB a sample, comes from torch's allocator. `look_up` chooses how
-    entropies of bf16 are computed, not what they are.
+    The scratch, 12 bytes per tile and 66 KiB per sample, comes from torch's allocator. `look_up` changes how
+    entropies of bf16 are computed, but not their values.
     """
     rows = Rows(x)
     n, device = rows.tiles, x.device
     tiles = n // samples
-    # Rows of whole 16 bytes: Triton compiles once for aligned pointers.
+    # Rows are multiples of 16 bytes, so that Triton compiles only for aligned pointers.
     total, weighted, places = torch.empty(3, -(-n // 4) * 4, dtype=torch.int32, device=device)
     programs = triton.cdiv(n, measure.tiles)
     peaks = torch.empty(programs, dtype=torch.int32, device=device)

@@ -1,11 +1,11 @@
 """Entropies of tiles and the choice of those with the highest, in Triton (`kernels.tah.reference`, steps 1
 and 2).
 
-A radix select over the integer entropies (23 bits, two histograms) in three small kernels over one number a
-tile, no sort: `_rank` counts the upper 9 bits, `_refine` the lower 14 of those in the threshold's bin,
-`_place` says which tiles get 4 bits and how many before each do, ties broken by index. What a program of
-`_place` needs to know of those before it they have left where it looks ("decoupled look-back", Merrill and
-Garland 2016). Every sum is of integers: the order of atomics changes nothing.
+A radix select over the integer entropies (23 bits, two histograms), without a sort, in three small kernels
+over one number per tile. `_rank` counts the upper 9 bits, and `_refine` the lower 14 of tiles in the
+threshold's bin. `_place` marks the tiles that get 4 bits and counts those before each, with ties broken by
+index. Its programs pass on their counts by "decoupled look-back" (Merrill and Garland 2016). All sums are of
+integers, so the order of atomics changes nothing.
 """
 
 from functools import cache
@@ -42,9 +42,9 @@ _FINE_BITS = tl.constexpr(14)
 _TOTAL_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * 64))
 _HALF_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * 32))
 _C0, _C1, _C2, _C3 = (tl.constexpr(c) for c in tah._LOG2)
-# Entries of the table of terms: 15 octaves of bf16's 128 fractions, filled up.
+# Entries of the table of terms: 15 octaves of bf16's 128 fractions, padded to a power of two.
 _TERMS = tl.constexpr(2048)
-# Tiles at once where entropies are computed again.
+# Tiles whose entropies are computed again at a time.
 _RARE = 16
 
 
@@ -79,17 +79,17 @@ def _term(rounded):
 
 @triton.jit
 def _split_block(v, T: tl.constexpr):
-    """`[T, 8, 8]` as two `[T, 8, 4]`: of every 8 elements, which one thread has, the first and the last 4."""
+    """Split `[T, 8, 8]` into two `[T, 8, 4]`: the first and the last 4 of each thread's 8 elements."""
     return tl.split(tl.permute(tl.reshape(v, (T, 8, 2, 4)), (0, 1, 3, 2)))
 
 
 @triton.jit
 def entropy_sums(magnitude, largest, table, TABLE: tl.constexpr):
-    """For tiles of magnitudes: S and T of `kernels.tah.reference`, step 1, and the bits of the exponent of
+    """S and T of `kernels.tah.reference`, step 1, for tiles of magnitudes, and the bits of the exponent of
     the largest.
 
-    S is 0 for a tile of zeros alone. All is right for tiles whose largest lies in 2**-100 .. 2**100. With
-    TABLE half of the terms of T are looked up, by the bits of elements that were bf16: the same integers.
+    S is 0 only for a tile of zeros. Results are right for tiles whose largest lies in 2**-100 .. 2**100. With
+    TABLE half of the terms of T are looked up by the bits of elements that were bf16, with equal results.
     """
     T: tl.constexpr = magnitude.shape[0]
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
@@ -99,11 +99,11 @@ def entropy_sums(magnitude, largest, table, TABLE: tl.constexpr):
     sums = tile_sum(bits) - _TOTAL_BIAS
     sums = tl.where((largest > 0) & (exponent == 0), 1, sums)
     if TABLE:
-        # Shared memory gives half of the terms while the other half is computed: either alone is slower.
+        # Half of the terms come from shared memory while the others are computed, the fastest way.
         looked_up, _ = _split_block(magnitude, T)
         _, computed = _split_block(rounded, T)
         place = (looked_up.to(tl.int32, bitcast=True) >> 16) - spread((exponent - 14) * 128)
-        # Whatever the bits, the place lies in the table.
+        # The place is in the table for any bits.
         place = tl.maximum(place, 0) & (_TERMS - 1)
         entries = tl.load(table + tl.arange(0, _TERMS))
         found = tl.reshape(tl.gather(entries, tl.reshape(place, (T * 32,)), 0), (T, 8, 4))
@@ -146,8 +146,8 @@ def _rank(
     CHUNK: tl.constexpr,
     RARE: tl.constexpr,
 ):
-    """Ranks of a chunk of a sample's tiles, in place of `total`, whose sign stays; their histogram; and the
-    tensor's exponent."""
+    """Replace `total` with the ranks of a chunk of a sample's tiles, keeping its sign; also write their
+    histogram and the tensor's exponent."""
     let_next_start(EARLY)
     chunk = tl.program_id(0)
     sample = tl.program_id(1)
@@ -191,7 +191,7 @@ def _rank(
 
 @triton.jit
 def _find(histogram, wanted, BINS: tl.constexpr):
-    """The bin in which the `wanted`-th entry from above lies, and how many lie above that bin."""
+    """The bin of the `wanted`-th entry from above, and the number of entries above that bin."""
     bin = tl.arange(0, BINS)
     entries = tl.load(histogram + bin)
     above = tl.sum(entries, 0) - tl.cumsum(entries, 0)
@@ -201,7 +201,7 @@ def _find(histogram, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def _find_fine(histogram, wanted):
-    """As `_find` for `_FINE` bins, first among rows of 128."""
+    """Like `_find` for `_FINE` bins; searches rows of 128 first."""
     row = tl.arange(0, _FINE // 128)
     rows = tl.sum(tl.load(histogram + row[:, None] * 128 + tl.arange(0, 128)[None, :]), 1)
     above = tl.sum(rows, 0) - tl.cumsum(rows, 0)
@@ -225,7 +225,7 @@ def _refine(ranks, coarse, fine, tiles, four_bit, EARLY: tl.constexpr, CHUNK: tl
     found, _ = _find(coarse + sample * _COARSE, four_bit, _COARSE)
     among = inside & ((rank >> _FINE_BITS) == found)
     place = rank & (_FINE - 1)
-    # Where many tiles are equal, as zeros are, atomics on one address would take turns: the largest at once.
+    # Atomics on one address are serial, and many tiles may be equal, such as zeros: add the largest at once.
     top = tl.max(tl.where(among, place, -1), 0)
     tops = tl.sum((among & (place == top)).to(tl.int32), 0)
     tl.atomic_add(fine + sample * _FINE + tl.maximum(top, 0), tops, mask=tops > 0, sem="relaxed")
@@ -245,8 +245,8 @@ def _place(
     EARLY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """For every tile 2 p + s: p is -1 or, if it gets 4 bits, how many before it in all samples do; s is the
-    sign of its rank."""
+    """Write 2 p + s for every tile: p is -1 or, if it gets 4 bits, the number of earlier tiles in all samples
+    that do; s is the sign of its rank."""
     let_next_start(EARLY)
     chunk = tl.program_id(0)
     sample = tl.program_id(1)
@@ -263,7 +263,7 @@ def _place(
     above = (rank > threshold).to(tl.int32)
     same = (rank == threshold).to(tl.int32)
 
-    # Both counts and a mark that they are there, in one word.
+    # Both counts, and a flag that they are valid, in one word.
     mine = tl.sum(above + (same << 15), 0) | 0x40000000
     tl.atomic_xchg(counts + sample * chunks + chunk, mine, sem="relaxed")
     some = tl.arange(0, 128)
@@ -296,7 +296,7 @@ class Selection:
         self._grid = (chunks, samples)
         self._tiles, self._four_bit, self._launch = tiles, four_bit, launch
         sizes = [samples * _COARSE.value, samples * _FINE.value, samples * chunks]
-        # The kernel before `run` clears it.
+        # The kernel before `run` must clear it.
         self.scratch = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         self._coarse, self._fine, self._counts = self.scratch.split(sizes)
         self._early = starts_early(device)
@@ -311,8 +311,8 @@ class Selection:
         places: torch.Tensor,
         exponent: torch.Tensor,
     ) -> None:
-        """From what `entropy_sums` gave (`total` with a flag as its sign, `weighted` with the exponent above
-        24 bits) find the thresholds; fill `places` as `_place` says, and `exponent`. Overwrites `total`."""
+        """Find the thresholds from the results of `entropy_sums` (`total` with a flag as its sign, `weighted`
+        with the exponent above 24 bits). Fills `places` (see `_place`) and `exponent`; overwrites `total`."""
         common: dict[str, Any] = {
             "EARLY": self._early,
             "CHUNK": self._launch.tiles,

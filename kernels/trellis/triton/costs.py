@@ -1,7 +1,7 @@
-"""`kernels.trellis.reference.Scales` in Triton: what elements cost, for every step, by histograms of their
+"""`kernels.trellis.reference.Scales` in Triton: the cost of elements for every step, from histograms of their
 scales.
 
-All of it is integers, but for the cost between two 16ths of an octave: fp64 with one rounding an operation.
+All numbers are integers, except costs between two 16ths of an octave: fp64 with one rounding per operation.
 """
 
 import triton
@@ -40,7 +40,7 @@ def bounds(bins):
 
 @triton.jit
 def _class_counts(bins, low, high, phase):
-    """How many of a histogram's scales are in each class, counted down from the highest: int64 `[_SIDE]`."""
+    """The number of a histogram's scales in each class, counted down from the highest: int64 `[_SIDE]`."""
     bin = tl.arange(0, BINS)
     below = tl.sum(tl.where(bin - ORIGIN <= low, tl.load(bins + bin), 0), 0)
     number = ((high + phase + 2) >> 2) - tl.arange(0, _SIDE)
@@ -67,10 +67,10 @@ def convolve(
     BLOCK: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """How many elements have each sum of classes, for each part of a class that a step may add.
+    """Count the elements with each sum of classes, for each part of a class that a step may add.
 
-    Program (i, phase, part) is of the rows' histogram `row_first` + i and of `BLOCK` sums. If not `each`, all
-    share the columns' one and the first one's bounds: those of all rows.
+    Program (i, phase, part) handles the rows' histogram `row_first` + i and `BLOCK` sums. If not `each`, all
+    share the columns' histogram and the bounds of the first, which are those of all rows.
     """
     slot = tl.program_id(0)
     if MANY:
@@ -88,7 +88,7 @@ def convolve(
     place = (out_first + slot) * 4 + phase
     row_counts += (place * tl.num_programs(2) + tl.program_id(2)) * _SIDE
     tl.store(row_counts + tl.arange(0, _SIDE), _class_counts(rows, low, high, phase))
-    # What this program's other threads have just written is read.
+    # The code below reads what this program's other threads have just written.
     tl.debug_barrier()
     of_columns = _class_counts(columns, left, right, 0)
     total = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -163,7 +163,7 @@ def cost(code, table, count_bits):
 
 @triton.jit
 def bit_length(x):
-    """Of numbers from 0 to 127."""
+    """The bit length of x, from 0 to 127."""
     bits = (x > 0).to(tl.int32)
     for power in tl.static_range(1, 7):
         bits += (x >= (1 << power)).to(tl.int32)
@@ -185,7 +185,7 @@ def _section(count, bits):
 
 @triton.jit
 def side_bytes(rows, columns, row_bits, column_bits, rank, factor_bits, row_exponent, column_exponent):
-    """`wire.codecs.trellis_payload.Widths.side_bytes`; sections of no bits take nothing."""
+    """`wire.codecs.trellis_payload.Widths.side_bytes`; sections of no bits take no bytes."""
     total = _section(rows, row_bits) + _section(columns, column_bits)
     total += _section(rows, row_exponent) + _section(columns, column_exponent) + rank
     total += _section(rows, rank * factor_bits) + _section(columns, rank * factor_bits)
@@ -194,7 +194,7 @@ def side_bytes(rows, columns, row_bits, column_bits, rank, factor_bits, row_expo
 
 @triton.jit
 def model_widths(state, plans, plain):
-    """Rank, bits of factors, and of row and column exponents of the model; zeros if it does not predict."""
+    """The model's rank and its bits of factors, row and column exponents; zeros if it does not predict."""
     used = tl.load(state + _USED).to(tl.int32)
     kind = plain + tl.load(state + _KIND).to(tl.int32)
     rank = tl.load(plans + 4 * kind * used).to(tl.int32) * used

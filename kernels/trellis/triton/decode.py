@@ -1,5 +1,5 @@
-"""Decoding the lanes of the `trellis` codec on a GPU: `kernels.trellis.lanes.decode` in Triton, as
-`kernels.trellis.triton.lanes` encodes them.
+"""Decodes the lanes of the `trellis` codec on a GPU: `kernels.trellis.lanes.decode` in Triton, the inverse of
+`kernels.trellis.triton.lanes`.
 """
 
 from functools import cache
@@ -39,16 +39,17 @@ _ROW = tl.constexpr(ROW)
 _TOTAL = tl.constexpr(TOTAL)
 _CLASSES = tl.constexpr(CLASSES)
 TOLD = 4
-"""Numbers of a tensor among many."""
+"""How many numbers `decode_many` needs for each tensor."""
 _TOLD = tl.constexpr(TOLD)
-# Groups of a program, a warp each; no bit depends on it. Fewer than in encoding: here lanes wait for tables.
+# Groups per program, one warp each; no bit depends on it. Fewer than for encoding, because lanes wait for
+# tables.
 TOGETHER = 4
 _BLOCK = 1024
 
 
 @triton.jit
 def _take(state, some, lane, words, position, end):
-    """A word for every one of `some` lanes whose state is below 2**15; none beyond `end`."""
+    """Take a word for each of the `some` lanes whose state is below 2**15; none after `end`."""
     taking = some & (state < _LOW)
     asking = ballot(taking, lane)
     before = (tl.full(taking.shape, 1, tl.uint32) << lane.to(tl.uint32)) - 1
@@ -59,7 +60,7 @@ def _take(state, some, lane, words, position, end):
 
 @triton.jit
 def _take_symbol(state, row, some, symbols, codes, lane, words, position, end):
-    # Two small tables: what a slot's symbol is and where that begins. One of both would not stay as near.
+    # Two small tables, of each slot's symbol and its start, stay nearer in the caches than one of both.
     slot = state & (_TOTAL - 1)
     symbol = tl.load(symbols + row * _TOTAL + slot).to(tl.int32)
     code = tl.load(codes + row * _ROW + symbol)
@@ -70,7 +71,7 @@ def _take_symbol(state, row, some, symbols, codes, lane, words, position, end):
 
 @triton.jit
 def _take_bits(state, wide, some, lane, words, position, end):
-    """The lowest `wide` bits of the states of `some` lanes."""
+    """Take the lowest `wide` bits from the states of the `some` lanes."""
     has = some & (wide > 0)
     bits = state - ((state >> wide) << wide)
     state, position = _take(tl.where(has, state >> wide, state), has, lane, words, position, end)
@@ -101,7 +102,7 @@ def _decode(
 ):
     """With `MANY`, of a tensor of one class by itself, number `program_id(1)`: `numbers` has for each its
     class, family, code of the step, and exponent, int64."""
-    # Known at compilation.
+    # Known at compile time.
     if WIDE:
         lanes = 32
     if MANY:
@@ -121,13 +122,13 @@ def _decode(
     lane = tl.arange(0, LANES)[:, None]
     is_group = group < groups
     start = group * group_elements
-    # Below zero behind the last group.
+    # Negative after the last group.
     size = tl.minimum(elements - start, group_elements).to(tl.int32)
     size = tl.where(lane < lanes, size, 0)
     if not MANY:
         numbers += start
     out += start
-    # Whatever the counts say, nothing beyond the words is read.
+    # No counts can cause reads outside the words.
     first = tl.minimum(tl.maximum(tl.load(starts + group, mask=is_group, other=0), 0), total)
     end = tl.minimum(tl.load(counts + group, mask=is_group, other=0), total - first).to(tl.int32)
     words += first
@@ -146,7 +147,7 @@ def _decode(
             else:
                 number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
             classes += ((number, real, place),)
-        # Assume no escapes and no wide classes, which is seldom wrong; otherwise decode the chunk again.
+        # Assume no escapes and no wide classes; if that is wrong, which is rare, decode the chunk again.
         began = state, current, before, position
         rare = tl.zeros((LANES, GROUPS), tl.int1)
         for j in tl.static_range(AT_ONCE):
@@ -180,7 +181,7 @@ def _decode(
                 wide = tl.where(escaped, _ESCAPE_PIECE, tl.maximum(shift - _PIECE, 0))
                 state, position, high = _take_bits(state, wide, real, lane, words, position, end)
                 low |= high << tl.where(escaped, _ESCAPE_PIECE, _PIECE)
-                # An escaped n is of its quantizer, but a forged one need not be.
+                # An escaped n belongs to its quantizer, unless it is forged.
                 whole_index = ((symbol - _MIDDLE) << shift) + low
                 index = tl.where(escaped, (low - _ESCAPE_BIAS) >> 1, whole_index)
                 n = tl.where(escaped, low - _ESCAPE_BIAS, 2 * index + current)
@@ -232,7 +233,7 @@ def decode(
 
 
 def decode_many(
-    told: torch.Tensor,
+    numbers: torch.Tensor,
     counts: torch.Tensor,
     states: torch.Tensor,
     words: torch.Tensor,
@@ -247,18 +248,18 @@ def decode_many(
     """Decode tensors `[C]`, each of one class, into the rows of fp32 `[n, C]`, contiguous; n is below 2**16.
 
     Args:
-        told: int64 `[n, TOLD]`: class, family (from `first_family` on), code of the step, exponent.
+        numbers: int64 `[n, TOLD]`: class, family (from `first_family` on), code of the step, exponent.
         counts: words of each group, int64 `[n, groups]`.
-        states: the first tensor's; those of the next begin `record` bytes, a multiple of 128, behind them.
-        words: as `states`; int16, `total` of each tensor may be read.
+        states: the first tensor's; each further tensor's begin `record` bytes, a multiple of 128, later.
+        words: int16, laid out as `states`; `total` words of each tensor may be read.
 
-    Returns whether each is whole, bool `[n]`. Never waits.
+    Returns whether each tensor is intact, bool `[n]`. Never waits.
     """
     n = torch.empty(out.shape, dtype=torch.int32, device=out.device)
     wrong = torch.empty(counts.shape, dtype=torch.int32, device=out.device)
     symbols, codes = _tables(out.device, first_family)
     _decode[(triton.cdiv(where.groups, FEW_TOGETHER), len(out))](
-        told,
+        numbers,
         symbols,
         codes,
         states,
@@ -282,7 +283,7 @@ def decode_many(
     )
     restore_rows[(triton.cdiv(out.shape[1], _BLOCK), len(out))](
         n,
-        told,
+        numbers,
         out,
         out.shape[1],
         signed(salt or 0),

@@ -1,8 +1,8 @@
 """`trellis-R`'s encoder on a GPU, from the tensor to its payload, without a transfer to the host.
 
-Carries out a `Planner`'s decision: codes some rows to measure what they take, then all of them, at as many
-steps as `wire.codecs.trellis` tries at most. Attempts that are no longer needed return at once. Sizes of
-buffers, numbers of programs and of launches follow from the shape and the rate alone, so a call can be
+Carries out a `Planner`'s decision: encodes some rows to measure their size, then all of them, at as many
+steps as `wire.codecs.trellis` tries at most. Attempts that are no longer needed return at once. The sizes of
+buffers and the numbers of programs and launches depend only on the shape and the rate, so a call can be
 captured in a CUDA graph once a call of the same shape and rate has run.
 """
 
@@ -23,13 +23,13 @@ from kernels.trellis.triton import write as writing
 from kernels.trellis.triton.lanes import Lanes
 from kernels.trellis.triton.plan import MODEL, PLANS, Planner, Records
 
-# Elements a program handles; they change no bit.
+# Elements per program; no bit depends on them.
 _BLOCK = 1024
 _OCTETS = 128
 _CLASS_ROWS, _CLASS_COLUMNS = 32, 256
 _WORD_PROGRAMS = 8
 ROOM = 2 << 30
-"""Bytes of scratch memory for many rows."""
+"""Default limit of the scratch memory of `encode_many`, in bytes."""
 
 
 def encode(
@@ -37,8 +37,8 @@ def encode(
 ) -> torch.Tensor:
     """Fill uint8 `payload` (16-byte aligned) with the code of x, fp32, bf16 or fp16 `[R, C]`, contiguous.
 
-    Zeros for zeros, if nothing fits, and for what is not finite. Returns the exponent, int32 0-d, or
-    `kernels.common.tiles.NON_FINITE`. Never waits.
+    The code is zeros for x of zeros, if nothing fits, and if x is not finite. Returns the exponent, int32
+    0-d, or `kernels.common.tiles.NON_FINITE`. Never waits.
     """
     planner = Planner(x, settings)
     planner.run()
@@ -68,13 +68,13 @@ def encode_many(
     out: torch.Tensor | None = None,
     room: int = ROOM,
 ) -> torch.Tensor:
-    """Code every row of x, `[n, C]` contiguous, as `encode` codes a tensor `[1, C]`; n is below 2**16.
+    """Encode every row of x, `[n, C]` contiguous, as `encode` does a tensor `[1, C]`; n is below 2**16.
 
     Args:
-        payload: of the first row, uint8; those of the next rows begin `record` bytes, a multiple of 128,
-            behind it. Must hold zeros.
-        out: for what the codes say, fp32 `[n, C]`, contiguous.
-        room: bytes of scratch memory to use, if one row does not need more.
+        payload: the first row's, uint8; each further row's begins `record` bytes, a multiple of 128, later.
+            Must hold zeros.
+        out: receives the decoded values, fp32 `[n, C]`, contiguous.
+        room: bytes of scratch memory to use, unless one row needs more.
 
     Returns the exponents, int32 `[n]`.
     """
@@ -98,13 +98,13 @@ def encode_many(
     for first in range(0, len(x), at_once):
         planner = Planner(x[first : first + at_once], settings, more)
         planner.run()
-        found = {
+        buffers = {
             of: [planner.buffer(f"{of} {name}") for name in ("decisions", "states", "counts", "words")]
             for of in parts
         }
         rooms = _Rooms(
-            Lanes(some, FAMILIES, *found["some"]),
-            Lanes(where, 1, *found["lanes"]),
+            Lanes(some, FAMILIES, *buffers["some"]),
+            Lanes(where, 1, *buffers["lanes"]),
             **{name: planner.buffer(name) for name in ("values", "numbers", "sections", "starts")},
         )
         kept = None if out is None else planner.buffer("kept")
@@ -135,7 +135,7 @@ def _some_grid(settings: Settings) -> Grid:
 
 
 def restore_kept(planner: Planner, kept: torch.Tensor, out: torch.Tensor, salt: int | None) -> None:
-    """What the best codes of many rows say."""
+    """Decode the best codes of many rows into `out`."""
     columns = planner.settings.columns
     restoring.restore_kept[(triton.cdiv(columns, _BLOCK), planner.count)](
         kept,
@@ -153,7 +153,7 @@ def restore_kept(planner: Planner, kept: torch.Tensor, out: torch.Tensor, salt: 
 
 
 def _search(planner: Planner, rooms: _Rooms, salt: int | None, kept: torch.Tensor | None = None) -> None:
-    """Code some rows with both families of tables, then all of them, step after step."""
+    """Encode some rows with both families of tables, then all rows, step after step."""
     settings = planner.settings
     some_rows = settings.measured_rows
     some, lanes, values, numbers = rooms.some, rooms.lanes, rooms.values, rooms.numbers
@@ -237,7 +237,7 @@ def _search(planner: Planner, rooms: _Rooms, salt: int | None, kept: torch.Tenso
 
 
 def _write(planner: Planner, rooms: _Rooms, payload: torch.Tensor, record: int = 0) -> None:
-    """Write the best codes into payloads; of many, `record` times `RECORD` bytes apart."""
+    """Write the best codes into payloads; those of many rows are `record` times `RECORD` bytes apart."""
     settings, where, state = planner.settings, planner.settings.grid, planner.zeros["state"]
     lanes, sections, starts = rooms.lanes, rooms.sections, rooms.starts
     records = {"record": planner.record, "packed": record, "MANY": planner.many}

@@ -60,9 +60,10 @@ def residual(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What each kind of prediction leaves of the sample, or what the chosen one leaves of all rows.
+    """The sample's residual after each kind of prediction, or that of all rows after the chosen one.
 
-    Rows' scales, counted; of all rows also their factors, int8 `[R, RANK]`, and the largest exponents.
+    Also counts the rows' scales; for all rows, also their factors, int8 `[R, RANK]`, and the largest
+    exponents.
     """
     elements = all_rows.to(tl.int64) * columns
     if SAMPLE:
@@ -86,7 +87,7 @@ def residual(
     of_kind = tl.load(fine + kind)
     unit = tl.maximum(times, 1).to(tl.float64) * power_64(of_kind)
     energy = tl.load(energies + kind * RANK + dimension)
-    # Beyond the limit it does not matter by how much.
+    # Values over the limit need not be exact.
     share = clipped(found / energy[None, :] / unit[None, :], limit)
     factor = tl.where((times > 0)[None, :], nearest(share), 0.0)
     weight = (factor * times.to(tl.float64)[None, :]).to(tl.float32)
@@ -96,7 +97,7 @@ def residual(
         place = row.to(tl.int64)[:, None] * RANK + dimension[None, :]
         tl.store(row_factors + place, factor.to(tl.int8), mask=inside[:, None])
         tl.atomic_max(state + _ROW_TOP, tl.max(tl.where(inside, exponent, 0), 0).to(tl.int64))
-    # Of each thread's own columns: added up across threads once, behind the last.
+    # Over each thread's own columns; summed across threads once, after the last.
     totals = tl.zeros((ROWS, BLOCK), tl.int64)
     largest = tl.zeros((ROWS, BLOCK), tl.int32)
     columns_top = tl.zeros((BLOCK,), tl.int32)
@@ -153,10 +154,11 @@ def settle(
     PREDICTS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """The model: the best plan's, unless its prediction cannot be sent; and the counts of its rows' scales.
+    """Set the model, which is the best plan's unless its prediction cannot be sent, and count its rows'
+    scales.
 
-    Of `row_bins`, from `whole_slot` on: all rows and those that are measured, of the matrix, of what the
-    prediction leaves, and of the model.
+    `row_bins` has, from `whole_slot` on, histograms of all rows and of the measured rows, for the matrix, the
+    residual, and the model.
     """
     if MANY:
         number = tl.program_id(0).to(tl.int64)
@@ -176,7 +178,7 @@ def settle(
         used = used & (tops + exponent + 24 <= 100) & (total <= ((1 << 24) - 1) // (limit * limit))
         tl.store(state + _KIND, kind.to(tl.int64))
     tl.store(state + _USED, used.to(tl.int64))
-    # If the prediction is not used, rows and columns still have scales of their own.
+    # If the prediction is not used, rows and columns still have their own scales.
     predicted = plan >= plain
     by_row = predicted | (tl.load(plans + 4 * plan + 2) != 0)
     tl.store(state + _BY_ROW, by_row.to(tl.int64))

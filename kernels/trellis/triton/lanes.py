@@ -1,9 +1,10 @@
-"""Coding the lanes of the `trellis` codec on a GPU: `kernels.trellis.lanes.encode` in Triton, the same words.
+"""Encodes the lanes of the `trellis` codec on a GPU: `kernels.trellis.lanes.encode` in Triton, the same
+words.
 
-A group of lanes is a warp, a lane a thread: states, costs and the places in a trellis stay in registers,
-decisions are kept as four bits an element, and which lane takes which word of a step follows from a vote of
-the warp. Nothing waits for the host. A lane's steps are a long chain in which each instruction counts. Eight
-warps to a program keep it to a few of the GPU's multiprocessors and leave the others to the stage's compute.
+A group of lanes is a warp, and a lane a thread: states, costs and places in the trellis stay in registers,
+decisions take four bits per element, and a vote of the warp determines which lane takes which word of a step.
+Nothing waits for the host. A lane's steps are a long chain in which each instruction counts. Eight warps per
+program confine it to a few of the GPU's multiprocessors and leave the others to the stage's compute.
 """
 
 from dataclasses import dataclass
@@ -53,10 +54,10 @@ _PRECISION = tl.constexpr(PRECISION)
 _ROW = tl.constexpr(ROW)
 _TOTAL = tl.constexpr(TOTAL)
 _SHIFT_AT = tl.constexpr(SHIFT_AT)
-# A code that changes no state: all of a row.
+# A code that changes no state: the whole range of a row.
 _NOTHING = tl.constexpr(TOTAL << PRECISION)
 _JOIN = 1024
-# Groups of a program, a warp each; no bit depends on it.
+# Groups per program, one warp each; no bit depends on it.
 TOGETHER, FEW_TOGETHER = 8, 2
 _CODES = tl.constexpr(2 * CLASSES * ROW)
 _ACTIVE = tl.constexpr(at.ACTIVE)
@@ -68,7 +69,7 @@ _CONTROLS = tl.constexpr(at.CONTROLS)
 
 @triton.jit
 def _value(x, gain, place, salt, DITHERED: tl.constexpr):
-    """x in 64ths of a step, with the dither of its place."""
+    """x in 64ths of a step, plus the dither of its place."""
     scaled = x * gain
     if DITHERED:
         scaled = scaled + dither(place, salt) * 64.0
@@ -82,7 +83,7 @@ def _either(a, b):
 
 @triton.jit
 def ones(bits):
-    """How many bits of uint32 are set, int32."""
+    """The number of set bits of uint32, int32."""
     if lacks_functions():
         bits -= (bits >> 1) & 0x55555555
         bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
@@ -94,20 +95,20 @@ def ones(bits):
 
 @triton.jit
 def ballot(some, lane):
-    """Which lanes of a group, a bit each: uint32 `[1, GROUPS]`."""
+    """The `some` lanes of each group, one bit each: uint32 `[1, GROUPS]`."""
     bit = tl.full(some.shape, 1, tl.uint32) << lane.to(tl.uint32)
     return tl.reduce(tl.where(some, bit, 0), 0, _either)[None, :]
 
 
 @triton.jit
 def _make_room(state, full, lane, words, used, capacity):
-    """States below `full`, uint32: lanes that are not have their lower half written.
+    """Bring states below `full`, uint32, by writing out the lower half of those that are not.
 
-    Words fill their room from its end, so those of earlier lanes come to lie before those of later ones.
+    Words fill their room from its end, so that words of earlier lanes precede those of later ones.
     """
     spill = state >= full
     spilling = ballot(spill, lane)
-    # Of a lane and those after it.
+    # The lane itself and later ones.
     after = ones(spilling >> lane.to(tl.uint32))
     tl.store(words + (capacity - used - after), state.to(tl.int16), mask=spill)
     return tl.where(spill, state >> 16, state), used + ones(spilling)
@@ -115,7 +116,7 @@ def _make_room(state, full, lane, words, used, capacity):
 
 @triton.jit
 def _put_bits(state, wide, bits, lane, words, used, capacity):
-    """Put the lowest `wide` bits, which `bits` holds, into states; none take no room and change nothing."""
+    """Push the `wide` bits of `bits` onto the states. Zero bits take no room and change nothing."""
     full = tl.full(wide.shape, _FULL, tl.uint32) >> wide.to(tl.uint32)
     state, used = _make_room(state, full, lane, words, used, capacity)
     return (state << wide.to(tl.uint32)) | bits.to(tl.uint32), used
@@ -123,12 +124,12 @@ def _put_bits(state, wide, bits, lane, words, used, capacity):
 
 @triton.jit
 def _put_symbol(state, code, inverse, lane, words, used, capacity):
-    """Put the symbols whose entries in `trellis_tables.divided_codes` have these halves; `_NOTHING` changes
+    """Push the symbols whose entries in `trellis_tables.divided_codes` have these halves. `_NOTHING` changes
     nothing."""
     frequency = (code >> _PRECISION) & (2 * _TOTAL - 1)
     full = frequency.to(tl.uint32) << (_STATE_BITS - _PRECISION)
     state, used = _make_room(state, full, lane, words, used, capacity)
-    # A division would take longer than everything else a state waits for.
+    # A division would take longer than the rest of a state's step.
     share = (state.to(tl.uint64) * inverse.to(tl.uint64)) >> (code >> _SHIFT_AT).to(tl.uint64)
     grown = (code & (_TOTAL - 1)) + share.to(tl.int32) * (_TOTAL - frequency)
     return state + grown.to(tl.uint32), used
@@ -148,8 +149,8 @@ def _choose(
     current,
     DITHERED: tl.constexpr,
 ):
-    """The n that the elements at `place` take, their classes' shifts and rows, and one step back on their
-    paths, which `decided` says."""
+    """The n of the elements at `place`, their classes' shifts and rows, and one step back on their paths by
+    `decided`."""
     v = _value(tl.load(residual + place, mask=real, other=0.0), gain, start + place, salt, DITHERED)
     number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
     before = (decided >> (2 * current + following)) & 1
@@ -199,10 +200,10 @@ def _encode(
     MANY: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """`GROUPS` groups of the elements that `control` (of the second program number) says, if any.
+    """Encode `GROUPS` groups of the elements that `control` (of the second program number) selects, if any.
 
-    `WIDE` tells at compilation that there are 32 lanes. With `KEEP`, the values that elements take, in steps,
-    go to `kept`, int32 `[slots, elements]`. `MANY` as in `kernels.trellis.triton.scales.largest`.
+    `WIDE` is set if there are 32 lanes. With `KEEP`, the quantized values, in steps, go to `kept`, int32
+    `[slots, elements]`. `MANY` is as in `kernels.trellis.triton.scales.largest`.
     """
     if WIDE:
         lanes = 32
@@ -227,7 +228,7 @@ def _encode(
     known = (group < groups) & (lane < lanes)
     slot = tl.load(control + _TO_SLOT) * groups + group
     start = group * group_elements
-    # Below zero behind the last group.
+    # Negative after the last group.
     size = tl.minimum(elements - start, group_elements).to(tl.int32)
     size = tl.where(lane < lanes, size, 0)
     residual += tl.load(control + _OFFSET) + start
@@ -292,7 +293,7 @@ def _encode(
         chunk -= 1
         made = tl.load(decisions + chunk * LANES + lane, mask=known, other=0)
         began = following, current
-        # The path does not depend on states: all of a chunk's codes are asked for before the first is put.
+        # The path does not depend on states, so all codes of a chunk are loaded before the first is pushed.
         found: "tuple[Any, ...]" = ()  # noqa: UP037 Triton would look the name up
         rare = tl.zeros((LANES, GROUPS), tl.int1)
         for i in tl.static_range(AT_ONCE):
@@ -316,7 +317,7 @@ def _encode(
                 tl.store(kept + place, n, mask=real)
             index = n >> 1
             symbol = (index >> shift) + _MIDDLE
-            # What is no symbol is taken for one that no row has; without a sign, so are those below zero.
+            # Values without a symbol map to one that no row has; as unsigned numbers, so do negative ones.
             symbol = tl.where(symbol.to(tl.uint32) < _ESCAPE, symbol, _ROW - 1)
             entry = tl.load(codes + row + symbol)
             code = entry.to(tl.int32)
@@ -386,7 +387,7 @@ def encode(
     family: int,
     salt: int | None = None,
 ) -> Coded:
-    """`kernels.trellis.lanes.encode` on the device of `residual`."""
+    """Runs `kernels.trellis.lanes.encode` on the device of `residual`."""
     control = torch.tensor([1, family, 0, 0], device=residual.device)
     gains = torch.tensor([gain], dtype=torch.float64, device=residual.device)
     lanes = Lanes.empty(where, residual.device, slots=1, at_once=1)
@@ -396,7 +397,7 @@ def encode(
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Room for `slots` encodings of a grid, of which `at_once` are made together."""
+    """Buffers for `slots` encodings of a grid, of which `at_once` are computed together."""
 
     where: Grid
     at_once: int
@@ -407,7 +408,7 @@ class Lanes:
 
     @staticmethod
     def sizes(where: Grid, *, slots: int, at_once: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Elements of the buffers, by name."""
+        """The number of elements of each buffer, by name."""
         return {
             "decisions": (torch.int32, at_once * where.groups * chunks(where) * LANES.value),
             "states": (torch.int32, slots * where.groups * where.lanes),
@@ -440,14 +441,14 @@ class Lanes:
         many: tuple[int, int] | None = None,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Code `residual` as `control` says (`kernels.trellis.triton.state`, int64 `[at_once * CONTROLS]`),
+        """Encode `residual` as `control` says (`kernels.trellis.triton.state`, int64 `[at_once * CONTROLS]`),
         elements times `gains` (fp64 of an fp32 number), with the salt's dither if there is one.
 
         Families in `control` count from `first_family`.
 
         Args:
-            many: number and size of records, if all of these buffers are in records.
-            kept: int32 `[slots * elements]`, for the values that elements take, in steps.
+            many: the number and size of records, if all of these buffers are in records.
+            kept: int32 `[slots * elements]`, receives the quantized values, in steps.
         """
         of = self.where
         # A row of many has few groups, and there are enough programs.
@@ -479,7 +480,7 @@ class Lanes:
 
 
 def join(coded: Coded, out: torch.Tensor) -> None:
-    """The words of all groups one after the other into int16 `out`, which has room for just them."""
+    """Join the words of all groups, one after the other, into int16 `out`, which they fill exactly."""
     groups, capacity = coded.words.shape
     starts = coded.counts.cumsum(0) - coded.counts
     _join[(groups, triton.cdiv(capacity, _JOIN))](

@@ -1,6 +1,6 @@
-"""Choose the `trellis` codec's plan and model for a tensor on a GPU.
+"""Chooses the `trellis` codec's plan and model for a tensor on a GPU.
 
-Takes the same decisions as `wire.codecs.trellis` on a CPU, with kernels that pass results in a few small
+It takes the same decisions as `wire.codecs.trellis` on a CPU, with kernels that pass results in a few small
 buffers (`kernels.trellis.triton.state`). Buffer sizes, programs and launches depend on the shape and the rate
 only.
 """
@@ -24,8 +24,8 @@ from kernels.trellis.triton import search as searching
 from kernels.trellis.triton import spaces as spanning
 from kernels.trellis.triton import state as at
 
-# Most plans of a search, a power of two. After their histograms of row scales follow those of all rows, of
-# the measured rows, of the residual (all and measured rows), and of the model (all and measured rows).
+# The most plans of a search, a power of two. After their histograms of row scales follow those of all rows,
+# of the measured rows, of the residual (all and measured rows), and of the model (all and measured rows).
 PLANS = 8
 _WHOLE = PLANS
 MODEL = PLANS + 4
@@ -44,13 +44,13 @@ _SUMS = 32
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Constants of a shape and rate, on the tensor's device."""
+    """Constants for a shape and rate, on the tensor's device."""
 
     plans: torch.Tensor  # int64 [plans, 4]
     numbers: torch.Tensor  # fp64 [NUMBERS]
     mean_costs: torch.Tensor  # int64 [FAMILIES, MAX_CLASS + 1]
     count_bits: torch.Tensor  # int32 [1024], for counts from 1024 on
-    start: torch.Tensor | None  # fp32 [RANK, C]: where the search for a space starts
+    start: torch.Tensor | None  # fp32 [RANK, C]: the start of the search for a space
 
 
 @cache
@@ -96,9 +96,9 @@ class _Zeros:
 
 
 class Records:
-    """Buffers of many matrices in one allocation, a record each: `kernels.common.triton.numbers.in_record`.
+    """Buffers of many matrices in one allocation, one record each: `kernels.common.triton.numbers.in_record`.
 
-    Kernels are given those of the first record. The first buffers, int64, start as zeros.
+    Kernels get the buffers of the first record. The first buffers, int64, start as zeros.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Records:
         zeros: dict[str, int],
         others: dict[str, tuple[torch.dtype, int]],
     ) -> None:
-        """`zeros` and `others`: elements by name."""
+        """`zeros` and `others` have the number of elements by name."""
         places, start = self._places(zeros, others)
         self._whole = torch.empty(count, start, dtype=torch.uint8, device=device)
         self.record = start // RECORD
@@ -131,7 +131,7 @@ class Records:
     def _places(
         zeros: dict[str, int], others: dict[str, tuple[torch.dtype, int]]
     ) -> tuple[dict[str, tuple[torch.dtype, int, int]], int]:
-        """(dtype, first byte, bytes) by name, and the bytes of all."""
+        """(dtype, first byte, bytes) by name, and the total number of bytes."""
         places: dict[str, tuple[torch.dtype, int, int]] = {}
         start = 0
         for name, (dtype, elements) in {name: (torch.int64, size) for name, size in zeros.items()}.items():
@@ -151,8 +151,8 @@ class Planner:
     ) -> None:
         """
         Args:
-            x: the tensor, `[R, C]`; or `[n, C]` for n tensors `[1, C]`, whose settings have no kinds.
-            more: elements of further buffers, of each of many tensors; None for one tensor.
+            x: the tensor, `[R, C]`; or `[n, C]` for n tensors `[1, C]`, whose settings have no kinds. more:
+                with many tensors, the number of elements of each one's further buffers; None for one tensor.
         """
         self.x, self.settings = x, settings
         device = x.device
@@ -184,7 +184,7 @@ class Planner:
     def buffers(
         settings: Settings, *, many: bool
     ) -> tuple[dict[str, int], dict[str, tuple[torch.dtype, int]]]:
-        """Elements by name: of those that start as zeros, int64, and of others."""
+        """The number of elements by name: of buffers that start as zeros, int64, and of others."""
         rows, columns, sample = settings.rows, settings.columns, settings.sample_rows
         kinds = len(settings.kinds)
         dimensions = kinds * _RANK
@@ -202,7 +202,7 @@ class Planner:
             multiplier=max(kinds, 1) * _RANK,
         )
         others = dict(
-            # A matrix that nothing predicts has no residual beside it.
+            # A matrix without a prediction has no separate residual.
             field=(torch.float32, (2 if kinds else 1) * rows * columns + kinds * sample * columns),
             row_scales=(torch.int32, 2 * rows + kinds * sample),
             column_scales=(torch.int32, columns if many else (PLANS + 1) * columns),
@@ -267,7 +267,7 @@ class Planner:
         )
 
     def _scale_columns(self, first: int, count: int, *, sample: bool = True) -> None:
-        """Column scales for some plans' samples, or for the model. Of many, each has one row and no sums."""
+        """Column scales for some plans' samples, or for the model. Many tensors: one row each, no sums."""
         settings = self.settings
         rows, columns = settings.sample_rows if sample else settings.rows, settings.columns
         sums = self.zeros["sample_sums" if sample else "sums"]
@@ -309,7 +309,7 @@ class Planner:
         )
 
     def _span(self) -> None:
-        """The space near which the sample lies, and its dimensions for each kind of prediction."""
+        """Find the space near the sample, and its dimensions for each kind of prediction."""
         settings, constants, state = self.settings, self.constants, self.zeros["state"]
         rows, columns, kinds = settings.sample_rows, settings.columns, len(settings.kinds)
         device = self.x.device
@@ -368,7 +368,7 @@ class Planner:
         )
 
     def _predict(self, *, sample: bool) -> None:
-        """The sample's residual after each prediction, or the matrix's after the chosen one."""
+        """Compute the sample's residual after each prediction, or the matrix's after the chosen one."""
         settings = self.settings
         rows = settings.sample_rows if sample else settings.rows
         fitting.residual[(triton.cdiv(rows, _ROWS), len(settings.kinds) if sample else 1)](
@@ -399,9 +399,9 @@ class Planner:
         )
 
     def _cost(self, slots: int, *, row: int, column: int, each: int) -> None:
-        """Expected bits from some of the histograms, for every step and family."""
+        """Compute the expected bits from some of the histograms, for every step and family."""
         bins = self.zeros["row_bins"], self.zeros["column_bins"]
-        # Costs have the slot of the columns' histogram.
+        # Costs are in the slot of the columns' histogram.
         places = row, column, column, each, slots, self.record
         costing.convolve[(self.count * slots, 4, at.CLASS_SUMS // _SUMS)](
             *bins,

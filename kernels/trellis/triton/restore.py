@@ -1,4 +1,4 @@
-"""Decoding a `trellis` tensor on a GPU around the lanes: classes before them, values after them.
+"""The parts of decoding a `trellis` tensor on a GPU before and after the lanes: classes, and values.
 
 A program handles `ROWS` x `BLOCK` elements and reads and writes each once; with torch's operators a tensor
 would cross memory some twenty times. The same bits as `kernels.trellis.reference.classes`, and as
@@ -23,9 +23,9 @@ _MAX_CLASS = tl.constexpr(MAX_CLASS)
 _BEST = tl.constexpr(at.BEST)
 _BEST_CODE = tl.constexpr(at.BEST_CODE)
 _FOUND = tl.constexpr(at.FOUND)
-# Ranks at most; a product needs 16.
+# The highest rank; a product needs 16.
 _RANK = tl.constexpr(32)
-# Elements a program handles; they change no bit.
+# Elements per program; no bit depends on them.
 _ROWS, _COLUMNS = 16, 64
 _CLASS_ROWS, _CLASS_COLUMNS = 16, 256
 
@@ -95,7 +95,7 @@ def _restore(
 
 @triton.jit
 def _of_row(n, place, inside, code, exponent, salt, LIMIT: tl.constexpr, DITHERED: tl.constexpr):
-    """fp32 of multiples of a step, without a prediction."""
+    """The fp32 values of multiples n of a step, without a prediction."""
     step = (1024 + (code & 1023)).to(tl.float32) * (((code >> 10) - 19 + 127) << 23).to(
         tl.float32, bitcast=True
     )
@@ -119,7 +119,7 @@ def restore_kept(
     DITHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode what an encoder of many rows kept of its best code: zeros if nothing fitted."""
+    """Decode the values that an encoder of many rows kept of its best code; zeros if nothing fitted."""
     number = tl.program_id(1).to(tl.int64)
     state = in_record(state, number, record)
     kept = in_record(kept, number, record) + tl.load(state + _BEST) * columns
@@ -143,7 +143,7 @@ def restore_rows(
     DITHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The rows that n, int32 `[rows, columns]`, says; `told` is `decode_many`'s."""
+    """The values of rows n, int32 `[rows, columns]`; `told` is the `numbers` of `decode_many`."""
     number = tl.program_id(1).to(tl.int64)
     told += number * TOLD
     code, exponent = tl.load(told + 2).to(tl.int32), tl.load(told + 3).to(tl.int32)
@@ -178,7 +178,7 @@ def restore(
     out: torch.Tensor,
     salt: int | None = None,
 ) -> None:
-    """As `kernels.trellis.ops.restore`."""
+    """See `kernels.trellis.ops.restore`."""
     columns = out.shape[-1]
     rows = out.numel() // columns
     powers = [factor.item() for factor in tiles.powers_of_two(torch.tensor(exponent, dtype=torch.int32))]

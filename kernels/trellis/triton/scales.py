@@ -1,9 +1,9 @@
 """`kernels.trellis.scales` in Triton: the normalised matrix, row and column scales, and their histograms,
 without the host.
 
-Sums are of integers, by atomic additions where several programs share one, so their order does not matter.
-Stored are the scale of every row and column, and histograms with `BINS` counts from scale `-ORIGIN` up; the
-search for a step reads the histograms only.
+Sums are of integers, with atomic additions where programs share them, so their order does not matter. The
+kernels store the scale of every row and column, and histograms with `BINS` counts from scale `-ORIGIN` up;
+the search for a step reads only the histograms.
 """
 
 import triton
@@ -20,7 +20,7 @@ _NORMAL_BITS = tl.constexpr(13)
 _PARTS = tl.constexpr(512.0)
 _PART_SCALE = tl.constexpr(9 * 16)
 _WEIGHTED = tl.constexpr(65536.0)
-# From here up every fp32 number is an integer.
+# Every fp32 number from here up is an integer.
 _WHOLE = tl.constexpr(8388608.0)
 _LEAST = tl.constexpr(2.0**-20)
 BINS = tl.constexpr(at.BINS)
@@ -66,8 +66,8 @@ def logarithm(means, numbers):
 def largest(x, state, elements, record, BLOCK: tl.constexpr, MANY: tl.constexpr):
     """Write the bits of the largest magnitude to the state; as integers, infinities and NaNs are largest.
 
-    With `MANY`, here and in the kernels below, x is `[n, C]`, each row a matrix of one row by itself. What
-    belongs to a matrix lies in a record of its own (`kernels.trellis.triton.plan.Records`).
+    With `MANY`, here and in the kernels below, x is `[n, C]`, and each row is a separate matrix with its own
+    record of buffers (`kernels.trellis.triton.plan.Records`).
     """
     if MANY:
         number = tl.program_id(1).to(tl.int64)
@@ -159,7 +159,7 @@ def shared_scale(total, numbers, rows, columns):
 
 @triton.jit
 def _row_weights(scale, numbers):
-    """What the parts of rows with these logarithms are multiplied with before columns are summed, fp32."""
+    """Weights of the parts of rows with these logarithms when columns are summed, fp32."""
     part = scale & 15
     down = (scale >> 4) + (part > 0).to(tl.int32)
     root = tl.load(numbers + ROOTS + tl.where(part > 0, 16 - part, 0))
@@ -187,7 +187,7 @@ def column_sums(
     COLUMNS: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Sums of every column's weighted magnitudes, over the sample for each plan from `first` on, or over the
+    """Sum every column's weighted magnitudes, over the sample for each plan from `first` on, or over the
     model's matrix."""
     plan = first + tl.program_id(2)
     elements = all_rows.to(tl.int64) * columns
@@ -244,8 +244,8 @@ def column_scales(
     COLUMNS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Column scales from their sums, with their histogram; also the histogram of a sample's rows in plans
-    without row scales.
+    """Compute column scales from their sums, and their histogram; also the histogram of a sample's rows in
+    plans without row scales.
 
     With `MANY` a column's sum is its only element's weighted magnitude, and only the model's scales are kept.
     """
@@ -274,14 +274,14 @@ def column_scales(
         scales += slot.to(tl.int64) * columns
     column_bins += slot * BINS
     if by_column == 0:
-        # Adding to one count for each column would take a thousand times as long as all else.
+        # Adding every column to the same count would take a thousand times as long as the rest.
         if tl.program_id(0) == 0:
             tl.store(column_bins + ORIGIN, columns.to(tl.int64))
         if not (MANY and SAMPLE):
             tl.store(scales + column, tl.zeros((COLUMNS,), tl.int32), mask=inside)
         return
     if MANY:
-        # One row's own scale is the one that all rows share.
+        # The scale of a single row is also the shared one.
         weight = _row_weights(tl.load(row_scales) + _PART_SCALE, numbers)
         x = tl.load(field + column, mask=inside, other=0.0)
         found = _rounded(parts(x) * weight).to(tl.int64).to(tl.float64)
@@ -292,6 +292,6 @@ def column_scales(
         tl.store(scales + column, scale, mask=inside)
     bins = tl.arange(0, BINS)
     counts = tl.histogram(tl.where(inside, scale + ORIGIN, 0), BINS)
-    # Columns beyond the last were counted as 0.
+    # Columns after the last were counted as 0.
     counts -= tl.where(bins == 0, tl.sum((inside == 0).to(tl.int32), 0), 0)
     tl.atomic_add(column_bins + bins, counts.to(tl.int64), mask=counts > 0)

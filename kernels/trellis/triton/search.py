@@ -38,7 +38,7 @@ _OF_FAMILY = tl.constexpr(at.OF_FAMILY)
 _TO_SLOT = tl.constexpr(at.TO_SLOT)
 _OFFSET = tl.constexpr(at.OFFSET)
 _CONTROLS = tl.constexpr(at.CONTROLS)
-# Stages of the search in which `advance` is called.
+# The stages of the search that `advance` distinguishes.
 START, MEASURED, TRIED, LAST = range(4)
 _START = tl.constexpr(START)
 _MEASURED = tl.constexpr(MEASURED)
@@ -66,7 +66,7 @@ def _smallest(
     """`wire.codecs.trellis._smallest_step` for several candidates at once: codes, int32."""
     first = tl.zeros_like(rank)
     last = first + (_STEP_CODES - 1)
-    # So many halvings leave one code.
+    # The number of halvings that leave one code.
     for _ in range(16):
         middle = (first + last) >> 1
         row_bits, column_bits = class_bits(middle, low, high, left, right, count_bits)
@@ -100,7 +100,7 @@ def best_plan(
     PLANS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """The plan that fits with the smallest step; the first of several."""
+    """The plan that fits with the smallest step; of several, the first."""
     if MANY:
         number = tl.program_id(0).to(tl.int64)
         row_bins = in_record(row_bins, number, record)
@@ -156,7 +156,7 @@ def _sum(counts, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _of(values, place, which):
-    """The element of a small vector at an index."""
+    """The element of a small vector at index `which`."""
     return tl.sum(tl.where(place == which, values, 0), 0)
 
 
@@ -166,7 +166,8 @@ def gain(code):
     step = (1024 + (code & 1023)).to(tl.float64)
     exponent = ((code >> 10) - 19 + 1023).to(tl.int64) << 52
     step = step * exponent.to(tl.float64, bitcast=True)
-    # With operands of so few bits, rounding to fp64 and then to fp32 gives the correctly rounded quotient.
+    # The operands have so few bits that rounding to fp64 and then to fp32 gives the correctly rounded
+    # quotient.
     return (64.0 / step).to(tl.float32).to(tl.float64)
 
 

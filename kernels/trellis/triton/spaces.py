@@ -82,7 +82,7 @@ def coefficients(
     BLOCK: tl.constexpr,
 ):
     """The program's rows of the sample, int32 `[ROWS]` (row r is row r * `every` of the field); a mask of
-    those that exist; their scales; and the products of the whitened rows with `directions` `[RANK, C]`,
+    those that exist; their scales; and the products of the whitened rows and `directions` `[RANK, C]`,
     integers in fp64 `[ROWS, RANK]`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < rows

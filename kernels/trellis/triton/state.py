@@ -22,24 +22,24 @@ ORIGIN = 512
     SHARED_SCALE,  # the scale of all rows otherwise
     KIND,  # of prediction
     CODE,  # of the step that is tried
-    LOW,  # codes that are too small, and that do
+    LOW,  # codes of steps that are too small, and that fit
     HIGH,
     FOUND,
-    SLOT,  # where the lanes of this attempt go
-    BEST,  # where the best ones are
+    SLOT,  # slot of this attempt's lanes
+    BEST,  # slot of the best lanes
     BEST_CODE,
     BEST_WORDS,
     FAMILY,
-    ROW_LEAST,  # the lowest scale that the model tells apart, of rows and of columns
+    ROW_LEAST,  # the lowest scale that the model distinguishes, for rows and for columns
     COLUMN_LEAST,
 ) = range(23)
 STATE = 32
 
-# And fp64.
+# The plan's state, fp64.
 SHARE, FREE = range(2)
 SHARES = 2
 
-# Inputs of the lanes, int64, for each of the families that are coded at once.
+# Inputs of the lanes, int64, for each of the families that are encoded at once.
 ACTIVE, OF_FAMILY, TO_SLOT, OFFSET = range(4)
 CONTROLS = 4
 
@@ -49,14 +49,14 @@ THRESHOLDS = 16
 ROOTS = 32
 NUMBERS = 48
 
-# Steps that costs are known for, in 16ths of an octave, counted from the smallest.
+# Steps with known costs, in 16ths of an octave, counted from the smallest.
 FIRST_STEP = -9 * 16
 COSTS = 448
-# Sums of a row's and a column's class, counted down from the largest.
+# Sums of the class of a row and that of a column, counted down from the largest.
 CLASS_SUMS = 128
 CLASSES_A_SIDE = 64
 
-# Sections of the payload, in order, and where they and what follows begin.
+# Sections of the payload, in order, and the offsets of these sections and of what follows.
 SECTIONS = 7
 (ROW_CLASSES, COLUMN_CLASSES, ROW_EXPONENTS, COLUMN_EXPONENTS, MULTIPLIERS, ROW_FACTORS, COLUMN_FACTORS) = (
     range(7)

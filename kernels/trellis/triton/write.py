@@ -1,4 +1,4 @@
-"""Write the payload of a `trellis` tensor on a GPU; `wire.codecs.trellis_payload` has the layout.
+"""Writes the payload of a `trellis` tensor on a GPU; `wire.codecs.trellis_payload` defines the layout.
 
 The offsets of sections depend on the tensor, so kernels read them; the number of programs does not. The
 payload must hold zeros before.
@@ -283,7 +283,7 @@ def write_sections(
         scale = tl.load(column_scales + place, mask=i < size, other=0)
         value = (tl.maximum(scale, left) + 2) >> 2
     elif PREDICTS:
-        # Exponents of a prediction come from the scales of the matrix, not of the residual.
+        # A prediction's exponents come from the scales of the matrix, not of the residual.
         size = tl.where(rank > 0, rows, 0).to(tl.int64)
         if section == _ROW_EXPONENTS:
             value = row_exponents(tl.load(row_scales + i, mask=i < size, other=0), state)
