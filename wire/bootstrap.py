@@ -99,8 +99,7 @@ async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
 
 
 def _check_clock(leaf: x509.Certificate, address: str) -> None:
-    """Raise LinkError if this machine's clock is wrong; the verified connection would fail without a
-    reason."""
+    """Raise LinkError if this machine's clock is wrong; verification would fail without a reason."""
     now = time.time()
     first, last = leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
     if not first <= now <= last:

@@ -1,5 +1,4 @@
-"""gRPC's bidirectional streams as streams of byte messages. However a stream ends, it raises
-`StreamDroppedError`."""
+"""gRPC's bidirectional streams as streams of byte messages. Any end raises `StreamDroppedError`."""
 
 import asyncio
 import re
@@ -34,8 +33,7 @@ class StreamDroppedError(LinkError):
 
 
 class ByteStream(Protocol):
-    """A bidirectional stream of messages. Both methods raise `StreamDroppedError` when the stream has
-    ended."""
+    """A bidirectional stream of messages. Both methods raise `StreamDroppedError` after its end."""
 
     async def read(self) -> bytes: ...
 
@@ -148,8 +146,7 @@ class BulkClient:
 
 
 class BulkServer:
-    """The called end of a bulk stream. The call ends when the handler's iterator does, which also wakes
-    `read`."""
+    """The called end of a bulk stream. The call ends with the handler's iterator, which also wakes `read`."""
 
     def __init__(self, requests: Iterator[bytes]) -> None:
         self._requests = requests

@@ -128,8 +128,8 @@ class BulkChannel:
 
 
 def bulk_name(server_name: str) -> str:
-    """The form of a node's name that selects its bulk streams. Host names ignore case, so the same
-    certificate matches."""
+    """The form of a node's name that selects its bulk streams. Host names ignore case: the certificate
+    matches."""
     return server_name.upper()
 
 

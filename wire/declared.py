@@ -67,8 +67,7 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The field holds `parse(value)` of the received value. `parse` refuses it with ValueError or
-    ConfigError."""
+    """The field holds `parse(value)` of the received value. `parse` may raise ValueError or ConfigError."""
 
     parse: Callable[[Any], Any]
 

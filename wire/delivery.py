@@ -7,8 +7,7 @@ the control stream do not reveal this; only acknowledgements of frames do.
 import math
 
 PATIENCE = 3.0
-"""A connection stalls after this many times the longest wait so far, because each frame takes long on a slow
-link."""
+"""A connection stalls after this many times the longest wait so far, as frames of slow links take long."""
 _MOST_DOUBLINGS = 6
 
 OWED_SECONDS, OWED_RATE = 0.25, 125_000.0

@@ -17,8 +17,7 @@ a node of many GPUs."""
 EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 """System call errors that mean that descriptors, or memory for them, have run out."""
 _MOST = 65536
-"""The highest limit to set. More would only enlarge tables, and macOS reports no hard limit but refuses
-higher values."""
+"""The highest limit to set. More only enlarges tables, and macOS refuses more without reporting a limit."""
 
 
 def limits() -> tuple[int, int]:

@@ -23,8 +23,7 @@ from wire.identity.names import join_address, split_address
 HEAD_START_SECONDS = 0.25
 """The delay before the next address of a host is dialled in parallel with the earlier ones (RFC 8305)."""
 TRY_SECONDS, PAUSE_SECONDS = 1.5, 0.05
-"""The limit for one of several attempts to dial the same address, and the pause after a refused one, in
-seconds."""
+"""Seconds for one of several attempts to dial an address, and the pause in seconds after a refused one."""
 PROXY_SECONDS = 10.0
 """The limit for a proxy's answer, which comes after it has connected to the target."""
 _MOST_ANSWER = 16 * 1024

@@ -32,8 +32,7 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 MOST_SHOWN, MOST_LINE = 100, 6000
-"""The most characters that an error quotes of a value, and that an error has. Files hold values of any
-size."""
+"""The most characters of a quoted value, and of an error. Files hold values of any size."""
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:

@@ -79,8 +79,7 @@ class Figures:
         return made(type(newer), sums)
 
     def __sub__(self, older: "Figures") -> Self:
-        """What was counted since an older record of the same totals. The codec of a flow may have changed
-        since then."""
+        """What was counted since an older record of the same totals. A flow's codec may have changed."""
         values, theirs = dict(vars(self)), vars(older)
         counters = counters_of(type(older))
         for name in counters.numbers:

@@ -161,8 +161,7 @@ def _checksum(fields: bytes, payload: bytes | memoryview) -> int:
 
 
 class FramePlace(NamedTuple):
-    """Where a frame belongs, from its header. For a received frame it is unverified until the frame is
-    parsed."""
+    """Where a frame belongs, from its header. Unverified until a received frame is parsed."""
 
     sequence: int
     key: TensorKey | None

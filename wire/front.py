@@ -40,8 +40,7 @@ _LOOK_SECONDS = 0.5
 TLS_HANDSHAKE = b"\x16"
 """The first byte of a TLS connection."""
 _LONGEST_DIRECTORY = 80
-"""The longest directory used for sockets: a Unix socket's path has at most 103 bytes on macOS, 107 on
-Linux."""
+"""The longest directory used for sockets: a Unix socket's path has at most 103 bytes (macOS) or 107."""
 
 PassOn = Callable[[socket.socket], "asyncio.Future[None] | asyncio.Task[None]"]
 """Takes over an accepted socket. The future is done when the front no longer needs to count it."""
@@ -83,8 +82,7 @@ class Front:
         self._tasks: dict[asyncio.Future[None], int] = {}
         self._listeners: list[socket.socket] = []
         self.behind: list[Front] = []
-        """Fronts that get connections from this one. When descriptors run out, their strangers are dropped
-        too."""
+        """Fronts that get connections from this one. Their strangers too are dropped without descriptors."""
         self._spare = Spare()
         self._look: asyncio.TimerHandle | None = None
 

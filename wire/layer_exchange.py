@@ -80,8 +80,7 @@ class LayerServer:
         self._turns: dict[str, asyncio.Semaphore] = {}
         """Limits the requests that are served at a time, by requester."""
         self._sent: dict[tuple[str, int, str, bool], tuple[float, float]] = {}
-        """By requester and file: how many times the file was sent, minus a decay over time, and when it was
-        last updated."""
+        """By requester and file: how often the file was sent, decaying over time, and the last update."""
 
     async def serve(self, peer: str, message: bytes, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         """Answer a call of node `peer`, whose certificate has been checked."""

@@ -25,8 +25,7 @@ _BUCKET_SECONDS = 0.05
 _SHARE_SAVED = 0.1
 """The largest fraction of a steady sample's time that a bucket may have saved up."""
 _STEADY_SECONDS = 30.0
-"""For this long after a steady sample, other samples do not count even if they are slower: TCP starts
-slowly."""
+"""For this long after a steady sample, other samples do not count, even slower ones: TCP starts slowly."""
 
 
 @dataclass(slots=True)
@@ -48,8 +47,7 @@ class _Rate:
 
 
 class LinkMeter:
-    """Measures one direction of a link. `now` is seconds on any clock. Bytes are totals since the link was
-    created."""
+    """Measures one direction of a link. `now` is seconds on any clock. Bytes are totals of the link."""
 
     def __init__(self, carried: Callable[[int, float, float], None] | None = None) -> None:
         """`carried` is called with the number of bytes carried, the start and the end."""

@@ -73,8 +73,7 @@ class LinkSettings:
 
     @property
     def unread_bytes(self) -> int:
-        """The HTTP/2 window of a stream. It is larger than `window_bytes`, so that `window_bytes` is the
-        limit."""
+        """The HTTP/2 window of a stream. It is larger than `window_bytes`, which is the limit."""
         return 2 * self.window_bytes
 
 
@@ -97,8 +96,7 @@ class LinkState:
     delivery: Delivery
     session: int = 0
     figures: LinkFigures = field(default_factory=LinkFigures)
-    """The figures since the link was created, without codecs of flows. `Link.figures` adds the other
-    fields."""
+    """The figures since the link was created, without codecs of flows. `Link.figures` adds others."""
     processor_seconds: float = 0.0
     """The processor time of the sending thread."""
     frames_sent: int = 0

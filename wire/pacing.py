@@ -44,8 +44,7 @@ class Pacer:
         return max(LEAST_PIECE, int(BURST_SECONDS * self.rate))
 
     def reserve(self, size: int, now: float) -> float:
-        """Reserve `size` bytes at `now` (seconds on any clock). Returns the seconds to wait before
-        sending."""
+        """Reserve `size` bytes at `now` (seconds on any clock). Returns the seconds to wait first."""
         with self._lock:
             start = max(self._free_at, now - self._ahead)
             self._free_at = start + size / self.rate

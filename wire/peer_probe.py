@@ -45,8 +45,7 @@ PassThrough = Callable[[int], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class LineRate:
-    """A measured line. Rates are in bytes per second from and to the requesting node; 0 if nothing
-    arrived."""
+    """A measured line. Rates are in bytes per second from and to the requesting node; 0: nothing arrived."""
 
     round_trip: float
     """The least of `PINGS` round trips, in seconds."""

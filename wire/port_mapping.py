@@ -210,8 +210,7 @@ class MappedPort:
         return self._router.name if self._router is not None else ""
 
     async def open(self, port: int) -> None:
-        """Ask for a port that leads to `port` here. Failure is not an error, because most routers offer
-        none."""
+        """Ask for a port that leads to `port` here. Failure is no error: most routers offer none."""
         self._port = port
         reasons = []
         for router in self._routers:

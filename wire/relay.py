@@ -70,8 +70,7 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Rendezvous:
-    """Matches members that wait for each other. A state machine without I/O, in which connections are
-    numbers."""
+    """Matches members that wait for each other. A state machine without I/O; connections are numbers."""
 
     most: int
     """The most connections in total."""
@@ -86,8 +85,7 @@ class Rendezvous:
         return len(self._asked)
 
     def ask(self, number: int, node: str, peer: str, role: bytes) -> Answer:
-        """Handle a request on connection `number`: `node` wants a connection with `peer`. `role` is the
-        request's letter."""
+        """Handle a request on connection `number`: `node` wants `peer`. `role` is the request's letter."""
         if node == peer or not {node, peer} <= self.allowed:
             return Answer(refused=f"the placement does not name {node} and {peer}")
         wait = _Wait(node, peer, role)

@@ -65,8 +65,7 @@ class RelayClient:
         """The same for simultaneous open."""
 
     def local_address(self, peer: str, *, together: bool = False) -> str:
-        """The address that gRPC dials to reach `peer` through the relay, or by simultaneous open
-        (`together`)."""
+        """The address that gRPC dials to reach `peer` by relay or, with `together`, simultaneous open."""
         if not self._directory:
             self._directory = private_directory()
         name = f"{peer}.s" if together else peer

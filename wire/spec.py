@@ -1,5 +1,4 @@
-"""Describes a tensor on a link: its place in the run (`TensorKey`), and its dtype and shape
-(`TensorSpec`)."""
+"""Describes a tensor on a link: place in the run (`TensorKey`), dtype and shape (`TensorSpec`)."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -39,8 +39,7 @@ class _Store(Protocol):
     """The number of bytes held."""
 
     def fill(self, source: socket.socket, most: int) -> bool:
-        """Receive up to `most` bytes into the empty store. Returns False at the end of the stream. Raises
-        BlockingIOError."""
+        """Receive up to `most` bytes into the empty store. False at the end. Raises BlockingIOError."""
         ...
 
     def drain(self, target: socket.socket) -> None:

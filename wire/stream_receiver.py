@@ -199,8 +199,7 @@ class StreamReceiver:
         return None
 
     def release(self, key: TensorKey, now: float) -> None:
-        """Free the space of a tensor that the consumer has finished with. Raises ValueError if it is not
-        held."""
+        """Free the space of a tensor that the consumer has finished with. Raises ValueError if not held."""
         tensor = self._held.get(key)
         if tensor is None or tensor.missing:
             raise ValueError(f"{key} is not a complete, unreleased tensor of this link")

@@ -156,8 +156,7 @@ class StreamSender:
             self._done_bytes += size
 
     def send_again(self, sequences: list[int]) -> None:
-        """Retransmit frames that arrived damaged or not at all. Ignores invalid numbers from damaged
-        headers."""
+        """Retransmit frames that were lost or damaged. Ignores invalid numbers from damaged headers."""
         self._again.update(s for s in sequences if self._acknowledged <= s < self._cursor)
 
     def reconnect(self, next_sequence: int) -> None:

@@ -24,8 +24,7 @@ Result = TypeVar("Result")
 def mutual_context(
     *, server_side: bool, key_pem: bytes, certificate_pem: bytes, ca_pem: bytes, protocol: str
 ) -> ssl.SSLContext:
-    """A TLS 1.3 context that presents the certificate, requires one of the CA, and offers one ALPN
-    protocol."""
+    """A TLS 1.3 context that presents the certificate, requires one of the CA, and offers one ALPN."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
@@ -42,14 +41,12 @@ def mutual_context(
 
 
 class TlsSocket:
-    """One end of the connection. Methods raise OSError, such as ssl.SSLError, when the peer fails or hangs
-    up."""
+    """One end of the connection. Methods raise OSError, such as ssl.SSLError, if the peer fails or leaves."""
 
     def __init__(
         self, connection: socket.socket, context: ssl.SSLContext, *, server_name: str | None = None
     ) -> None:
-        """`connection` must be non-blocking. With a `server_name`, this is the client, which checks the
-        name."""
+        """`connection` must be non-blocking. With a `server_name`, this is the client and checks it."""
         self.socket = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(

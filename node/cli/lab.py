@@ -159,8 +159,7 @@ def _run_reach_inside(args: argparse.Namespace, out: Path) -> int:
 
 
 def _remove_empty(created: Sequence[Path]) -> None:
-    """Remove the empty folders that this command created, innermost first, so that a refused run leaves
-    none."""
+    """Remove the empty folders that this command created, innermost first, after a refused run."""
     with contextlib.suppress(OSError):
         for folder in created:
             folder.rmdir()

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
 
 
 def measured_times(config: "RunConfig", device: str) -> "BlockTimes":
-    """Measure the times of a block. Raises UserError if this machine lacks the device or cannot compute a
-    block."""
+    """Measure the times of a block. Raises UserError if this machine lacks the device or cannot compute."""
     from node import program
     from node.run_file.loader import to_json
     from node.tuning.block_times import BlockTimes

@@ -174,8 +174,7 @@ def _is_curve(value: Any) -> bool:
 
 
 def _curve_patch(before: Fields, after: Fields) -> dict[str, Any]:
-    """The number of equal points at the start, and the points after them; the whole curve if its stride
-    changed."""
+    """The number of equal first points, and the points after them; the whole curve if its stride changed."""
     if before["stride"] != after["stride"]:
         return dict(after)
     pairs = zip(

@@ -50,8 +50,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes to a W&B run with the same id, in the project of W&B's own settings. A resumed run continues
-    it."""
+    """Writes to a W&B run with the run's id, in the project of W&B's settings. A resumed run continues it."""
 
     def __init__(self, package: Any, started: RunStarted, config: RunConfig) -> None:
         self._run = package.init(

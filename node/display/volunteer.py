@@ -1,5 +1,4 @@
-"""Prints the output of `thinwire join`: lines of text or JSON, and on a terminal a line that changes in
-place."""
+"""Prints the output of `thinwire join`: lines of text or JSON; on a terminal, one that changes in place."""
 
 import json
 import os
@@ -15,8 +14,7 @@ from node.telemetry.format import clock_text, printable
 TICK_SECONDS = 1.0
 FIRST_REPEAT_SECONDS = 30.0
 LONGEST_REPEAT_SECONDS = 300.0
-"""Without a terminal, the current activity is repeated after the first time, then after doubled times up to
-the longest."""
+"""Without a terminal, the activity is repeated after the first time, then doubled times up to the longest."""
 
 
 class VolunteerScreen:
@@ -41,8 +39,7 @@ class VolunteerScreen:
         self._line(text)
 
     def waiting(self, activity: str, left: float) -> None:
-        """Show that the node waits for something for at most `left` more seconds. Call it about once per
-        second."""
+        """Show that the node waits at most `left` more seconds. Call it about once per second."""
         limit = clock_text(left)
         if self._live:
             self._show(f"{activity}; {limit} left, press Ctrl-C to stop")

@@ -1,5 +1,4 @@
-"""Watches a run: reads views from its history on disk, even while it grows, or from its coordinator's
-page."""
+"""Watches a run: reads views from its history on disk, even a growing one, or from its page."""
 
 import http.client
 import json
@@ -80,8 +79,7 @@ class PageWatch:
         self._context = _trusting(authority) if self._secure else None
 
     def view(self) -> RunView:
-        """The newest view. Raises LinkError if the page does not answer, RunError if it is not a run's
-        page."""
+        """The newest view. Raises LinkError if the page does not answer, RunError if it is none."""
         try:
             if self._context is not None:
                 link: http.client.HTTPConnection = http.client.HTTPSConnection(

@@ -197,8 +197,7 @@ class SnapshotStore(Protocol):
         """At most `size` bytes of a unit's file; None if it is missing or known to be damaged."""
 
     def steps(self) -> Sequence[int]:
-        """The steps that have files here, oldest first. The coordinator's folder lists complete snapshots
-        only."""
+        """The steps that have files here, oldest first; at the coordinator, only of complete snapshots."""
 
     def remove(self, step: int) -> None:
         """Remove a snapshot if it exists."""

@@ -1,5 +1,4 @@
-"""Converts a layer unit's state to and from the safetensors format, which nodes exchange and snapshots
-store."""
+"""Converts a layer unit's state to and from safetensors, which nodes exchange and snapshots store."""
 
 from collections.abc import Mapping
 from pathlib import Path

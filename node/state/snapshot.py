@@ -282,8 +282,7 @@ class SnapshotFolder:
 
     def hold(self, steps: Collection[int], record: str = "") -> None:
         """See `SnapshotStore.hold`. Also removes incomplete snapshots older than the newest of `steps`, and
-        damaged ones older than all of them. Ignores `record`, because the database is in the same
-        directory."""
+        damaged ones older than all of them. Ignores `record`, as the database is in the same directory."""
         newest, oldest = max(steps, default=0), min(steps, default=0)
         with self._lock:
             for step, directory in _step_directories(self._root):

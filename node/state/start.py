@@ -1,5 +1,4 @@
-"""Starts a run from a checkpoint: fills `[model]` from `config.json`, and reads units' weights.
-Torch-free."""
+"""Starts a run from a checkpoint: fills `[model]` from `config.json`, reads weights. Torch-free."""
 
 import asyncio
 import json

@@ -29,8 +29,7 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PIECE_BYTES = 32 << 20
 """The largest single read."""
 MOST_HEADER_BYTES = 16 << 20
-"""The most bytes of all headers and the index of a checkpoint together. The largest models have a tenth of
-that."""
+"""The most bytes of a checkpoint's headers and index together. The largest models have a tenth of that."""
 MOST_TENSORS = 100_000
 _FLOATS = ("F32", "F16", "BF16")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
@@ -370,8 +369,7 @@ class Checkpoint:
         return first + text, places
 
     async def _read_places(self, places: set[_Place]) -> dict[_Place, memoryview]:
-        """The bytes of every tensor, read file by file in ascending order. Adjacent tensors are read
-        together."""
+        """The bytes of every tensor, read file by file in order. Adjacent tensors are read together."""
         contents: dict[_Place, memoryview] = {}
         ordered = sorted(places, key=lambda place: (place.file, place.start))
         for name in dict.fromkeys(place.file for place in ordered):
@@ -443,8 +441,7 @@ def _float32(array: np.ndarray) -> np.ndarray:
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether all elements are finite. Others are a minimum or maximum; as bits, the largest of their
-    sign."""
+    """Whether all elements are finite. Others are a minimum or maximum; as bits, their sign's largest."""
     if not array.size:
         return True
     if array.dtype == BITS:

@@ -56,8 +56,7 @@ class WholeModel:
 
     @torch.no_grad()
     def loss(self, samples: Samples) -> float | None:
-        """The mean cross-entropy in nats per labelled token; None without labels. Raises DataError without
-        samples."""
+        """The mean cross-entropy in nats per labelled token; None without labels. DataError if empty."""
         if not len(samples):
             raise DataError("the text is too short to measure a loss: give more text")
         if not samples.labelled:

@@ -54,8 +54,7 @@ class SampleBatch:
 
 
 class AqsgdCodec(Codec):
-    """`aqsgd-b` without samples: it knows sizes if all samples are known. `of` makes the codec for a
-    tensor."""
+    """`aqsgd-b` without samples: it knows sizes if all samples are known. `of` makes a tensor's codec."""
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 

@@ -84,8 +84,7 @@ def _head(header: Header, device: torch.device) -> torch.Tensor:
 
 @cache
 def _cached_head(header: Header, device: torch.device) -> torch.Tensor:
-    """`_head`, once for all tensors of a spec, because the host waits for a copy from pageable memory to a
-    GPU."""
+    """`_head`, once for all tensors of a spec, because the host waits for copies from pageable memory."""
     return _head(header, device)
 
 

@@ -123,8 +123,8 @@ class Format(ABC):
     SUCCESSOR: ClassVar[str] = ""
     """An activation codec with no more bytes and a better loss that needs more compute."""
     GRADIENT_SUCCESSOR: ClassVar[str] = ""
-    """A gradient codec with fewer bytes and no measurable cost in loss (scripts/results/losses.md) that needs
-    more compute."""
+    """A gradient codec with fewer bytes, more compute and no measurable cost in loss
+    (scripts/results/losses.md)."""
 
     @property
     def family(self) -> str:
@@ -377,8 +377,7 @@ class DitherFormat(TrellisFormat):
 
 
 class AqsgdFormat(Format):
-    """`aqsgd-b`: b bits per element, like `fixed-b`. Sizes are for tensors `[n, ...]` of n samples that are
-    all cached."""
+    """`aqsgd-b`: b bits per element, like `fixed-b`. Sizes are for tensors `[n, ...]` of n cached samples."""
 
     NUMBER = 9
     PREFIX = "aqsgd-"
@@ -462,8 +461,7 @@ _FORMATS: dict[str, Format] = {
 
 
 def codec_names() -> tuple[str, ...]:
-    """Every name that `codec_format` knows, without `aqsgd-b`, and with one rate of `trellis-R` and
-    `dither-R`."""
+    """Every name that `codec_format` knows except `aqsgd-b`; one rate of `trellis-R` and `dither-R`."""
     return tuple(_FORMATS)
 
 

@@ -11,8 +11,7 @@ __all__ = ["codec", "codec_names"]
 
 @lru_cache(maxsize=1024)
 def codec(name: str) -> Codec:
-    """The codec called `name`. It is stateless, so callers share it. Raises `ConfigError` for an unknown
-    name."""
+    """The codec called `name`. It is stateless and shared. Raises `ConfigError` for an unknown name."""
     known = codec_format(name)
     module, kind = known.IMPLEMENTATION
     instance = getattr(import_module(f"{__package__}.{module}"), kind)(known)

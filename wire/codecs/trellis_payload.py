@@ -261,8 +261,7 @@ class Plain:
 
 
 def read_plain(data: NDArray[np.uint8], where: Grid) -> Plain | None:
-    """The host's part of `read` for the payload of a row; None if it is of another kind or something is
-    wrong."""
+    """The host's part of `read` for the payload of a row; None if it is of another kind or wrong."""
     prefix = data[:PREFIX_BYTES].tobytes()
     fields = _PREFIX.unpack(prefix)
     mode, family, step_code, row_base, column_base, *others, used = fields

@@ -140,8 +140,7 @@ class CertificateAuthority:
         return cls(run_id, key, certificate)
 
     def save(self, directory: Path) -> None:
-        """Write `ca.key` and `ca.pem` (mode 0600) into `directory`, which is created (mode 0700) if
-        missing."""
+        """Write `ca.key` and `ca.pem` (mode 0600) into `directory`, created (mode 0700) if missing."""
         make_private_directory(directory)
         write_private(directory / _KEY_FILE, key_to_pem(self._key))
         write_private(directory / _CERTIFICATE_FILE, self.certificate_pem)

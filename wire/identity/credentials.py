@@ -165,8 +165,7 @@ class NodeIdentity:
             ) from None
 
     def save(self, directory: Path) -> None:
-        """Write the identity atomically into `directory` (created with mode 0700). An existing key is
-        kept."""
+        """Write the identity atomically into `directory` (mode 0700), but keep an existing key."""
         make_private_directory(directory)
         if create_private(directory / _KEY_FILE, self.key_pem) != self.key_pem:
             raise UserError(f"{directory} holds another node's key: give each node a directory of its own")

@@ -169,8 +169,7 @@ class TokenRecord:
     unclaimed: Mapping[bytes, float] = field(default_factory=dict, compare=False)
     """The keys whose nodes have not connected yet, with the times of their admission."""
     closed: bool = False
-    """Whether no further key is admitted because one of the token's nodes was evicted. The others may
-    return."""
+    """Whether no further key is admitted, because a node of the token was evicted. Others may return."""
 
     @property
     def uses(self) -> int:

@@ -60,7 +60,7 @@ def hold_letters(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (all_may_write, "everybody may write to {path}, and keys would lie in it"),
+        (all_may_write, "everybody may write to {path}, so no keys are written there"),
         (hold_letters, "{path} contains other files (letter.txt), so no keys are written there"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: py
 
 def test_a_user_without_a_home_is_asked_for_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     without_home(monkeypatch)
-    with pytest.raises(UserError, match=r"set HOME or XDG_STATE_HOME, .*; or give --state-dir"):
+    with pytest.raises(UserError, match=r"set HOME or XDG_STATE_HOME .*; or give --state-dir"):
         claim("demo-x", None)
 
 

@@ -472,9 +472,7 @@ def test_a_tensor_with_infinities_or_nans_is_named_by_whoever_reads_it(folder: P
     model = section(folder)
     asyncio.run(check_weights(model))
     asyncio.run(read_units(model, ["embed", block_name(0), "head"]))
-    line = (
-        r"model\.safetensors: tensor model\.layers\.1\.self_attn\.q_proj\.weight has 1 infinities or NaNs"
-    )
+    line = r"model\.safetensors: tensor model\.layers\.1\.self_attn\.q_proj\.weight has 1 infinities or NaNs"
     with pytest.raises(CheckpointError, match=line):
         asyncio.run(read_units(model, [block_name(1)]))
 
