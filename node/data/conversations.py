@@ -323,6 +323,7 @@ def _call(call: Any, forms: Forms) -> Message:
         arguments = _json(arguments, "arguments that are not JSON") if arguments.strip() else {}
         if isinstance(arguments, str):  # encoded as JSON twice
             arguments = _json(arguments, "arguments that are not JSON")
+        arguments = {} if arguments is None else arguments  # of calls without any, as some servers write it
         if not isinstance(arguments, dict):
             raise Dropped("arguments that are no object")
     elif not isinstance(arguments, str) and not forms.objects:

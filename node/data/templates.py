@@ -48,6 +48,8 @@ _MARKS = re.compile("[\U000f0000-\U000ffffd]")
 """Unicode's private characters, which mark where messages are."""
 _MOST_MESSAGES = 0x7FFF
 """Each message needs two marks."""
+_ENDED = re.compile(r"(<[^<>\s]+>)\s*<[^<>\s]+>")
+"""A special token after an answer, before the one that begins the next message."""
 _LOST = "an answer lost where the template rewrites earlier messages"
 
 Span = tuple[int, int]
@@ -312,7 +314,10 @@ class Template:
 
         closing = self._tail(conversation, index + 1, end)
         closing = self.turn_end if closing is None else closing
-        stop = last + _shared(whole.text[last:ceiling], closing)
+        behind = whole.text[last:ceiling]
+        stop = last + _shared(behind, closing)
+        if stop == last and closing.startswith("<") and (ended := _ENDED.match(behind)):
+            stop += ended.end(1)  # the last answer ends with another token, as gpt-oss's does
         if closing and stop == last:
             raise Dropped(_LOST)
         return start, stop
@@ -404,7 +409,7 @@ class _Marked:
     text: str
     """The rendering without the marks."""
     places: dict[str, int]
-    """The position of each mark in the text. A mark that occurs twice is left out."""
+    """The first position of each mark in the text. A tool's result may repeat a call's name and marks."""
     last: str
     """The last mark; empty without marks."""
     tail: str
@@ -414,7 +419,6 @@ class _Marked:
     def of(cls, rendered: str) -> "_Marked":
         pieces: list[str] = []
         places: dict[str, int] = {}
-        twice = set()
         start = size = 0
         last = ""
         for match in _MARKS.finditer(rendered):
@@ -422,12 +426,9 @@ class _Marked:
             size += len(pieces[-1])
             start = match.end()
             last = match.group()
-            if last in places:
-                twice.add(last)
-            places[last] = size
+            places.setdefault(last, size)
         tail = rendered[start:]
-        kept = {mark: place for mark, place in places.items() if mark not in twice}
-        return cls("".join([*pieces, tail]), kept, last, tail)
+        return cls("".join([*pieces, tail]), places, last, tail)
 
 
 def _marks_of(index: int) -> tuple[int, int]:

@@ -103,8 +103,10 @@ def test_arguments_have_the_form_that_the_template_writes(calls: list[Any], as_j
 def test_null_in_arguments_is_kept_where_it_was_written() -> None:
     arguments = {"city": "Oslo", "unit": None}
     call = {"function": {"name": "weather", "arguments": json.dumps(arguments)}, "id": None}
-    (made,) = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}]})[1]["tool_calls"]
-    assert made == {"function": {"name": "weather", "arguments": arguments}}
+    none = {"function": {"name": "weather", "arguments": "null"}}
+    made = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": [call, none]}]})[1]
+    assert [each["function"]["arguments"] for each in made["tool_calls"]] == [arguments, {}]
+    assert made["tool_calls"][0].keys() == {"function"}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,15 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
             [TWO[2], TWO[3], TWO[2], TWO[3]],
             "<s>user\nAnd?<e>\n<s>assistant\n[[Two.<e>\n]]<s>user\nAnd?<e>\n<s>assistant\n[[Two.<e>\n<end>]]",
         ),
+        # The last answer ends with a token of its own, as gpt-oss has it.
+        (
+            HEAD
+            + "<s>{{ m.role }}<m>{{ m.content }}{{ '<return>' if loop.last and m.role == 'assistant' and "
+            "not add_generation_prompt else '<e>' }}{% endfor %}"
+            "{% if add_generation_prompt %}<s>assistant{% endif %}",
+            [TWO[2], TWO[3], TWO[2], TWO[3]],
+            "<s>user<m>And?<e><s>assistant[[<m>Two.<e>]]<s>user<m>And?<e><s>assistant[[<m>Two.<return>]]",
+        ),
         # The assistant speaks first, and has another name.
         (
             HEAD + "{{ 'B:' if m.role == 'bot' else 'U:' }}{{ m.content }}</s>{% endfor %}"
@@ -64,8 +73,23 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
             [TWO[2], {"role": "assistant", "content": None, "tool_calls": [CALL]}],
             '<s>user\nAnd?<e><s>assistant\n[[weather{"city": "Oslo"}<e>]]',
         ),
+        # A thought beside a call goes once an answer follows, and the result repeats the call's name.
+        (
+            HEAD + "{% if m.role == 'tool' %}<r>{{ messages[1].tool_calls[0].function.name }}:{{ m.content }}"
+            "{% else %}<s>{{ m.role }}<m>{{ m.content if loop.last or not m.tool_calls }}{% endif %}"
+            "{% for c in m.tool_calls or () %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+            "{% endfor %}<e>{% endfor %}{% if add_generation_prompt %}<s>assistant{% endif %}",
+            [
+                TWO[2],
+                {"role": "assistant", "content": "Hm.", "tool_calls": [CALL]},
+                {"role": "tool", "content": "7"},
+                TWO[3],
+            ],
+            '<s>user<m>And?<e><s>assistant[[<m>weather{"city": "Oslo"}<e>]]<r>weather:7<e>'
+            "<s>assistant[[<m>Two.<e>]]",
+        ),
     ],
-    ids=["thoughts", "moved", "end", "bot", "parts", "arguments"],
+    ids=["thoughts", "moved", "end", "return", "bot", "parts", "arguments", "repeated"],
 )
 def test_answers_are_found(source: str, messages: list[dict[str, Any]], expected: str) -> None:
     template = Template(source, {})
