@@ -400,9 +400,10 @@ def _finite(number: str) -> float:
 
 
 def _clean(value: Any) -> Any:
-    """The value without the keys that Arrow filled with None, and with valid UTF-8 text."""
+    """The value without the keys that Arrow filled with None, or pandas with NaN, and with valid UTF-8
+    text."""
     if isinstance(value, dict):
-        return {str(key): _clean(item) for key, item in value.items() if item is not None}
+        return {str(key): _clean(item) for key, item in value.items() if item is not None and item == item}
     if isinstance(value, list | tuple):
         return [_clean(item) for item in value]
     return _texts(value)
@@ -415,7 +416,7 @@ def _texts(value: Any) -> Any:
         return {_text(key): _texts(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_texts(item) for item in value]
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, date | time | timedelta):
         return str(value)  # as a template writes it

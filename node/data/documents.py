@@ -756,6 +756,9 @@ def _table(path: Path, kind: str) -> Iterator[Any]:
     except FileNotFoundError as error:
         raise unreadable(path, error) from error
     except (OSError, ValueError, OverflowError, MemoryError, pyarrow.ArrowException) as error:
+        with suppress(OSError), path.open("rb") as file:
+            if (head := file.read(len(LFS_POINTER))) == LFS_POINTER:
+                check_kind(path, head)
         raise DataError(f"{path} is not {kind}, or damaged ({' '.join(str(error).split())})") from error
 
 

@@ -1,6 +1,7 @@
 """Conversations in the forms that people store them in become what the template reads."""
 
 import json
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -58,7 +59,7 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         },
         {"messages": [{"role": "USER", "content": [{"type": "text"}, "\ufeffHow warm?"]}, ANSWERED]},
         {"messages": [ASKED, {**ANSWERED, "weight": "1", "loss": "true", "tool_calls": {}}]},
-        {"messages": [None, ASKED, None, ANSWERED]},
+        {"messages": [None, ASKED, None, {**ANSWERED, "name": math.nan}]},
         {"messages": [{**ASKED, "value": ""}, {**ANSWERED, "content": "", "value": "Seven."}]},
         {"messages": {"role": ["user", "assistant"], "content": ["How warm?", "Seven."]}},
         {"instruction": "How warm?", "input": "", "output": "Seven."},
@@ -206,6 +207,8 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ([ASKED, {**ANSWERED, "weight": 0.5}], "a weight other than 0 and 1"),
         ([{"content": "How warm?"}, ANSWERED], "a message without a role"),
         ([ASKED, {"role": "assistant", "content": None}], "an answer without content"),
+        ([ASKED, {"role": "assistant", "content": math.nan}], "an answer without content"),
+        ([ASKED, {"role": "assistant", "content": [math.inf]}], "values that JSON cannot hold"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ANSWERED],
             "content other than text",

@@ -312,6 +312,7 @@ def test_small_files_share_a_shard(tmp_path: Path) -> None:
         ("a.jsonl.gz", b"nonsense", DataError, "is damaged"),
         ("a.jsonl.zst", b"nonsense", DataError, "is damaged"),
         ("a.parquet", b"nonsense", DataError, "is not parquet, or damaged"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", DataError, "git lfs pull"),
         ("a.arrow", b"nonsense", DataError, "is not an Arrow file, or damaged"),
         ("a.npy", b"nonsense", DataError, "is not an array of token ids"),
         ("a.bin", b"\xff\xff" * 40, ConfigError, "has the token 65535, but model.vocab is 256"),
