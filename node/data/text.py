@@ -218,7 +218,7 @@ def read_file(path: Path, most: int = MOST_FILE_BYTES) -> bytes:
     """A settings file (JSON, a template) as UTF-8 without a byte order mark.
 
     Raises:
-        DataError: it is no regular file, longer than `most` bytes, or UTF-16.
+        DataError: it is no regular file, longer than `most` bytes, UTF-16, or a pointer of Git LFS.
         OSError: it cannot be read.
     """
     if (size := check_regular(path)) > most:
@@ -227,6 +227,8 @@ def read_file(path: Path, most: int = MOST_FILE_BYTES) -> bytes:
         content = file.read(size)
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{path} is UTF-16: save it as UTF-8")
+    if content.startswith(LFS_POINTER):
+        raise DataError(f"{path} is a pointer of Git LFS; fetch the file itself: git lfs pull")
     return content.removeprefix(codecs.BOM_UTF8)
 
 

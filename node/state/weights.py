@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from node.config.schema import ModelSection
-from node.data.text import check_link
+from node.data.text import LFS_POINTER, check_link
 from node.model.families.family import FileTensor
 from node.model.units import EMBED, parameter_specs
 from node.state.families import OUTPUT, tensors
@@ -332,6 +332,8 @@ class Checkpoint:
         first = await self._files.read(name, 0, 8)
         length = int.from_bytes(first, "little")
         if not 2 <= length <= size - 8:
+            if first == LFS_POINTER[:8]:
+                raise CheckpointError(f"{where} is a pointer of Git LFS; fetch the file itself: git lfs pull")
             raise CheckpointError(
                 f"{where} is truncated or not a safetensors file: a header of {length} bytes in {size}"
             )

@@ -568,6 +568,9 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(
     (tmp_path / "tokenizer.json").write_text("[1, 2")
     with pytest.raises(DataError, match="cannot be read"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(DataError, match="git lfs pull"):
+        load_tokenizer(str(tmp_path))
     vocab = {letter: number for number, letter in enumerate("abcdefgh\u0100")}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.data.text import LFS_POINTER
 from node.data.tokenizer import special_tokens
 from node.model.chunk import Chunk, build_chunk
 from node.model.units import block_name, unit_names
@@ -386,6 +387,10 @@ def cut(folder: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
+def point(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(LFS_POINTER + b"v1\noid sha256:0\n")
+
+
 def put_twice(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = {name: other.clone() for name, other in load_file(path).items()}
@@ -418,6 +423,7 @@ def index(folder: Path, file: str) -> None:
         (lambda folder: cut(folder, -100), "is truncated: .* ends at byte"),
         (lambda folder: cut(folder, 900), "is truncated or not a safetensors file: a header of"),
         (lambda folder: cut(folder, 5), "is truncated: 5 bytes"),
+        (point, "model.safetensors is a pointer of Git LFS; fetch"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (lambda folder: index(folder, "model-2.safetensors"), "model-2.safetensors is missing"),
         (lambda folder: index(folder, "model-1.safetensors"), "lacks tensor model.norm.weight, which"),
