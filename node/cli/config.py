@@ -108,7 +108,7 @@ def run_init(args: argparse.Namespace) -> int:
     texts = args.machine or _ask()
     machines = [parse_machine(text) for text in texts]
     proposed = first_run(machines, days=args.days, text=_text(args.data, args.tokenizer, SEQUENCE))
-    args.run_file.write_text(run_file(proposed), encoding="utf-8")
+    _write(args.run_file, run_file(proposed))
     sys.stdout.write("\n".join(total_lines(proposed.explanation, proposed.machines)) + "\n")
     if args.data == "stdlib":
         most = first_run(machines, days=args.days, text=Text())
@@ -150,9 +150,18 @@ def _copy(args: argparse.Namespace) -> int:
     for key, value in changed.items():
         line = f"{key} = {toml_value(value)}"
         written = _with_line(written, key, line)
-    args.run_file.write_text(written, encoding="utf-8")
+    _write(args.run_file, written)
     sys.stdout.write(f"wrote {args.run_file}; see what it costs: thinwire config explain {args.run_file}\n")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    from node.cli.parser import UsageError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}): give the name of another") from error
 
 
 def _with_line(written: str, key: str, line: str) -> str:

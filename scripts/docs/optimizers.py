@@ -62,16 +62,16 @@ def losses() -> str:
     seeds = " and ".join(str(run["seed"]) for run in earlier)
     others = f"; those of seeds {seeds} had eight microbatches a step (`{EARLIER.name}`)" if earlier else ""
     return (
-        f"{markdown(columns, rows)}\n\n{_means(report)}{rounds} A Llama of 124 million parameters, 4 stages in one "
-        f"process, {report['tokens_a_step']:,} tokens a step of books in GPT-2's tokens, cosine to a tenth; "
-        f"{report['validation_windows']} held-out windows, without codecs. AdamW's run is the one of most "
-        f"steps at its first rate and of the same seed{others}. {report['hardware']}, torch "
+        f"{markdown(columns, rows)}\n\n{_means(report)}{rounds} A Llama of 124 million parameters, 4 stages "
+        f"in one process, {report['tokens_a_step']:,} tokens a step of books in GPT-2's tokens, cosine to a "
+        f"tenth; {report['validation_windows']} held-out windows, without codecs. AdamW's run is the one of "
+        f"most steps at its first rate and of the same seed{others}. {report['hardware']}, torch "
         f"{report['versions']['torch']}, commit {commits(report, runs)}."
     )
 
 
 def _rounds(report: Run) -> str:
-    """What rounds of local steps cost Muon; takes their runs and the exact ones beside them from the report."""
+    """What rounds of local steps cost Muon. Their runs and the exact ones beside them leave the report."""
     rounds = [run for run in report["runs"] if run.get("every", 1) > 1]
     exact = {(run["steps"], run["seed"]): run for run in report["runs"] if run.get("every", 1) == 1}
     lengths = {run["steps"] for run in rounds}
@@ -80,8 +80,8 @@ def _rounds(report: Run) -> str:
     for run in rounds:
         change = run["loss_valid"] / exact[run["steps"], run["seed"]]["loss_valid"] - 1
         words += (
-            f" In rounds of {run['every']} local steps, of {run['rounds']['groups']} groups whose changes are "
-            f"summed in `{run['rounds']['codec']}`, from {run['rounds']['exact_steps']} exact steps on, "
+            f" In rounds of {run['every']} local steps, of {run['rounds']['groups']} groups whose changes "
+            f"are summed in `{run['rounds']['codec']}`, from {run['rounds']['exact_steps']} exact steps on, "
             f"{run['optimizer']} ends {change:+.2%} off its {run['steps']} exact steps (one seed, commit "
             f"{run['commit'][:12]})."
         )

@@ -73,6 +73,7 @@ def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess
         ("eval . --samples -3", "--samples must be at least 1, got -3"),
         ("plan r.toml --gb nan", "argument --gb: invalid number value: 'nan'"),
         ("plan r.toml --host-gb 1e300", "argument --host-gb: invalid number value: '1e300'"),
+        ("config init --recipe demo absent/r.toml", "absent/r.toml cannot be written"),
         ("config init r.toml --days inf", "argument --days: invalid number value: 'inf'"),
         (
             "data tokenizer r.toml out --vocab 99999999999",
