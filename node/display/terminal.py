@@ -3,7 +3,6 @@
 A run does not end when its output fails because a pipe closes, a disk fills up, or a terminal goes away.
 """
 
-import asyncio
 import contextlib
 import io
 import logging
@@ -30,6 +29,8 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 @contextlib.contextmanager
 def on_ending_signals(call: Callable[[signal.Signals], object]) -> Iterator[None]:
     """Inside the block, call this on the event loop with each signal that asks for an end."""
+    import asyncio  # takes long, and every command loads this module
+
     loop, signals = asyncio.get_running_loop(), ending_signals()
     for number in signals:
         loop.add_signal_handler(number, call, number)
