@@ -1,9 +1,10 @@
 """Members of a run without a model: `python -m scripts.bench.light_nodes TOKEN FOLDER COUNT EVERY`.
 
 COUNT members in one process, one enrolled every EVERY seconds. They keep a control session by the program's
-own client, send heartbeats, take places and answer every step. Orders come as lines of JSON on stdin:
-`{"step_seconds": S}` changes how long a step takes them (the first order lets them end their first step),
-`{"kill": N}` ends a member without a goodbye and starts it again. Events go to stdout.
+own client, send heartbeats, take places, compute groups one after the other, save snapshots and follow the
+run. To fetch a state takes them as long as a step. Orders come as lines of JSON on stdin: `{"step_seconds":
+S}` changes how long a step takes them (the first order lets them end their first step), `{"kill": N, "back":
+S}` ends a member without a goodbye and starts it again after so many seconds. Events go to stdout.
 """
 
 import asyncio
@@ -12,8 +13,9 @@ import random
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,31 @@ from wire.figures import FlowFigures, LinkFigures
 from wire.identity.enrolment import Hardware
 from wire.identity.token import JoinToken
 from wire.messages import (
+    DIGEST_BYTES,
+    NODES,
+    Abort,
     Applied,
     Begin,
+    BoundaryEnd,
     Commit,
     CoordinatorMessage,
     Finish,
+    Follow,
+    Following,
+    FollowStep,
+    GroupDigests,
     Heartbeat,
     HeartbeatReply,
+    HeldLayer,
     Hello,
     Placed,
     Placement,
+    Prefetch,
     Ready,
     Restore,
+    StateHashes,
+    TakeSnapshot,
+    UnitHash,
     Validate,
     Vote,
     Welcome,
@@ -56,6 +71,8 @@ NORM = 1e-4
 """Every layer unit's squared norm."""
 CORES, MEMORY = 4, 8 * 2**30
 STEP_BYTES = 4096
+LAYER_BYTES = 1024
+"""Of a layer's file."""
 LEAST_STEP = 0.05
 """Seconds of compute in a step: no real stage is faster."""
 
@@ -65,6 +82,8 @@ class Pace:
     """What all members of a process do the same; the parent changes it by lines on stdin."""
 
     step_seconds: float = LEAST_STEP
+    address: str = ""
+    """Where connections are accepted, and closed: others could fetch state there."""
     open: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the run may go on past its first step: until then newcomers make further rows at once."""
 
@@ -85,6 +104,13 @@ class LightNode:
     """In this epoch."""
     pause: float = 0.0
     """Seconds between heartbeats, as the coordinator answered the newest; 0: as it said at first."""
+    begun: Begin | None = None
+    """The newest."""
+    done: dict[int, float] = field(default_factory=dict)
+    """By group of the running step: when the node is done with it."""
+    follow: Follow | None = None
+    told: list[FollowStep] = field(default_factory=list)
+    """Committed since the state that it fetches."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def enrol(self) -> float:
@@ -98,14 +124,15 @@ class LightNode:
     async def run(self) -> None:
         """One life: its state is lost at the end."""
         self.held, self.placement, nonce = -1, None, secrets.randbits(63)
-        client = CoordinatorClient(self.address, lambda: self.identity, 600.0)
-        session = Session(client)
+        self.begun = self.follow = None
+        self.client = CoordinatorClient(self.address, lambda: self.identity, 600.0)
+        session = Session(self.client)
 
         def hello() -> Hello:
             return Hello(
                 version=VERSION,
                 protocol=PROTOCOL,
-                peer_address="",
+                peer_address=self.pace.address,
                 hardware=Hardware("light", CORES, MEMORY),
                 flops=1e12,
                 download_rate=1e8,
@@ -130,22 +157,41 @@ class LightNode:
                 self._start(self._heartbeats(session, message.heartbeat_seconds))
             case HeartbeatReply():
                 self.pause = message.pause
-            case Placement():
+            case Placement() if self.placement is None or message.epoch != self.placement.epoch:
                 self.placement, self.placed_at, self.steps = message, time.monotonic(), 0
+                self.begun = None
+                if not message.enters:
+                    self.follow = None
                 session.post(
                     Placed(epoch=message.epoch, held_step=self.held, voted=False, lineage=self.lineage)
                 )
+            case Placement():
+                self.placement = message
+            case Abort() if self.placement is not None and message.epoch == self.placement.epoch:
+                self.placement = None
             case Restore():
-                self.held, self.lineage = message.step, message.lineage
+                if self.placement is not None and not self.placement.enters:
+                    self.held, self.lineage = message.step, message.lineage
                 session.post(Ready(epoch=message.epoch, telemetry=self._telemetry()))
             case Begin():
-                self._start(self._vote(session, message))
+                self._begin(session, message)
             case Commit():
                 self.held, self.steps = message.step + 1, self.steps + 1
                 if message.then is not None:
-                    self._start(self._vote(session, message.then))
+                    self._begin(session, message.then)
                     return
                 session.post(Applied(epoch=message.epoch, step=message.step, telemetry=self._telemetry()))
+            case TakeSnapshot():
+                self._start(self._save(session, message))
+            case Prefetch():
+                self._start(self._hold(message.step, message.units))
+            case Follow():
+                self.follow, self.told = message if message.sources else None, []
+                if self.follow is not None:
+                    self._start(self._fetch(session, message))
+            case FollowStep() if self.follow is not None:
+                self.told.append(message)
+                self._catch_up(session)
             case Validate() | Finish():
                 raise LinkError(f"the run sent {type(message).__name__}")
 
@@ -161,18 +207,48 @@ class LightNode:
             session.post(Heartbeat(telemetry=self._telemetry(), sent_at=time.monotonic()))
             await asyncio.sleep(self.pause or seconds)
 
-    async def _vote(self, session: Session, begin: Begin) -> None:
-        await asyncio.sleep(self.pace.step_seconds)
-        await self.pace.open.wait()
+    def _begin(self, session: Session, begin: Begin) -> None:
+        """Begin a step, or go on with it with other groups."""
         place = self.placement
         if place is None or place.epoch != begin.epoch or self.config is None:
             return
+        if place.enters:
+            self.held, self.follow = begin.step, None
+        now, rows = time.monotonic(), len(place.rows)
+        if self.begun is None or self.begun.step != begin.step:
+            self.done = {}
+        self.begun = begin
+        usual = place.rows[place.replica].groups if rows else tuple(range(self.config.pipeline.groups))
+        portions = begin.portions or [(place.replica, usual)]
+        own = [group for row, groups in portions for group in groups if row == place.replica]
+        busy = max([now, *self.done.values()])
+        for group in own:
+            if group not in self.done:
+                busy += self.pace.step_seconds / max(1, len(usual))
+                self.done[group] = busy
+        self.done = {group: self.done[group] for group in own}
+        # While groups wait for a row, nobody votes.
+        if all(row != rows for row, _ in portions) or not rows:
+            self._start(self._vote(session, begin, max(self.done.values(), default=now)))
+
+    async def _vote(self, session: Session, begin: Begin, at: float) -> None:
+        await asyncio.sleep(at - time.monotonic())
+        await self.pace.open.wait()
+        place = self.placement
+        if place is None or self.begun != begin or self.config is None:
+            return
         stages, names = len(place.stages), unit_names(self.config.model)
         units = _units(self.config, stages)[place.stage]
+        share = LOSS / self.config.pipeline.groups
         groups: dict[int, float] = {}
         if place.stage == stages - 1:
-            row = place.rows[place.replica].groups if place.rows else range(self.config.pipeline.groups)
-            groups = dict.fromkeys(row, LOSS / self.config.pipeline.groups)
+            groups = dict.fromkeys(sorted(self.done), share)
+        digests = {}
+        if begin.digests:
+            for group in (*self.done, *begin.audited):
+                checks = group in begin.audited and place.stage == stages - 1
+                loss = share if checks else None
+                digests[group] = _digests(begin.step, group, place.stage, stages, loss)
         session.post(
             Vote(
                 epoch=begin.epoch,
@@ -180,9 +256,45 @@ class LightNode:
                 norms={names.index(unit): NORM for unit in units},
                 loss=sum(groups.values()) if groups and self.config.pipeline.groups == 1 else None,
                 group_losses=groups if self.config.pipeline.groups > 1 else {},
+                digests=digests,
                 telemetry=self._telemetry(),
+                generation=begin.generation,
             )
         )
+
+    async def _save(self, session: Session, take: TakeSnapshot) -> None:
+        """A layer's file has the hash of its name."""
+        place = self.placement
+        if place is None or place.epoch != take.epoch or self.config is None:
+            return
+        names = unit_names(self.config.model)
+        units = _units(self.config, len(place.stages))[place.stage]
+        hashes = {names.index(unit): UnitHash(_digest(take.step, unit), 1.0, 1.0, 1.0) for unit in units}
+        session.post(StateHashes(epoch=take.epoch, step=take.step, units=hashes))
+        if take.place == NODES:
+            await self._hold(take.step, units)
+
+    async def _hold(self, step: int, units: Sequence[str]) -> None:
+        layers = [
+            HeldLayer(step=step, unit=unit, bytes=LAYER_BYTES, sha256=digest, weights_sha256=digest)
+            for unit in units
+            for digest in [_digest(step, unit)]
+        ]
+        await self.client.hold_layers(layers)
+
+    async def _fetch(self, session: Session, order: Follow) -> None:
+        await asyncio.sleep(self.pace.step_seconds)
+        if self.follow is order:
+            self.held, self.lineage = order.step, order.lineage
+            session.post(Following(snapshot=order.step, step=self.held))
+            self._catch_up(session)
+
+    def _catch_up(self, session: Session) -> None:
+        """Apply the steps that are known, once the state is here."""
+        for step in self.told if self.follow is not None and self.held >= self.follow.step else ():
+            if step.step == self.held:
+                self.held += 1
+                session.post(Following(snapshot=step.snapshot, step=self.held))
 
     def _telemetry(self) -> Telemetry:
         """Of an ordinary stage: all kinds of time, and a link to each neighbour."""
@@ -229,6 +341,24 @@ def _config(text: str) -> RunConfig:
     return _CONFIGS[text]
 
 
+def _digest(*of: object) -> str:
+    return sha256(repr(of).encode()).hexdigest()
+
+
+def _digests(step: int, group: int, stage: int, stages: int, loss: float | None) -> GroupDigests:
+    """Of what a stage computed for a group, the same in every row."""
+    ends = [(stage - 1, received) for received in (True, False) if stage > 0]
+    ends += [(stage, received) for received in (False, True) if stage < stages - 1]
+    boundaries = {}
+    for boundary, received in ends:
+        # Activations come from the stage below, gradients from the one above.
+        end = BoundaryEnd(boundary, received != (boundary < stage), received)
+        digest = bytes.fromhex(_digest(step, group, boundary, end.backward))
+        boundaries[end] = digest[:DIGEST_BYTES]
+    gradient = bytes.fromhex(_digest(step, group, stage))[:DIGEST_BYTES]
+    return GroupDigests(gradient=gradient, boundaries=boundaries, loss=loss)
+
+
 def _units(config: RunConfig, stages: int) -> list[tuple[str, ...]]:
     """The layer units of each stage; all members of a process are of one run."""
     if stages not in _UNITS:
@@ -238,7 +368,10 @@ def _units(config: RunConfig, stages: int) -> list[tuple[str, ...]]:
 
 async def members(token: str, folder: Path, count: int, every: float) -> None:
     """Run `count` members in this process; stdin has orders as lines of JSON, stdout gets events."""
-    pace, nodes = Pace(), [LightNode(JoinToken.parse(token), folder / str(n), Pace()) for n in range(count)]
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    pace = Pace(address=f"{host}:{port}")
+    nodes = [LightNode(JoinToken.parse(token), folder / str(n), Pace()) for n in range(count)]
     lives: dict[int, asyncio.Task[None]] = {}
 
     def begin(number: int) -> None:
@@ -268,7 +401,7 @@ async def members(token: str, folder: Path, count: int, every: float) -> None:
         if (number := order.get("kill")) is not None and (life := lives.pop(number, None)) is not None:
             life.cancel()
             await asyncio.wait([life])
-            begin(number)
+            asyncio.get_running_loop().call_later(order.get("back", 0.0), begin, number)
     for life in lives.values():
         life.cancel()
 

@@ -1,13 +1,16 @@
 """A coordinator with a thousand members: `python -m scripts.bench.many_nodes [--stages 250] [--rows 4] ...`.
 
 The coordinator is a real process. The members are *light*: they enrol with a token, keep a control session by
-the program's own client, send heartbeats, take places and answer every step, but have no model and no torch.
+the program's own client, send heartbeats, take places, answer every step, report the layers of snapshots and
+follow the run to fill a seat, but have no model and no torch.
 Several hundred of them share a process. A vote has the same norms in every row, as honest nodes' have.
 
 Measured: how long enrolments take at a given rate; the processor time and memory of the coordinator and of
 its gateways while all members compute for some seconds a step (heartbeats are most of their work then);
 seconds of a step that members answer after 50 ms; how long the page and `/metrics` take meanwhile. At last
-members are killed, and new processes of the same nodes come back; none may be evicted for it.
+members are killed, and new processes of the same nodes come back; none may be evicted for it. With
+`--stages 8 --rows 125 --groups 250 --parts churn --churn-step-seconds 20 --back 10` steps have the length of
+real ones, and rows that are whole take over the groups of others.
 
 Figures of a part are written as soon as it is done. `--parts` leaves some of it out; `--within` ends the
 churn early, so that the whole call takes no longer. With `--processes 8 --churn-minutes 3.5 --within 8.5` all
@@ -70,7 +73,7 @@ global_batch = {batch}
 microbatch = 1
 [pipeline]
 stages = {stages}
-groups = {rows}
+groups = {groups}
 forward_codec = "fp32"
 backward_codec = "fp32"
 window = 0
@@ -79,6 +82,8 @@ listen = "127.0.0.1:0"
 one_port = {one_port}
 heartbeat_seconds = {heartbeat}
 gateways = {gateways}
+[snapshots]
+keep = "nodes"
 """
 
 
@@ -218,7 +223,8 @@ def measure(
         RUN_FILE.format(
             layers=arguments.stages,
             text=text,
-            batch=2 * arguments.rows,
+            batch=2 * (arguments.groups or arguments.rows),
+            groups=arguments.groups or arguments.rows,
             stages=arguments.stages,
             rows=arguments.rows,
             heartbeat=arguments.heartbeat,
@@ -317,7 +323,9 @@ def measure(
             tell(report)
             print(json.dumps(report["heartbeats"]), flush=True)
         if "churn" in arguments.parts:
-            order(step_seconds=LEAST_STEP)
+            order(step_seconds=arguments.churn_step_seconds)
+            done = len(output.of("step"))
+            output.wait("step", done + 3, 60 + 5 * arguments.churn_step_seconds)
             for churned in _churn(arguments, crowds, output, coordinator.pid, end_at):
                 report["churn"] = churned
                 tell(report)
@@ -368,11 +376,15 @@ def _churn(
     random.seed(0)
     names = [{event["number"]: event["node"] for event in crowd.of("enrolled")} for _, crowd in crowds]
     everyone = [(crowd, number) for crowd, known in enumerate(names) for number in known]
-    began = {kind: len(output.of(kind)) for kind in ("step", "step-aborted", "node-left", "replaced")}
+    kinds = ("step", "step-aborted", "node-left", "replaced", "seat-lost", "seat-filled")
+    began = {kind: len(output.of(kind)) for kind in kinds}
+    calm = output.of("step")[-1]["seconds"]
     ended, before = sum(len(crowd.of("ended")) for _, crowd in crowds), Usage.of(pid)
     pause = 60 / (arguments.churn * len(everyone))
     end = min(before.core.at + arguments.churn_minutes * 60, end_at - LAST_SECONDS)
     killed: set[str] = set()
+    away: dict[tuple[int, int], float] = {}
+    """When they are there again."""
     deaths, tell_at = 0, before.core.at
 
     def seen() -> dict[str, Any]:
@@ -382,8 +394,14 @@ def _churn(
         return {
             "minutes": round(used["seconds"] / 60, 1),
             "share_a_minute": arguments.churn,
+            "back_seconds": arguments.back,
             "deaths": deaths,
+            "deaths_a_step": deaths * calm / used["seconds"],
+            "calm_step_seconds": calm,
             "steps": len(new["step"]),
+            "goodput": len(new["step"]) * calm / used["seconds"],
+            "seats_lost": len(new["seat-lost"]),
+            "seats_filled": len(new["seat-filled"]),
             "aborted": sum(event["kind"] != "placement" for event in new["step-aborted"]),
             "placements_changed": sum(event["kind"] == "placement" for event in new["step-aborted"]),
             "evicted": sum(event["reason"].startswith((QUARANTINED, EVICTED)) for event in left),
@@ -400,10 +418,12 @@ def _churn(
         if at > end:
             break
         time.sleep(max(0.0, at - time.monotonic()))
-        crowd, member = random.choice(everyone)
+        now = time.monotonic()
+        crowd, member = random.choice([one for one in everyone if away.get(one, 0.0) <= now])
+        away[crowd, member] = now + arguments.back + 1.0
         killed.add(names[crowd][member])
         process, _ = crowds[crowd]
-        process.stdin.write(json.dumps({"kill": member}) + "\n")
+        process.stdin.write(json.dumps({"kill": member, "back": arguments.back}) + "\n")
         process.stdin.flush()
         deaths += 1
         if time.monotonic() >= tell_at:
@@ -429,6 +449,11 @@ def main() -> int:
     parser.add_argument(
         "--churn", type=float, default=0.05, help="share of members that die a minute (default 0.05)"
     )
+    parser.add_argument(
+        "--churn-step-seconds", type=float, default=LEAST_STEP, help="compute time of a step meanwhile"
+    )
+    parser.add_argument("--back", type=float, default=0.0, help="seconds until a killed member is back")
+    parser.add_argument("--groups", type=int, default=0, help="gradient groups (default: as many as rows)")
     parser.add_argument("--churn-minutes", type=float, default=30.0)
     parser.add_argument("--within", type=float, default=1e6, help="minutes that the call takes at most")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -440,6 +465,7 @@ def main() -> int:
         "runs": 1,
         "stages": arguments.stages,
         "rows": arguments.rows,
+        "groups": arguments.groups or arguments.rows,
         "one_port": not arguments.several_ports,
     }
 

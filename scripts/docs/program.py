@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
+from textwrap import fill
 
 import torch
 
@@ -22,7 +23,7 @@ from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
 MANY_NODES = RESULTS / "many_nodes.json"
-MEMBER_COSTS = RESULTS / "member_costs.json"
+MEMBER_COSTS, MEMBER_DEATHS = RESULTS / "member_costs.json", RESULTS / "member_deaths.json"
 SIZED_SHAPE = (4, 1024, 1024)
 
 
@@ -188,6 +189,31 @@ def many_nodes() -> str:
     return f"{markdown([('what', 'left'), ('measured', 'right')], rows)}\n\n{caption}"
 
 
+def member_deaths() -> str:
+    """Rows of light members that die and come back, at steps of real length (scripts/bench/many_nodes.py)."""
+    report = read_report(MEMBER_DEATHS)
+    churn = report["churn"]
+    alive = churn["left_alive"] + churn["replaced_alive"]
+    rows = [
+        ["deaths, and in a step", f"{churn['deaths']}, {churn['deaths_a_step']:.1f}"],
+        ["steps committed, aborted", f"{churn['steps']}, {churn['aborted']}"],
+        ["goodput", f"{churn['goodput']:.2f}"],
+        ["seats that became empty, that were filled", f"{churn['seats_lost']}, {churn['seats_filled']}"],
+        ["members evicted for it", str(churn["evicted"])],
+        ["members that nobody killed and that left or lost their stage", str(alive)],
+        ["processor seconds of the coordinator in a second", f"{churn['cpu_share']:.2f}"],
+    ]
+    caption = (
+        f"{report['nodes']:,} members, {report['stages']} stages in {report['rows']} rows, "
+        f"{report['groups']} groups; {churn['share_a_minute']:.0%} die a minute for {churn['minutes']:g} min "
+        "and are back after "
+        f"{churn['back_seconds']:g} s. A step takes {churn['calm_step_seconds']:.1f} s without deaths, and a "
+        f"state as long to fetch. {spaced(report['hardware'])}, load {report['load_after']:.0f}, Python "
+        f"{report['python']}, commit {commit(report)}."
+    )
+    return f"{markdown([('what', 'left'), ('measured', 'right')], rows)}\n\n{fill(caption, 118)}"
+
+
 def member_costs() -> str:
     """What members cost the coordinator itself, by commit (scripts/bench/member_costs.py)."""
     report = read_report(MEMBER_COSTS)
@@ -220,4 +246,5 @@ TABLES: Tables = {
     "trellis_constants": trellis_constants,
     **if_recorded(MANY_NODES, "many_nodes", many_nodes),
     **if_recorded(MEMBER_COSTS, "member_costs", member_costs),
+    **if_recorded(MEMBER_DEATHS, "member_deaths", member_deaths),
 }
