@@ -471,8 +471,9 @@ class Epoch:
         self.__dict__.pop("_rows", None)
         near = [seat.row * self.stages + stage for stage in self._rules.neighbours(seat.stage, self.stages)]
         column = range(seat.stage, len(self.grid), self.stages)
-        known = {**{at: node for node, at in self.entering.items()}, **dict(enumerate(self.grid))}
-        peers = [known.get(seat_at) for seat_at in dict.fromkeys((*near, *column)) if seat_at != at]
+        # Also those that enter: they have begun to open links to whoever had the seat.
+        known = {**dict(enumerate(self.grid)), **{at: node for node, at in self.entering.items()}}
+        peers = [known[seat_at] for seat_at in dict.fromkeys((*near, *column)) if seat_at != at]
         sends: list[Action] = [
             Send(node_id=node, message=replace(self._placement(node), renewed=(seat,)))
             for node in peers

@@ -339,3 +339,25 @@ def test_a_word_of_where_it_was_does_not_keep_a_node_that_moves_from_its_seat() 
     assert [*run.epoch.entering] == ["f"] and run.epoch.entering_seat("f") == Seat(1, 1)
     run.following("f", 2, step + 1)
     assert [*run.epoch.entering] == ["f"]
+
+
+def test_nodes_that_enter_hear_who_else_enters() -> None:
+    """They open links to each other: to the process that comes, not to the one that is gone."""
+    run = grid(nodes="abcdef")
+    for node in "df":
+        run.die(node)
+    run.step()
+    run.stored(2)
+    step = run.epoch.step
+    run.hello("d", again=True)
+    run.following("d", 2, step)
+    run.hello("f", again=True)
+    told = of_kind(run.following("f", 2, step), Send)
+    assert [*run.epoch.entering] == ["d", "f"]
+    seat = run.epoch.entering_seat("f")
+    renewed = {
+        one.node_id: one.message.renewed
+        for one in told
+        if isinstance(one.message, Placement) and not one.message.enters
+    }
+    assert renewed == dict.fromkeys("bde", (seat,)), "its neighbour, and the nodes of its stage"
