@@ -58,6 +58,7 @@ from wire.messages import (
     Follow,
     Following,
     FollowStep,
+    GroupDigests,
     NodeMessage,
     PeerSilent,
     Placed,
@@ -81,6 +82,8 @@ DEATHS_A_MINUTE = {
     "5 % a minute": 0.05,
 }
 """Of one node, by the name of the rate."""
+DIGEST = bytes(16)
+"""Of whatever a node computes."""
 KEPT_SNAPSHOTS = 3
 """Files of so many steps stay on a node's disk."""
 
@@ -161,6 +164,8 @@ class Churn:
             groups=case.groups,
             most_rows=case.rows,
             follows=True,
+            compares_newcomers=True,
+            boundaries=lambda stages: 0,
             min_stages=case.stages,
             total_steps=10**9,
             snapshot_every=case.snapshots,
@@ -377,6 +382,12 @@ class Churn:
                     node.busy_until = max(node.busy_until, self.now) + self.case.group
                     node.done[group] = node.busy_until
         own = {group for of, groups in portions for group in groups if of == row}
+        for group in begin.audited:
+            # A row with a node that is new computes a group of another row, too, and both are compared.
+            if group not in node.done:
+                node.busy_until = max(node.busy_until, self.now) + self.case.group
+                node.done[group] = node.busy_until
+        own.update(begin.audited)
         node.done = {group: when for group, when in node.done.items() if group in own}
         if any(of == len(node.placement.rows) for of, _ in portions):
             return  # some groups wait, and so does the vote
@@ -409,13 +420,18 @@ class Churn:
         assert node.placement is not None
         stage = node.placement.stage
         is_last, several = stage == self.case.stages - 1, self.case.groups > 1
-        losses = dict.fromkeys(sorted(node.done), 0.5) if is_last and several else {}
+        own = sorted(node.done.keys() - set(begin.audited))
+        losses = dict.fromkeys(own, 0.5) if is_last and several else {}
+        digests = {group: GroupDigests(gradient=DIGEST) for group in own if begin.digests}
+        for group in begin.audited:
+            digests[group] = GroupDigests(gradient=DIGEST, loss=0.5 if is_last else None)
         return Vote(
             epoch=begin.epoch,
             step=begin.step,
             norms={stage: 1.0},
             loss=None if several or not is_last else 0.5,
             group_losses=losses,
+            digests=digests,
             generation=begin.generation,
         )
 
