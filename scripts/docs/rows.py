@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import Any
 
 from node.telemetry.format import bytes_text
-from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
+from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_report, spaced
 from scripts.report import RESULTS, markdown
 
 ROWS, ROW_WAITS, SOAK_ROWS = (RESULTS / f"{name}.json" for name in ("rows", "row_waits", "soak_rows"))
@@ -148,7 +148,7 @@ def paced_churn_of(report: dict[str, Any], simulation: dict[str, Any]) -> str:
         f"without deaths, loss or gradient norm of {other_steps} of {steps} steps differ, and files of "
         f"{other_stored} of {stored} snapshots. Nodes that were shut out, or replaced though nobody killed "
         f"them: {shut_out}. {spaced(report['hardware'])}, torch {report['versions']['torch']}, commit "
-        f"{commit(report)}."
+        f"{commit(report)}.{notes(report)}"
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
 
