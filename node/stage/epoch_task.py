@@ -333,6 +333,8 @@ class EpochTask:
         # Links first: they must come up within a limit, and fetching a state may take longer.
         services.progress.doing("connecting to its neighbours")
         placement = self.placement
+        # Links that are opened now lead to those of whom it has heard by now.
+        self._renewed.clear()
         peers = tuple(peer for peer in self._near() if is_taken(placement, peer))
         self._links = await self._open.enter_async_context(services.open_links(placement, peers, self))
         if self.placement.enters:

@@ -384,6 +384,20 @@ async def test_links_are_up_before_a_state_is_fetched() -> None:
         assert talk.node.linked[0] == BESIDE
 
 
+async def test_links_that_are_opened_to_a_new_neighbour_are_not_opened_again() -> None:
+    """The neighbour would refuse the second as one of another process."""
+    renewed: list[tuple[Peer, ...]] = []
+    news = replace(PLACEMENT, renewed=(Seat(0, 0),))
+    async with epoch() as talk:
+        await talk.hear()
+        talk.node.renew_links = lambda _, peers: renewed.append(peers)  # type: ignore[attr-defined]
+        talk.task.update(news)
+        await talk.ask(Restore(epoch=4, step=0))
+        assert talk.node.linked[0] == BESIDE and renewed == []
+        talk.task.update(news)
+        assert renewed == [(Peer(0, 0),)]
+
+
 async def test_a_stage_hands_in_what_it_holds_before_it_is_restored() -> None:
     """As a run ends whose links do not come up."""
     stage = Stage()
