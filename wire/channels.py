@@ -20,6 +20,8 @@ NOT_YET = grpc.StatusCode.ABORTED
 """The status from a coordinator that is still loading the run it resumes. gRPC itself never uses it."""
 # The largest message is a frame and the message's own overhead.
 MESSAGE_BYTES, BULK_MESSAGE_BYTES = FRAME_BYTES + 4096, MOST_FRAME_BYTES + 4096
+LAYER_MESSAGE_BYTES = 1024 * 1024 + 4096
+"""A piece of a layer's file, plus what its message adds."""
 BULK_THREADS = 64
 """The most bulk streams that a node serves at a time; each has a thread."""
 

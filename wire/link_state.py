@@ -177,11 +177,13 @@ class LinkState:
                 self.loop.call_soon_threadsafe(self.control_wake.set)
 
     def next_frame(self, now: float) -> bytes | None:
-        """`StreamSender.next_frame`, with a frame size that suits the line."""
+        """`StreamSender.next_frame`, with a frame size that suits the line, and of at most a quarter of the
+        window, so that the next frame is on its way while the neighbour takes this one."""
         rate, pacer = self.meter.capacity, self.settings.pacer
         if pacer is not None:
             rate = min(rate, pacer.rate)
-        self.sender.pieces = pieces_at(rate, self.settings.piece_bytes)
+        piece, window = self.settings.piece_bytes, self.settings.window_bytes
+        self.sender.pieces = max(1, min(pieces_at(rate, piece), window // (4 * piece)))
         return self.sender.next_frame(now)
 
     def after_delivery(self, call: Callable[[], None]) -> None:

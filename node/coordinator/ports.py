@@ -28,7 +28,7 @@ from node.coordinator.look_service import Looks
 from node.coordinator.sessions import SessionDesk
 from node.run_file.addresses import parse_listen
 from wire.admission import Limits
-from wire.channels import BULK_MESSAGE_BYTES, NOT_YET, bulk_name, make_server, make_threaded_server
+from wire.channels import LAYER_MESSAGE_BYTES, NOT_YET, bulk_name, make_server, make_threaded_server
 from wire.descriptors import raise_limit
 from wire.door import Door
 from wire.errors import UserError
@@ -96,7 +96,7 @@ async def open_ports(
     control, front = make_server([]), Front(Limits.of_members(raise_limit()))
     service = control_service(front)
     service.add_to(control)
-    layers = make_threaded_server([], THREADS, message_bytes=BULK_MESSAGE_BYTES)
+    layers = make_threaded_server([], THREADS, message_bytes=LAYER_MESSAGE_BYTES)
     layers_front = Front(Limits.of_members(raise_limit()))
     LayerService(service.handler, service.desk, layers_front).add_to(layers)
     gateways = make_gateways(service.desk, front)

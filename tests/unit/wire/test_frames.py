@@ -71,20 +71,22 @@ def test_header_layout_is_fixed() -> None:
     assert data[64:] == b"\xaa\xbb"
 
 
-def test_a_frame_of_one_piece_is_256_kib_and_of_the_most_1_mib() -> None:
+def test_a_frame_of_one_piece_is_256_kib_and_of_the_most_4_mib() -> None:
     for pieces, size in ((1, FRAME_BYTES), (MOST_PIECES, MOST_FRAME_BYTES)):
         payload = bytes(pieces * PAYLOAD_BYTES)
         data = pack_frame(a_frame(payload, len(payload), 0), TAG)
         assert len(data) == size
         assert len(parse_frame(data, TAG).payload) == len(payload)
-    assert (FRAME_BYTES, MOST_FRAME_BYTES) == (2**18, 2**20 - (MOST_PIECES - 1) * HEADER_BYTES)
+    assert (FRAME_BYTES, MOST_FRAME_BYTES) == (2**18, 2**22 - (MOST_PIECES - 1) * HEADER_BYTES)
     with pytest.raises(ProtocolViolationError, match=f"{MOST_FRAME_BYTES + 1} bytes"):
         parse_frame(data + b"x", TAG)
 
 
 def test_a_frame_takes_a_slow_line_no_longer_than_a_piece_and_fills_a_fast_one() -> None:
     mbit = 1e6 / 8
-    assert [pieces_at(rate * mbit) for rate in (0, 10, 100, 1000, 2500, 10_000, 1e6)] == [1, 1, 1, 3, 4, 4, 4]
+    assert [pieces_at(rate * mbit) for rate in (0, 10, 100, 1000, 2500, 10_000, 1e6)] == [
+        *(1, 1, 1, 3, 9, 16, 16)
+    ]
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:

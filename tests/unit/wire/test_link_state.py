@@ -1,9 +1,10 @@
 """`wire.link_state`: what a link counts of the frames that it sends."""
 
 import numpy as np
+import pytest
 
 from wire.figures import FlowFigures, LinkFigures
-from wire.frames import HEADER_BYTES, PAYLOAD_BYTES, Frame, pack_frame
+from wire.frames import HEADER_BYTES, MOST_FRAME_BYTES, MOST_PIECES, PAYLOAD_BYTES, Frame, pack_frame
 from wire.link_state import LinkSettings, LinkState
 from wire.spec import Direction, TensorKey
 
@@ -61,3 +62,26 @@ def test_activations_of_held_out_samples_are_counted_apart() -> None:
         FlowFigures(direction=Direction.HELD_OUT, codec="", bytes=size, elements=7),
     )
     assert state.figures.held_out_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("window_pieces", "pieces"), [(1, 1), (8, 2), (64, MOST_PIECES), (4096, MOST_PIECES)]
+)
+def test_a_frame_of_a_fast_line_takes_a_quarter_of_the_window_at_most(
+    window_pieces: int, pieces: int
+) -> None:
+    state = LinkState.create(
+        run_id="run",
+        epoch=1,
+        stage=0,
+        peer_stage=1,
+        settings=LinkSettings(window_bytes=window_pieces * PAYLOAD_BYTES),
+        expect=lambda key: None,
+        on_tensor=lambda key, buffer: None,
+    )
+    state.meter.queued(10**10, 0.0)
+    state.meter.acknowledged(10**10, round_trip=0.0, now=1.0)
+    state.sender.send(KEY, bytes(2 * MOST_FRAME_BYTES))
+    state.sender.acknowledge(0, credit_limit=window_pieces)
+    data = state.next_frame(0.0)
+    assert data is not None and len(data) == HEADER_BYTES + pieces * PAYLOAD_BYTES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.examples import examples
-from wire.frames import run_tag
+from wire.frames import MOST_PIECES, run_tag
 from wire.spec import Direction, TensorKey
 from wire.stream_receiver import Acknowledge, SendAgain, StreamReceiver
 from wire.stream_sender import StreamSender
@@ -56,7 +56,7 @@ class StreamMachine(RuleBasedStateMachine):
             self.stale.add(key)
         self.sender.send(key, content(key, size))
 
-    @rule(count=st.integers(1, 10), pieces=st.integers(1, 4))
+    @rule(count=st.integers(1, 10), pieces=st.integers(1, MOST_PIECES))
     def transmit(self, count: int, pieces: int) -> None:
         self.sender.pieces = pieces
         for _ in range(count):
