@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 PREFIX = "hf://"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PIECE_BYTES = 32 << 20
+"""The longest single request."""
 ATTEMPTS = 6
 """The number of attempts without progress after which a request fails."""
 MOST_PAUSE_SECONDS = 60.0
@@ -158,6 +160,8 @@ def cached_file(repository: Repository, name: str) -> Path | None:
 
 class HubFiles:
     """Implements `node.state.weights.Files` for a pinned repository, from the cache or by range requests."""
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, repository: Repository, session: "aiohttp.ClientSession") -> None:
         self.where = str(repository)

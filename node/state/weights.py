@@ -7,6 +7,7 @@ are checked before anything is loaded, so an error leaves nothing half loaded.
 
 import asyncio
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,12 +23,10 @@ from node.data.text import LFS_POINTER, check_link
 from node.model.families.family import FileTensor
 from node.model.units import EMBED, parameter_specs
 from node.state.families import OUTPUT, tensors
-from node.state.hub import INDEX, SINGLE
+from node.state.hub import INDEX, PIECE_BYTES, SINGLE
 from wire.errors import DataError
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-PIECE_BYTES = 32 << 20
-"""The largest single read."""
 MOST_HEADER_BYTES = 16 << 20
 """The most bytes of a checkpoint's headers and index together. The largest models have a tenth of that."""
 MOST_TENSORS = 100_000
@@ -60,6 +59,8 @@ class Files(Protocol):
 
     where: str
     """The name of the checkpoint in messages."""
+    piece_bytes: int
+    """The most bytes to read at a time."""
 
     async def size(self, name: str) -> int | None:
         """The size of a file in bytes; None if it does not exist."""
@@ -76,6 +77,8 @@ class Files(Protocol):
 
 class FolderFiles:
     """Implements `Files` for a folder on disk."""
+
+    piece_bytes = sys.maxsize
 
     def __init__(self, folder: Path, digests: Mapping[str, str] | None = None) -> None:
         self.where = str(folder)
@@ -381,11 +384,12 @@ class Checkpoint:
             digest = sha256(head)
             for run in _runs(own):
                 first, end = run[0].start, run[-1].end
+                most = self._files.piece_bytes
                 pieces = [
-                    await self._files.read(name, start, min(end, start + PIECE_BYTES))
-                    for start in range(first, end, PIECE_BYTES)
+                    await self._files.read(name, start, min(end, start + most))
+                    for start in range(first, end, most)
                 ]
-                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                data = pieces[0] if len(pieces) == 1 else await asyncio.to_thread(b"".join, pieces)
                 if expected:
                     await asyncio.to_thread(digest.update, data)
                 for place in run:

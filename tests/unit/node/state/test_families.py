@@ -564,6 +564,29 @@ async def test_a_file_with_another_hash_gives_no_tensor(folder: Path) -> None:
         await Checkpoint(files).read(model, unit_names(model))
 
 
+async def test_neighbours_in_a_folder_are_read_at_once_and_from_a_hub_in_pieces(folder: Path) -> None:
+    """A unit that is read at once is not joined: a copy of it, on the event loop."""
+    lengths: list[int] = []
+
+    class Counted(FolderFiles):
+        async def read(self, name: str, start: int, end: int) -> bytes:
+            lengths.append(end - start)
+            return await super().read(name, start, end)
+
+    model, (unit, *_) = section(folder), unit_names(section(folder))
+    whole, pieces = Counted(folder), Counted(folder)
+    pieces.piece_bytes = 1000
+    at_once = await Checkpoint(whole).read(model, [unit])
+    most = max(lengths)
+    size = sum(weights.nbytes for weights in at_once[unit].values())
+    assert most >= size, "all of the unit in one read"
+    lengths.clear()
+    in_pieces = await Checkpoint(pieces).read(model, [unit])
+    assert lengths.count(1000) >= size // 1000 - 1
+    for name, weights in at_once[unit].items():
+        np.testing.assert_array_equal(weights, in_pieces[unit][name])
+
+
 def test_a_key_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.layers is 3, but .*config.json says 4"):
         open_source(str(folder), {"layers": 3})
