@@ -382,6 +382,11 @@ there are 12 groups for four rows, and 64 for 16.
 
 {markdown(columns, rows)}
 
+In the first two steps of a node with a seat its row computes one more group, one of another row, and the
+results are compared. With 12 groups for four rows that is a quarter of a row's work, and most of what a
+single death costs. Real processes lose more than the simulation says
+([network.md](../scripts/results/network.md)).
+
 Choose several times as many groups as rows, and a number that one row less can share evenly too: 12 or 24
 groups for four rows, of which three rows take four or eight each. Many rows need at least eight groups each,
 because the last group that is computed again holds up all of them. If nodes die every few minutes, most of
