@@ -674,7 +674,7 @@ class Coordinator:
         size, wanted = self.config.training.global_batch, range(step, step + steps)
         most = steps_at_once(part, size * len(groups or range(count)) // count, self.config.model.sequence)
         past, most = (len(self._held_out), 1) if held_out else (self.config.run.steps * size, most)
-        useless = epoch is None or not epoch.may_fetch(node_id, groups, part)
+        useless = epoch is None or not epoch.may_fetch(node_id, part)
         if useless or steps > most or wanted[-1] * size >= past:
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
         if held_out:

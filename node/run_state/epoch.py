@@ -368,16 +368,13 @@ class Epoch:
         stage = f"stage {self.stage_of(node_id)}"
         return stage if self.rows == 1 else f"{stage} of row {self.replica_of(node_id)}"
 
-    def may_fetch(self, node_id: str, groups: Collection[int], part: BatchPart) -> bool:
-        """Whether a node needs this part of the samples of these gradient groups; no groups stand for the
-        whole step."""
+    def may_fetch(self, node_id: str, part: BatchPart) -> bool:
+        """Whether a node's stage uses this part of the samples.
+
+        Of any groups: the row may have lost a group since the node asked for its samples.
+        """
         stage = self.loss_stage if part is BatchPart.LABELS else 0
-        every = part is BatchPart.DOCUMENTS
-        if node_id not in self._seats or not (every or self.stage_of(node_id) == stage):
-            return False
-        row = self.replica_of(node_id)
-        # A node may fetch the next step's before it begins.
-        return set(groups) <= {*self.groups[row], *self.groups_of(row), *self._extra(node_id)}
+        return node_id in self._seats and (part is BatchPart.DOCUMENTS or self.stage_of(node_id) == stage)
 
     def _extra(self, node_id: str) -> tuple[int, ...]:
         """The groups of another row that this node computes in the step that runs."""

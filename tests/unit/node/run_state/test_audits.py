@@ -57,8 +57,8 @@ def test_only_the_auditing_row_knows() -> None:
     own, other = (run.epoch.row(row) for row in audit.rows)
     assert [begins[node].audited for node in own] == [(), ()]
     assert [begins[node].audited for node in other] == [(audit.group,)] * 2
-    assert run.epoch.may_fetch(other[0], (audit.group,), BatchPart.INPUTS)
-    assert not run.epoch.may_fetch(own[0], run.epoch.groups[audit.rows[1]], BatchPart.INPUTS)
+    assert [run.epoch.may_fetch(node, BatchPart.INPUTS) for node in other] == [True, False]
+    assert [run.epoch.may_fetch(node, BatchPart.LABELS) for node in other] == [False, True]
 
 
 # ---- a model of what nodes compute
