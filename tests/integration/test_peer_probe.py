@@ -149,7 +149,7 @@ async def test_a_node_that_answers_something_else_is_an_error_and_no_measurement
                 await context.write(b"zzz")
 
         probes.serve = serve  # type: ignore[method-assign]
-        with pytest.raises(LinkError, match="something else"):
+        with pytest.raises(LinkError, match="unexpected answer"):
             await measure_line(channel, at_once)
 
 

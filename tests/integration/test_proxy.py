@@ -60,7 +60,7 @@ async def test_what_a_proxy_refuses_is_told_with_what_to_do(monkeypatch: pytest.
             await fetch_authority("203.0.113.7:7700", pin)
     async with http_proxy(ports=frozenset({443})) as proxy:
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
-        with pytest.raises(LinkError, match="only port 443 and this is 7700"):
+        with pytest.raises(LinkError, match=r"only port 443.* 7700"):
             await fetch_authority("203.0.113.7:7700", pin)
         assert proxy.refused == ["203.0.113.7:7700"]
         node, trouble = new_node(new_authority()), "only port 443"
