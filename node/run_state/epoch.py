@@ -466,16 +466,10 @@ class Epoch:
         self._entering_since[node_id] = now
         self.placed_nodes[at], self.addresses[at], self.kinds[at] = node_id, address, kind
         self.__dict__.pop("_rows", None)
-        near = [seat.row * self.stages + stage for stage in self._rules.neighbours(seat.stage, self.stages)]
-        column = range(seat.stage, len(self.grid), self.stages)
         # Also those that enter: they have begun to open links to whoever had the seat.
         known = {**dict(enumerate(self.grid)), **{at: node for node, at in self.entering.items()}}
-        peers = [known[seat_at] for seat_at in dict.fromkeys((*near, *column)) if seat_at != at]
-        sends: list[Action] = [
-            Send(node_id=node, message=replace(self._placement(node), renewed=(seat,)))
-            for node in peers
-            if node
-        ]
+        peers = [known[seat_at] for seat_at in self._linked_seats(seat)]
+        sends = [self._renews(node, seat) for node in peers if node]
         places = [place for row in self._rows for place in row]
         offered = SeatOffered(
             nodes=tuple(place.node_id for place in places),
@@ -487,6 +481,22 @@ class Epoch:
             *sends,
             Send(node_id=node_id, message=replace(self._placement(node_id), enters=True)),
         ]
+
+    def emptied(self, seat: Seat) -> list[Action]:
+        """A seat is empty now: nodes that enter do not wait for links to it."""
+        near = self._linked_seats(seat)
+        return [self._renews(node, seat) for node, at in self.entering.items() if at in near]
+
+    def _linked_seats(self, seat: Seat) -> list[int]:
+        """Seats whose nodes have links to the node of this one."""
+        near = [seat.row * self.stages + stage for stage in self._rules.neighbours(seat.stage, self.stages)]
+        column = range(seat.stage, len(self.grid), self.stages)
+        own = seat.row * self.stages + seat.stage
+        return [at for at in dict.fromkeys((*near, *column)) if at != own]
+
+    def _renews(self, node_id: str, seat: Seat) -> Action:
+        """Have a node replace or drop its link to a seat."""
+        return Send(node_id=node_id, message=replace(self._placement(node_id), renewed=(seat,)))
 
     def entrant_placed(self, node_id: str) -> list[Action]:
         """A node that enters has taken its place: it is to open its links."""
@@ -506,11 +516,15 @@ class Epoch:
         """The seat that a node is to have."""
         return Seat(*divmod(self.entering[node_id], self.stages))
 
-    def drop_entrant(self, node_id: str) -> None:
-        """It does not get its seat."""
-        self.entering.pop(node_id, None)
+    def drop_entrant(self, node_id: str) -> list[Action]:
+        """If the node enters, it does not get its seat."""
+        if node_id not in self.entering:
+            return []
+        seat = self.entering_seat(node_id)
+        del self.entering[node_id]
         self.__dict__.pop("_rows", None)
         self._linked.discard(node_id)
+        return self.emptied(seat)
 
     def unheard(self, node_id: str) -> None:
         """A host is about to be lost because nobody hears it; it may still live."""

@@ -836,9 +836,9 @@ class RunMachine:
         """A node that enters does not get its seat."""
         if (epoch := self.epoch) is None or node_id not in epoch.entering:
             return []
-        epoch.drop_entrant(node_id)
+        emptied = epoch.drop_entrant(node_id)
         over = epoch_over([node_id], epoch.number, f"it does not enter: {why}")
-        return [*over, *self._newcomers.fails(node_id, why, is_fault=is_fault)]
+        return [*over, *emptied, *self._newcomers.fails(node_id, why, is_fault=is_fault)]
 
     def _leaves_seat(self, epoch: Epoch, node_id: str, why: str, now: float) -> list[Action]:
         """A node that has just entered fails: the others go on without it."""
@@ -856,8 +856,9 @@ class RunMachine:
                 why = f"node {node} makes row {seat.row} whole"
                 actions += [epoch.seat_lost(node, why), *epoch_over([node], epoch.number, why)]
                 self._assigner.vacate(node, now)
+                left = Seat(epoch.replica_of(node), epoch.stage_of(node))
                 outcome = epoch.lose(node, now)
-                actions += self._offer_seat(epoch, node, seat, now)
+                actions += [*epoch.emptied(left), *self._offer_seat(epoch, node, seat, now)]
             assert isinstance(outcome, list), "no row that was whole has lost a node"
             actions += outcome
         return actions
@@ -1096,7 +1097,7 @@ class RunMachine:
     def _unassign(self, node_id: str, reason: str, now: float) -> list[Action]:
         actions = self._newcomers.lost(node_id)
         if self.epoch is not None:
-            self.epoch.drop_entrant(node_id)
+            actions += self.epoch.drop_entrant(node_id)
         findings = self._states.lost(node_id)
         if self._assigner.vacate(node_id, now):
             # Failures that its neighbours reported were caused by its end.
@@ -1115,6 +1116,7 @@ class RunMachine:
         phase, lost = epoch.phase, epoch.seat_lost(node_id, reason)
         outcome = epoch.lose(node_id, now)
         actions: list[Action] = [replace(lost, portions=epoch.portions), *self._newcomers.seat_lost()]
+        actions += epoch.emptied(Seat(lost.row, lost.stage))
         for step in self._snapshots.lost(node_id):
             actions += self._drop_snapshot(
                 step, f"node {node_id} is gone, which was to hand in its layers", now

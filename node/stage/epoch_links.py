@@ -13,12 +13,12 @@ from node.config.schema import RunConfig
 from node.schedule.gradient_groups import model_pieces
 from node.schedule.placement import boundary_bytes, chunks_of, head_first, slices_of, stage_units
 from node.schedule.routing import Peer
-from node.stage.epoch_task import EpochTask, placed_node
+from node.stage.epoch_task import EpochTask, is_taken, placed_node
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.dialing import connect
-from wire.errors import LinkError, LinkLostError, ThinwireError, first_error
+from wire.errors import LinkError, ThinwireError, first_error
 from wire.figures import LinkFigures
 from wire.layer_exchange import LayerServer
 from wire.link import PATH_SECONDS, DialledLink, Link, LinkPath, LinkSettings, dial_link
@@ -232,6 +232,9 @@ class EpochLinks:
                     for peer in peers:
                         if (old := links.pop(peer, None)) is not None:
                             group.create_task(old.close())
+                        clients.pop(peer, None)
+                        if not is_taken(placement, peer):
+                            continue
                         make(placement, peer)
                         group.create_task(links[peer].run())
                         group.create_task(open_one(peer, links[peer]))
@@ -243,13 +246,20 @@ class EpochLinks:
                         offer(peer, clients[peer])
                 self._add, self._known, self._renew = add, clients, renew
                 self._links = links
+                opened: dict[Peer, Link] = {}
                 try:
-                    for peer, link in list(links.items()):
+                    # `renew` may replace links meanwhile, or drop them.
+                    while waits := [peer for peer, link in links.items() if opened.get(peer) is not link]:
+                        peer = waits[0]
+                        link = links[peer]
                         try:
                             await link.ready(LINK_SECONDS)
-                        except LinkLostError as error:
+                        except LinkError as error:
+                            if links.get(peer) is not link:
+                                continue
                             events.link_lost(peer, error)
                             raise
+                        opened[peer] = link
                     yield links
                 finally:
                     self._links, self._known = {}, {}
@@ -262,8 +272,8 @@ class EpochLinks:
             raise first_error(errors) from None
 
     def renew(self, placement: Placement, peers: Sequence[Peer]) -> None:
-        """Other nodes have these places of the epoch that is on: drop the links there, and open new ones
-        beside the steps. A link that does not come up is reported as lost."""
+        """Others have these places of the epoch that is on, or nobody has: drop the links there, and open new
+        ones beside the steps. A link that does not come up is reported as lost."""
         self._renew(placement, peers)
 
     def learn_relays(self, placement: Placement) -> None:

@@ -135,8 +135,8 @@ class EpochTask:
         self._commands: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
         self._links: Mapping[Peer, TensorLink] = {}
         self._open = contextlib.AsyncExitStack()
-        self._renewed: set[Peer] = set()
-        """Neighbours that came while this node's links were opened."""
+        self._links_open = False
+        """Whether this node has begun to open its links."""
         self._placed: Placed | None = None
         self._ready = False
         self._share = RowShare(
@@ -178,17 +178,13 @@ class EpochTask:
         self._commands.put_nowait(command)
 
     def update(self, placement: Placement) -> None:
-        """Other nodes have some places of the epoch: their links are opened beside the steps."""
+        """Others have some places of the epoch, or nobody has: links there are replaced or dropped beside the
+        steps, or while this node opens its links."""
         self.placement = replace(placement, enters=self.placement.enters)
-        self._renewed |= {*map(Peer._make, placement.renewed)}.intersection(self._near())
-        self._renew_links()
-
-    def _renew_links(self) -> None:
-        """Open links to nodes that came since this node's links were opened."""
-        if not self._ready or not self._renewed:
+        renewed = {*map(Peer._make, placement.renewed)}.intersection(self._near())
+        if not self._links_open or not renewed:
             return
-        self._services.renew_links(self.placement, tuple(sorted(self._renewed)))
-        self._renewed.clear()
+        self._services.renew_links(self.placement, tuple(sorted(renewed)))
         if self._io is not None:
             self._io.use(*self._own_and_other_rows())
 
@@ -216,7 +212,8 @@ class EpochTask:
         # Pieces of gradients come before this stage asks for them, each once: they must not use up the
         # link's window. A copy, because the link uses a released buffer again.
         self._services.inbox.put(key, bytearray(buffer), peer.replica)
-        self._links[peer].release(key)
+        if (link := self._links.get(peer)) is not None:
+            link.release(key)
 
     def silent(self, peer: Peer) -> None:
         """This neighbour may be dead."""
@@ -333,15 +330,13 @@ class EpochTask:
         # Links first: they must come up within a limit, and fetching a state may take longer.
         services.progress.doing("connecting to its neighbours")
         placement = self.placement
-        # Links that are opened now lead to those of whom it has heard by now.
-        self._renewed.clear()
+        self._links_open = True
         peers = tuple(peer for peer in self._near() if is_taken(placement, peer))
         self._links = await self._open.enter_async_context(services.open_links(placement, peers, self))
         if self.placement.enters:
             # It holds a state that follows the run, by the steps' sums.
             executor.use_codecs(restore.activation_codecs, restore.gradient_codecs)
             self._ready = True
-            self._renew_links()
             return
         missed = restore.missed
         if executor.lineage != restore.lineage:
@@ -357,7 +352,6 @@ class EpochTask:
         services.progress.doing("waiting for the other stages")
         self._step = step
         self._ready = True
-        self._renew_links()
 
     def _near(self) -> tuple[Peer, ...]:
         """The places that this node has links with: its neighbours', and its stage's in other rows."""

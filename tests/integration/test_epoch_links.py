@@ -163,3 +163,33 @@ async def test_a_small_run_keeps_the_room_of_the_settings(tmp_path: Path) -> Non
         for link in links:
             link.send(TensorKey(EPOCH, 0, 0, 0, Direction.GRADIENT), bytes(outbox_bytes(SMALL, 2)))
             link.send(TensorKey(EPOCH, 0, 1, 0, Direction.GRADIENT), b"x")
+
+
+async def test_links_open_without_a_neighbour_that_dies_meanwhile(tmp_path: Path) -> None:
+    """Nobody waits for its process, nor for the time that links may take."""
+    authority = new_authority()
+    nodes = new_node(authority), new_node(authority)
+    ends = [EpochLinks(IdentityHolder(node, tmp_path), quick()) for node in nodes]
+    ports = [await end.start("127.0.0.1:0") for end in ends]
+    first, second = (
+        PlacedStage(node_id=node.node_id, address=f"127.0.0.1:{port}")
+        for node, port in zip(nodes, ports, strict=True)
+    )
+    await ends[1].stop()
+    peer = Peer(0, 1)
+    placement = Placement(epoch=EPOCH, stage=0, stages=(first, second))
+    empty = replace(placement, stages=(first, PlacedStage(node_id="", address="")))
+
+    async def opened() -> int:
+        async with ends[0].open(placement, (peer,), SMALL, NoEvents()) as links:
+            return len(links)
+
+    try:
+        async with asyncio.timeout(SECONDS):
+            opening = asyncio.create_task(opened())
+            await asyncio.sleep(0)
+            assert not opening.done()
+            ends[0].renew(empty, (peer,))
+            assert await opening == 0
+    finally:
+        await ends[0].stop()

@@ -361,3 +361,30 @@ def test_nodes_that_enter_hear_who_else_enters() -> None:
         if isinstance(one.message, Placement) and not one.message.enters
     }
     assert renewed == dict.fromkeys("bde", (seat,)), "its neighbour, and the nodes of its stage"
+
+
+@pytest.mark.parametrize("gone", "cf")
+def test_nodes_that_enter_hear_whose_seat_is_empty(gone: str) -> None:
+    """They do not wait for links to it, whether it had its seat or was about to."""
+    run = grid(nodes="abcdefgh", groups=8)
+    for node in "df":
+        run.die(node)
+    run.step()
+    run.stored(2)
+    step = run.epoch.step
+    for node in "df":
+        run.hello(node, again=True)
+        run.following(node, 2, step)
+    (seat,) = [Seat(at // 2, at % 2) for at, node in enumerate(run.epoch.placed_nodes) if node == gone]
+    told = [
+        (one.node_id, one.message.renewed, placed(one.message, seat).node_id)
+        for one in of_kind(run.die(gone), Send)
+        if isinstance(one.message, Placement) and not one.message.enters
+    ]
+    assert told == [("d", (seat,), "")]
+
+
+def placed(placement: Placement, seat: Seat) -> PlacedStage:
+    """Who has a seat, as a node of its row or its stage hears."""
+    own_row = seat.row == placement.replica
+    return placement.stages[seat.stage] if own_row else placement.rows[seat.row].node
