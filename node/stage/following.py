@@ -131,17 +131,20 @@ class Follower:
         group: asyncio.TaskGroup,
         post: Callable[[NodeMessage], None],
         tell: Callable[[str], None],
+        keep: Callable[[int, str, bytes], None],
     ) -> None:
         """
         Args:
             post: queues a message for the coordinator.
             tell: shows the volunteer a line.
+            keep: keeps a step's packed sum of a unit for nodes that follow later, from the same snapshot.
         """
         self._services = services
         self._fetch_sums = fetch_sums
         self._group = group
         self._post = post
         self._tell = tell
+        self._keep = keep
         self._steps: asyncio.Queue[FollowStep] = asyncio.Queue()
         self._of = Follow(step=0)
         self._task: asyncio.Task[None] | None = None
@@ -234,9 +237,15 @@ class Follower:
             def put(sums: Mapping[str, bytes] = sums) -> Mapping[int, float]:
                 return executor.put_sums(sums)
 
+            def keep(sums: Mapping[str, bytes] = sums) -> None:
+                for unit, data in sums.items():
+                    self._keep(step.step, unit, data)
+
             try:
                 if await services.compute(put) == step.norms:
                     await services.compute(lambda: executor.apply(step.lr, step.clip_coefficient))
+                    # All who had them from the step itself may die before the next node follows.
+                    await services.compute(keep)
                     return
                 trouble = "its norms are not those that were voted for"
             except (PackedMismatchError, NonFiniteError) as error:

@@ -106,7 +106,9 @@ class RunMember:
         self._room = executor.room
         self._snapshots = snapshots
         self._sums = sums
-        self._follower = Follower(self, snapshots.peers.fetch_sums, group, session.post, progress.tell)
+        self._follower = Follower(
+            self, snapshots.peers.fetch_sums, group, session.post, progress.tell, sums.keep_bytes
+        )
         self.settle = self._follower.settle
         self._session = session
         self._links = links

@@ -33,13 +33,16 @@ class SumsKept:
         shutil.rmtree(directory, ignore_errors=True)
 
     def keep(self, step: int, unit: str, packed: Sequence[Tensor]) -> None:
-        """Keep a unit's packed sum, uint8 on the CPU in parts. Returns before it is on disk.
+        """Keep a unit's packed sum, uint8 on the CPU in parts; as `keep_bytes`."""
+        self.keep_bytes(step, unit, b"".join(part.numpy().tobytes() for part in packed))
+
+    def keep_bytes(self, step: int, unit: str, data: bytes) -> None:
+        """Keep a unit's packed sum. Returns before it is on disk.
 
         Waits until earlier steps are on disk, so that memory holds one step at most.
         """
         for at in [at for at in self._writes if at[0] != step]:
             self._writes.pop(at).exception()
-        data = b"".join(part.numpy().tobytes() for part in packed)
         self._writes[step, unit] = self._thread.submit(self._write, step, unit, data)
 
     def clear(self) -> None:

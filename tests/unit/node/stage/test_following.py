@@ -132,6 +132,14 @@ class Node(FakeServices):
         """Sources whose gradients are those of another step."""
         self.gone = False
         self._sums = sums
+        self.kept: dict[tuple[int, str], bytes] = {}
+        """What it keeps for others, by step and unit."""
+
+    def follower(self, group: asyncio.TaskGroup) -> Follower:
+        def keep(step: int, unit: str, data: bytes) -> None:
+            self.kept[step, unit] = data
+
+        return Follower(self, self.fetch_sums, group, self.said.put_nowait, print, keep)
 
     async def fetch_sums(self, holders: tuple[PlacedStage, ...], step: int, unit: str, size: int) -> bytes:
         self.asked.append(holders[0].node_id)
@@ -180,7 +188,7 @@ def told(tmp_path: Path) -> Told:
 async def test_a_follower_settles_with_the_state_of_all_steps_that_it_was_told_of(told: Told) -> None:
     node = told.node
     async with asyncio.TaskGroup() as group:
-        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower = node.follower(group)
         follower.follow(told.order)
         assert await node.hear() == Following(snapshot=1, step=1)
         follower.committed(told.steps[0])
@@ -192,12 +200,14 @@ async def test_a_follower_settles_with_the_state_of_all_steps_that_it_was_told_o
     assert (node.executor.state_step, node.executor.lineage) == (4, 3)
     assert same(whole(node.executor), told.state)
     assert set(node.asked) == {"a", "b"}, "all replicas send"
+    wanted = {(step, unit): told.sums.read(step, unit) for step in (1, 2, 3) for unit in node.executor.units}
+    assert node.kept == wanted, "who comes later follows with them, also when all replicas are gone"
 
 
 async def test_wrong_gradients_are_fetched_again_from_others(told: Told) -> None:
     node = told.node
     async with asyncio.TaskGroup() as group:
-        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower = node.follower(group)
         follower.follow(told.order)
         await node.hear()
         follower.committed(told.steps[0])
@@ -209,6 +219,7 @@ async def test_wrong_gradients_are_fetched_again_from_others(told: Told) -> None
         assert "not right at any node: its norms are not those" in heard.failed
         assert len(node.asked) == TRIES * len(node.executor.units)
         await follower.settle()
+    assert {step for step, _ in node.kept} == {1}
     assert node.executor.state_step == -1, "and it holds no state that is not the run's"
 
 
@@ -216,7 +227,7 @@ async def test_a_follower_that_finds_no_gradients_says_so(told: Told) -> None:
     node = told.node
     node.gone = True
     async with asyncio.TaskGroup() as group:
-        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower = node.follower(group)
         follower.follow(told.order)
         await node.hear()
         follower.committed(told.steps[0])
@@ -226,7 +237,7 @@ async def test_a_follower_that_finds_no_gradients_says_so(told: Told) -> None:
 async def test_a_missing_step_is_no_state(told: Told) -> None:
     node = told.node
     async with asyncio.TaskGroup() as group:
-        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower = node.follower(group)
         follower.follow(told.order)
         await node.hear()
         follower.committed(told.steps[1])
@@ -236,7 +247,7 @@ async def test_a_missing_step_is_no_state(told: Told) -> None:
 async def test_without_sources_it_follows_no_longer(told: Told) -> None:
     node = told.node
     async with asyncio.TaskGroup() as group:
-        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower = node.follower(group)
         follower.follow(told.order)
         await node.hear()
         follower.follow(Follow(step=1))
