@@ -1,12 +1,11 @@
 """torch's allocator of GPU memory: expandable segments, and what the allocator holds.
 
-A limit on a process counts what the allocator has reserved, and not what tensors take. With segments of
-fixed size the allocator keeps the rest of each, and a tensor that fits in no single rest needs a new
-segment. Plans whose tensors were estimated to take 0.1 to 1.9 GB less than the limit ran out
-(scripts/results/memory_plan.json). Expandable segments are mapped in pages
-(`node.tuning.device_memory.PAGE`). Before the allocator gives up, it unmaps every page that no tensor
-touches and maps it where it is needed, so that only partly filled pages are lost. The plan counts those
-(`Share.pages`).
+The limit on a process counts what the allocator has reserved, not what tensors occupy. With segments of
+fixed size, a tensor that fits into no free part of a segment needs a new segment. So plans whose tensors were
+estimated to need 0.1 to 1.9 GB less than the limit ran out of memory (scripts/results/memory_plan.json).
+Expandable segments are mapped in pages (`node.tuning.device_memory.PAGE`). Before the allocator gives up, it
+unmaps every page without a tensor and maps it where it is needed. Only partly filled pages are lost, and the
+plan counts them (`Share.pages`).
 """
 
 import logging
@@ -23,24 +22,24 @@ log = logging.getLogger(__name__)
 
 GROWS = "expandable_segments"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch's own, the newer one first."""
+"""torch's environment variables for the allocator, the newer name first."""
 _earlier: dict[int, int] = {}
-"""The most bytes in tensors before the newest `begin_peak`, by GPU."""
+"""The peak of bytes in tensors before the newest `begin_peak`, by GPU."""
 
 
 def grow_segments(device: torch.device) -> None:
-    """Let the segments of this process grow, unless its owner sets the allocator in the environment: a call
-    puts its own settings in place of those, and not all go together (max_split_size_mb with growing segments
+    """Let the segments of this process grow, unless the owner configures the allocator in the environment. A
+    call replaces the owner's settings, and some do not work with growing segments (`max_split_size_mb` then
     reserves ever more, pytorch issue 123548).
 
-    Call it before the first tensor on the device: what was reserved before stays as it is.
+    Call this before the first tensor on the device: existing segments do not change.
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
         return
     core: Any = torch._C
     try:
-        # The environment is read at an unknown moment after torch's import; this is torch 2.10's call and
-        # later ones', which `torch.cuda.memory._set_allocator_settings` makes too.
+        # The environment is read at an unknown time after torch's import. torch 2.10 and later have this
+        # call, which `torch.cuda.memory._set_allocator_settings` makes too.
         core._accelerator_setAllocatorSettings(f"{GROWS}:True")
     except (AttributeError, RuntimeError) as error:
         log.warning("the GPU's allocator keeps segments of fixed size (%s): plans may run out", error)
@@ -51,13 +50,13 @@ class Held:
     """The bytes that a process holds on one device."""
 
     allocated: int
-    """Held by tensors."""
+    """The bytes of tensors."""
     reserved: int
-    """Held by the allocator's segments, free parts included; a cap counts this."""
+    """The bytes of the allocator's segments, including free parts. The limit counts these."""
     largest_free: int
-    """The largest tensor that fits into a free part."""
+    """The largest tensor that fits into a free part, in bytes."""
     most_allocated: int
-    """The most bytes since `begin_peak`."""
+    """The peak of bytes in tensors since `begin_peak`."""
     most_reserved: int
 
     def __str__(self) -> str:
@@ -65,7 +64,7 @@ class Held:
 
 
 def held(device: torch.device) -> Held:
-    """What this process now holds on a GPU."""
+    """What this process holds on a GPU now."""
     snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # torch's
     return Held(
         allocated=torch.cuda.memory_allocated(device),
@@ -77,25 +76,25 @@ def held(device: torch.device) -> Held:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Count the most that is held from now on, if the device is a GPU."""
+    """Start a new measurement of the peak, if the device is a GPU."""
     if device.type == "cuda":
         _earlier[device.index or 0] = largest_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def most_allocated(device: torch.device) -> int:
-    """The most bytes in tensors since `begin_peak`; 0 on a CPU, which does not count them."""
+    """The peak of bytes in tensors since `begin_peak`; 0 on a CPU, where they are not counted."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def largest_allocated(device: torch.device) -> int:
-    """The most bytes in tensors of a GPU since this process began, whatever `begin_peak` counts."""
+    """The peak of bytes in a GPU's tensors since the process started, independent of `begin_peak`."""
     return max(_earlier.get(device.index or 0, 0), torch.cuda.max_memory_allocated(device))
 
 
 def largest_free(segments: Iterable[Mapping[str, Any]], index: int) -> int:
     """The largest free block of GPU `index` in a snapshot of torch's allocator
-    (`torch.cuda.memory_snapshot`)."""
+    (`torch.cuda.memory_snapshot`), in bytes."""
     return max(
         (
             cast(int, block["size"])

@@ -1,10 +1,10 @@
-"""Measures what a memory plan weighs on this node's own device: a block's passes, its parts, packing, copies
-to the host and back beside compute, and compute beside copies. Takes a second or two, once a run.
+"""Measures the times that a memory plan needs on this node's device: a block's passes and parts, packing,
+copies to the host and back during compute, and compute during copies. Takes a second or two, once per run.
 
     python -m node.stage.block_measure gpu|cpu < RUN.json
 
-measures for the run file that standard input holds as JSON, in a process of its own, so that
-`thinwire plan --measure` needs no torch itself.
+measures for the run file given as JSON on standard input. It is a separate process, so that `thinwire plan
+--measure` needs no torch itself.
 """
 
 import logging
@@ -35,19 +35,19 @@ from node.tuning.device_memory import Devices
 log = logging.getLogger(__name__)
 
 COPIED = 1 << 28
-"""The bytes of a copy that is measured."""
+"""The bytes of a measured copy."""
 MOST_COPIES = 64
-"""The most of these copies beside a block's passes."""
+"""The most copies that are measured during a block's passes."""
 ROUNDS = 3
 MEASURED_SECONDS = 0.02
-"""The seconds of work beside copies."""
+"""The seconds of work that are measured during copies."""
 
 
 def block_seconds(config: RunConfig, device: torch.device) -> float:
-    """Forward and backward of one of the run's blocks for a microbatch, in seconds of wall time; 0 if it
-    cannot be measured.
+    """The seconds of wall time for forward and backward of one block for a microbatch; 0 if it cannot be
+    measured.
 
-    It says how fast this node is beside others, so that stages are given out by it; it decides no bit.
+    Stages are assigned by this speed. It changes no bit.
     """
     if device.type == "cuda" and (times := measured_times(config, device)) is not None:
         return slices_of(config) * (times.forward + times.backward)
@@ -60,9 +60,9 @@ def block_seconds(config: RunConfig, device: torch.device) -> float:
 
 
 def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None:
-    """The measured times of a device that computes a stage alone; None if that fails.
+    """The measured times of a device that computes a stage alone; None if the measurement fails.
 
-    What takes a whole microbatch, or a slice, is measured on one that is as long but has a single sample.
+    Work on a whole microbatch or slice is measured on a single sample of the same length.
     """
     if device.type == "cuda":
         # Triton launches on the thread's current device.
@@ -70,7 +70,7 @@ def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None
     try:
         return _measure(config, device)
     except RuntimeError as error:
-        # Times only decide how fast a plan is, never whether it is right.
+        # Times only decide how fast a plan is, never whether it is correct.
         log.warning("a block could not be measured on %s (%s): its times are assumed", device, _reason(error))
         return None
     finally:
@@ -87,7 +87,7 @@ class _Passes:
 
     def __init__(self, config: RunConfig, device: torch.device, samples: int) -> None:
         model = config.model
-        # The first slice sees no other, and takes as long as each.
+        # The first slice attends to no earlier one and takes as long as any other.
         shape = (samples, len(slice_ranges(config)[0]), model.hidden)
         self._chunk: Chunk = build_chunk(
             model,
@@ -146,7 +146,7 @@ def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
         measured=True,
     )
     if device.type != "cuda":
-        return times  # there is nowhere to move to
+        return times  # there is no other memory to move to
     memory = host_memory(device)
     square = x.reshape(-1, x.shape[-1])
     rate = copy_rate(memory, lambda: [square.t() @ square for _ in range(8)])
@@ -155,11 +155,11 @@ def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
 
 
 def copy_rate(memory: HostMemory, work: Callable[[], object], size: int = COPIED) -> float:
-    """The bytes per second in each direction, both at a time and beside `work`; each alone is at least as
-    fast."""
+    """The bytes per second in each direction when both directions are used at once during `work`. A direction
+    alone is at least as fast."""
     out, into = _buffers(memory, size)
     rate = 0.0
-    # Pages are touched for the first time in the first round.
+    # The first round touches the pages for the first time.
     for _ in range(2):
         memory.finish()
         began = memory.clock()
@@ -175,11 +175,11 @@ def copy_rate(memory: HostMemory, work: Callable[[], object], size: int = COPIED
 def slowed_by_copies(
     memory: HostMemory, work: Callable[[], object], rate: float, size: int = COPIED
 ) -> float:
-    """The seconds that each copied byte adds to work beside it: how much longer `work` takes, with its
-    launches, beside copies in both directions, which share the device's memory.
+    """The seconds that each copied byte adds to concurrent work: how much longer `work` takes, including
+    launches, during copies in both directions, which use the device's memory too.
 
     Args:
-        rate: of copies, bytes a second each way (`copy_rate`).
+        rate: of copies, in bytes per second in each direction (`copy_rate`).
     """
     out, into = _buffers(memory, size)
 
@@ -199,7 +199,7 @@ def slowed_by_copies(
     took(0)
     repeats = max(1, min(MOST_COPIES, ceil(MEASURED_SECONDS / max(took(0), 1e-9))))
     alone = min(took(0, repeats) for _ in range(ROUNDS))
-    # For as long as the work takes, and a half more.
+    # The copies last one and a half times as long as the work.
     copies = min(MOST_COPIES, max(1, ceil(1.5 * alone * rate / size)))
     beside = min(took(copies, repeats) for _ in range(ROUNDS))
     copied = min(2 * copies * size, 2 * rate * beside)
@@ -207,7 +207,7 @@ def slowed_by_copies(
 
 
 def _buffers(memory: HostMemory, size: int) -> tuple[Copy, Copy]:
-    """The buffers for a copy out, and for one in."""
+    """The buffers for a copy out and a copy in."""
     there, back = (torch.empty(size, dtype=torch.uint8, device=memory.device) for _ in range(2))
     return (there, memory.empty(size)), (memory.empty(size), back)
 
@@ -215,7 +215,7 @@ def _buffers(memory: HostMemory, size: int) -> tuple[Copy, Copy]:
 def main() -> int:
     kind = sys.argv[1]
     if kind == "gpu" and not torch.cuda.is_available():
-        sys.stderr.write("torch finds no GPU here: measure this machine's CPU with --device cpu\n")
+        sys.stderr.write("torch finds no GPU on this machine: measure its CPU with --device cpu\n")
         return 2
     device = torch.device("cuda" if kind == "gpu" else "cpu", 0)
     fix_order(device)

@@ -35,7 +35,7 @@ class BoundaryCaches:
         if windows < 1:
             raise RunError(
                 f"codec {config.pipeline.forward_codec} needs the number of samples in the text, which the "
-                "coordinator did not say: install the same thinwire on both"
+                "coordinator did not send: install the same version of thinwire on both"
             )
         check_cache(config, windows)
         caching = codec(config.pipeline.forward_codec)
@@ -51,7 +51,7 @@ class BoundaryCaches:
         """Load the caches from a snapshot of `step`.
 
         Args:
-            states: a unit's whole state by boundary; without a cache in it the boundary starts empty.
+            states: a unit's whole state by boundary. Without a cache in it, the boundary starts empty.
         """
         self._caches = {
             boundary: SampleCache(self._order.windows, self._shape, since=step) for boundary in states
@@ -79,12 +79,12 @@ class BoundaryCaches:
         )
 
     def commit(self) -> None:
-        """The step is committed: keep what it sent."""
+        """The step is committed: keep the samples that it sent."""
         for cache in self._caches.values():
             cache.commit()
 
     def rollback(self) -> None:
-        """A step begins: drop what an aborted attempt sent."""
+        """A step begins: drop the samples that an aborted attempt sent."""
         for cache in self._caches.values():
             cache.rollback()
 

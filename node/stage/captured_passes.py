@@ -9,11 +9,11 @@ step runs through autograd, because a capture cannot contain compilation or the 
 Graphs run the same kernels on the same values as autograd, so the result is bit-identical (tests/gpu). Three
 things differ:
 
-- Weights that autocast casts are cast once a step, not once a microbatch, into leaves that stand for the
-  parameters; in autograd's passes too.
+- Weights that autocast casts are cast once per step instead of once per microbatch, into leaves that replace
+  the parameters, also in passes through autograd.
 - Gradients of leaves are added to the main gradients inside the graph, so main gradients never move.
 - Each slot's forward has its own memory, because another slot's forward may run before its backward. The
-  backwards of all slots share memory, because nothing of a backward is needed once it ends.
+  backwards of all slots share memory, because a backward leaves nothing behind.
 """
 
 import gc
@@ -115,7 +115,7 @@ class _Slot:
 
 
 class CapturedPasses:
-    """Implements `node.stage.passes.Passes` by replay; through autograd in the first step, or if capturing
+    """Implements `node.stage.passes.Passes` by replay, and through autograd in the first step or if capturing
     fails.
 
     Everything runs on the caller's current stream.
@@ -134,7 +134,7 @@ class CapturedPasses:
     ) -> None:
         """
         Args:
-            gradients: of the chunk's parameters; they stay in place.
+            gradients: of the chunk's parameters; their memory stays the same.
             precision, shares, weighs_loss: as for `AutogradPasses`.
         """
         self._module = ChunkCall(chunk)
@@ -155,7 +155,7 @@ class CapturedPasses:
         self._free: list[_Slot] = []
         self._in_flight: dict[int, _Slot] = {}
         self._ran = False
-        """A backward has run through autograd."""
+        """Whether a backward has run through autograd."""
         self._warm = False
         self._refused = False
 
@@ -215,7 +215,7 @@ class CapturedPasses:
     # ---- recording
 
     def _slot(self, fed: Tensor, labels: Tensor | None, documents: Documents | None) -> _Slot | None:
-        """A free or new slot; None in the first step, after capturing failed, or for a microbatch of more
+        """A free or new slot. None in the first step, after capturing failed, or for a microbatch with more
         documents than graphs are captured for."""
         if documents is not None and self._slots and not documents.like(_present(self._slots[0].documents)):
             return None
@@ -262,7 +262,7 @@ class CapturedPasses:
         return slot
 
     def _make_leaves(self, precision: str) -> dict[str, Tensor]:
-        """Leaves that stand for the parameters: the same memory, or a copy in autocast's precision."""
+        """Leaves that replace the parameters, in the same memory or as copies in autocast's precision."""
         copies = self._copies(HALVES[precision]) if precision in HALVES else {}
         leaves: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
@@ -278,15 +278,15 @@ class CapturedPasses:
         return leaves
 
     def _copies(self, half: torch.dtype) -> dict[str, Tensor]:
-        """Memory for projections' parameters in half precision: autocast leaves embeddings and norms alone.
+        """Memory for projections' parameters in half precision. Autocast leaves embeddings and norms alone.
 
-        Weights that are multiplied together lie under one another, so that no product copies them again.
+        Weights that are multiplied together are adjacent, so that no product copies them again.
         """
         linears = {
             module: path for path, module in self._module.named_modules() if isinstance(module, nn.Linear)
         }
         blocks = [layer for layer in self._module.chunk.layers if isinstance(layer, Block)]
-        # In FP8 they are multiplied by codes of their own.
+        # In FP8, products use separate codes of these weights.
         coded = {
             product.weight
             for block in blocks
@@ -303,7 +303,7 @@ class CapturedPasses:
         for block in blocks:
             for together in () if block.is_coded else block.products():
                 if len(together) < 2 or not all(module in linears for module in together):
-                    continue  # one, or with adapters
+                    continue  # a single projection, or one with adapters
                 weights = [module.weight for module in together]
                 if all(weight.dtype != half for weight in weights):
                     parts = empty_together(weights, half)
@@ -316,7 +316,7 @@ class CapturedPasses:
         gradients = self._gradients
 
         def add(leaf: Tensor) -> None:
-            if leaf.grad is not None:  # else the product has added it
+            if leaf.grad is not None:  # otherwise the product has added it
                 gradients.add(parameter, leaf.grad)
                 leaf.grad = None
 

@@ -19,9 +19,9 @@ from wire.errors import DeviceLostError
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Run a collective inside. Raises DeviceLostError in one line if another process has ended.
+    """Run a collective inside. Raises DeviceLostError with a one-line message if another process has ended.
 
-    If this process runs out of memory, that error is raised as it is.
+    If this process runs out of memory, that error is raised unchanged.
     """
     try:
         yield
@@ -30,13 +30,12 @@ def collective() -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0][:200]
         raise DeviceLostError(
-            f"the process of another of this node's devices is gone, and the node ends with it ({reason})"
+            f"the process of another device of this node has ended, so the node ends too ({reason})"
         ) from error
 
 
 class TensorRanks(TensorRank):
-    """One of the ranks of a process group that share blocks. All ranks make the same calls in the same
-    order."""
+    """This process as one of the ranks that share blocks. All ranks make the same calls in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
         self._group = group
@@ -58,7 +57,7 @@ class TensorRanks(TensorRank):
         received = torch.empty_like(sent)
         with collective():
             dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._group)
-        # In place where they are float32 already.
+        # In place if they are already float32.
         total = received[0].float()
         for part in received[1:]:
             total += part

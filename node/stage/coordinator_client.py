@@ -41,19 +41,18 @@ from wire.v1 import control_pb2, control_pb2_grpc
 
 GET_LAYER, PUT_LAYER = "/thinwire.wire.v1.Coordinator/GetLayer", "/thinwire.wire.v1.Coordinator/PutLayer"
 PIECE_BYTES = 256 * 1024, 1024 * 1024
-"""Least and most of a layer that is sent at a time."""
+"""The least and the most bytes of a layer that are sent at a time."""
 MOST_LAYERS = 2
-"""The most layers that are fetched at a time, and that are sent. The coordinator serves no more of one
-node."""
+"""The most layers that are fetched, and that are sent, at a time. The coordinator serves no more per node."""
 TOGETHER_BYTES = 16 * 1024
-"""Messages for the coordinator go together until they have so many bytes: one has up to 200 kB, and gRPC's
-limit is 260 kB."""
+"""Messages are joined until they have this many bytes. A message has up to 200 kB, and gRPC's limit is 260
+kB."""
 PROBE_BYTES = 1024 * 1024
 CALL_SECONDS = 600.0
-"""The seconds for one bulk call, plus the time for its bytes."""
+"""The seconds for a bulk call, in addition to the time for its bytes."""
 ANSWER_SECONDS = 5.0
 LEAST_RATE = 32 * 1024
-"""The least bytes per second; a slower transfer times out."""
+"""The least bytes per second. A slower transfer times out."""
 
 _FATAL = {
     grpc.StatusCode.PERMISSION_DENIED,
@@ -73,7 +72,7 @@ class _Channel(Protocol):
 
 @dataclass
 class _Shared:
-    """A channel, and how many calls are on it."""
+    """A channel and the number of calls on it."""
 
     channel: _Channel
     stub: control_pb2_grpc.CoordinatorStub
@@ -81,7 +80,7 @@ class _Shared:
 
 
 class _LayerStub(control_pb2_grpc.CoordinatorStub):
-    """The calls that carry layers, which `wire.data_messages` reads and writes."""
+    """The calls that transfer layers. `wire.data_messages` encodes and decodes their messages."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         super().__init__(channel)  # type: ignore[no-untyped-call]
@@ -146,8 +145,8 @@ class _Calls:
 
 
 class CoordinatorClient:
-    """The node's connections to the coordinator. It dials with the newest identity, and reconnects for at
-    most `outage_seconds`."""
+    """The node's connections to the coordinator. It dials with the newest identity and reconnects for at most
+    `outage_seconds`."""
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class CoordinatorClient:
     ) -> None:
         self.address = address
         self.layer_bytes_came: Callable[[int], None] = lambda count: None
-        """Called with the size of each part of a layer's file that arrives."""
+        """Called with the size of each received part of a layer's file."""
         self._pacer = pacer
         self.outage_seconds = outage_seconds
         self._identity = identity
@@ -175,7 +174,7 @@ class CoordinatorClient:
         return _Shared(channel, control_pb2_grpc.CoordinatorStub(channel))
 
     def _dial_layers(self) -> _Shared:
-        """Dial on gRPC's synchronous stack, because layers do not pass the event loop."""
+        """Dial on gRPC's synchronous stack, because layers bypass the event loop."""
         identity = self._identity()
         channel = BulkChannel(self.address, identity=identity, server_name=identity.coordinator_name)
         return _Shared(channel, _LayerStub(channel.channel))
@@ -189,7 +188,7 @@ class CoordinatorClient:
         handle: Callable[[CoordinatorMessage], Awaitable[None]],
         connected: Callable[[], None],
     ) -> None:
-        """One control connection, until it breaks (LinkError) or the coordinator refuses (Refused)."""
+        """Keep one control connection until it breaks (LinkError) or the coordinator refuses (Refused)."""
         if self._identity().expires_at <= time.time():
             # The handshake would fail without saying why.
             raise LinkError(self._identity().ended())
@@ -199,12 +198,12 @@ class CoordinatorClient:
             call = stub.Session()
 
             async def send() -> None:
-                # A stream that ends during a write may still hold a goodbye or a refusal: leave it to the
-                # reader to find that, or why the stream ended.
+                # A stream that ends during a write may still hold a goodbye or a refusal. The reader finds
+                # it, or the reason for the end.
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await call.write(node_message_to_proto(hello))
                     while True:
-                        # Together, because each message costs both ends more than its contents.
+                        # Messages are joined because each one costs both ends more than its contents.
                         messages = [node_message_to_proto(await outbox.get())]
                         room = TOGETHER_BYTES - messages[0].ByteSize()
                         while room > 0 and not outbox.empty():
@@ -248,7 +247,7 @@ class CoordinatorClient:
         return True
 
     async def measure_download(self) -> float:
-        """Measure the bytes per second from the coordinator, by a download on a warm connection."""
+        """The bytes per second from the coordinator, measured by a download on a warm connection."""
         await self._retry(lambda stub: _probe(stub, 16 * 1024))
         began = time.perf_counter()
         await self._retry(lambda stub: _probe(stub, PROBE_BYTES))
@@ -264,11 +263,12 @@ class CoordinatorClient:
         groups: tuple[int, ...] = (),
         steps: int = 1,
     ) -> bytes:
-        """A part of a step or held-out batch: exactly `size` bytes, as `node.model.labels.to_bytes`.
+        """A part of a step's or held-out batch: exactly `size` bytes, encoded by
+        `node.model.labels.to_bytes`.
 
         Args:
-            groups: of these gradient groups alone; by default of all.
-            steps: that of this step and of those after it, one after another.
+            groups: only these gradient groups; all by default.
+            steps: how many consecutive steps to fetch, starting with `step`.
         """
         request = control_pb2.GetBatchRequest(
             step=step,
@@ -287,11 +287,11 @@ class CoordinatorClient:
     async def layer(
         self, step: int, unit: str, limit: int, kept: LayerFile | None = None, bad: Collection[str] = ()
     ) -> LayerFile | LayerPlace:
-        """One layer unit's snapshot file, at most `limit` bytes, its SHA-256 checked; or where it is.
+        """A layer unit's snapshot file of at most `limit` bytes, its SHA-256 checked; or where to fetch it.
 
         Args:
-            kept: this node's copy, which the coordinator does not send again if it is the same file.
-            bad: nodes whose copy turned out to be damaged or missing.
+            kept: this node's copy. The coordinator does not send the file again if it is the same.
+            bad: nodes whose copy is damaged or missing.
         """
         held = kept.sha256 if kept is not None else ""
         request = control_pb2.GetLayerRequest(step=step, unit=unit, held_sha256=held, bad_holders=sorted(bad))
@@ -308,7 +308,7 @@ class CoordinatorClient:
                         asked.cancel()
                         return chunk
                     count = download.take(chunk)
-                    with contextlib.suppress(RuntimeError):  # the loop is over
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
                         loop.call_soon_threadsafe(self.layer_bytes_came, count)
                 return download.file()
 
@@ -332,9 +332,9 @@ class CoordinatorClient:
     async def hold_layers(
         self, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]] = ()
     ) -> list[tuple[int, str]]:
-        """Tell the coordinator which files this node has on its disk, and which it was asked for and has not.
+        """Tell the coordinator which files are on this node's disk, and which requested files are not.
 
-        Returns step and unit of those that are of no snapshot.
+        Returns step and unit of files that belong to no snapshot.
         """
         request = control_pb2.HoldLayersRequest(
             layers=[control_pb2.HeldLayer(**vars(layer)) for layer in layers],
@@ -353,8 +353,8 @@ class CoordinatorClient:
         """Upload one layer unit's snapshot file; returns when the coordinator has it on disk.
 
         Args:
-            weights_alone: it is the file of the weights alone, which goes ahead.
-            weights_at: where the weights belong in it, if they went ahead.
+            weights_alone: the file holds only the weights, which are sent first.
+            weights_at: the offset of the weights in the file, if they were sent first.
 
         Raises RunError if one of the two disks fails.
         """
@@ -362,7 +362,7 @@ class CoordinatorClient:
         over = threading.Event()
 
         def chunks() -> Iterator[control_pb2.PutLayerChunk | bytes]:
-            """The chunks to send. Runs on one of gRPC's threads, which only logs what is raised here."""
+            """The chunks to send. Runs on a thread of gRPC, which only logs exceptions."""
             for start, end in growing_pieces(0, file.size, *PIECE_BYTES):
                 if self._pacer is not None and start:
                     over.wait(self._pacer.reserve(end - start, time.monotonic()))
@@ -430,19 +430,19 @@ class CoordinatorClient:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Batches that were asked for before their steps; None if they did not come."""
+    """Batches that were requested before their steps; None if the request failed."""
 
     steps: range
     fetching: asyncio.Task[Sequence[np.ndarray] | None]
 
 
 class Batches:
-    """Token ids for the first stage, labels for the stage with the head and documents' starts, fetched
-    before their step.
+    """Token ids for the first stage, labels for the stage with the head, and document starts, fetched before
+    their step.
 
     A batch is a pure function of its step, so it can be fetched early, and again after an abort. Small
-    batches are fetched for several steps at a time, because steps of milliseconds would spend much of
-    their time on calls.
+    batches are fetched for several steps at a time, because steps of milliseconds would spend much of their
+    time on calls.
     """
 
     def __init__(self, config: RunConfig, client: CoordinatorClient, group: asyncio.TaskGroup) -> None:
@@ -461,19 +461,19 @@ class Batches:
     async def get(
         self, step: int, part: BatchPart, groups: tuple[int, ...] = (), audited: tuple[int, ...] = ()
     ) -> np.ndarray:
-        """int64 or bool [global batch, sequence]; starts to fetch the next step's.
+        """int64 or bool [global batch, sequence]. Also starts to fetch the next step's batch.
 
-        With `groups` of these gradient groups alone and of `audited`, in ascending order, except labels of a
-        run that masks some: their weight needs all.
+        `groups`, in ascending order, restricts the batch to these gradient groups and to `audited`, except
+        for labels of a run that masks some: their weight depends on all labels.
 
-        Raises LinkLostError when the coordinator does not answer, ProtocolViolationError for bad ids.
+        Raises LinkLostError when the coordinator does not answer, ProtocolViolationError for invalid ids.
         """
         if part is BatchPart.LABELS and self._masks_labels:
             groups = audited = ()
         if groups != self._groups.get(part, ()):
             self._ahead[part].clear()
         self._groups[part] = groups
-        # What is still on its way comes all the same: somebody may wait for it.
+        # A running fetch is not cancelled, because another call may wait for it.
         self._ahead[part] = [batch for batch in self._ahead[part] if batch.steps.stop > step]
         batch = await self._fetched(step, part)
         if batch is None:
@@ -491,15 +491,15 @@ class Batches:
         return batch
 
     async def more(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> Mapping[int, np.ndarray]:
-        """The samples of further groups, by group; empty for what `get` gives whole. Raises what `get`
-        raises."""
+        """The samples of further groups, by group; empty for parts that `get` returns whole. Raises as
+        `get`."""
         if part is BatchPart.LABELS and self._masks_labels:
             return {}
         samples = await self._fetch(step, part, groups=groups)
         return dict(zip(groups, np.split(samples, len(groups)), strict=True))
 
     async def held_out(self, batch: int, rows: int, part: BatchPart) -> np.ndarray:
-        """Held-out batch `batch`, [rows, sequence]; fetched once. Raises as `get`."""
+        """Held-out batch `batch`, [rows, sequence], which is fetched once. Raises as `get`."""
         ids = self._held_out.get((batch, part))
         if ids is None or len(ids) != rows:
             ids = await self._fetch(batch, part, rows)
@@ -507,15 +507,15 @@ class Batches:
         return ids
 
     def forget(self) -> None:
-        """Ask for everything again: another process may coordinate the run, with another text."""
+        """Fetch everything again, because another process with another text may coordinate the run."""
         self._ahead = {part: [] for part in BatchPart}
 
     async def _fetched(self, step: int, part: BatchPart) -> np.ndarray | None:
-        """The step's batch if it was fetched before, or is being."""
+        """The step's batch, if it was requested before."""
         ahead = next((batch for batch in self._ahead[part] if step in batch.steps), None)
         if ahead is None:
             return None
-        # The epoch may end meanwhile; later steps need the rest.
+        # The fetch continues if the epoch ends, because later steps need the rest.
         batches = await asyncio.shield(ahead.fetching)
         if batches is not None:
             return batches[ahead.steps.index(step)]
@@ -526,7 +526,7 @@ class Batches:
     async def _try_fetch(
         self, steps: range, part: BatchPart, groups: tuple[int, ...]
     ) -> Sequence[np.ndarray] | None:
-        """The batches of these steps; None on failure: `get` fetches again and reports the error."""
+        """The batches of these steps; None if that fails: `get` fetches again and reports the error."""
         try:
             ids = await self._fetch(steps.start, part, groups=groups, steps=len(steps))
         except ThinwireError:
@@ -534,15 +534,15 @@ class Batches:
         return np.split(ids, len(steps))
 
     def _rows_and_columns(self, groups: tuple[int, ...]) -> tuple[int, int]:
-        """The rows and columns of a step's batch for these groups, or for all if there are none."""
+        """The rows and columns of a step's batch for these groups; of all groups by default."""
         rows, columns = self._shape
         return rows * len(groups) // self._group_count if groups else rows, columns
 
     async def _fetch(
         self, step: int, part: BatchPart, held_out: int = 0, groups: tuple[int, ...] = (), steps: int = 1
     ) -> np.ndarray:
-        """The batch of a step, or those of so many, one under another; or with `held_out` rows that held-out
-        batch."""
+        """The batches of `steps` consecutive steps, concatenated along rows; or a held-out batch with
+        `held_out` rows."""
         whole, columns = self._rows_and_columns(groups)
         rows = held_out or steps * whole
         size = bytes_of(part, rows, columns)
@@ -579,25 +579,25 @@ async def _collect(stream: AsyncIterator[control_pb2.DataChunk], size: int, what
         download.take(_parsed(maybe))
     if size <= SMALL_BYTES:
         return download.file().data
-    # Hash and copy on a thread: it may have gigabytes.
+    # Hash and copy on a thread, because the file may have gigabytes.
     return (await asyncio.to_thread(download.file)).data
 
 
 class _Download:
-    """Joins a download; checks the announced size first and the SHA-256 at the end."""
+    """Joins a download. Checks the announced size first and the SHA-256 at the end."""
 
     def __init__(self, size: int, what: str, *, exact: bool = True, kept: LayerFile | None = None) -> None:
         """
         Args:
-            size: in bytes; without `exact` the most.
-            kept: a download without data means that the file is the same as this one.
+            size: in bytes. Without `exact`, it is the limit.
+            kept: the file to return if the download has no data, which means that the files are equal.
         """
         self._size, self._what, self._exact, self._kept = size, what, exact, kept
         self._file = ArrivingFile(0)
         self._total, self._digest = -1, ""
 
     def take(self, chunk: control_pb2.DataChunk | memoryview) -> int:
-        """The next part; gives its size. Raises ProtocolViolationError."""
+        """Add the next part and return its size. Raises ProtocolViolationError."""
         data = chunk if isinstance(chunk, memoryview) else chunk.data
         if self._total < 0:
             if not isinstance(chunk, memoryview):
@@ -613,7 +613,7 @@ class _Download:
         return len(data)
 
     def file(self) -> LayerFile:
-        """All of it. Raises PackedMismatchError if it is damaged."""
+        """The whole file. Raises PackedMismatchError if it is damaged."""
         kept, came = self._kept, self._file.size
         if not came and kept is not None and kept.sha256 == self._digest:
             return kept
@@ -624,7 +624,7 @@ class _Download:
 
 
 async def _on_thread(work: Callable[[], Result], call: "grpc.Future[Any] | grpc.Call") -> Result:
-    """What `work` gives. It waits for a call, which ends if the wait does."""
+    """Run `work`, which waits for a call, on a thread. Cancelling the wait ends the call."""
     try:
         return await on_thread(work, "layer")
     finally:
@@ -632,14 +632,14 @@ async def _on_thread(work: Callable[[], Result], call: "grpc.Future[Any] | grpc.
 
 
 def _call_seconds(size: int) -> float:
-    """The longest that a call with this many bytes may take."""
+    """The time limit in seconds of a call that transfers this many bytes."""
     return CALL_SECONDS + size / LEAST_RATE
 
 
 def _parsed(message: Result | None) -> Result:
-    """gRPC returns None for bytes that are no message."""
+    """The message. gRPC returns None for bytes that cannot be parsed."""
     if message is None:
-        raise ProtocolViolationError("the coordinator sent bytes that are no message")
+        raise ProtocolViolationError("the coordinator sent a message that cannot be parsed")
     return message
 
 
@@ -648,7 +648,7 @@ def _as_error(error: Exception) -> Exception:
         return LinkError("the control connection closed while a message was being written")
     if not isinstance(error, grpc.RpcError):
         return error
-    call = cast(grpc.Call, error)  # an error of either stack has its code and details
+    call = cast(grpc.Call, error)  # errors of both stacks have a code and details
     details = call.details() or call.code().name
     if call.code() is NOT_YET:
         return NotYetError(details)

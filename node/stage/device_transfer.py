@@ -29,7 +29,7 @@ class DeviceTransfer(ABC):
 
     @abstractmethod
     def mark(self) -> Mark | None:
-        """A mark after all work that the compute thread has submitted; None if that is done."""
+        """A mark after all work that the compute thread has submitted; None if that work is done."""
 
     @abstractmethod
     def wait(self, tensor: Tensor, mark: Mark | None) -> None:
@@ -74,7 +74,7 @@ class CpuTransfer(DeviceTransfer):
 
 
 class PlainTransfer(CpuTransfer):
-    """For a device whose codecs run on the CPU, and whose copies wait by themselves for its work so far."""
+    """For a device whose codecs run on the CPU and whose copies themselves wait for all submitted work."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class CudaTransfer(DeviceTransfer):
     def __init__(
         self, device: torch.device, streams: Streams = torch.cuda, *, page_locked: bool = True
     ) -> None:
-        """`page_locked` is False only where there is no GPU to lock pages for."""
+        """`page_locked` is False only without a GPU to lock pages for."""
         self._device = device
         self._streams = streams
         self._copies = HostCopies(streams, page_locked=page_locked)
@@ -126,15 +126,15 @@ class CudaTransfer(DeviceTransfer):
             self._packing.wait_event(mark)
             packed = codec.pack(tensor)
             host, done = self._copies.fetch(packed)
-        # A blocking event sleeps and lets other threads run; `tensor` and `packed` live until it is over.
+        # A blocking event sleeps and lets other threads run. `tensor` and `packed` stay alive until then.
         done.synchronize()
         header.seal(host.numpy())
         return host
 
     def pack_rows(self, codec: Codec, values: Tensor, mark: Any) -> list[Tensor]:
-        """`pack` of every row of fp32 `[n, C]`, as a tensor by itself, with one wait for all.
+        """Apply `pack` to every row of fp32 `[n, C]` as a separate tensor, with a single wait.
 
-        Raises NonFiniteError, whose `row` says which it was.
+        Raises NonFiniteError, whose `row` is the index of that row.
         """
         with self._streams.stream(self._packing):
             self._packing.wait_event(mark)
@@ -152,7 +152,7 @@ class CudaTransfer(DeviceTransfer):
         return rows
 
     def unpack_rows(self, codec: Codec, packed: Sequence[Tensor], spec: TensorSpec) -> tuple[Tensor, Any]:
-        """`unpack` of many tensors of one spec `[C]`, fp32, as rows of one: `[n, C]`."""
+        """Apply `unpack` to many tensors of one spec `[C]`, fp32; returns them as rows `[n, C]`."""
         opened = [codec.open(part.numpy(), spec) for part in packed]
         size = len(packed[0])
         host = self._copies.room((len(packed), -(-size // ROW_BYTES) * ROW_BYTES), torch.uint8)

@@ -1,7 +1,7 @@
-"""Digests of what a stage computes for each gradient group, with which rows check each other.
+"""Digests of what a stage computes for each gradient group. Rows use them to check each other.
 
-Packed tensors are hashed while compute goes on: those of boundaries when they are packed and unpacked, and
-a group's gradient on the sync thread. SHA-256 reads about a gigabyte per second on one core.
+Packed tensors are hashed during compute: boundary tensors when they are packed and unpacked, and a group's
+gradient on the sync thread. SHA-256 reads about a gigabyte per second on one core.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ class StepDigests:
         self._slices = slices_of(config)
         self._lock = threading.Lock()
         self._tensors: dict[tuple[int, BoundaryEnd], dict[int, bytes]] = {}
-        """The SHA-256 of the tensor of each microbatch, or slice, by group and end."""
+        """The SHA-256 of each microbatch's or slice's tensor, by group and end."""
         self._pieces: dict[int, dict[int, bytes]] = {}
         """The SHA-256 of each piece of a group's gradient, by group."""
 
     def note(self, key: TensorKey, packed: Tensor, *, received: bool) -> None:
-        """A packed tensor, uint8 [n] on the CPU, goes over a boundary or has come over one."""
+        """Record a packed tensor, uint8 [n] on the CPU, that was sent or received over a boundary."""
         microbatch = key.microbatch // self._slices
         if key.direction not in _BOUNDARIES or microbatch >= self._config.microbatches:
             return
@@ -43,7 +43,7 @@ class StepDigests:
             of_group[key.microbatch] = digest
 
     def note_piece(self, group: int, piece: Piece, packed: Tensor) -> None:
-        """A piece of a group's gradient is packed."""
+        """Record a packed piece of a group's gradient."""
         digest = _sha256(packed)
         with self._lock:
             self._pieces.setdefault(group, {})[piece.number] = digest
@@ -51,16 +51,16 @@ class StepDigests:
     def of(
         self, groups: Collection[int], losses: Mapping[int, float], audited: Collection[int]
     ) -> dict[int, GroupDigests]:
-        """The digests of these groups and of `audited`, once all is computed. `losses`: of the groups, where
-        the head is."""
-        found = {}
+        """The digests of `groups` and `audited`, once everything is computed. `losses`: by group, on the
+        stage with the head."""
+        by_group = {}
         for group, pieces in sorted(self._pieces.items()):
             if group not in groups and group not in audited:
                 continue
             ends = {end: _joined(digests) for (of, end), digests in self._tensors.items() if of == group}
             loss = losses.get(group) if group in audited else None
-            found[group] = GroupDigests(gradient=_joined(pieces), boundaries=ends, loss=loss)
-        return found
+            by_group[group] = GroupDigests(gradient=_joined(pieces), boundaries=ends, loss=loss)
+        return by_group
 
 
 def _sha256(packed: Tensor) -> bytes:
@@ -68,5 +68,5 @@ def _sha256(packed: Tensor) -> bytes:
 
 
 def _joined(digests: Mapping[int, bytes]) -> bytes:
-    """One digest of several, in the order of their numbers."""
+    """One digest of several, joined in the order of their numbers."""
     return hashlib.sha256(b"".join(digests[number] for number in sorted(digests))).digest()[:DIGEST_BYTES]

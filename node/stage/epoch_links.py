@@ -34,24 +34,24 @@ from wire.tls_socket import mutual_context
 log = logging.getLogger(__name__)
 
 MEASURED = 3
-"""Connections to a relay, of which the fastest is its round trip."""
+"""The number of connections to a relay; the fastest gives its round trip."""
 OFFER_SECONDS = 2.0
-"""A neighbour that should dial this node and has not done so for this long may come by the relay."""
+"""If a neighbour that should dial this node has not done so within this time, the relay is offered."""
 LOOK_SECONDS = 0.5
 _MOST_ROWS = 2**16
-"""The two rows of a link are one number of 32 bits."""
+"""The most rows: the two rows of a link are encoded in one 32-bit number."""
 LINK_SECONDS = 60.0
-"""The seconds for the links of a new epoch to open; a neighbour may still be ending its last epoch."""
+"""The seconds for a new epoch's links to open. A neighbour may still be ending its previous epoch."""
 
 
 def outbox_bytes(config: RunConfig, stages: int) -> int:
-    """The most bytes that a correct stage queues in one link of such a placement.
+    """The most bytes that a correct stage queues in one link of a pipeline with this many stages.
 
-    These are two steps' tensors in one direction, uncompressed. However far stages run ahead, a step begins
-    after the last one has arrived completely, but its acknowledgements may still be missing.
+    These are two steps' tensors in one direction, uncompressed. However far ahead a stage runs, a step begins
+    after the previous one has arrived completely, but its acknowledgements may still be missing.
     """
     model, boundary = config.model, boundary_bytes(config, FP32.name)
-    # Tensors of a microbatch in one direction: one for each chunk. With two stages those of the ring's other
+    # One tensor per microbatch and direction for each chunk. With two stages, the tensors of the ring's other
     # half go the same way: one fewer, or as many with the head on the first stage.
     crossings = 2 * chunks_of(config, stages) - 1 + head_first(config, stages)
     step = config.microbatches * crossings * boundary
@@ -62,8 +62,8 @@ def outbox_bytes(config: RunConfig, stages: int) -> int:
 
 def sync_outbox_bytes(config: RunConfig, stages: int, stage: int) -> int:
     """The most bytes that a correct stage queues in the link to another row: two steps' pieces of gradients,
-    uncompressed, in each node of the tree that a row may hold, and their sums."""
-    # Those of a round are the same and a few vectors more.
+    uncompressed, for each node of the tree that a row may hold, and their sums."""
+    # A round's pieces are the same plus a few vectors.
     pieces = model_pieces(config, of_round=config.sync.every > 1)
     step = sum(
         FP32.packed_bytes((piece.elements,))
@@ -74,8 +74,8 @@ def sync_outbox_bytes(config: RunConfig, stages: int, stage: int) -> int:
 
 
 def dials(placement: Placement, peer: Peer) -> bool:
-    """Whether this node dials the link to `peer`: if one of the two can be dialled, the other does; else the
-    lower row or stage. Both find the same, as an epoch's addresses do not change."""
+    """Whether this node dials the link to `peer`. If only one of the two can be dialled, the other dials;
+    otherwise the lower row or stage does. Both ends agree, because an epoch's addresses do not change."""
     reachable = bool(placement.stages[placement.stage].address)
     if reachable != bool(placed_node(placement, peer).address):
         return not reachable
@@ -95,30 +95,30 @@ class EpochLinks:
         """
         Args:
             relay_address: host:port of the coordinator's relay, for runs that have one.
-            relay_rate: bytes a second that this node relays for others; 0: it does not.
+            relay_rate: bytes per second that this node relays for others; 0 if it does not.
         """
         self._identity = identity
         self._relay_address = relay_address
         self._clients: dict[str, RelayClient] = {}
         """Clients by the relay's node id, "" for the coordinator."""
         self.relay: Relay | None = None
-        """Joins connections of others, once this listens."""
+        """Joins connections of other nodes, once this node listens."""
         self._relay_rate = relay_rate
         self._context = functools.lru_cache(maxsize=1)(_server_context)
         self._settings = settings
         self._server = LinkServer(identity=identity, run_id=identity.current.run_id, settings=settings)
         self._links: dict[Peer, Link] = {}
         self._known: dict[Peer, dict[str, RelayClient]] = {}
-        """The paths with a relay's help, by neighbour of the current epoch."""
-        self._add: Callable[[Peer, Mapping[str, RelayClient]], None] = lambda peer, found: None
-        """Gives a link of the current epoch more of them."""
+        """The relayed paths to each neighbour of the current epoch."""
+        self._add: Callable[[Peer, Mapping[str, RelayClient]], None] = lambda peer, new: None
+        """Adds relayed paths to a link of the current epoch."""
         self._renew: Callable[[Placement, Sequence[Peer]], None] = lambda placement, peers: None
-        """Opens links of the current epoch to other nodes."""
+        """Opens links of the current epoch to nodes that were replaced."""
 
     async def start(self, listen: str) -> int:
-        """Listen on `listen`; returns the port. Raises UserError when the address cannot be bound.
+        """Listen on `listen` and return the port. Raises UserError if the address cannot be bound.
 
-        If it is empty, nothing listens, and neighbours come by the relay.
+        If `listen` is empty, the node does not listen, and neighbours connect through the relay.
         """
         if self._relay_rate and listen:
             identity = self._identity
@@ -138,8 +138,8 @@ class EpochLinks:
             await self.relay.close()
 
     async def round_trips(self, relays: Sequence[PlacedStage]) -> dict[str, float]:
-        """The seconds to connect to each relay, the least of a few; a relay that does not answer is left
-        out."""
+        """The seconds to connect to each relay, the least of a few attempts. Relays that do not answer are
+        left out."""
         times: dict[str, float] = {}
         for relay in relays:
             with contextlib.suppress(OSError, TimeoutError, ThinwireError):
@@ -152,31 +152,31 @@ class EpochLinks:
         return times
 
     def shut_out(self, nodes: Collection[str]) -> None:
-        """Serve these nodes nothing from now on."""
+        """Refuse all connections of these nodes from now on."""
         self._server.shut_out = frozenset(nodes)
 
     def serve_layers(self, layers: LayerServer) -> None:
-        """From now on, answer other nodes that ask for layers of snapshots."""
+        """From now on, answer requests of other nodes for layers of snapshots."""
         self._server.layers = layers
 
     def serve_probes(self, probes: ProbeServer) -> None:
-        """From now on, let other nodes measure their line to this one."""
+        """From now on, let other nodes measure their line to this node."""
         self._server.probes = probes
 
     @property
     def busy(self) -> bool:
-        """Whether tensors wait to be sent."""
+        """Whether tensors are waiting to be sent."""
         return any(link.queued_bytes for link in self._links.values())
 
     def figures(self) -> dict[Peer, LinkFigures]:
-        """Figures by neighbour. The codecs of flows, and rows, are not named."""
+        """Figures by neighbour, without the codecs of flows and without rows."""
         return {peer: link.figures for peer, link in self._links.items()}
 
     @contextlib.asynccontextmanager
     async def open(
         self, placement: Placement, peers: tuple[Peer, ...], config: RunConfig, events: EpochTask
     ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
-        """Links to `peers`, ready (`dials` says who dials). Raises the error of a lost link."""
+        """Links to `peers`, ready on entry (`dials` says who dials). Raises the error of a lost link."""
         stages = len(placement.stages)
         room = max(self._settings.outbox_bytes, outbox_bytes(config, stages))
         if len(placement.rows) > 1:
@@ -272,20 +272,20 @@ class EpochLinks:
             raise first_error(errors) from None
 
     def renew(self, placement: Placement, peers: Sequence[Peer]) -> None:
-        """Others have these places of the epoch that is on, or nobody has: drop the links there, and open new
-        ones beside the steps. A link that does not come up is reported as lost."""
+        """Other nodes, or none, have these places of the current epoch: drop the old links and open new ones
+        during the steps. A link that does not open is reported as lost."""
         self._renew(placement, peers)
 
     def learn_relays(self, placement: Placement) -> None:
-        """The same placement with more relays: links take them if they are better than what they have."""
+        """The placement has additional relays. Links use them if they are better than their current path."""
         for peer, known in self._known.items():
             paths = self._relays(placement, peer)
             if new := {name: client for name, client in paths.items() if name not in known}:
                 self._add(peer, new)
 
     async def _offer(self, relay: RelayClient, link: AcceptedLink, reachable: bool, path: str) -> None:
-        """Take the neighbour's connections that come by this path; if this node is reachable, once it needs
-        that."""
+        """Accept the neighbour's connections on this path; if this node is reachable, only once they are
+        needed."""
         take = functools.partial(self._server.adopt, path=path)
         down_since = time.monotonic()
         while reachable:
@@ -297,7 +297,7 @@ class EpochLinks:
         await relay.offer(link.peer_node_id, take, together=path == TOGETHER)
 
     def _relays(self, placement: Placement, peer: Peer) -> dict[str, RelayClient]:
-        """The paths to a neighbour with a relay's help, the best first, and whose help."""
+        """The relayed paths to a neighbour by the relay's name, the best first."""
         own = self._client("", self._relay_address)
         paths = {TOGETHER: own}
         for relay in placement.relays.get(placed_node(placement, peer).node_id, ()):
@@ -305,7 +305,7 @@ class EpochLinks:
         return {**paths, RELAY: own}
 
     def _client(self, node_id: str, address: str) -> RelayClient:
-        """The client for a volunteer's relay, or with "" for the coordinator's."""
+        """The client for a volunteer's relay, or with "" for the coordinator's relay."""
         known = self._clients.get(node_id)
         if known is None:
             identity = self._identity.current
@@ -363,7 +363,7 @@ class EpochLinks:
 
 
 def _path_by(name: str, relay: RelayClient, node_id: str) -> LinkPath:
-    """The path of this name to a neighbour."""
+    """The path with this name to a neighbour."""
     together = name == TOGETHER
     trouble = relay.trouble_together if together else relay.trouble
     return LinkPath(

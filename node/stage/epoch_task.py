@@ -58,7 +58,7 @@ from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
 REFUSED_SECONDS = 1.0
-"""A neighbour that refuses this node's link has this long to report it before this node does."""
+"""How long a neighbour that refuses this node's link has to report it before this node does."""
 
 
 class Services(StateServices, Protocol):
@@ -72,7 +72,7 @@ class Services(StateServices, Protocol):
         ...
 
     async def settle(self) -> None:
-        """Apply what a node that followed the run has been told of."""
+        """For a node that followed the run: apply the committed steps that it knows of."""
         ...
 
     async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
@@ -80,24 +80,24 @@ class Services(StateServices, Protocol):
         ...
 
     def keep_sums(self, *, wanted: bool) -> None:
-        """Whether the next step's summed gradients are kept for nodes that follow the run."""
+        """Set whether the next step's summed gradients are kept for nodes that follow the run."""
         ...
 
     def take(self, epoch: int, take: TakeSnapshot, state: StateCopy) -> None:
-        """Say what the state is, and save it unless hashes alone are wanted, in the background; a failure to
-        save it fails the epoch."""
+        """In the background, report the state's hashes and, unless only hashes are wanted, save it. If it
+        cannot be saved, the epoch fails."""
         ...
 
     def uploading(self, step: int) -> bool:
-        """Whether this step's layers are being saved or are safe."""
+        """Whether this step's layers are being saved or are already stored."""
         ...
 
     def applied(self, epoch: int, step: int) -> None:
-        """A step's commit is applied: send the spans that were traced in it."""
+        """A step's commit is applied: send the spans that were traced during the step."""
         ...
 
     def waited_for_votes(self, seconds: float) -> None:
-        """The coordinator has answered; so long it waited for other stages."""
+        """The coordinator has answered. The node waited this long for other stages."""
         ...
 
     def count_time(self) -> None:
@@ -105,7 +105,7 @@ class Services(StateServices, Protocol):
         ...
 
     def step_begins(self) -> None:
-        """A step begins: count its time, and what the line carries in it."""
+        """A step begins: count its time and its traffic."""
         ...
 
     def telemetry(self) -> Telemetry: ...
@@ -117,7 +117,7 @@ class Services(StateServices, Protocol):
         ...
 
     def renew_links(self, placement: Placement, peers: tuple[Peer, ...]) -> None:
-        """Other nodes have these places: the mapping that `open_links` gave has new links there."""
+        """Other nodes have taken these places: replace their links in the mapping that `open_links` gave."""
         ...
 
 
@@ -144,23 +144,23 @@ class EpochTask:
         )
         self._step = -1
         self._running = -1
-        """The step whose passes run; -1 if none do."""
+        """The step whose passes are running; -1 if there is none."""
         self._generation = 0
-        """The generation of the newest `Begin` that the passes know."""
+        """The generation of the newest `Begin` that was given to the passes."""
         self._newest: Begin | None = None
-        """The newest that has come, which may say who else computes what in the step that runs."""
+        """The newest `Begin` that was received. It may redistribute the work of the running step."""
         self._news = asyncio.Event()
-        """`_newest` has other work for the step that runs."""
+        """Set when `_newest` has other work for the running step."""
         self._sampled: set[int] = set()
-        """Groups of which the step that runs has the samples."""
+        """Groups whose samples are there for the running step."""
         self._io: LinksIO | None = None
-        """The tensors' way to the links, in the newest step."""
+        """The connection between tensors and links in the newest step."""
         self._vote: Vote | None = None
         self._seconds = 0.0
-        """The seconds of a microbatch's passes in the newest step; 0 before one."""
+        """The seconds of a microbatch's passes in the newest step; 0 before the first."""
         self._validated: Validated | None = None
         self._has_seat = False
-        """Whether a node that enters has begun its first step."""
+        """Whether a node that enters a running epoch has begun its first step."""
         self._failure: StepFailed | None = None
         self._snapshot = (-1, 0)
         self._other_end = Peer(placement.replica, -1)
@@ -172,13 +172,13 @@ class EpochTask:
         if isinstance(begin, Begin):
             self._newest = begin
             if begin.step == self._running:
-                if begin.generation != self._generation:  # else it was sent again
+                if begin.generation != self._generation:  # otherwise it was sent again
                     self._news.set()
                 return  # its vote answers this
         self._commands.put_nowait(command)
 
     def update(self, placement: Placement) -> None:
-        """Others have some places of the epoch, or nobody has: links there are replaced or dropped beside the
+        """Other nodes, or none, have some places of the epoch: replace or drop the links to them during the
         steps, or while this node opens its links."""
         self.placement = replace(placement, enters=self.placement.enters)
         renewed = {*map(Peer._make, placement.renewed)}.intersection(self._near())
@@ -197,7 +197,7 @@ class EpochTask:
         # No step begins before every stage is ready.
         if not self._ready:
             return None
-        # A neighbour may have begun the next step before this stage has received it.
+        # A neighbour may begin the next step before this stage learns of it.
         follows = self.placement.enters and self._step < 0
         at = self._services.executor.state_step if follows else self._step
         if key.step not in (at, at + 1):
@@ -209,14 +209,14 @@ class EpochTask:
         if peer.replica == self.placement.replica:
             self._services.inbox.put(key, buffer)
             return
-        # Pieces of gradients come before this stage asks for them, each once: they must not use up the
-        # link's window. A copy, because the link uses a released buffer again.
+        # Pieces of gradients arrive before this stage asks for them, each once, and must not use up the
+        # link's window. They are copied, because the link reuses a released buffer.
         self._services.inbox.put(key, bytearray(buffer), peer.replica)
         if (link := self._links.get(peer)) is not None:
             link.release(key)
 
     def silent(self, peer: Peer) -> None:
-        """This neighbour may be dead."""
+        """This neighbour may have died."""
         if not self._over and not self._is_gone(peer):
             news = PeerSilent(epoch=self.number, stage=peer.stage, replica=peer.replica)
             self._services.post(news)
@@ -229,14 +229,14 @@ class EpochTask:
         if self._other_end.stage < 0 or is_at_fault:
             self._other_end = peer
         if is_at_fault:
-            # Report now: that node sees its link close and must not report first.
+            # Report now: the other node sees its link close and must not report first.
             self._fail(FailureKind.PEER, str(error))
         self._services.inbox.interrupt(str(error), error)
 
     # ---- the life of an epoch
 
     async def run(self) -> None:
-        """Execute commands until cancelled. Report a failure; the coordinator then ends the epoch.
+        """Execute commands until cancelled. Report a failure, after which the coordinator ends the epoch.
 
         Raises DeviceLostError, because every later epoch on this node would fail too.
         """
@@ -253,7 +253,7 @@ class EpochTask:
                 self._fail(FailureKind.PEER, str(interruption))
             elif interruption.cause is not None:
                 if isinstance(interruption.cause, Refused):
-                    # The other end says what is wrong here, and its report comes first.
+                    # The other end reports what is wrong here, and its report should be first.
                     await asyncio.sleep(REFUSED_SECONDS)
                 self._fail(FailureKind.LINK, str(interruption))
         except NonFiniteError as error:
@@ -272,7 +272,7 @@ class EpochTask:
         except ThinwireError as error:
             self._fail(FailureKind.INTERNAL, str(error))
         while self._failure is not None:
-            # The coordinator asks again, so the report was lost.
+            # The coordinator repeats the command, so the report was lost.
             await self._commands.get()
             self._services.post(self._failure)
 
@@ -327,14 +327,14 @@ class EpochTask:
 
     async def _restore(self, restore: Restore) -> None:
         services, executor, step = self._services, self._services.executor, restore.step
-        # Links first: they must come up within a limit, and fetching a state may take longer.
+        # Open links first: their time is limited, and fetching a state may take longer.
         services.progress.doing("connecting to its neighbours")
         placement = self.placement
         self._links_open = True
         peers = tuple(peer for peer in self._near() if is_taken(placement, peer))
         self._links = await self._open.enter_async_context(services.open_links(placement, peers, self))
         if self.placement.enters:
-            # It holds a state that follows the run, by the steps' sums.
+            # It holds a state that followed the run by the steps' sums.
             executor.use_codecs(restore.activation_codecs, restore.gradient_codecs)
             self._ready = True
             return
@@ -354,7 +354,7 @@ class EpochTask:
         self._ready = True
 
     def _near(self) -> tuple[Peer, ...]:
-        """The places that this node has links with: its neighbours', and its stage's in other rows."""
+        """The places that this node has links to: neighbours in its row, and its stage in other rows."""
         config, own = self._services.executor.config, self.placement.replica
         stages = len(self.placement.stages)
         near = neighbours(self.stage, stages, chunks_of(config, stages), config.sums_tied_gradients)
@@ -377,7 +377,7 @@ class EpochTask:
         elif vote.generation != begin.generation:
             await self._run_more(begin)
         else:
-            # With the newest totals: they only grow.
+            # Send the newest totals, which only grow.
             self._services.post(replace(vote, telemetry=self._services.telemetry()))
 
     async def _run_step(self, begin: Begin) -> None:
@@ -392,7 +392,7 @@ class EpochTask:
         self._sampled = {*change.work.groups, *begin.audited}
         samples: dict[BatchPart, np.ndarray] = {}
         for part in executor.needs:
-            # All labels of a run that masks some say what a group weighs that the row may get later.
+            # With masked labels, all are needed for the weight of groups that the row may get later.
             if not (change.work.groups or (part is BatchPart.LABELS and executor.config.data.masks_labels)):
                 continue
             samples[part] = await services.batches.get(step, part, tuple(sorted(groups)), begin.audited)
@@ -413,7 +413,7 @@ class EpochTask:
                 if not ran_out(error):
                     raise
                 failed = error
-            # Outside, where the error no longer holds what the step had made.
+            # Done here because `error` no longer holds the step's tensors.
             if not executor.model.relieve():
                 raise failed
             return None
@@ -421,9 +421,9 @@ class EpochTask:
         await self._voted(attempt)
 
     async def _run_more(self, begin: Begin, late: StepChange | None = None) -> None:
-        """Others compute the groups of the step that was voted for, or this row more of them.
+        """Recompute the vote after the step's groups were redistributed among rows.
 
-        `late`: a change that came when the vote was computed.
+        `late`: a change that arrived when the vote was already computed.
         """
         executor = self._services.executor
         self._running = begin.step
@@ -433,8 +433,7 @@ class EpochTask:
         await self._voted(lambda: executor.vote(change))
 
     async def _voted(self, attempt: Callable[[], Vote | None]) -> None:
-        """Compute the vote and send it, and tell the compute thread meanwhile who else has to compute
-        what."""
+        """Compute the vote and send it. Meanwhile, pass on changes of the work to the compute thread."""
         services, step = self._services, self._running
         computing = asyncio.ensure_future(services.compute(attempt))
         news = asyncio.ensure_future(self._news.wait())
@@ -445,21 +444,21 @@ class EpochTask:
                     break
                 self._news.clear()
                 news = asyncio.ensure_future(self._news.wait())
-                assert self._newest is not None, "it is what the news are of"
+                assert self._newest is not None, "_news is set with _newest"
                 change = await self._with_samples(self._change(self._newest))
                 services.inbox.announce(change)
                 if self._io is not None and not change.work.groups:
                     self._io.leave_row()
         finally:
-            if not computing.done():  # the epoch is over, and so is this soon
+            if not computing.done():  # the epoch is over, and the computation ends soon
                 computing.add_done_callback(lambda done: done.cancelled() or done.exception())
             news.cancel()
             self._running = -1
             self._news.clear()
         vote = computing.result()
-        late = services.inbox.take_change()  # who computes what is in `_newest`, too
+        late = services.inbox.take_change()  # `_newest` has the same change
         if vote is None:
-            raise RunError("it ran short of memory, and plans with less from now on")
+            raise RunError("it ran out of memory, and continues with a plan for less")
         points.reach(points.Phase.VOTING, stage=self.stage, step=step)
         self._vote = vote
         newest = self._newest
@@ -481,7 +480,7 @@ class EpochTask:
         return StepChange(generation=begin.generation, work=work, audited=begin.audited)
 
     async def _with_samples(self, change: StepChange) -> StepChange:
-        """The change with the samples of groups that the row has not computed yet in this step."""
+        """The change, with the samples of groups that the row has not yet computed in this step."""
         executor, batches = self._services.executor, self._services.batches
         more = tuple(group for group in change.work.groups if group not in self._sampled)
         self._sampled.update(more)
@@ -526,7 +525,7 @@ class EpochTask:
         )
 
     def _own_and_other_rows(self) -> tuple[dict[int, TensorLink], dict[int, TensorLink]]:
-        """The links to the own row, by stage, and to others, by row."""
+        """The links within the row, by stage, and to other rows, by row."""
         own, links = self.placement.replica, self._links.items()
         return (
             {peer.stage: link for peer, link in links if peer.replica == own},
@@ -541,7 +540,7 @@ class EpochTask:
         return peer.stage == self.stage and peer.replica != self.placement.replica
 
     def _is_gone(self, peer: Peer) -> bool:
-        """Whether nothing is to be had from a neighbour, or nothing that the own row still needs."""
+        """Whether a neighbour will send nothing more, or nothing that this row still needs."""
         newest = self._newest
         if newest is None:
             return not is_taken(self.placement, peer)
@@ -580,7 +579,7 @@ class EpochTask:
         services.take(self.number, take, state)
 
     def _fail(self, kind: FailureKind, message: str) -> None:
-        """Report the epoch's first failure; later ones follow from it."""
+        """Report the epoch's first failure. Later ones are consequences of it."""
         if self._failure is not None:
             return
         self._failure = StepFailed(
@@ -595,13 +594,13 @@ class EpochTask:
 
 
 def placed_node(placement: Placement, peer: Peer) -> PlacedStage:
-    """The node that has a neighbour's place."""
+    """The node in a neighbour's place."""
     own_row = peer.replica == placement.replica
     return placement.stages[peer.stage] if own_row else placement.rows[peer.replica].node
 
 
 def is_taken(placement: Placement, peer: Peer) -> bool:
-    """Whether anybody has a neighbour's place."""
+    """Whether a node has a neighbour's place."""
     return bool(placed_node(placement, peer).node_id)
 
 

@@ -75,11 +75,11 @@ class StageExecutor:
         self.stages = 0
         self.state_step = -1
         self.lineage = 0
-        """The epoch whose loaded state the held state grew from; `epoch_task` sets it."""
+        """The epoch whose loaded state the current state grew from. `epoch_task` sets it."""
         self.voted = False
-        """Whether the gradients of step `state_step` are complete and wait for the commit."""
+        """Whether the gradients of step `state_step` are complete and the commit is missing."""
         self._restored: dict[str, UnitState] = {}
-        """Sample caches of the units that were loaded last, while a state is restored."""
+        """During a restore, the sample caches of the units that were loaded last."""
         self._share = RowShare(config, 0, (range(config.pipeline.groups),))
         self._order: StepOrder
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
@@ -98,11 +98,11 @@ class StageExecutor:
         self._newest_step = 0
         """The step that was begun last."""
         self.give_way: GiveWay | None = None
-        """Set by the node, if its owner wants to use the GPU, too."""
+        """Set by the node if its owner also uses the GPU."""
         self.wants_digests = False
-        """Whether the next step's digests are compared, though the run has no audits."""
+        """Whether the next step's digests are compared although the run has no audits."""
         self.uncompressed = False
-        """Whether every link carries fp32 instead of the run's codecs."""
+        """Whether every link uses fp32 instead of the run's codecs."""
         self._plans: dict[tuple[bool, bool], SyncPlan] = {}
         """The plans of this placement, by whether the run's codecs are used and whether the step is a
         round."""
@@ -114,12 +114,12 @@ class StageExecutor:
         self._scale = 1.0
         """The scale of the loss in the newest step."""
         self._running: StepPasses | None = None
-        """The passes of the newest step, until its commit; None if the step failed."""
+        """The passes of the newest step until its commit; None if the step failed."""
         self._overflow = Overflow()
         self.expert_load = (0.0, 0)
-        """The load of the experts after the newest step, as `StageModel.expert_load` gives it."""
+        """The load of the experts after the newest step (`StageModel.expert_load`)."""
         self.keep_sums: KeepSums | None = None
-        """Gets each step's summed gradients, packed, for nodes that follow the run."""
+        """Receives each step's packed gradient sums, for nodes that follow the run."""
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""
@@ -149,9 +149,9 @@ class StageExecutor:
         return tuple(part for part, is_wanted in wanted.items() if is_wanted)
 
     def place(self, stage: int, stages: int, share: RowShare | None = None) -> int:
-        """Take stage `stage` of `stages`; returns the step of the state held for it, or -1.
+        """Take stage `stage` of `stages`. Returns the step of the state already held for it, or -1.
 
-        `share` says which gradient groups are this row's; all by default.
+        `share`: this row's gradient groups; all by default.
         """
         config = self.config
         self._share = share or RowShare(config, 0, (range(config.pipeline.groups),))
@@ -169,7 +169,7 @@ class StageExecutor:
 
     @property
     def widest_window(self) -> int:
-        """Extra microbatches in flight on the link that has the most."""
+        """The largest window of extra microbatches in flight among the links."""
         windows = self._order.windows if self.stages else ()
         return max(windows, default=self.config.pipeline.first_window)
 
@@ -188,23 +188,23 @@ class StageExecutor:
         self._order.use(link_windows, audited, groups)
 
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
-        """Use these codecs, one a boundary, until the next placement; empty uses the run file's.
+        """Use these codecs, one for each boundary, until the next placement. Empty: use the run file's.
 
-        Raises ProtocolViolationError for codecs that are none, or that do not fit the placement.
+        Raises ProtocolViolationError for unknown codecs, or if they do not fit the placement.
         """
         self._codecs.plan(activations, gradients, self.stages)
 
     def use_storages(self, names: tuple[str, ...]) -> bool:
-        """Store activations as the coordinator chose; as `StageStorage.choose`. A state that was built
-        otherwise is forgotten, and the answer is true."""
+        """Store activations as the coordinator chose (`StageStorage.choose`). Returns whether a state that
+        was built for another storage was dropped."""
         if is_other := self.storage.choose(names, self.stage, self.stages):
             self.forget()
         return is_other
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
-        """Go to the state of `step`: keep it, or build it from the seed (step 0) and what `fetch` gives.
+        """Set the state to that of `step`: keep it, or build it from the seed (step 0) and from `fetch`.
 
-        `fetch` gives a unit's state, or its weights at step 0 of a run that starts from a checkpoint.
+        `fetch` returns a unit's state, or its weights at step 0 of a run that starts from a checkpoint.
         """
         if step == self.state_step:
             return
@@ -214,9 +214,9 @@ class StageExecutor:
         self.end_restore(step)
 
     def begin_restore(self, *, is_drawn: bool = True) -> None:
-        """Build the stage from the seed; then come `restore_unit`, for all `sources`, and `end_restore`.
+        """Build the stage from the seed. Call `restore_unit` for all `sources` next, then `end_restore`.
 
-        `is_drawn`: False if every weight is loaded then, so that drawing them would be in vain.
+        `is_drawn`: False if every weight is loaded afterwards, so that none need be drawn.
         """
         self.state_step = -1
         self.voted = False
@@ -224,13 +224,13 @@ class StageExecutor:
         self.model.build(self.stage, self.stages, self.storage.number, is_drawn=is_drawn)
 
     def restore_unit(self, unit: str, state: UnitState) -> None:
-        """Load a unit's state; or its weights, and then the optimizer starts fresh."""
+        """Load a unit's state, or only its weights with a fresh optimizer."""
         if unit in self.units:
             self.model.load_unit_state(unit, without_cache(state))
         self._restored[unit] = cache_of(state)
 
     def end_restore(self, step: int) -> None:
-        """All is loaded that there is: the held state is that of `step`."""
+        """All units are loaded: the state is now that of `step`."""
         if self._caches is not None:
             boundaries = self._cached_boundaries().items()
             self._caches.restore(step, {j: self._restored.get(unit, {}) for j, unit in boundaries})
@@ -238,12 +238,12 @@ class StageExecutor:
         self.state_step = step
 
     def forget(self) -> None:
-        """Hold the state of no step, because the held state cannot be the run's."""
+        """Hold the state of no step, because the held state cannot be the run's state."""
         self.state_step = -1
         self.voted = False
 
     def copy_state(self) -> StateCopy:
-        """A copy of every unit's state for a snapshot, which is read while the next step runs."""
+        """A copy of every unit's state for a snapshot. It is read during the next step."""
         caches = self._caches
         boundaries = self._cached_boundaries().items()
         of_caches = {} if caches is None else {unit: caches.state(boundary) for boundary, unit in boundaries}
@@ -273,15 +273,15 @@ class StageExecutor:
         loss_scale: float = 0.0,
         change: StepChange | None = None,
     ) -> Vote:
-        """The stage's vote, after forward and backward of every microbatch in the order of `StepOrder`; in a
-        round, after local steps.
+        """Run forward and backward of every microbatch in the order of `StepOrder`, in a round after local
+        steps. Returns the stage's vote.
 
-        With a `loss_scale` above `node.training.loss_scale.LEAST`, gradients that are not finite do not fail
-        the step: norms are infinite then.
+        With a `loss_scale` above `node.training.loss_scale.LEAST`, non-finite gradients do not fail the step:
+        their norms are infinite.
 
-        `samples`: what the stage `needs`, [global batch, sequence] or of the groups alone that this row
-        computes, in ascending order; labels of a run that masks some are all, for their weight. `change`: who
-        computes what, if that is not as placed.
+        `samples`: the parts in `needs`, [global batch, sequence], or only those of the groups that this row
+            computes, in ascending order. Labels are always complete if the run masks some, for their weight.
+            `change`: a distribution of the work that differs from the placement.
 
         Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
@@ -312,11 +312,11 @@ class StageExecutor:
         return self.vote()
 
     def vote(self, change: StepChange | None = None) -> Vote:
-        """The vote on the step that runs, or with a `change` again on the step that was voted for, with other
-        work in it. Raises as `run_step`."""
+        """The vote on the running step. With a `change`, the new vote on a step that was already voted for,
+        with redistributed work. Raises as `run_step`."""
         passes = self._running
         if passes is None:
-            raise ProtocolViolationError("the coordinator shares the work of a step that does not run")
+            raise ProtocolViolationError("the coordinator redistributes work of a step that does not run")
         self.voted = False
         digests, io, is_done = self._digests, passes.io, False
         self._transfer.digests, self._running = digests, None
@@ -334,7 +334,7 @@ class StageExecutor:
                 self._sync.drain()
             raise
         except Exception as error:
-            # The sync thread may wait for another row.
+            # The sync thread may be waiting for another row.
             io.interrupt(error)
             raise
         finally:
@@ -374,10 +374,10 @@ class StageExecutor:
         io: LinksIO,
         samples: Mapping[BatchPart, np.ndarray],
     ) -> float | None:
-        """Pass `number` over held-out samples with the held state: forward only. Changes no state.
+        """Pass `number` over held-out samples with the current state, forward only. Changes no state.
 
-        `samples` as for `run_step`, with `microbatches` microbatches. Returns the mean loss on the stage with
-        the head, in nats a token; labels that do not count have a loss of 0. Raises as `run_step`.
+        `samples`: as for `run_step`, for `microbatches` microbatches. Returns the mean loss in nats per token
+            on the stage with the head; masked labels have a loss of 0. Raises as `run_step`.
         """
         first, step = self.config.microbatches * (1 + number), self.state_step
         given = {part: dict(enumerate(self._cut(part, batch), first)) for part, batch in samples.items()}
@@ -396,7 +396,7 @@ class StageExecutor:
         return float(in_double(torch.stack(losses)).sum()) * self.config.microbatches / microbatches
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
-        """Commit: clip, step the optimizer, drop the gradients. A round steps the outer optimizer."""
+        """Commit the step: clip, step the optimizer, drop the gradients. Rounds step the outer one, too."""
         self.clock.switch(TimeKind.OPTIMIZER)
         self.voted = False
         self._forget_step()
@@ -411,16 +411,16 @@ class StageExecutor:
     # ---- following a run without a part in it
 
     def sum_bytes(self, unit: str) -> int:
-        """The bytes of a unit's packed sum, as `keep_sums` gets it."""
+        """The bytes of a unit's packed sum, as `keep_sums` receives it."""
         return self._sync_plan(self.state_step).unit_bytes(unit)
 
     def put_sums(self, sums: Mapping[str, bytes]) -> Mapping[int, float]:
-        """Take the gradients of step `state_step` from what another node's `keep_sums` got, in place of
-        `run_step`; `apply` follows. Returns their squared norms by unit index.
+        """Replace `run_step` for step `state_step`: take the gradients that another node's `keep_sums`
+        received. Call `apply` next. Returns their squared norms by unit index.
 
-        Raises PackedMismatchError or NonFiniteError for bytes that no node keeps.
+        Raises PackedMismatchError or NonFiniteError for invalid bytes.
         """
-        assert self._sync is not None, "only a run with gradient groups packs their sums"
+        assert self._sync is not None, "only a run with gradient groups packs sums"
         self.voted = False
         self._forget_step()
         self.model.begin_step()
@@ -435,7 +435,7 @@ class StageExecutor:
     # ---- inside
 
     def _forget_step(self) -> None:
-        """Drop what the newest step kept for rows that get other work."""
+        """Drop what the newest step kept in case rows get other work."""
         self._running = None
         if self._sync is not None:
             self._sync.settle(forget=True)
@@ -490,13 +490,13 @@ class StageExecutor:
         return self._codecs.of(key, uncompressed=self.uncompressed)
 
     def _cut(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
-        """Microbatches on the stage's device of a part of the samples, [n, sequence]."""
+        """Split a part of the samples, [n, sequence], into microbatches on the stage's device."""
         whole = torch.from_numpy(batch)
-        if part is not BatchPart.DOCUMENTS:  # which are listed on the CPU
+        if part is not BatchPart.DOCUMENTS:  # documents are processed on the CPU
             whole = whole.to(self.device)
         return torch.split(whole, self.config.training.microbatch)
 
     def _cached_boundaries(self) -> dict[int, str]:
-        """The unit before each boundary of this stage, by the boundary's number; empty if the codec has no
+        """The unit before each boundary of this stage, by the boundary's number. Empty for codecs without a
         sample cache."""
         return {} if self._caches is None else self._place.boundaries

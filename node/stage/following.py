@@ -1,9 +1,9 @@
-"""A node without a stage follows the run: it holds a stage's state, step by step, before it gets the
-stage.
+"""A node without a stage follows the run: it holds a stage's state and updates it with every step, until it
+gets the stage.
 
-It loads a snapshot and applies to it what the run commits meanwhile, from the summed gradients that the
-stage's nodes keep. So the run goes on while the node fetches its state. When its epoch begins, the node
-holds the same state as the others, bit for bit.
+It loads a snapshot and applies the steps that the run commits meanwhile, from the gradient sums that the
+stage's nodes keep. So training continues while the node fetches its state. When its epoch begins, the node
+has the same state as the others, bit for bit.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ Result = TypeVar("Result")
 FETCHES = 4
 """Layers that are fetched at a time."""
 TRIES = 3
-"""How often a step's gradients are fetched if they are not what the run committed."""
+"""How often a step's gradients are fetched if they differ from what the run committed."""
 SETTLE_SECONDS = 60.0
-"""The seconds for a node that gets its stage to apply the committed steps that it knows. It is less than the
-time that the coordinator waits for the node to take its place."""
+"""The seconds for a node that gets its stage to apply the committed steps that it knows of. They are fewer
+than those that the coordinator waits for the node to take its place."""
 
 
 class StateServices(Protocol):
@@ -45,7 +45,7 @@ class StateServices(Protocol):
     progress: Progress
 
     def state_bytes(self, units: Collection[str]) -> int:
-        """About what the state of these units takes in a snapshot."""
+        """About how many bytes the state of these units takes in a snapshot."""
         ...
 
     async def compute(self, work: Callable[[], Result]) -> Result:
@@ -53,16 +53,16 @@ class StateServices(Protocol):
         ...
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
-        """A layer unit's snapshot file, from wherever it is."""
+        """A layer unit's snapshot file, from any source."""
         ...
 
     async def fetch_weights(self, unit: str) -> Mapping[str, Tensor]:
-        """A unit's weights from the checkpoint that the run starts from, under their names in a state."""
+        """A unit's weights from the checkpoint that the run starts from, under their names in the state."""
         ...
 
 
 async def load_state(services: StateServices, step: int) -> None:
-    """Give the placed executor the state of `step`, from its snapshot or, at step 0, from the seed."""
+    """Set the placed executor's state to that of `step`, from its snapshot or, at step 0, from the seed."""
     executor = services.executor
     adapters = executor.config.lora.rank > 0
     from_checkpoint = bool(executor.config.model.from_) and (step == 0 or adapters)
@@ -71,7 +71,7 @@ async def load_state(services: StateServices, step: int) -> None:
         services.progress.fetching(services.state_bytes(sources))
     in_memory = asyncio.Semaphore(FETCHES)
 
-    # With adapters alone in snapshots, without a checkpoint, the other weights are drawn.
+    # If snapshots hold only adapters and there is no checkpoint, the other weights are drawn.
     is_drawn = not from_checkpoint and (step == 0 or adapters)
 
     async def fetch(unit: str) -> Mapping[str, Tensor]:
@@ -82,13 +82,13 @@ async def load_state(services: StateServices, step: int) -> None:
             state = await asyncio.to_thread(deserialize_unit, await services.fetch_layer(step, unit))
         own = from_checkpoint and unit in executor.units
         weights = await services.fetch_weights(unit) if own else {}
-        # With adapters the checkpoint's weights are frozen, and no snapshot has them.
+        # With adapters, the checkpoint's weights are frozen and are in no snapshot.
         return {**state, **(as_frozen(weights) if adapters else weights)}
 
     try:
         async with asyncio.TaskGroup() as group:
             fetching = {unit: group.create_task(fetch(unit)) for unit in sources}
-            # The stage is built while its state comes, and each unit is loaded as soon as it is here.
+            # The stage is built while its state arrives, and each unit is loaded when it has arrived.
             await services.compute(functools.partial(executor.begin_restore, is_drawn=is_drawn))
             while fetching:
                 unit = next(iter(fetching))
@@ -102,16 +102,16 @@ async def load_state(services: StateServices, step: int) -> None:
 
 
 async def several(units: Collection[str], fetch: Callable[[str], Awaitable[Result]]) -> dict[str, Result]:
-    """The results of `fetch` for each unit, `FETCHES` at a time."""
+    """The result of `fetch` for each unit. `FETCHES` run at a time."""
     turn = asyncio.Semaphore(FETCHES)
 
-    async def one(unit: str) -> Result:
+    async def fetch_in_turn(unit: str) -> Result:
         async with turn:
             return await fetch(unit)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = {unit: group.create_task(one(unit)) for unit in units}
+            tasks = {unit: group.create_task(fetch_in_turn(unit)) for unit in units}
     except* ThinwireError as errors:
         raise first_error(errors) from None
     return {unit: task.result() for unit, task in tasks.items()}
@@ -136,8 +136,8 @@ class Follower:
         """
         Args:
             post: queues a message for the coordinator.
-            tell: shows the volunteer a line.
-            keep: keeps a step's packed sum of a unit for nodes that follow later, from the same snapshot.
+            tell: shows the volunteer a line of text.
+            keep: keeps a step's packed sum of a unit for nodes that follow later from the same snapshot.
         """
         self._services = services
         self._fetch_sums = fetch_sums
@@ -150,7 +150,7 @@ class Follower:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, order: Follow) -> None:
-        """Load a snapshot and follow from there; a repeated order is the same one. Without sources: stop."""
+        """Load a snapshot and follow from there; a repeated order has no effect. Without sources: stop."""
         if order == self._of and self._task is not None and not self._task.done():
             return
         if self._task is not None:
@@ -166,7 +166,7 @@ class Follower:
             self._steps.put_nowait(step)
 
     async def settle(self) -> None:
-        """This node gets its stage: apply what it was told, then stop following."""
+        """This node gets its stage: apply the committed steps that it knows of, then stop following."""
         if self._task is None:
             return
         applied = asyncio.ensure_future(self._steps.join())
@@ -175,7 +175,7 @@ class Follower:
         self.stop()
 
     def stop(self) -> None:
-        """Follow no longer; the state that is held stays until the node gets a stage."""
+        """Stop following. The state is kept until the node gets a stage."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -191,7 +191,7 @@ class Follower:
                 is_other = executor.use_storages(order.storages)
                 executor.uncompressed = False
                 if held >= order.step and executor.lineage == order.lineage and not is_other:
-                    return True  # it had the stage in another row
+                    return True  # the node had the stage in another row
                 executor.forget()
                 return False
 
@@ -201,28 +201,28 @@ class Follower:
             self._tell(
                 f"follows the run from step {order.step}, to take stage {order.stage} of {order.stages}"
             )
-            self._said(order)
+            self._show_step(order)
             while True:
                 step = await steps.get()
                 if step.step >= executor.state_step:
                     await self._apply(order, step)
-                    self._said(order)
+                    self._show_step(order)
                 steps.task_done()
         except DeviceLostError:
             raise
         except ThinwireError as error:
             await services.compute(executor.forget)
             services.progress.idle("waiting for a stage")
-            self._tell(f"does not follow the run any longer: {error}")
+            self._tell(f"no longer follows the run: {error}")
             self._post(Following(snapshot=order.step, step=0, failed=str(error)))
 
-    def _said(self, order: Follow) -> None:
+    def _show_step(self, order: Follow) -> None:
         held = self._services.executor.state_step
         self._services.progress.doing(f"following the run to take stage {order.stage}, at step {held}")
         self._post(Following(snapshot=order.step, step=held))
 
     async def _apply(self, order: Follow, step: FollowStep) -> None:
-        """Apply a committed step. Raises RunError if no source gives the gradients that were voted for."""
+        """Apply a committed step. Raises RunError if no source has the gradients that were voted for."""
         services, executor = self._services, self._services.executor
         if step.step != executor.state_step:
             raise RunError(f"step {executor.state_step} is missing before step {step.step}")
@@ -247,17 +247,17 @@ class Follower:
                     # All who had them from the step itself may die before the next node follows.
                     await services.compute(keep)
                     return
-                trouble = "its norms are not those that were voted for"
+                trouble = "its norms differ from those that were voted for"
             except (PackedMismatchError, NonFiniteError) as error:
                 trouble = str(error)
-        raise RunError(f"the gradient of step {step.step} is not right at any node: {trouble}")
+        raise RunError(f"no node has the right gradient of step {step.step}: {trouble}")
 
     async def _fetch(self, holders: list[PlacedStage], step: int) -> dict[str, bytes]:
         """The packed sums of all units, from all holders at once."""
         executor = self._services.executor
         units = executor.units
 
-        async def one(unit: str) -> bytes:
+        async def fetch(unit: str) -> bytes:
             points.reach(points.Phase.STATE_FETCH, stage=executor.stage, step=step)
             if not executor.sum_bytes(unit):
                 return b""
@@ -265,4 +265,4 @@ class Follower:
             order = (*holders[first:], *holders[:first])
             return await self._fetch_sums(order, step, unit, executor.sum_bytes(unit))
 
-        return await several(units, one)
+        return await several(units, fetch)

@@ -1,9 +1,9 @@
 """An all-reduce of e4m3 gradients that never adds in e4m3 (AGoQ, arXiv 2605.00539, section 5).
 
-Each rank owns a share of every bucket. An all-to-all brings it all ranks' codes of that share. It adds
-them in fp32 in the order of ranks and packs the sum once, and an all-gather sends the sum to all. One rank
-packs each share, so all ranks end with the same bits. This moves 1.01 bytes per element in each direction;
-a ring of fp32 moves 4.
+Each rank owns a share of every bucket. In an all-to-all it gets all ranks' codes of that share. It adds them
+in fp32 in the order of ranks, packs the sum once, and sends it to all in an all-gather. One rank packs each
+share, so all ranks end with the same bits. This moves 1.01 bytes per element in each direction; a ring of
+fp32 moves 4.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from kernels.fp8.reference import Fp8Gradient
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 GPU_BUCKET_BLOCKS = 1 << 20
-"""Blocks of 128 elements a bucket between GPUs: 128 MiB of codes. A bucket's calls take at least half a
-millisecond whatever its size; NVLink moves 100 MB in that time."""
+"""Blocks of 128 elements per bucket between GPUs: 128 MiB of codes. A bucket's calls take at least half a
+millisecond whatever its size, and NVLink moves 100 MB in that time."""
 CPU_BUCKET_BLOCKS = 1 << 13
-"""1 MiB between CPUs, where summing takes as long as sending: sum one bucket while the next is sent."""
+"""1 MiB between CPUs, where summing takes as long as sending. One bucket is summed while the next is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class _Piece:
 
     gradient: Fp8Gradient
     start: int
-    """First block of the gradient."""
+    """The gradient's first block in this piece."""
     end: int
     rank: int
     at: int
-    """Where the first block goes in that rank's share."""
+    """The position of the first block in that rank's share."""
 
     def gradient_codes(self) -> Tensor:
         return self.gradient.codes[self.start * BLOCK : self.end * BLOCK]
@@ -48,15 +48,15 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Blocks that are sent together. A rank's share is its blocks' codes, then their exponents, as bytes."""
+    """Blocks that are sent together. As bytes, a rank's share is its blocks' codes, then their exponents."""
 
     pieces: tuple[_Piece, ...]
     share: int
-    """Blocks of a rank's share; the last share is padded."""
+    """The blocks of a rank's share; the last share is padded."""
     sent: Tensor
-    """uint8 [ranks, share * 129]: for each rank; the rank's own row then holds its sums."""
+    """uint8 [ranks, share * 129]: what each rank gets. Afterwards the rank's own row holds its sums."""
     received: Tensor
-    """uint8 [ranks, share * 129]: from each rank; then all ranks' sums."""
+    """uint8 [ranks, share * 129]: what each rank sent. Afterwards it holds all ranks' sums."""
 
     def codes(self, buffer: Tensor) -> Tensor:
         return buffer[..., : self.share * BLOCK]
@@ -66,10 +66,10 @@ class _Bucket:
 
 
 class Fp8AllReduce:
-    """Sums the same list of gradients over the ranks of a group, in place. Buffers are made once.
+    """Sums the same list of gradients over the ranks of a group, in place. Buffers are allocated once.
 
     `complete` marks a gradient as complete and starts buckets, always in the same order, so that they overlap
-    with the rest of backward; `finish` sends the rest and waits. `reset` drops everything.
+    with the rest of backward. `finish` sends the rest and waits. `reset` drops everything.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Fp8AllReduce:
         """
         Args:
             gradients: of at least one element each, on one device, with the same sizes on every rank.
-            bucket_blocks: at most so many blocks a bucket; larger gradients are cut. 0 chooses for the
-                device. The sums do not depend on it.
+            bucket_blocks: the most blocks per bucket; larger gradients are split. 0: chosen by device. The
+                sums do not depend on it.
         """
         if bucket_blocks == 0:
             on_gpu = gradients[0].codes.device.type == "cuda"
@@ -95,12 +95,12 @@ class Fp8AllReduce:
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes that a rank sends in one all-reduce: its codes, and its sums to the others."""
+        """The bytes that a rank sends in one all-reduce: its codes for the others, and its sums."""
         each = sum(bucket.share * (BLOCK + 1) for bucket in self._buckets)
         return 2 * (self._ranks - 1) * each
 
     def complete(self, gradient: Fp8Gradient) -> None:
-        """This gradient will not change until `finish`."""
+        """Mark a gradient that will not change until `finish`."""
         self._complete.add(id(gradient))
         while len(self._running) < len(self._buckets):
             bucket = self._buckets[len(self._running)]
@@ -109,9 +109,9 @@ class Fp8AllReduce:
             self._start(bucket)
 
     def reset(self) -> None:
-        """Drop the buckets of an aborted step; call it on every rank before the next step.
+        """Drop the buckets of an aborted step. Call it on every rank before the next step.
 
-        It waits for running all-to-alls: all ranks have started the same ones, and the buffers are reused.
+        It waits for running all-to-alls: all ranks have started the same ones, and buffers are reused.
         """
         for _, work in self._running:
             work.wait()
@@ -126,7 +126,7 @@ class Fp8AllReduce:
         self._running.append((bucket, work))
 
     def finish(self) -> None:
-        """Sum what is left; all gradients hold the sums afterwards."""
+        """Sum the remaining buckets. Afterwards all gradients hold the sums."""
         for bucket in self._buckets[len(self._running) :]:
             self._start(bucket)
         gathering = []
@@ -163,7 +163,7 @@ class Fp8AllReduce:
                 start += count
                 at += count
         device = parts[0][0].codes.device
-        # Zeros, because the padding is sent and summed too.
+        # Zeros, because the padding is also sent and summed.
         sent, received = (
             torch.zeros((self._ranks, share * (BLOCK + 1)), dtype=torch.uint8, device=device)
             for _ in range(2)
@@ -182,7 +182,7 @@ def _exponents(bucket: _Bucket, buffer: Tensor, piece: _Piece) -> Tensor:
 
 
 def _cut(gradients: Sequence[Fp8Gradient], most: int) -> list[list[tuple[Fp8Gradient, int, int]]]:
-    """All gradients laid end to end, cut where `most` blocks are full: (gradient, first block, end)."""
+    """Concatenate all gradients and cut them every `most` blocks: (gradient, first block, end block)."""
     buckets: list[list[tuple[Fp8Gradient, int, int]]] = []
     room = 0
     for gradient in gradients:

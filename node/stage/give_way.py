@@ -1,7 +1,7 @@
 """Lets other programs, such as a game, use this node's GPU (`thinwire join --yield-gpu`).
 
-Between two microbatches the node pauses while others use more of the GPU than its owner allows. A pause
-lasts at most a few times as long as the work before it, so the run sees a slow node, and not a lost one.
+Between two microbatches, the node pauses while others use more of the GPU than its owner allows. A pause is
+at most a few times as long as the work before it, so the run sees a slow node instead of a lost one.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from wire.errors import UserError
 log = logging.getLogger(__name__)
 
 SLOWEST = 3.0
-"""A pause is at most so many times as long as what is since the last one: a quarter of the speed is left. The
-coordinator replaces nodes for which steps wait ten times as long as is usual."""
+"""The most that a pause may last, as a multiple of the time since the last pause: a quarter of the speed
+remains. The coordinator replaces nodes for which steps wait ten times as long as usual."""
 MOST_SECONDS = 10.0
-"""No pause is longer, however long a microbatch takes."""
+"""The longest pause in seconds, however long a microbatch takes."""
 LOOK_SECONDS = 0.1
 ASK_SECONDS = 2.0
 """The seconds between two readings of the meter."""
@@ -42,7 +42,7 @@ class GiveWay:
         """
         Args:
             use: others' share of the GPU now, in percent. It must not block.
-            most: the share from which the node gives way.
+            most: the share, in percent, from which the node pauses.
         """
         self._use = use
         self._most = most
@@ -52,7 +52,7 @@ class GiveWay:
         """The end of the last pause."""
 
     def pause(self, check: Callable[[], None]) -> None:
-        """Between two microbatches: return when others use less, or the pause has been long enough.
+        """Call between two microbatches. Return when others use less, or the pause was long enough.
 
         `check` raises if the step was interrupted.
         """
@@ -65,16 +65,16 @@ class GiveWay:
 
 
 class OtherUse:
-    """How much of a GPU other programs use, which a thread asks the driver's `nvidia-smi`. Call it as a
-    function for the newest reading."""
+    """How much of a GPU other programs use. A thread asks the driver's `nvidia-smi`. Call the object for the
+    newest reading."""
 
     def __init__(self, gpu: str, ask: Callable[[str], str] | None = None) -> None:
         """
         Args:
             gpu: its UUID.
-            ask: gives what `nvidia-smi pmon` says of it.
+            ask: returns the output of `nvidia-smi pmon` for it.
 
-        Raises UserError if the driver does not say.
+            Raises UserError if the driver does not report the use.
         """
         self._gpu, self._ask = gpu, ask or _pmon
         self._percent = self._read()
@@ -95,8 +95,8 @@ class OtherUse:
             try:
                 self._percent = self._read()
             except UserError as error:
-                # A driver that no longer answers is no reason to stop training.
-                log.warning("%s; this node gives way no longer", error)
+                # Training continues when the driver no longer answers.
+                log.warning("%s; this node no longer pauses for other programs", error)
                 self._percent = 0.0
                 return
 
@@ -105,7 +105,7 @@ class OtherUse:
 
 
 def others_percent(table: str, own: Collection[int]) -> float:
-    """The share of a GPU that processes other than `own` take, by a table of `nvidia-smi pmon`.
+    """The GPU share of processes other than `own`, in percent, from a table of `nvidia-smi pmon`.
 
     Raises UserError for a table without these columns.
     """
@@ -123,7 +123,7 @@ def others_percent(table: str, own: Collection[int]) -> float:
 
 
 def _own_processes() -> set[int]:
-    """This process and the processes that it started, by Linux's list; elsewhere only this process."""
+    """This process and its children, as listed by Linux; on other systems only this process."""
     own = {os.getpid()}
     with contextlib.suppress(OSError):
         listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="ascii")
@@ -132,19 +132,19 @@ def _own_processes() -> set[int]:
 
 
 def _pmon(gpu: str) -> str:
-    """Raises UserError."""
+    """The output of `nvidia-smi pmon`. Raises UserError."""
     words = ["nvidia-smi", "pmon", "-c", "1", "-s", "u", "-i", gpu]
     try:
         asked = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(
-            f"--yield-gpu asks nvidia-smi who uses the GPU, and it does not run here ({error}): leave the "
+            f"--yield-gpu asks nvidia-smi who uses the GPU, but it does not run here ({error}): leave the "
             "option out"
         ) from None
     if asked.returncode != 0:
-        why = (asked.stdout + asked.stderr).strip().splitlines() or [f"exit code {asked.returncode}"]
+        reason = (asked.stdout + asked.stderr).strip().splitlines() or [f"exit code {asked.returncode}"]
         raise UserError(
-            f"--yield-gpu asks nvidia-smi who uses the GPU, and it does not know ({why[-1]}): leave the "
-            "option out (in WSL no driver says it)"
+            f"--yield-gpu asks nvidia-smi who uses the GPU, but it cannot tell ({reason[-1]}): leave the "
+            "option out (WSL's driver never reports it)"
         )
     return asked.stdout

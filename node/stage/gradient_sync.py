@@ -1,12 +1,11 @@
-"""Sums a stage's gradient groups, those of its own row and of other rows, while it computes.
+"""Sums the gradient groups of a stage's own row and of other rows during compute.
 
-A separate thread packs each group's gradient as soon as the group's last backward is over. It adds up
-nodes of the tree, sends the row's subtrees to the pieces' owners, adds up the pieces that this row owns,
-and sends these sums back. What is left when the stage has no more to compute counts as time of kind
-`sync`.
+A separate thread packs each group's gradient when the group's last backward is done. It adds up nodes of the
+tree, sends the row's subtrees to the pieces' owners, sums the pieces that this row owns, and sends these sums
+back. Work that remains when the stage has nothing more to compute counts as time of kind `sync`.
 
-A row keeps what it sent, packed, until the commit, because an owner may die, and another row then sums up
-its pieces.
+A row keeps what it sent, packed, until the commit, because an owner may die, and another row then sums its
+pieces.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,11 +36,11 @@ from wire.errors import NonFiniteError, PackedMismatchError
 from wire.spec import Direction, TensorKey, TensorSpec
 
 KeepSums = Callable[[int, str, Sequence[Tensor]], None]
-"""(step, unit, the packed sum over all groups of each of its pieces, uint8 on the CPU)."""
+"""Takes (step, unit, the packed sum over all groups of each of the unit's pieces, uint8 on the CPU)."""
 
 
 class DevicePacking:
-    """Implements `node.training.group_sums.RowPacking` for a GPU, on streams beside the stage's compute."""
+    """Implements `node.training.group_sums.RowPacking` for a GPU, on streams that run during compute."""
 
     def __init__(self, device: CudaTransfer) -> None:
         self._device = device
@@ -86,8 +85,8 @@ class SyncPlan:
     ) -> None:
         """
         Args:
-            units: of the stage, in the order in which backward completes them.
-            of_round: the pieces are those of a round.
+            units: the stage's units, in the order in which backward completes them.
+            of_round: whether the pieces are those of a round.
         """
         pieces = model_pieces(config, of_round=of_round)
         self.uncompressed = uncompressed
@@ -100,16 +99,16 @@ class SyncPlan:
             for piece in pieces[unit]
         }
         self.owners = owners(self.sizes, share.subtree_counts)
-        """For each piece, the row that sums it up if every row has a node of this stage."""
+        """For each piece, the row that sums it if every row has a node of this stage."""
 
     def unit_bytes(self, unit: str) -> int:
         """The bytes of a unit's packed sum."""
         return sum(self.sizes[piece.number] for piece in self.pieces[unit])
 
     def bytes_between_rows(self, key: TensorKey) -> int | None:
-        """The packed size of a tensor that another row may send to this stage; None if none may.
+        """The packed size of a tensor that another row may send to this stage; None if no row may.
 
-        Any node of the tree, whoever owns the piece: rows hear at different times who does what.
+        It may be any node of the tree, whoever owns the piece: rows learn of changes at different times.
         """
         is_sum, node = key.direction is Direction.SYNC_SUM, key.microbatch
         return (
@@ -133,16 +132,16 @@ class GradientSync:
         self._place = 0, 0
         self._work: StepWork
         self._folds: dict[int, Fold[Tensor]] = {}
-        """The sums of the own row's groups, by piece."""
+        """Running sums of the own row's groups, by piece."""
         self._held: dict[int, dict[int, Tensor]] = {}
-        """For each piece, whole subtrees of the own row, and those that came from others to be summed up."""
+        """For each piece, complete subtrees of the own row, and those that other rows sent to be summed."""
         self._spare: dict[int, dict[int, Tensor]] = {}
         """For each piece, leaves of groups that other rows will compute."""
         self._sums_of: dict[int, Tensor] = {}
-        """For each piece, the sum over all groups. A row that computes more groups in this step gives them
-        again."""
+        """For each piece, the sum over all groups. They are kept for a row that computes more groups in this
+        step."""
         self._sent: set[tuple[int, int, Direction, int]] = set()
-        """Piece, node of the tree, direction and row of what was sent."""
+        """The piece, node of the tree, direction and row of every tensor that was sent."""
         self._roots: dict[str, Future[None]] = {}
         self._joined_units: set[str] = set()
         self._kept_units: set[str] = set()
@@ -159,9 +158,9 @@ class GradientSync:
         keep: KeepSums | None = None,
         digests: StepDigests | None = None,
     ) -> None:
-        """A step begins; nothing of an earlier one is left.
+        """Begin a step; nothing of an earlier step remains.
 
-        `keep` gets what `finish` unpacks; `digests` notes groups' packed gradients.
+        `keep` receives the sums that `finish` unpacks; `digests` records groups' packed gradients.
         """
         self._forget()
         self._plan, self._io, self._keep, self._digests = plan, io, keep, digests
@@ -175,8 +174,8 @@ class GradientSync:
         self._spare = {number: {} for number in self._folds}
 
     def use(self, work: StepWork) -> None:
-        """Others compute the step's groups from now on, or other rows are there. What `finish` has given
-        stays, unless `again` follows."""
+        """Change which rows compute the step's groups. What `finish` has returned stays valid unless `again`
+        follows."""
         self.drain()
 
         def change() -> None:
@@ -191,13 +190,13 @@ class GradientSync:
         self._submit(change)
 
     def again(self) -> None:
-        """The gradients that `finish` has given are gone: give them again."""
+        """The gradients that `finish` returned are lost: return them again."""
         self._joined_units.clear()
 
     def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
         """Take a group's complete gradients of some layer units; of another row's group only for digests.
 
-        Waits until those taken before are packed, so that there is one copy at most; raises their error.
+        Waits until earlier gradients are packed, so that there is at most one copy. Raises their error.
         """
         while self._jobs:
             self._jobs.pop(0).result()
@@ -214,7 +213,7 @@ class GradientSync:
         self._submit(work)
 
     def finish(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """All groups of the row are done: layer units and the sum of all groups, flat by parameter.
+        """All groups of the row are done: yield layer units and the sum of all groups, flat by parameter.
 
         Raises NonFiniteError, BadTensorError, or StepInterrupted.
         """
@@ -236,13 +235,13 @@ class GradientSync:
 
     def read(self, plan: SyncPlan, sums: Mapping[str, bytes]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """The result of `finish` on the node that kept these packed sums, by unit. Raises PackedMismatchError
-        or NonFiniteError for bytes that no node keeps."""
+        or NonFiniteError for invalid bytes."""
         joining = _piece_sums(self._joining)
         for unit in plan.units:
             pieces = plan.pieces[unit]
             if len(sums[unit]) != plan.unit_bytes(unit):
                 raise PackedMismatchError(f"{len(sums[unit])} bytes, expected {plan.unit_bytes(unit)}")
-            if not pieces:  # all of it is frozen
+            if not pieces:  # the unit is frozen
                 yield unit, {}
                 continue
             packed = torch.frombuffer(bytearray(sums[unit]), dtype=torch.uint8)
@@ -260,8 +259,7 @@ class GradientSync:
         self._jobs.clear()
 
     def settle(self, *, forget: bool) -> None:
-        """Wait for all jobs; drop their results and errors, and, unless the step may go on, what they
-        hold."""
+        """Wait for all jobs. Drop their results and errors and, with `forget`, the tensors that they hold."""
         self._wait()
         if forget:
             self._forget()
@@ -290,7 +288,7 @@ class GradientSync:
         self._send_subtrees(piece)
 
     def _take_leaves(self, pieces: Sequence[Piece], group: int, gradients: Mapping[str, Gradient]) -> None:
-        """`_take_leaf` of a unit's pieces, together."""
+        """Call `_take_leaf` for all pieces of a unit together."""
         packed = dict(zip(pieces, self._sums.leaves(pieces, gradients), strict=True))
         if self._digests is not None:
             for piece, leaf in packed.items():
@@ -304,7 +302,7 @@ class GradientSync:
             self._send_subtrees(piece)
 
     def _send_subtrees(self, piece: Piece) -> None:
-        """Keep what is whole of a piece, and send it to its owner, if another row owns it."""
+        """Keep a piece's complete subtrees, and send them to its owner if that is another row."""
         fold, held, work = self._folds[piece.number], self._held[piece.number], self._work
         own = self._plan.share.replica
         owner = self._owner(piece)
@@ -317,7 +315,7 @@ class GradientSync:
                 self._send(owner, piece, node, Direction.SYNC_SHARE, held[node])
 
     def _send(self, row: int, piece: Piece, node: int, direction: Direction, packed: Tensor) -> None:
-        """Send a row what it was not sent before in this step."""
+        """Send a tensor to a row unless it was sent before in this step."""
         if (sent := (piece.number, node, direction, row)) not in self._sent:
             self._sent.add(sent)
             self._io.send_to_row(row, self._key(piece, node, direction), packed, piece.elements)
@@ -329,7 +327,7 @@ class GradientSync:
         unsummed = [piece for piece in pieces if piece.number not in self._sums_of]
         for several in [unsummed] if self._sums.together else [[piece] for piece in unsummed]:
             folds = {piece.number: self._sums.fold(piece) for piece in several}
-            # The own row's first: they are here.
+            # The own row's come first, because they are here already.
             for node, row in sorted(work.sources.items(), key=lambda source: source[1] != own):
                 for piece in several:
                     held = self._held[piece.number]
@@ -365,7 +363,7 @@ class GradientSync:
     # ---- on either thread
 
     def _owner(self, piece: Piece) -> int:
-        """The row that sums up a piece."""
+        """The row that sums a piece."""
         return self._work.owner(self._plan.owners[piece.number], piece.number)
 
     def _is_own(self, piece: Piece) -> bool:
@@ -375,7 +373,7 @@ class GradientSync:
         if piece.number not in self._sums_of:
             self._sums_of[piece.number] = self._take(self._owner(piece), piece, ROOT, Direction.SYNC_SUM)
         if self._plan.share.rows == 1:
-            return self._sums_of.pop(piece.number)  # nobody asks for it again
+            return self._sums_of.pop(piece.number)  # nobody needs it again
         return self._sums_of[piece.number]
 
     def _take(self, row: int, piece: Piece, node: int, direction: Direction) -> Tensor:

@@ -2,9 +2,9 @@
 
 Data parallel: each row of T ranks holds the whole stage and computes an equal share of a microbatch's
 samples. Tensor parallel: the ranks of a row share the projections of every block and the positions of the
-samples; each holds embedding, norms and head whole. Gradients are summed once a step over the ranks that hold
-a parameter, so that all take the same optimizer step. States are whole when they leave or arrive, whatever T
-is. Only rank 0 uses the network.
+samples; each has a copy of embedding, norms and head. Gradients are summed once per step over the ranks that
+hold a parameter, so that all take the same optimizer step. States are complete when they leave or arrive,
+whatever T is. Only rank 0 uses the network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ from wire.errors import RunError
 _EMBEDDED, _LABELLED, _EVALUATED = 1, 2, 4
 """Flags of a forward: its input is token ids; its output is a loss; no backward follows."""
 _AS_THE_RUN_FILE_SAYS = -1
-"""The number in a build that means that no storage was chosen."""
+"""The storage number in a build command that means the run file's storage."""
 
 
 class RankModel:
@@ -78,7 +78,7 @@ class RankModel:
         return merge_states(self.config, unit, states) if states else {}
 
     def squared_norms(self) -> dict[str, float]:
-        """Squared norms of the whole stage on the leader; empty on the others."""
+        """Squared norms of the complete stage on the leader; empty on the others."""
         optimizer = self.local.optimizer
         ranks = self.ranks.gather_norms(optimizer.parameter_squared_norms())
         return optimizer.sum_squared_norms(ranks) if ranks else {}
@@ -97,7 +97,7 @@ class RankModel:
         documents: Tensor | None,
         number: int,
     ) -> Tensor | None:
-        """Forward of this rank's tokens; the leader gives all inputs and gets all outputs."""
+        """Forward of this rank's tokens. The leader passes all inputs and gets all outputs."""
         tokens = self._tokens[number]
         if flags & _EMBEDDED:
             mine = self.ranks.scatter(fed, tokens, torch.int64)
@@ -110,8 +110,8 @@ class RankModel:
         return self.ranks.gather(result.view(1) if flags & _LABELLED else result)
 
     def _documents(self, whole: Tensor | None, number: int) -> Tensor | None:
-        """The starts of documents in this rank's samples, for all positions up to the slice's end; the leader
-        gives all samples'."""
+        """The document starts in this rank's samples, for all positions up to the slice's end. The leader
+        passes those of all samples."""
         config = self.config
         if not config.data.separate_documents:
             return None
@@ -123,12 +123,12 @@ class RankModel:
     def backward(
         self, chunk: int, microbatch: int, flags: int, gradient: Tensor | None, number: int
     ) -> Tensor | None:
-        """Backward of this rank's tokens; the leader gives all gradients and gets those of the input."""
+        """Backward of this rank's tokens. The leader passes all gradients and gets those of the input."""
         mine = None
         if not flags & _LABELLED:
             mine = self.ranks.scatter(gradient, self._hidden[number], torch.float32)
-        # Backwards of a chunk come in the order of microbatches, and in the reverse order of slices; those of
-        # a head alone in their order.
+        # A chunk's backwards run in the order of microbatches and the reverse order of slices; those of a
+        # head alone in the order of slices.
         is_head = self._head_first and flags & _LABELLED
         last = number == (len(self._tokens) - 1 if is_head else 0)
         last = last and group_of(self.config, microbatch) != group_of(self.config, microbatch + 1)
@@ -157,10 +157,10 @@ class RankModel:
 
 
 class Follower:
-    """A rank above 0: executes the leader's commands until it says stop."""
+    """A rank above 0. It executes the leader's commands until the stop command."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, room: Room | None = None) -> None:
-        """`room`: as the leader's, so that all ranks run the same collectives again."""
+        """`room`: the same as the leader's, so that all ranks recompute the same collectives."""
         self._model = RankModel(config, ranks, room)
         self._ranks = ranks
         self._units = unit_names(config.model)
@@ -203,7 +203,7 @@ class Follower:
 
 
 class Leader:
-    """Rank 0: a `StageCompute` that makes the followers run their shares of each call."""
+    """Rank 0: a `StageCompute` whose calls run on the followers too, each with its share."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, room: Room | None = None) -> None:
         check_sizes(config, ranks.count, ranks.tensor_rank.count)
@@ -220,7 +220,7 @@ class Leader:
 
     @property
     def local(self) -> LocalSteps:
-        """Raises RunError: rounds are of one device."""
+        """Raises RunError: rounds need a node of one device."""
         raise RunError("local steps ([sync] every) need a node of one device: join with --gpus 1")
 
     def build(self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True) -> None:
@@ -234,7 +234,7 @@ class Leader:
         self._model.drop()
 
     def adapt(self, seconds: float) -> None:
-        """Plans of several devices stay as they are."""
+        """Keep the plan, as always with several devices."""
 
     def relieve(self) -> bool:
         return False
@@ -258,7 +258,7 @@ class Leader:
             return self._model.local.copy_state(extra, weights_alone=weights_alone)
         units: list[tuple[str, dict[str, StateTensor]]] = []
         for unit in self.optimizer.units:
-            # Shards are gathered by all ranks together, between two steps.
+            # All ranks together gather shards between two steps.
             whole = self.unit_state(unit) | {**extra.get(unit, {})}
             state = {name: StateTensor(tensor, tensor.dtype) for name, tensor in whole.items()}
             units.append((unit, weights_of(state) if weights_alone else state))
@@ -282,7 +282,7 @@ class Leader:
         self._flags[chunk] = flags
         self._ranks.lead(Op.FORWARD, chunk, microbatch, flags, number)
         result = _present(self._model.forward(chunk, microbatch, flags, fed, labels, documents, number))
-        # Shares of the loss, always added in the same order.
+        # Shares of the loss are always added in the same order.
         return result if labels is None else in_double(result).sum().float().to(result.device)
 
     def backward(
@@ -297,7 +297,7 @@ class Leader:
         self._ranks.sum_gradients(self.optimizer)
 
     def take_gradients(self, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]:
-        # `check_sizes` has refused more than one chunk: these are all units.
+        # `check_sizes` has refused more than one chunk, so these are all units.
         self._ranks.lead(Op.TAKE)
         self._ranks.sum_gradients(self.optimizer)
         return self._model.local.take_gradients(units)
@@ -307,7 +307,7 @@ class Leader:
         self._model.put_gradients(unit, values)
 
     def expert_load(self) -> tuple[float, int]:
-        """The load of experts for the samples of the leader's own device."""
+        """The load of experts for the samples of the leader's device."""
         return self._model.local.expert_load()
 
     def squared_norms(self) -> dict[str, float]:
@@ -341,5 +341,5 @@ class Leader:
 
 
 def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "the leader gets what it gathers, and hidden states have a gradient"
+    assert tensor is not None, "the leader gets gathered tensors, and hidden states have a gradient"
     return tensor

@@ -1,8 +1,8 @@
 """Reuses the memory of large host tensors, so that packing and unpacking allocate nothing.
 
 glibc maps blocks of more than 32 MiB every time, and returns them when a thread other than the first frees
-them. A boundary tensor [2, 4096, 2048] in float32 cost 16,385 page faults, two thirds of the time to
-unpack it. To make malloc keep such blocks (`mallopt`) helps the transfer thread only with a single arena,
+them. For a boundary tensor [2, 4096, 2048] in float32, that cost 16,385 page faults, two thirds of the time
+to unpack it. Making malloc keep such blocks (`mallopt`) helps the transfer thread only with a single arena,
 and left up to 600 MiB in use where 475 were needed.
 """
 
@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 
 LEAST_BYTES = 1 << 20
-"""malloc itself keeps smaller blocks."""
+"""The size from which blocks are kept here; malloc keeps smaller ones itself."""
 
 
 class HostBuffers:
-    """Lends memory for tensors. One thread borrows; a block returns, from any thread, when its last tensor or
-    view is freed.
+    """Lends memory for tensors. One thread borrows; a block returns, from any thread, when the last tensor or
+    view of it is freed.
 
-    Returned blocks are kept by size. All blocks together take at most twice the most that was lent at once;
-    the oldest idle blocks are freed first.
+    Returned blocks are kept by size. All blocks together take at most twice the peak of lent memory; the
+    oldest idle blocks are freed first.
     """
 
     def __init__(self) -> None:
         self.most_lent = 0
-        """The most bytes lent at once."""
+        """The peak of lent bytes."""
         self._lent = 0
         self._idle: list[Tensor] = []  # the oldest first
-        # Any thread may drop a tensor at any moment, so returning a block only appends.
+        # Any thread may drop a tensor at any time, so returning a block only appends.
         self._returned: deque[Tensor] = deque()
 
     @property
     def idle_bytes(self) -> int:
-        """The bytes of the blocks that are kept for the next tensors."""
+        """The bytes of the blocks that are kept for later tensors."""
         self._collect()
         return sum(block.nbytes for block in self._idle)
 
@@ -50,7 +50,7 @@ class HostBuffers:
         self.most_lent = max(self.most_lent, self._lent)
         while self._idle and self._lent + sum(idle.nbytes for idle in self._idle) > 2 * self.most_lent:
             del self._idle[0]
-        # Torch keeps this array for as long as there is a tensor over its memory.
+        # Torch keeps this array as long as a tensor uses its memory.
         array = block.numpy()
         weakref.finalize(array, self._returned.append, block).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)

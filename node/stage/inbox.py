@@ -1,8 +1,8 @@
-"""Packed tensors between the links and the compute thread; received tensors wait here by key.
+"""Received packed tensors wait here by key between the links and the compute thread.
 
-Receivers are passive: whatever arrives is stored under its key, so the order in which neighbours send can
-never block a stage. A link's thread puts, the compute thread takes, and an interruption ends every wait at
-once.
+Receivers are passive: a tensor is stored under its key when it arrives, so the order in which neighbours send
+can never block a stage. A link's thread puts, the compute thread takes, and an interruption ends every wait
+immediately.
 """
 
 import functools
@@ -25,12 +25,12 @@ from wire.spec import TensorKey
 STALL_SECONDS = 600.0
 """A neighbour that answers pings but sends no tensor for this long counts as stuck."""
 WANT_SECONDS = 0.02
-"""A tensor that comes within this time is not asked for: a full window is the exception."""
+"""A tensor that comes within this time is not asked for, because a full window is the exception."""
 OWN_ROW = -1
 
 
 class StepInterrupted(Exception):
-    """The step must stop, because its epoch is over or a link is lost (`cause`)."""
+    """The step must stop because its epoch is over or a link is lost (`cause`)."""
 
     def __init__(self, reason: str, cause: Exception | None = None) -> None:
         super().__init__(reason)
@@ -38,7 +38,7 @@ class StepInterrupted(Exception):
 
 
 class RegroupedError(StepInterrupted):
-    """The step's groups are shared again. `Inbox.take_change` says which row computes which."""
+    """The step's groups were redistributed. `Inbox.take_change` returns which row computes which."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class StepChange:
     """The generation in `wire.messages.Begin`."""
     work: StepWork
     audited: tuple[int, ...] = ()
-    """Groups of another row that the row computes as well, only for their digests."""
+    """Groups of another row that this row computes too, only for their digests."""
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
     """The samples of each group that the row also has to compute, by part."""
 
     def after(self, before: "StepChange | None") -> "StepChange":
-        """This change with the samples of an earlier change that was not taken, because they are asked for
-        only once."""
+        """This change, with the samples of an earlier change that was not taken: samples are fetched only
+        once."""
         if before is None:
             return self
         parts = {*before.samples, *self.samples}
@@ -68,7 +68,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, TensorKey], bytearray] = {}
-        """Tensors by row (`OWN_ROW` for tensors of this one) and key."""
+        """Tensors by row (`OWN_ROW` for this row) and key."""
         self._watched: dict[TensorKey, Callable[[bytearray], None]] = {}
         self._arrived = threading.Condition()
         self._interruption: StepInterrupted | None = None
@@ -83,7 +83,7 @@ class Inbox:
             call(buffer)
 
     def watch(self, key: TensorKey, call: Callable[[bytearray], None]) -> None:
-        """Call with a tensor that stays here, now or on the thread that puts it."""
+        """Call `call` with a tensor that stays here, now or on the thread that puts it."""
         with self._arrived:
             buffer = self._buffers.get((OWN_ROW, key))
             if buffer is None:
@@ -102,7 +102,7 @@ class Inbox:
             return self._buffers.pop((row, key))
 
     def comes(self, keys: Sequence[TensorKey], timeout: float, row: int = OWN_ROW) -> bool:
-        """Whether one of these tensors is here within `timeout` seconds. Raises StepInterrupted."""
+        """Whether one of these tensors arrives within `timeout` seconds. Raises StepInterrupted."""
         with self._arrived:
             arrived = self._arrived.wait_for(
                 lambda: self._stops(row) is not None or any((row, key) in self._buffers for key in keys),
@@ -115,8 +115,8 @@ class Inbox:
     def wait_any(self, keys: Sequence[TensorKey], timeout: float = STALL_SECONDS, row: int = OWN_ROW) -> None:
         """Wait until one of these tensors is here.
 
-        Raises StepInterrupted when the step was called off, RegroupedError when other work is announced that
-        ends this wait, LinkLostError after `timeout` seconds.
+        Raises StepInterrupted when the step is interrupted, RegroupedError when announced work ends this
+        wait, LinkLostError after `timeout` seconds.
         """
         if not self.comes(keys, timeout, row):
             key = keys[0]
@@ -126,34 +126,34 @@ class Inbox:
             )
 
     def check(self) -> None:
-        """Raise the pending interruption, if any; called between actions that never wait."""
+        """Raise the pending interruption, if any. Called between actions that never wait."""
         with self._arrived:
             if (stop := self._stops(OWN_ROW)) is not None:
                 raise stop
 
     def _stops(self, row: int) -> StepInterrupted | None:
-        """The error that ends a wait for a tensor of this row."""
+        """The error that ends a wait for a tensor of this row, if any."""
         if self._interruption is not None:
             return self._interruption
-        # Who still has groups to compute goes on with them.
+        # A row that still has groups to compute continues with them.
         if self._change is not None and (row != OWN_ROW or not self._change.work.groups):
-            return RegroupedError("others compute the step's groups from now on")
+            return RegroupedError("the step's groups were redistributed")
         return None
 
     def announce(self, change: StepChange) -> None:
-        """The step that runs has other work; the newest counts."""
+        """Announce a change of the running step's work. Only the newest counts."""
         with self._arrived:
             self._change = change.after(self._change)
             self._arrived.notify_all()
 
     def take_change(self) -> StepChange | None:
-        """The other work that was announced last, once."""
+        """The newest announced change, which is returned once."""
         with self._arrived:
             change, self._change = self._change, None
             return change
 
     def forget_before(self, step: int) -> None:
-        """Drop tensors of earlier steps: what came twice, or too late."""
+        """Drop tensors of earlier steps: duplicates, or those that came too late."""
         with self._arrived:
             for place in [place for place in self._buffers if place[1].step < step]:
                 del self._buffers[place]
@@ -161,7 +161,7 @@ class Inbox:
                 del self._watched[key]
 
     def interrupt(self, reason: str, cause: Exception | None = None) -> None:
-        """End the running step's waits; the first reason wins until `reset`."""
+        """End the running step's waits. The first reason counts until `reset`."""
         with self._arrived:
             if self._interruption is None:
                 self._interruption = StepInterrupted(reason, cause)
@@ -176,7 +176,7 @@ class Inbox:
 
 
 class TensorLink(Protocol):
-    """The link to a neighbour, as a stage uses it. Call it from any thread."""
+    """The link to a neighbour, as used by a stage. Call it from any thread."""
 
     def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None: ...
 
@@ -191,7 +191,7 @@ class LinksIO:
     """A stage's view of one epoch's links, keyed by the neighbour's stage. Packed tensors are uint8 [n] on
     the CPU. Call it from any thread.
 
-    Links are called on the thread that has something for them: no tensor waits for the event loop.
+    A link is called on the thread that has a tensor for it, so no tensor waits for the event loop.
     """
 
     def __init__(
@@ -214,23 +214,23 @@ class LinksIO:
         self._inbox = inbox
         self._over = over
         self._neighbours = tuple(links.values())
-        """The links to neighbours. What goes to other rows waits until these have sent what is queued."""
+        """The links to neighbours. Tensors for other rows wait until these have sent what is queued."""
         self._behind: dict[int, Callable[[], None]] = {}
-        """The calls that wait in this way, by number."""
+        """The waiting calls for other rows, by number."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        """The lock of the waiting calls."""
+        """Protects the waiting calls."""
 
     def holds(self, key: TensorKey) -> bool:
         """Whether `take` would not wait."""
         return self._inbox.holds(key)
 
     def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        """Wait until `holds` is true for one of these keys, the first of which the order needs next.
+        """Wait until `holds` is true for one of these keys. The first one is the next in the order.
 
         Raises as `Inbox.wait_any`.
 
-        A neighbour that sends several of them is asked for the first: that one always comes.
+        If a neighbour sends several of them, it is asked for the first, which is always sent.
         """
         if self._inbox.comes(keys, WANT_SECONDS):
             return
@@ -250,13 +250,13 @@ class LinksIO:
         return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
 
     def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
-        """Call with the packed tensor once it is here, now or on another thread. It can still be taken."""
+        """Call with the packed tensor when it arrives, now or on another thread. It can still be taken."""
         self._inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
 
     def take_from_row(self, row: int, key: TensorKey) -> Tensor:
         """Wait for the packed tensor that a row sends under `key`. Raises what `Inbox.take` raises.
 
-        These tensors have their credit back when they arrive: nothing waits for one to be taken.
+        The credit of these tensors is returned on arrival: nothing waits for one to be taken.
         """
         return torch.frombuffer(self._inbox.take(key, row=row), dtype=torch.uint8)
 
@@ -275,14 +275,13 @@ class LinksIO:
         )
 
     def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
-        """Send to another row after what is queued for neighbours. The last gradients pass through all
-        stages first, while only the vote waits for sums. On a line that they share, each would slow down
-        the other."""
+        """Send to another row after what is queued for neighbours. The last gradients pass through all stages
+        first, and only the vote waits for sums. On a shared line, each would slow the other down."""
         payload = memoryview(packed.numpy().data)
         self._send_behind(functools.partial(self._send, self._rows[row], key, payload, elements, to_row=True))
 
     def interrupt(self, error: Exception) -> None:
-        """End the current or next wait of `take`, which may depend on a tensor that was not sent."""
+        """End the current or next wait of `take`, because its tensor may depend on one that was not sent."""
         self._inbox.interrupt(str(error), error)
 
     def check(self) -> None:
@@ -290,11 +289,11 @@ class LinksIO:
         self._inbox.check()
 
     def use(self, links: Mapping[int, TensorLink], rows: Mapping[int, TensorLink]) -> None:
-        """Other nodes have some places, and these are the links from now on, as in the constructor."""
+        """Other nodes have taken some places: use these links from now on, as in the constructor."""
         self._links, self._rows = links, rows
 
     def leave_row(self) -> None:
-        """A node of the own row is gone, so nothing waits for neighbours."""
+        """A node of the own row is gone: nothing waits for neighbours any more."""
         with self._lock:
             self._neighbours, behind = (), list(self._behind.values())
             self._behind.clear()
@@ -308,7 +307,7 @@ class LinksIO:
         self._after(neighbours, number)
 
     def _after(self, links: Sequence[TensorLink], number: int) -> None:
-        """Send what has this number once these neighbours have what is queued for them."""
+        """Send the tensor with this number when these neighbours have received what is queued for them."""
         if links:
             links[0].after_delivery(functools.partial(self._after, links[1:], number))
             return
@@ -323,8 +322,8 @@ class LinksIO:
         try:
             link.send(key, payload, elements)
         except LinkError as error:
-            # A lost link to another row was reported; the coordinator may know that the other end is dead.
+            # A lost link to another row was reported; the coordinator may know that the other end has died.
             is_known = to_row and isinstance(error, LinkLostError)
-            # An interrupted step leaves tensors for links that are already closed.
+            # An interrupted step may still send tensors over closed links.
             if not is_known and not self._over():
                 self._inbox.interrupt(str(error), error)

@@ -1,5 +1,5 @@
-"""What nodes do with each other besides training: a node fetches layers of snapshots from others, and
-measures its line to them."""
+"""Exchanges between nodes besides training: a node fetches layers of snapshots from others and measures its
+line to them."""
 
 import asyncio
 import hashlib
@@ -21,12 +21,12 @@ from wire.peer_probe import LineRate, PassThrough, measure_line
 log = logging.getLogger(__name__)
 
 ROUNDS = 4
-"""How often all holders are tried before the coordinator is asked again."""
+"""How often all holders are tried before asking the coordinator again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace:
-    """Where the coordinator says that a layer's file is."""
+    """Where a layer's file can be fetched, as the coordinator reports."""
 
     step: int
     unit: str
@@ -38,16 +38,16 @@ class LayerPlace:
 
 
 class LayersHeld:
-    """What this node's port gives to other nodes. Implements `wire.layer_exchange.LayerSource`."""
+    """What this node's port serves to other nodes. Implements `wire.layer_exchange.LayerSource`."""
 
     def __init__(
         self, cache: SnapshotCache, sums: SumsKept, pacer: Pacer | None, busy: Callable[[], bool]
     ) -> None:
         """
         Args:
-            sums: gradients for nodes that follow the run.
+            sums: gradient sums for nodes that follow the run.
             pacer: the node's bandwidth limit, if it has one.
-            busy: whether tensors of the training wait to be sent; these go first.
+            busy: whether training tensors are waiting to be sent; these have priority.
         """
         self._cache = cache
         self._sums = sums
@@ -72,7 +72,7 @@ class LayerPeers:
     def __init__(self, identity: LinkIdentity) -> None:
         self._identity = identity
         self.bytes_came: Callable[[int], None] = lambda count: None
-        """Called with the size of each part that arrives."""
+        """Called with the size of each received part."""
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
 
     async def close(self) -> None:
@@ -82,25 +82,25 @@ class LayerPeers:
             await channel.close()
 
     async def fetch(self, place: LayerPlace, limit: int, bad: set[str]) -> bytes:
-        """The file, from one holder or several in turn, its SHA-256 checked.
+        """The file from one or several holders in turn, its SHA-256 checked.
 
         Args:
             limit: the most bytes that the unit's file may have.
-            bad: gets the holders that have no such file or a damaged one.
+            bad: receives the holders that lack the file or have a damaged one.
 
-        Raises LinkError if no holder gives it, ProtocolViolationError for an impossible size.
+        Raises LinkError if no holder sends it, ProtocolViolationError for an impossible size.
         """
-        what = f"layer {place.unit} of step {place.step}"
+        name = f"layer {place.unit} of step {place.step}"
         if place.bytes > limit:
-            raise ProtocolViolationError(f"{what} has {place.bytes} bytes, expected at most {limit}")
-        trouble = "nobody holds it"
+            raise ProtocolViolationError(f"{name} has {place.bytes} bytes, expected at most {limit}")
+        trouble = "no node holds it"
         backoff = Backoff(0.2, 2.0)
         data, sources, alone = bytearray(), set[str](), False
         for turn in range(ROUNDS):
             for holder in self._order(place.holders, place.unit):
                 if holder.node_id in bad:
                     continue
-                # After a mixture was damaged nobody knows whose part it was: take all of it from one.
+                # If parts of several holders make a damaged file, take the whole file from one holder.
                 if alone:
                     data, sources = bytearray(), set()
                 before = len(data)
@@ -113,13 +113,13 @@ class LayerPeers:
                     del data[before:]
                 except LinkError as error:
                     trouble = f"node {holder.node_id}: {error}"
-                    log.info("%s breaks off at byte %d: %s", what, len(data), error)
+                    log.info("%s breaks off at byte %d: %s", name, len(data), error)
                     await self._hang_up(holder)
                 else:
                     if await asyncio.to_thread(_sha256, data) == place.sha256:
                         return await asyncio.to_thread(bytes, data)
-                    trouble = f"what came from node {holder.node_id} is damaged"
-                    log.warning("%s: %s", what, trouble)
+                    trouble = f"the file from node {holder.node_id} is damaged"
+                    log.warning("%s: %s", name, trouble)
                     if sources == {holder.node_id}:
                         bad.add(holder.node_id)
                     alone = True
@@ -128,14 +128,14 @@ class LayerPeers:
                 break
             if turn + 1 < ROUNDS:
                 await asyncio.sleep(backoff.advance())
-        raise LinkError(f"{what} could not be fetched from any holder ({trouble})")
+        raise LinkError(f"{name} could not be fetched from any holder ({trouble})")
 
     async def fetch_sums(self, holders: Sequence[PlacedStage], step: int, unit: str, size: int) -> bytes:
-        """A unit's summed gradients of a step, packed, from the first holder that has them.
+        """A unit's packed gradient sum of a step, from the first holder that has it.
 
-        Raises LinkError if none has them in the right size.
+        Raises LinkError if no holder has it in the right size.
         """
-        trouble = "nobody keeps them"
+        trouble = "no node keeps it"
         backoff = Backoff(0.1, 1.0)
         for turn in range(ROUNDS):
             for holder in holders:
@@ -154,13 +154,13 @@ class LayerPeers:
                 else:
                     if len(data) == size:
                         return bytes(data)
-                    trouble = f"node {holder.node_id} sends another number of bytes than {size}"
+                    trouble = f"node {holder.node_id} does not send {size} bytes"
             if turn + 1 < ROUNDS:
                 await asyncio.sleep(backoff.advance())
         raise LinkError(f"the gradient of {unit} in step {step} could not be fetched ({trouble})")
 
     async def measure_line(self, peer: PlacedStage, pass_through: PassThrough) -> LineRate | None:
-        """The line to a node, over a connection of its own; None if it does not answer."""
+        """Measure the line to a node over a separate connection. None if the node does not answer."""
         name = self._identity.server_name(peer.node_id)
         try:
             async with open_channel(peer.address, identity=self._identity, server_name=name) as channel:
@@ -170,18 +170,18 @@ class LayerPeers:
             return None
 
     async def _receive(self, place: LayerPlace, holder: PlacedStage, data: bytearray) -> None:
-        """Append what is missing of the file."""
+        """Append the missing part of the file."""
         request = LayerRequest(step=place.step, unit=place.unit, sha256=place.sha256, offset=len(data))
         async for chunk in get_layer(self._channel(holder), request):
             if len(data) + len(chunk) > place.bytes:
-                raise NotHeldError("it sends more than the file has")
+                raise NotHeldError("it sends more bytes than the file has")
             data += chunk
             self.bytes_came(len(chunk))
         if len(data) < place.bytes:
             raise LinkError(f"it ends at byte {len(data)} of {place.bytes}")
 
     def _order(self, holders: Sequence[PlacedStage], unit: str) -> list[PlacedStage]:
-        """Each node begins with another holder for each unit, so that all of them send."""
+        """The holders in an order that depends on node and unit, so that all of them serve."""
         if not holders:
             return []
         mark = hashlib.sha256(f"{self._identity.node_id} {unit}".encode()).digest()

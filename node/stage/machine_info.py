@@ -1,4 +1,4 @@
-"""The machine as a run sees it: its devices, their memory and speed, and sums in a fixed order."""
+"""The machine's description for a run (devices, memory, speed), and how to sum in a fixed order."""
 
 import os
 import platform
@@ -22,21 +22,21 @@ from wire.identity.enrolment import MPS, Hardware
 MATRIX = 1024
 MEASURE_SECONDS = 0.2
 HOST_SHARE = 0.5
-"""The share of the free main memory for what does not fit on the GPUs."""
+"""The share of free main memory that may hold what does not fit on the GPUs."""
 ASK_SECONDS = 120.0
-"""Loading torch may take long on a slow disk."""
+"""The seconds for a process to report free memory. Loading torch may take long on a slow disk."""
 _ASK = "import sys, torch; print(min(torch.cuda.mem_get_info(int(index))[0] for index in sys.argv[1:]))"
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` takes the first GPU of NVIDIA or AMD, else the CPU. Raises UserError for a device that is not
-    there, or that this program does not compute on."""
+    """The device for `--device`. `auto` is the first GPU of NVIDIA or AMD, else the CPU. Raises UserError for
+    a missing or unsupported device."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(wanted)
     if device.type == "xpu":
         raise UserError(
-            "--device xpu: this program does not compute on Intel's GPUs: use cpu, or a GPU of NVIDIA or AMD"
+            "--device xpu: thinwire does not compute on Intel GPUs: use cpu, or a GPU of NVIDIA or AMD"
         )
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError(
@@ -62,12 +62,12 @@ def describe(
     """The devices' name and memory, and the machine's cores.
 
     A GPU's memory is what is free on it now; of several, the least, because each process holds as much as the
-    others. Processes on a CPU get an equal share of its memory.
+    others. Processes on a CPU share its memory equally.
 
     Args:
-        most_bytes: above 0, the owner's limit for each GPU or for the machine. On a GPU torch enforces it.
-        most_host_bytes: the owner's limit of main memory for what does not fit on the GPUs; None is a share
-            of what is free.
+        most_bytes: if above 0, the owner's limit for each GPU or for the machine. torch enforces it on a GPU.
+        most_host_bytes: the owner's limit of main memory for what does not fit on the GPUs; None: a share of
+            the free memory.
 
     Raises UserError for a GPU that cannot be used.
     """
@@ -83,7 +83,7 @@ def describe(
         share = int(HOST_SHARE * available_bytes())
         host = (share if most_host_bytes is None else min(most_host_bytes, 2 * share)) // len(chosen)
     else:
-        # A Mac's GPU has the main memory, and its driver says how much of it does not slow it down.
+        # A Mac's GPU uses main memory, and its driver reports how much of it works at full speed.
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         name, memory = first.type, torch.mps.recommended_max_memory() if first.type == MPS else whole
         memory = min(memory, most_bytes or memory) // len(chosen)
@@ -95,16 +95,16 @@ def describe(
         devices=len(chosen),
         tensor_parallel=tensor_parallel,
         host_bytes=host,
-        # Nobody has measured whether Metal sums in a fixed order: no other node is of this one's kind, and
-        # none is compared with it.
+        # It is unknown whether Metal sums in a fixed order, so no other node counts as the same kind, and no
+        # results are compared with this one's.
         arithmetic=(f"{secrets.token_hex(4)}, " if first.type == MPS else "") + arithmetic(first),
     )
 
 
 def arithmetic(device: torch.device) -> str:
-    """What the bits of a node's results depend on, besides its devices: torch and its kernels, and the chip.
+    """What the bits of a node's results depend on besides its devices: torch, its kernels, and the chip.
 
-    Sums on a CPU also depend on how many threads share them.
+    Sums on a CPU also depend on the number of threads.
     """
     if device.type == "cuda":
         return f"torch {torch.__version__}, {kind_of(device).name}"
@@ -115,7 +115,7 @@ def arithmetic(device: torch.device) -> str:
 
 
 def cannot_compute(training: TrainingSection, device: torch.device) -> str | None:
-    """Why this device cannot compute a stage of such a run, and what to do; None if it can. CPUs can."""
+    """Why this device cannot compute a stage of this run, and what to do; None if it can. CPUs can."""
     kind = kind_of(device)
     name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else str(device)
     if training.compute == "fp8" and not kind.fp8_products:
@@ -133,9 +133,9 @@ def cannot_compute(training: TrainingSection, device: torch.device) -> str | Non
 
 
 def _free_elsewhere(others: Sequence[torch.device]) -> int:
-    """Free bytes on the fullest of these GPUs.
+    """The least free bytes among these GPUs.
 
-    A separate process asks, because asking takes hundreds of megabytes of each GPU until the process ends.
+    A separate process asks, because asking takes hundreds of megabytes on each GPU until the process ends.
 
     Raises UserError.
     """
@@ -143,13 +143,13 @@ def _free_elsewhere(others: Sequence[torch.device]) -> int:
     asked = subprocess.run(words, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
     if asked.returncode != 0:
         names = ", ".join(map(str, others))
-        why = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        raise UserError(f"this node cannot use {names} ({why}): lower --gpus, or look at nvidia-smi")
+        reason = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise UserError(f"this node cannot use {names} ({reason}): lower --gpus, or look at nvidia-smi")
     return int(asked.stdout)
 
 
 def limit_memory(device: torch.device, most_bytes: int) -> None:
-    """Limit the GPU memory that torch uses in this process; 0 is no limit."""
+    """Limit the GPU memory that torch uses in this process; 0: no limit."""
     if device.type != "cuda" or most_bytes == 0:
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -158,7 +158,7 @@ def limit_memory(device: torch.device, most_bytes: int) -> None:
 
 
 def measure_flops(device: torch.device) -> float:
-    """Floating-point operations a second of float32 matrix products; takes a fraction of a second."""
+    """Floating-point operations per second in float32 matrix products. Takes a fraction of a second."""
     matrix = torch.ones(MATRIX, MATRIX, device=device)
     torch.mm(matrix, matrix)
     products, began = 0, time.perf_counter()
@@ -170,14 +170,14 @@ def measure_flops(device: torch.device) -> float:
 
 
 def fix_order(device: torch.device) -> None:
-    """Make this process compute sums in a fixed order, so that a repeated step gives the same bits.
+    """Make this process sum in a fixed order, so that a repeated step gives the same bits.
 
-    Call it before the device's first matrix product. Without it FlashAttention's backward adds with atomics,
+    Call it before the device's first matrix product. Without it, FlashAttention's backward adds with atomics,
     and torch prefers cuDNN's attention, whose backward has no fixed order either.
     """
     if device.type != "cuda":
         return
-    # Only these workspace sizes make cuBLAS choose the same algorithm every time.
+    # cuBLAS chooses the same algorithm every time only with these workspace sizes.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # mypy does not see the module's property.

@@ -30,16 +30,16 @@ class NodeMeter:
     def __init__(self, clock: StageClock, device: torch.device, line: Line, metrics: NodeMetrics) -> None:
         """
         Args:
-            clock: what the compute thread does.
+            clock: records what the compute thread does.
             line: the node's line, which its links measure.
-            metrics: get every report.
+            metrics: receive every report.
         """
         self._clock = clock
         self.sync = ClockSync()
         self.line = line
         self._metrics = metrics
         self.relay: Relay | None = None
-        """The relay that this node offers to others, if it does."""
+        """The relay that this node offers to others, if any."""
         self.ring = SpanRing()
         self._traced = TracedSteps.parse("off")
         self._device = device
@@ -47,13 +47,13 @@ class NodeMeter:
         self._counted_from: Times | None = None
 
     def trace(self, steps: TracedSteps) -> None:
-        """Report the spans of these steps; by default of none."""
+        """Report the spans of these steps; of none by default."""
         self._traced = steps
 
     def transferred(
         self, peer_stage: int, kind: TransferKind, key: TensorKey, start: float, end: float
     ) -> None:
-        """Record one part of a tensor's way over a link; the links call this."""
+        """Record one part of a tensor's transfer over a link. Called by the links."""
         if key.step in self._traced:
             self.ring.record(kind, start, end, key, peer_stage)
 
@@ -76,17 +76,17 @@ class NodeMeter:
         ]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start the totals of a new placement at 0."""
+        """Restart the totals at 0 for a new placement."""
         self._epoch = epoch
         self._counted_from = None
 
     def count_time(self) -> None:
-        """Count time from now on: the first step of the epoch begins."""
+        """Count time from now on, when the epoch's first step begins."""
         if self._counted_from is None:
             self._counted_from = self._clock.snapshot()
 
     def step_begins(self) -> None:
-        """Count a step's time, and what the line carries in it."""
+        """Count a step's time and its traffic."""
         self.count_time()
         self.line.step_begins(time.monotonic())
 
@@ -99,23 +99,23 @@ class NodeMeter:
         row: int = 0,
         expert_load: tuple[float, int] = (0.0, 0),
     ) -> Telemetry:
-        """The report of this moment.
+        """The current report.
 
         Args:
-            links: by neighbour, as `EpochLinks.figures` gives them.
+            links: by neighbour, as from `EpochLinks.figures`.
             codec_of: the name of the codec in use for a kind of tensor.
-            stage: the node's, of `stages`; -1 for none.
-            row: the node's own.
-            expert_load: as `node.stage.stage_model.StageModel.expert_load` gives it.
+            stage: the node's stage of `stages`; -1 for none.
+            row: the node's row.
+            expert_load: as from `node.stage.stage_model.StageModel.expert_load`.
         """
         times: dict[str, float] = {}
         wall = 0.0
         if self._counted_from is not None:
-            # A wait that began before the count may not be over.
+            # A wait that began before the count may not have ended.
             grown = difference(self._clock.settled(), self._counted_from)
             times = {kind.value: max(0.0, spent) for kind, spent in grown.items()}
             wall = sum(times.values())
-        # The only reading of the wall clock: everything else uses the monotonic one.
+        # The wall clock is read only here; everything else uses the monotonic clock.
         skew = time.time() - (time.monotonic() + self.sync.offset) if self.sync.known else 0.0
         on_gpu = self._device.type == "cuda"
         resident = resident_bytes()
@@ -135,7 +135,7 @@ class NodeMeter:
                 for peer, link in sorted(links.items())
             ),
             memory_bytes=resident,
-            # The system counts the two separately.
+            # The system counts the current and the peak size separately.
             peak_memory_bytes=max(resident, peak_resident_bytes()),
             gpu_memory_bytes=torch.cuda.memory_allocated(self._device) if on_gpu else 0,
             gpu_peak_memory_bytes=largest_allocated(self._device) if on_gpu else 0,
@@ -155,12 +155,12 @@ class NodeMeter:
 
 
 def _carried(direction: Direction) -> Direction:
-    """Links carry held-out samples as activations."""
+    """The direction, with held-out samples counted as activations."""
     return Direction.ACTIVATION if direction is Direction.HELD_OUT else direction
 
 
 def resident_bytes() -> int:
-    """The process's resident set now; 0 where the system does not say."""
+    """The bytes of the process's resident set now; 0 where the system does not report them."""
     try:
         pages = Path("/proc/self/statm").read_bytes().split()[1]
     except (OSError, IndexError):
@@ -169,6 +169,6 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The process's largest resident set so far."""
+    """The bytes of the process's largest resident set so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,12 +1,11 @@
-"""Checks whether a stage's memory plan still holds, by what its steps take, and makes another plan if not.
-Pure.
+"""Checks whether a stage's memory plan still holds, from measured steps, and makes another plan if not. Pure.
 
-A plan rests on an estimate of memory and on times that were measured before the run. Between two steps,
-the peak of the tensors and the time of a microbatch are compared with it; what is off by more than 5 %
-goes into another plan. The first step with a plan compiles and does not count. The second step is checked,
-then the one 2 later, 4 later and so on, and after a change again from the second one (the exponential
-back-off of policy evolution in Adacc, Chen et al. 2025). A device that still runs out of memory gets a plan
-for a tenth less, until no plan needs less. No plan changes a bit.
+A plan rests on an estimate of memory and on times that were measured before the run. Between two steps, the
+peak of bytes in tensors and the time of a microbatch are compared with the plan. If one is off by more than 5
+%, a new plan uses the measurement. The first step with a plan compiles and does not count. The second step is
+checked, then the one 2 later, 4 later and so on, and after a change again from the second one (the
+exponential back-off of policy evolution in Adacc, Chen et al. 2025). A device that still runs out of memory
+gets a plan for a tenth less, until no plan needs less. No plan changes a bit.
 """
 
 from dataclasses import dataclass, replace
@@ -17,38 +16,38 @@ from node.tuning.memory import FIXED_BYTES
 from node.tuning.memory_plan import MemoryPlan, Room, planned_again
 
 OFF = 0.05
-"""If something is off by a larger share, a new plan is made."""
+"""The relative error of memory or time above which a new plan is made."""
 GAIN = 0.01
-"""Another plan that fits has to save this share of a microbatch's time."""
+"""The share of a microbatch's time that a new plan must save if the present one still fits."""
 LESS = 0.1
-"""The share by which a memory that was not enough is reduced."""
+"""The share by which the planned memory is reduced after running out."""
 FIRST_LOOK = 2
-"""Steps with a plan until the first look."""
+"""Steps with a plan until the first check."""
 MOST_STEPS = 1024
 """The most steps between two checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What a step took on the device."""
+    """What a step used on the device."""
 
     most_bytes: int = 0
-    """The peak of the bytes in tensors; 0 if the device does not say."""
+    """The peak of bytes in tensors; 0 if the device does not report it."""
     seconds: float = 0.0
-    """The seconds of forward and backward of a microbatch; 0 if not known."""
+    """The seconds of forward and backward of a microbatch; 0 if unknown."""
 
 
 class MemoryControl:
-    """The memory control of one stage as it is built."""
+    """The memory control of a stage that has been built."""
 
     def __init__(self, config: RunConfig, stages: int, stage: int, room: Room) -> None:
-        """`config`: the run file as the stage has it."""
+        """`config`: the run file with the stage's storage."""
         self._config, self._stages, self._stage, self._room = config, stages, stage, room
         self._times: BlockTimes = room.times or assumed_times(config, room.devices)
         self._memory = room.memory_bytes
-        """The memory to plan for: what the node offers, less the error of the estimate."""
+        """The bytes to plan for: what the node offers, less the error of the estimate."""
         self._most: int | None = None
-        """The most memory to plan for after the device ran out of it."""
+        """The most bytes to plan for after the device ran out of memory."""
         self._wait = 1
         """Steps between two comparisons with the plan."""
         self._left = FIRST_LOOK
@@ -56,7 +55,7 @@ class MemoryControl:
         self.plan = room.plan(config, stages, stage)
 
     def step_done(self, taken: Taken) -> MemoryPlan | None:
-        """A step with the present plan took this; another plan, if one is better."""
+        """A step with the present plan used this. Returns a better plan, if there is one."""
         if self._room.memory_bytes == 0:
             return None
         self._left -= 1
@@ -70,7 +69,7 @@ class MemoryControl:
         return plan
 
     def ran_short(self) -> MemoryPlan | None:
-        """The device ran out of memory with the present plan: one that takes less; None if none does."""
+        """The device ran out of memory with the present plan. Returns a plan for less, if there is one."""
         total = self.plan.memory.total
         self._most = min(total, self._most or total) - int(LESS * self.plan.memory.own)
         plan = self._planned(self._most)
@@ -122,7 +121,7 @@ class MemoryControl:
 
 
 def _scaled(times: BlockTimes, factor: float) -> BlockTimes:
-    """All compute takes that much longer; copies do not."""
+    """The times with compute slower by this factor; copies stay the same."""
     return replace(
         times,
         forward=factor * times.forward,

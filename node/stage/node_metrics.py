@@ -14,13 +14,13 @@ from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
 
 _SELF = Place(0, -1)
-"""Stands for the node's stage, which may change."""
+"""A fixed place that represents the node's stage, which may change."""
 MOST_ROWS = 256
-"""Rows that a grid may have."""
+"""The most rows of a grid."""
 
 
 class NodeMetrics:
-    """Adds up one node's reports over its epochs."""
+    """Accumulates one node's reports over its epochs."""
 
     def __init__(self, *, node_id: str, run_id: str, device: str) -> None:
         self._labels = node_id, run_id, device
@@ -30,20 +30,20 @@ class NodeMetrics:
         self._ledger = Ledger()
 
     def report(self, telemetry: Telemetry, stage: int, stages: int) -> None:
-        """Add the newest totals; the node has stage `stage` of `stages`, -1 for none."""
+        """Take the newest totals. The node has stage `stage` of `stages`, -1 for none."""
         if self._newest.epoch != telemetry.epoch or _codecs(self._newest) != _codecs(telemetry):
             self._count()
         self._newest, self._stage, self._stages = telemetry, stage, stages
 
     def _count(self) -> None:
-        """Add what the newest report has over the one that was counted last: few reports are looked at."""
+        """Add the growth since the last counted report. This is lazy because few reports are looked at."""
         before = self._counted if self._counted.epoch == self._newest.epoch else Telemetry()
         growth = self._ledger.growth(_SELF, self._stages, before, self._newest, rows=MOST_ROWS)
         self._ledger.count(growth)
         self._counted = self._newest
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format, version 0.0.4."""
+        """All metrics in Prometheus' text format, version 0.0.4."""
         self._count()
         newest, families = self._newest, Families(NODE_METRICS)
         families.set("build_info", 1, VERSION, PROTOCOL)
@@ -64,7 +64,7 @@ class NodeMetrics:
         links = self._ledger.links
         for (sender, receiver), link in links.items():
             if sender == _SELF:
-                # It counts the damaged frames that came to it.
+                # The receiver counts the damaged frames.
                 rejects = links[receiver, sender].rejects
                 families.set_link_totals("node_link_", replace(link, rejects=rejects), _peer(*receiver))
         for link in self._newest.links:
@@ -72,18 +72,18 @@ class NodeMetrics:
 
 
 def _codecs(telemetry: Telemetry) -> list[str]:
-    """The codecs of its flows. Bytes are counted by direction, so a change of codec begins a new count."""
+    """The codecs of its flows. Bytes are counted by direction, so a change of codec starts a new count."""
     return [flow.codec for link in telemetry.links for flow in link.flows]
 
 
 def _peer(replica: int, stage: int) -> str:
-    """A neighbour's name: its stage, after its row if that is not the first."""
+    """A neighbour's name: its stage, preceded by its row if that is not the first."""
     return f"{replica}/{stage}" if replica else str(stage)
 
 
 @contextlib.asynccontextmanager
 async def serve_metrics(listen: str, render: Callable[[], bytes]) -> AsyncIterator[str]:
-    """Answer `GET /metrics` at `listen` (host:port) inside the block; gives the address bound. UserError."""
+    """Answer `GET /metrics` at `listen` (host:port); yields the bound address. Raises UserError."""
     from aiohttp import web
 
     async def metrics(_request: web.Request) -> web.Response:

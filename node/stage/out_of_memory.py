@@ -1,10 +1,10 @@
-"""Running out of memory: recognizes it, explains it in one line, and offers less memory the next time.
+"""Handles running out of memory: recognizes it, explains it in one line, and offers less memory next time.
 
 The memory estimate refuses stages that cannot fit before anything is allocated. But other programs use a
 device too, and estimates can be wrong. A node that runs out of memory continues with a plan for less
-(`node.stage.memory_control`). If no plan needs less, it ends, because every later step would fail too.
-When a service manager starts it again, it offers less than that stage needs for a day, so that the
-coordinator does not assign the same stage again.
+(`node.stage.memory_control`). If no plan needs less, it ends, because every later step would fail too. If a
+service manager restarts it, it offers less than that stage needs for a day, so that the coordinator does not
+assign the same stage again.
 """
 
 import errno
@@ -33,14 +33,14 @@ _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
 RuntimeErrors."""
 
 REMEDY = (
-    "end what else uses that memory, or join with more (another --device, --gpus with --tensor-parallel), or "
-    "let the run take a smaller training.microbatch, a narrower pipeline.window, storage.preset agoq or "
-    "compact, or more pipeline.stages"
+    "close other programs that use this memory, or join with more (another --device, --gpus with "
+    "--tensor-parallel), or give the run a smaller training.microbatch, a narrower pipeline.window, "
+    "storage.preset agoq or compact, or more pipeline.stages"
 )
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an allocation failed, in main memory or on a device."""
+    """Whether an allocation failed in main memory or on a device."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -49,13 +49,13 @@ def ran_out(error: BaseException) -> bool:
 
 
 def device_memory_text(device: torch.device) -> str:
-    """A device's total and free memory in words. Call it in the process that computes there."""
+    """A device's total and free memory in words. Call it in the process that computes on the device."""
     if device.type == "cuda":
         try:
             free, total = torch.cuda.mem_get_info(device)
             own = held(device)
         except RuntimeError:
-            return f"{device} does not say how much it has"
+            return f"{device} does not report how much memory it has"
         return (
             f"{device} has {bytes_text(total)}, of which {bytes_text(own.reserved)} are this process's "
             f"({own}) and {bytes_text(free)} free"
@@ -73,10 +73,10 @@ def exhausted(
     """The error of a node whose `device` ran out of memory.
 
     Args:
-        there: what `device_memory_text` returned.
-        offered: bytes of each device that the node offered when it joined.
-        stage: of `stages`; below 0 if it had none yet.
-        need: the estimate of that stage on each device.
+        there: the result of `device_memory_text`.
+        offered: the bytes of each device that the node offered when it joined.
+        stage: the stage of `stages`; below 0 if the node had none yet.
+        need: the stage's estimated bytes on each device.
     """
     at = "before it had a stage"
     if stage >= 0:
@@ -89,7 +89,7 @@ def exhausted(
 
 @dataclass(frozen=True)
 class MemoryNote:
-    """The note of one node; it only counts for the same options."""
+    """A node's record of a stage that did not fit. It only counts for the same options."""
 
     directory: Path
     """The node's state directory, of one run."""
@@ -105,7 +105,7 @@ class MemoryNote:
             log.warning("this node may be given the same stage again: %s", error)
 
     def limit(self, hardware: Hardware) -> Hardware:
-        """The hardware, with less memory if a valid note says so; logs that."""
+        """The hardware, with less memory if a valid note requires it, which is logged."""
         path = self.directory / NOTE_FILE
         try:
             note = json.loads(path.read_bytes())
@@ -116,12 +116,12 @@ class MemoryNote:
             return hardware
         log.warning(
             "a stage that was estimated to need %s ran out of memory here: this node offers less than that "
-            "for a day (another --max-memory, or deleting %s, ends it)",
+            "for a day (to end this, change --max-memory or delete %s)",
             bytes_text(need),
             path,
         )
         return replace(hardware, memory_bytes=need - 1)
 
     def _of(self, hardware: Hardware) -> list[str | int]:
-        # Without the memory: on a GPU that changes with other programs.
+        # Memory is left out, because on a GPU it changes with other programs.
         return [hardware.device, hardware.devices, hardware.tensor_parallel, self.most_bytes]

@@ -1,4 +1,4 @@
-"""Measures how long packing a block's tensors takes on this node's own device, operator by operator."""
+"""Measures how long packing a block's tensors takes on this node's device, operator by operator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """One way through forward, and through backward."""
+    """One way to compute forward and backward."""
 
     forward: Callable[[], object]
     backward: Callable[[], object]
 
 
 def pack_times(config: RunConfig, device: torch.device) -> tuple[PackTime, ...]:
-    """The times of each kind and form in which blocks of this run may be stored (`stored_forms`), for a
-    microbatch; what takes a whole one is measured on a single sample.
+    """The times for a microbatch of each kind and form in which blocks of this run may be stored
+    (`stored_forms`). Work on a whole microbatch is measured on a single sample.
 
     Kernels of norms and activations pack their own results: their time is the difference from the kernels
-    that pack nothing.
+    that do not pack.
     """
     samples, work = config.training.microbatch, _Kinds(config, device)
     plain: dict[str, tuple[float, float]] = {}
@@ -49,20 +49,20 @@ def pack_times(config: RunConfig, device: torch.device) -> tuple[PackTime, ...]:
 
 
 def _timed(device: torch.device, works: list[_Work]) -> tuple[float, float]:
-    """The seconds of forward and backward of all of these."""
+    """The seconds of forward and backward of all this work."""
     totals = [seconds_of(device, work.forward, work.backward) for work in works]
     return sum(part for part, _ in totals), sum(part for _, part in totals)
 
 
 class _Kinds:
-    """Tensors of one sample, as a block has them."""
+    """Tensors of one sample, with the shapes that a block has."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._dtype = HALVES.get(config.training.precision, torch.float32)
 
     def of(self, kind: str, bits: int) -> list[_Work]:
-        """The operators for one kind of tensor that is kept in this many bits; 0 as computed."""
+        """The operators for one kind of tensor that is kept in this many bits; 0: as computed."""
         widths = family_of(self._config.model).kept_widths(self._config.model)[kind]
         if kind == "norm_input":
             return [self._norm(width, bits) for width in widths]

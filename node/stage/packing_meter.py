@@ -1,8 +1,8 @@
-"""What packing costs this node, codec by codec: in its trials before its first step, and in its steps.
+"""The cost of packing on this node for each codec: from trials before its first step, and from its steps.
 
-Steps show what trials cannot: that compute, or other programs, use the same cores. What slows one codec
-slows all that pack in the same way, by about the same factor. This factor holds until steps use such a
-codec again, so that a codec that proved slow does not seem fast when it is not used.
+Steps show what trials cannot: that compute, or other programs, use the same cores. What slows one codec slows
+all that pack in the same way by about the same factor. The factor stays until steps use such a codec again,
+so that a codec that proved slow does not seem fast when it is not used.
 """
 
 import time
@@ -18,20 +18,20 @@ from wire.codecs.formats import codec_format
 from wire.telemetry import CodecTime, CodecTimes
 
 TOLD_AGAIN = 0.2
-"""A change of this share of a time is news."""
+"""The relative change of a time from which it is reported again."""
 LEAST_TENSORS = 8
-"""Packed and unpacked with codecs of a family, before they say how fast it is."""
+"""How many tensors must be packed and unpacked with a family's codecs before its speed is known."""
 
 
 class PackingMeter:
-    """Measures the cost of packing. One thread adds, and any thread may ask."""
+    """Measures the cost of packing. One thread adds; any thread may read."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._tried: dict[str, CodecTime] = {}
         self._factors: dict[str, float] = {}
         self._spent: dict[str, list[tuple[float, float]]] = {}
-        """For each family and tensor since the last news: its seconds, and those expected from the trial."""
+        """For each family, the seconds of each tensor since the last report, and the expected ones."""
         self._told: dict[str, CodecTime] = {}
 
     def tried(self, codec: str, pack: float, unpack: float) -> None:
@@ -41,7 +41,7 @@ class PackingMeter:
 
     @contextmanager
     def spent(self, kind: WorkKind, codec: str, elements: int) -> Iterator[None]:
-        """Count the block: a tensor of a step."""
+        """Count the time of the block as work on a tensor of a step."""
         began = time.perf_counter()
         yield
         self.add(kind, codec, elements, time.perf_counter() - began)
@@ -57,7 +57,7 @@ class PackingMeter:
                 self._spent.setdefault(alike, []).append((seconds, expected))
 
     def news(self) -> CodecTimes | None:
-        """What the coordinator should know; None if nothing has changed much."""
+        """The times to report to the coordinator; None if nothing has changed much."""
         with self._lock:
             for alike, tensors in self._spent.items():
                 expected = sum(each for _, each in tensors)
@@ -71,7 +71,7 @@ class PackingMeter:
             return CodecTimes(times=tuple(now.values()))
 
     def forget_told(self) -> None:
-        """Another process may coordinate the run, so that all is news."""
+        """Report everything again, because another process may coordinate the run."""
         with self._lock:
             self._told = {}
 
@@ -81,8 +81,8 @@ class PackingMeter:
 
 
 def packing_meter(config: RunConfig, device: torch.device) -> PackingMeter | None:
-    """The meter of a stage on this device; None without planned codecs, or on a GPU, where packing counts as
-    free."""
+    """The meter of a stage on this device; None if codecs are not planned, or on a GPU, where packing counts
+    as free."""
     return PackingMeter() if config.pipeline.plans_codecs and device.type == "cpu" else None
 
 

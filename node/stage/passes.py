@@ -15,20 +15,20 @@ from node.model.chunk import Chunk, compute_precision
 from node.model.past import Past, Slice
 
 Call = Callable[[Tensor, Tensor | None, Documents | None, Slice | None], Tensor]
-"""Maps a chunk's input to hidden states, or with labels to the mean loss; attention stays in documents. Of a
-slice the loss is its share of the microbatch's."""
+"""Maps a chunk's input to hidden states or, with labels, to the mean loss. Attention does not cross
+documents. The loss of a slice is its share of the microbatch's loss."""
 
 
 class Passes(Protocol):
     """The passes of one chunk. Several microbatches may be between forward and backward."""
 
     def begin_step(self, loss_weight: float = 1.0) -> None:
-        """Drop the microbatches of an unfinished step; weights may have changed. `loss_weight` multiplies
-        losses where labels are masked or the loss is scaled."""
+        """Drop the microbatches of an unfinished step. Weights may have changed. `loss_weight` multiplies
+        losses if labels are masked or the loss is scaled."""
         ...
 
     def weights_changed(self) -> None:
-        """The weights have changed within a step: later passes use the new weights."""
+        """The weights have changed within a step: use the new weights from now on."""
         ...
 
     def forward(
@@ -39,7 +39,7 @@ class Passes(Protocol):
         documents: Documents | None = None,
         number: int = 0,
     ) -> Tensor:
-        """See `node.stage.stage_model.StageModel.forward`; `number` is the slice's."""
+        """See `node.stage.stage_model.StageModel.forward`. `number`: the slice."""
         ...
 
     def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
@@ -48,7 +48,7 @@ class Passes(Protocol):
 
 
 class _Given(torch.autograd.Function):
-    """A scalar whose backward gives `made` this gradient."""
+    """A scalar whose backward gives `output` this gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class _Given(torch.autograd.Function):
 
 
 class _SliceInput(torch.autograd.Function):
-    """The input of a slice, whose gradient goes to `flight`; nothing holds the input for it."""
+    """The input of a slice. Its gradient is stored in `flight`, so nothing keeps the input."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, fed: Tensor, flight: "_SliceInFlight") -> Tensor:
@@ -75,7 +75,7 @@ class _SliceInput(torch.autograd.Function):
 
 
 class _SliceOutput(torch.autograd.Function):
-    """A scalar whose backward gives the slice's output the gradient that `flight` has by then."""
+    """A scalar whose backward gives the slice's output the gradient that `flight` has at that time."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, flight: "_SliceInFlight") -> Tensor:
@@ -90,20 +90,20 @@ class _SliceOutput(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _SliceInFlight:
-    """A slice between its forward and its backward. It holds neither input nor output: of a long sample they
-    take more memory than what blocks keep in few bits."""
+    """A slice between its forward and its backward. It holds neither input nor output: for a long sample
+    these take more memory than the tensors that blocks keep in few bits."""
 
     end: Tensor | None = None
-    """A scalar that backward starts from."""
+    """The scalar from which backward starts."""
     of_input: Tensor | None = None
     of_output: Tensor | None = None
 
 
 def backward_from(output: Tensor, gradient: Tensor | None) -> None:
-    """Backward from a chunk's output with the gradient of its shape, or from a scalar loss with None.
+    """Run backward from a chunk's output with the gradient of the output, or from a scalar loss with None.
 
-    `torch.autograd.backward(made, gradient)` has the same bits, but imports sympy to compare two shapes: on a
-    CPU half a second before the first step ends, and 34 MiB for as long as the process lives.
+    `torch.autograd.backward(output, gradient)` gives the same bits but imports sympy to compare two shapes.
+    On a CPU that takes half a second in the first step, and 34 MiB for the process's lifetime.
     """
     if gradient is not None:
         output = _Given.apply(output, gradient)  # type: ignore[no-untyped-call]  # torch's
@@ -152,9 +152,9 @@ class AutogradPasses:
         """
         Args:
             precision: `[training] precision`.
-            shares: the loss of a microbatch is divided by this,
-            weighs_loss: and multiplied by what `begin_step` is given.
-            slices: the positions of each slice of a microbatch, where it is cut.
+            shares: divides a microbatch's loss.
+            weighs_loss: whether `begin_step`'s weight multiplies it.
+            slices: the positions of each slice of a microbatch, if it is cut into slices.
         """
         self._call = call
         self._precision = precision
@@ -166,7 +166,7 @@ class AutogradPasses:
         """Slices in flight, by microbatch and slice."""
         self._pasts: dict[int, Past] = {}
         """The keys and values of microbatches that are cut into slices."""
-        # A tensor, so that a CUDA graph reads the present value.
+        # A tensor, so that a CUDA graph reads its current value.
         self._loss_weight = torch.ones((), device=device) if weighs_loss else None
 
     def begin_step(self, loss_weight: float = 1.0) -> None:
@@ -199,7 +199,7 @@ class AutogradPasses:
         self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None, number: int
     ) -> Tensor:
         past = self._pasts.setdefault(microbatch, Past(self._slices))
-        # The slice's tokens weigh as much as any of the microbatch.
+        # Each token of a microbatch has the same weight.
         share = len(self._slices[number]) / (self._slices[-1].stop * self._shares)
         factor = share if self._loss_weight is None else self._loss_weight * share
         flight = _SliceInFlight()
@@ -211,7 +211,7 @@ class AutogradPasses:
             flight.end = _SliceOutput.apply(result, flight) if labels is None else result  # type: ignore[no-untyped-call]
             self._sliced[microbatch, number] = flight
         elif number == len(self._slices) - 1:
-            # No backward follows: what later slices see was all that was kept.
+            # Without a backward, later slices only needed the keys and values.
             del self._pasts[microbatch]
         return result.detach()
 
@@ -239,7 +239,7 @@ class AutogradPasses:
             del self._pasts[microbatch]
         flight.of_output, end = gradient, flight.end
         assert end is not None
-        # The graph knows the flight, and is not to be held by it.
+        # The graph holds the flight, which must not hold the graph.
         flight.end = None
         torch.autograd.backward(end)
         return flight.of_input

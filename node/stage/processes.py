@@ -1,4 +1,4 @@
-"""Starts and watches the processes of a node's other devices. If one of them ends, the node ends."""
+"""Starts and watches the processes of a node's other devices. If one of them ends, the node ends too."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def choose_devices(wanted: str, count: int) -> tuple[torch.device, ...]:
     if wanted == "auto" and count > 1 and first.type == "cpu":
         raise UserError(
             f"--gpus {count}: this machine has no GPU that torch can use: install a CUDA build of torch and "
-            f"its driver, leave --gpus out, or say --device cpu for {count} processes on its CPU"
+            f"a driver, leave --gpus out, or use --device cpu for {count} processes on its CPU"
         )
     return devices(first, count)
 
@@ -65,14 +65,14 @@ def devices(first: torch.device, count: int) -> tuple[torch.device, ...]:
     names = {torch.cuda.get_device_name(device) for device in chosen}
     if len(names) > 1:
         raise UserError(
-            f"--gpus {count} takes unlike GPUs ({', '.join(sorted(names))}), and the slowest would hold up "
-            "the others: choose alike ones with CUDA_VISIBLE_DEVICES"
+            f"--gpus {count} would use unlike GPUs ({', '.join(sorted(names))}), and all would wait for the "
+            "slowest: choose equal ones with CUDA_VISIBLE_DEVICES"
         )
     return chosen
 
 
 class DeviceGroup:
-    """`node.stage.stage_model.StageDevices` with a process for each device after the first.
+    """Implements `node.stage.stage_model.StageDevices` with one process for each device after the first.
 
     Call `start` on the compute thread and `watch` on the event loop.
     """
@@ -87,14 +87,14 @@ class DeviceGroup:
         """
         Args:
             tensor_parallel: how many devices share each block.
-            most_bytes: the most of each GPU's memory that its process may take; 0 is no limit.
+            most_bytes: the most bytes of each GPU that its process may use; 0: no limit.
 
         Raises:
             UserError: `tensor_parallel` does not divide the number of devices.
         """
         if tensor_parallel < 1 or len(chosen) % tensor_parallel:
             raise UserError(
-                f"--tensor-parallel {tensor_parallel} does not divide --gpus {len(chosen)}: give one "
+                f"--tensor-parallel {tensor_parallel} does not divide --gpus {len(chosen)}: choose a number "
                 "that does"
             )
         self.first = chosen[0]
@@ -111,12 +111,12 @@ class DeviceGroup:
         """Start the other processes and connect to them.
 
         Raises:
-            RunError: the run's microbatches or blocks cannot be shared.
-            DeviceLostError: a process ended before all had connected; `close` then ends the others.
+            RunError: the run's microbatches or blocks cannot be split between the devices.
+            DeviceLostError: a process ended before all had connected. `close` then ends the others.
         """
         count = len(self._devices)
         check_sizes(config, count, self._tensor_parallel)
-        self._folder = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")  # readable to its owner alone
+        self._folder = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")  # only the owner can read it
         meet, room = self._meeting_place, room or Room()
         for rank, device in enumerate(self._devices[1:], start=1):
             words = ["--rank", str(rank), "--count", str(count), "--device", str(device)]
@@ -128,7 +128,7 @@ class DeviceGroup:
                 [*program("stage.worker"), *words],
                 stdin=subprocess.PIPE,
                 text=True,
-                # Ctrl-C is the node's to handle.
+                # The node handles Ctrl-C.
                 start_new_session=True,
             )
             assert worker.stdin is not None
@@ -148,7 +148,7 @@ class DeviceGroup:
     def _meet(self, meeting_place: Path) -> Ranks:
         """Become rank 0 of the group. torch alone would wait minutes for a process that has ended."""
         for rank, worker in enumerate(self._workers, start=1):
-            # A process arrives once torch and its device have loaded; most failures come before.
+            # A process arrives after loading torch and its device, where most failures happen.
             while not arrival(meeting_place, rank).exists():
                 self._all_alive()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -161,12 +161,12 @@ class DeviceGroup:
                     ranks = Ranks(
                         0, len(self._devices), self._devices[0], meeting_place, self._tensor_parallel
                     )
-            except Exception as error:  # `met` carries it to the waiting thread
+            except Exception as error:  # `met` passes it to the waiting thread
                 met.set_exception(error)
             else:
                 met.set_result(ranks)
 
-        # The thread stays if a process has ended: nothing interrupts torch's wait.
+        # If a process has ended, the thread remains, because torch's wait cannot be interrupted.
         threading.Thread(target=meet, name="meeting", daemon=True).start()
         while not wait([met], POLL_SECONDS).done:
             self._all_alive()
@@ -176,17 +176,17 @@ class DeviceGroup:
 
     def _all_alive(self) -> None:
         if (ended := self._ended()) is not None:
-            raise DeviceLostError(f"{ended} before all had met; the node ends with it")
+            raise DeviceLostError(f"{ended} before all had connected, so the node ends too")
 
     async def watch(self) -> None:
-        """Raises StuckError when a process ends unexpectedly: the compute thread may wait for it."""
+        """Raise StuckError when a process ends unexpectedly, because the compute thread may wait for it."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if not self._ending and (ended := self._ended()) is not None:
-                raise StuckError(f"{ended}; the node ends with it")
+                raise StuckError(f"{ended}, so the node ends too")
 
     def exhausted(self) -> tuple[torch.device, str] | None:
-        """The first device whose process ran out of memory, and its description of the device's memory."""
+        """The first device whose process ran out of memory, and that device's memory in words."""
         if self._folder is not None:
             for rank, device in enumerate(self._devices[1:], start=1):
                 with contextlib.suppress(FileNotFoundError):
@@ -211,12 +211,12 @@ class DeviceGroup:
         """End all processes, cleanly if all are alive. Call it on the compute thread unless that hangs.
 
         Args:
-            broken: the ranks are out of step, so one may wait for a collective that never comes.
+            broken: whether the ranks are out of step, so that one may wait for a collective forever.
         """
         self._ending = True
         in_order = False
         if self._leader is not None and not broken and not self.lost():
-            # A process that is just dying does not count as lost yet.
+            # A process that is about to end does not count as lost yet.
             with contextlib.suppress(DeviceLostError):
                 self._leader.close()
                 in_order = True

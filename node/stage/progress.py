@@ -1,7 +1,6 @@
-"""What a node does now, for its owner: the stage, the step, its speed, and what it computes, sends and
-receives.
+"""What a node is doing, shown to its owner: stage, step, speed, and the rates of compute and transfer.
 
-Before the first step it says what the node waits for: compilation, neighbours, or bytes of its state.
+Before the first step, it shows what the node waits for: compilation, neighbours, or bytes of its state.
 """
 
 import logging
@@ -22,27 +21,27 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """The seconds between two readings of a node's clock and links."""
 WINDOW_SECONDS = 10.0
-"""Rates are means over about this long."""
+"""The time in seconds over which rates are averaged."""
 STEPS_REMEMBERED = 15
 FIRST_STEP = "computing its first step, which compiles kernels"
 TAKING = "taking its stage"
 
 
 class Shows(Protocol):
-    """Shows the owner of a machine what its node does (`node.display.volunteer`)."""
+    """Shows the owner of a machine what its node is doing (`node.display.volunteer`)."""
 
     def __call__(self, text: str) -> None:
-        """A line of its own."""
+        """Print a separate line."""
         ...
 
     def now(self, what: str, detail: str = "") -> None:
-        """Show what the node does until the next call; `detail` changes often."""
+        """Show what the node is doing until the next call. `detail` changes often."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A node's totals at one time. They grow, and begin at 0 with each epoch."""
+    """A node's totals at one time. They grow, and restart at 0 with each epoch."""
 
     computing: float
     """The seconds of forward, backward and optimizer."""
@@ -52,12 +51,12 @@ class Reading:
 
 
 class Progress:
-    """Counts steps and bytes; `line` says what there is to say. Call it on the event loop."""
+    """Counts steps and bytes. `line` is the text to show. Call it on the event loop."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, tell: Callable[[str], None] = log.info
     ) -> None:
-        """`tell` shows the owner a line."""
+        """`tell` prints a line for the owner."""
         self._clock = clock
         self.tell = tell
         self._steps = 0
@@ -65,27 +64,27 @@ class Progress:
         self._doing = ""
         self._since = 0.0
         self._waits: dict[str, float] | None = {}
-        """The seconds of each thing done before the first step's end; None after it."""
+        """The seconds of each activity before the end of the first step; None afterwards."""
         self._fetching: tuple[int, int] | None = None
-        """The bytes that have arrived, and those that the whole fetch takes."""
+        """The bytes of the state that have arrived, and the expected total."""
         self._done = 0
         self._seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._last_step = 0.0
         self._readings: deque[tuple[float, Reading]] = deque()
         self._sent = self._received = 0
         self.own_steps = 0
-        """Steps that this node has taken part in."""
+        """The steps in which this node took part."""
 
     def goes_on(self, before: "Progress") -> None:
-        """The same machine, after a pause of the run: what it gave before counts."""
+        """Continue after a pause of the run: add what this machine contributed before."""
         self.own_steps, self._sent, self._received = before.own_steps, before._sent, before._received
 
     def joined(self, steps: int) -> None:
-        """The run has so many steps."""
+        """Set the number of the run's steps."""
         self._steps = steps
 
     def placed(self, place: str) -> None:
-        """The node has a stage from now on, such as "stage 1 of 4"."""
+        """The node has got a stage, such as "stage 1 of 4"."""
         self._begin(place, "")
 
     def _begin(self, place: str, what: str) -> None:
@@ -100,22 +99,22 @@ class Progress:
         self._begin("", why)
 
     def doing(self, what: str) -> None:
-        """Something else than a usual step is on."""
+        """The node is doing something other than a usual step."""
         self._fetching = None
         self._turn_to(what)
 
     def fetching(self, total: int) -> None:
-        """The stage's state, of about `total` bytes, is on its way."""
+        """The stage's state, of about `total` bytes, is being fetched."""
         self._fetching = 0, total
         self._turn_to("fetching its state")
 
     def came(self, count: int) -> None:
-        """Count bytes of a state that have arrived."""
+        """Count bytes of the state that have arrived."""
         if self._fetching is not None:
             self._fetching = self._fetching[0] + count, self._fetching[1]
 
     def step_begins(self) -> None:
-        """The first step of an epoch takes longer."""
+        """A step begins. The first one of an epoch takes longer."""
         self._fetching = None
         self._turn_to("" if self._last_step else FIRST_STEP)
 
@@ -129,11 +128,11 @@ class Progress:
         self.own_steps += 1
         if waits := self._waits:
             each = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in waits.items())
-            self.tell(f"the first step was over {sum(waits.values()):.1f} s after this node joined: {each}")
+            self.tell(f"the first step ended {sum(waits.values()):.1f} s after this node joined: {each}")
         self._waits = None
 
     def _turn_to(self, what: str) -> None:
-        """From now on, the node does this."""
+        """Start another activity."""
         now = self._clock()
         if self._waits is not None and self._since:
             before = self._doing or TAKING
@@ -141,7 +140,7 @@ class Progress:
         self._doing, self._since = what, now
 
     def read(self, reading: Reading) -> None:
-        """Totals of this moment."""
+        """Take the current totals."""
         now = self._clock()
         before = self._readings[-1][1] if self._readings else reading
         self._sent += max(0, reading.sent - before.sent)
@@ -152,11 +151,11 @@ class Progress:
 
     @property
     def is_training(self) -> bool:
-        """Whether steps go on, and nothing else does."""
+        """Whether the node is computing usual steps."""
         return bool(self._place) and not self._doing and bool(self._last_step)
 
     def line(self) -> tuple[str, str]:
-        """What the node does now, and how far it is; empty if there is nothing to say."""
+        """What the node is doing, and its progress; empty if there is nothing to show."""
         if not self.is_training:
             detail = ""
             if self._fetching is not None and self._fetching[0]:
@@ -165,7 +164,7 @@ class Progress:
             return ", ".join(part for part in (self._place, self._doing) if part), detail
         parts = [f"step {self._done}/{self._steps}"]
         if self._seconds:
-            parts.append(f"{duration_text(statistics.median_low(self._seconds))} a step")
+            parts.append(f"{duration_text(statistics.median_low(self._seconds))} per step")
         parts += self._rates()
         if self._seconds:
             left = (self._steps - self._done) * statistics.median_low(self._seconds)
@@ -173,7 +172,7 @@ class Progress:
         return self._place, "   ".join(parts)
 
     def thanks(self) -> str:
-        """What this node contributed, for the end; empty if it took part in no step."""
+        """This node's contribution, shown at the end; empty if it took part in no step."""
         if not self.own_steps:
             return ""
         steps = f"{count_text(self.own_steps)} step{'' if self.own_steps == 1 else 's'}"
@@ -196,7 +195,7 @@ class Progress:
 
 
 def page_address(config: RunConfig, control_address: str) -> str:
-    """The URL of the run's page, as this node reaches the coordinator; empty if it does not."""
+    """The URL of the run's page, as seen from this node; empty if the node cannot reach it."""
     listen = page_listen(config)
     if listen is None:
         return ""

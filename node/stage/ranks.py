@@ -1,12 +1,12 @@
 """The processes of one node that share a stage, joined by `torch.distributed`. Rank 0 leads, others follow.
 
-N ranks are N / T rows of T: the T of a row share each block (tensor parallel) and the positions of the same
-samples, the N / T of a column hold the same shards and take samples of their own (data parallel). Rank r is
-in row r // T and column r % T.
+N ranks form N / T rows of T. The T ranks of a row share each block (tensor parallel) and the positions of the
+same samples. The N / T ranks of a column hold the same shards and have different samples (data parallel).
+Rank r is in row r // T and column r % T.
 
-Commands travel over gloo, which sleeps while it waits and reports a dead process; tensors travel over NCCL
-between GPUs and over gloo between CPUs. Nothing is pickled: a command is eight integers, a state is a file's
-bytes.
+Commands travel over gloo, which sleeps while it waits and reports dead processes. Tensors travel over NCCL
+between GPUs and over gloo between CPUs. Nothing is pickled: a command is eight integers, and a state is the
+bytes of a file.
 """
 
 import os
@@ -30,9 +30,9 @@ from node.training.gradients import Fp8Gradients
 from node.training.optimizer import StageOptimizer
 
 WAIT = timedelta(days=30)
-"""How long followers wait for the next command; a run may pause for days."""
+"""How long followers wait for the next command. A run may pause for days."""
 COLLECTIVE = timedelta(minutes=10)
-"""The limit of a collective. All ranks run the same commands, so they are never further apart."""
+"""The time limit of a collective. All ranks run the same commands, so none is further behind."""
 _FIELDS = 8
 
 
@@ -57,7 +57,7 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class Command:
-    """`Op` and its numbers, which `node.stage.group` defines."""
+    """An `Op` and its numbers, which `node.stage.group` defines."""
 
     op: Op
     numbers: tuple[int, ...] = ()
@@ -72,13 +72,13 @@ class Ranks:
     ) -> None:
         """
         Args:
-            tensor_parallel: how many ranks share each block; divides `count`.
-            meeting_place: a path that does not exist yet, the same for all, which no other user can write to.
+            tensor_parallel: how many ranks share each block. It divides `count`.
+            meeting_place: a path that does not exist yet, the same for all, which no other user can write.
         """
         self.rank = rank
         self.count = count
         self.device = device
-        # Stay on this machine.
+        # Do not leave this machine.
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         if device.type == "cuda":
@@ -96,10 +96,10 @@ class Ranks:
         self._reduces: tuple[Fp8AllReduce, ...] = ()
 
     def _make_groups(self, tensor_parallel: int) -> tuple[TensorRank, dist.ProcessGroup | None]:
-        """This rank's row and column; a column of None is all ranks."""
+        """This rank's row and column. A column of None means all ranks."""
         if tensor_parallel == 1:
             return TensorRank(), None
-        # Every process makes every group, in one order.
+        # Every process creates every group, in the same order.
         everybody = range(self.count)
         starts = range(0, self.count, tensor_parallel)
         rows = [dist.new_group(list(everybody[start : start + tensor_parallel])) for start in starts]
@@ -126,7 +126,7 @@ class Ranks:
         return Command(Op(op), tuple(numbers))
 
     def share_bytes(self, size: int, given: bytes | None = None) -> bytes:
-        """Send the leader's `size` bytes to all; the leader passes them as `given`."""
+        """Send the leader's `size` bytes to all. The leader passes them as `given`."""
         data = torch.empty(size, dtype=torch.uint8)
         if given is not None:
             data.numpy()[:] = np.frombuffer(given, dtype=np.uint8)
@@ -137,7 +137,7 @@ class Ranks:
     # ---- tensors
 
     def scatter(self, whole: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """This rank's samples and positions, of `shape`; the leader passes those of all as `whole`."""
+        """This rank's samples and positions, of `shape`. The leader passes those of all ranks as `whole`."""
         mine = torch.empty(shape, dtype=dtype, device=self.device)
         parts = None
         if whole is not None:
@@ -162,7 +162,7 @@ class Ranks:
         return torch.cat(parts)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Send the leader's tensor to all; the others pass one of the same shape, which is filled."""
+        """Send the leader's tensor to all. The others pass a tensor of the same shape, which is filled."""
         with collective():
             dist.broadcast(tensor, src=0)
         return tensor
@@ -170,7 +170,7 @@ class Ranks:
     # ---- shards, between the ranks of the leader's row
 
     def gather_norms(self, mine: list[float]) -> list[list[float]]:
-        """Norms of every rank in the leader's row, on the leader; empty on the others."""
+        """The norms of every rank in the leader's row, on the leader; empty on the others."""
         sent = torch.tensor(mine, dtype=torch.float64)
         parts = [torch.empty_like(sent) for _ in range(self.count)] if self.rank == 0 else None
         with collective():
@@ -203,7 +203,7 @@ class Ranks:
         gradients = optimizer.gradients
         reduces = []
         if isinstance(gradients, Fp8Gradients):
-            # Backward makes the last layers' gradients first.
+            # Backward computes the last layers' gradients first.
             packed = list(gradients.packed.items())[::-1]
             whole = [main for parameter, main in packed if not optimizer.is_sharded(parameter)]
             shards = [main for parameter, main in packed if optimizer.is_sharded(parameter)]
@@ -214,7 +214,7 @@ class Ranks:
         self._reduces = tuple(reduces)
 
     def forget_gradients(self) -> None:
-        """Free the buffers of an old optimizer before the next one is made."""
+        """Free the buffers of an old optimizer before a new one is created."""
         self.begin_step()
         self._reduces = ()
 
@@ -226,7 +226,7 @@ class Ranks:
                     reduce.reset()
 
     def last_backward(self, optimizer: StageOptimizer, last: bool) -> None:
-        """Say whether the next backward is the last: its gradients are then complete and can be summed."""
+        """Tell whether the next backward is the last: gradients are then complete and can be summed."""
         gradients = optimizer.gradients
         if isinstance(gradients, Fp8Gradients):
             gradients.when_added = self._complete if last else None
@@ -234,8 +234,8 @@ class Ranks:
     def sum_gradients(self, optimizer: StageOptimizer) -> None:
         """Replace every gradient by the sum over all ranks that hold its parameter, the same bits on each.
 
-        A replicated parameter's gradient is partial on every rank, because each has other positions; a
-        shard's gradient is partial in the samples only.
+        A replicated parameter's gradient is partial on every rank, because each has different positions; a
+        shard's gradient is partial only in the samples.
         """
         with collective():
             works = []
@@ -255,18 +255,18 @@ class Ranks:
             reduce.complete(gradient)
 
     def close(self) -> None:
-        """Leave the group; all ranks do."""
+        """Leave the group, together with all other ranks."""
         dist.destroy_process_group()
 
     def abandon(self) -> None:
         """Leave a group whose other ranks do not answer."""
-        # NCCL would wait for the others; on GPUs the end of the process does this.
+        # NCCL would wait for the others. On GPUs, the end of the process frees it.
         if self.device.type == "cpu":
             dist.destroy_process_group()
 
 
 def arrival(meeting_place: Path, rank: int) -> Path:
-    """The file that a rank creates when it is about to make its `Ranks`."""
+    """The file that a rank creates just before it creates its `Ranks`."""
     return meeting_place.with_name(f"rank-{rank}")
 
 

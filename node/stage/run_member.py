@@ -1,4 +1,4 @@
-"""A node as a member of a run: its stage, the epoch that it works on, and its part in snapshots."""
+"""A node as a member of a run: its stage, its current epoch, and its part in snapshots."""
 
 import asyncio
 import contextlib
@@ -88,9 +88,9 @@ class RunMember:
     ) -> None:
         """
         Args:
-            sums: this node's summed gradients, for nodes that follow the run.
-            group: runs the background tasks; their errors end the node.
-            progress: gets what the node is at.
+            sums: this node's gradient sums, for nodes that follow the run.
+            group: runs the background tasks. Their errors end the node.
+            progress: is told what the node is doing.
         """
         self.executor = executor
         self.inbox = Inbox()
@@ -120,7 +120,7 @@ class RunMember:
         self._storage_seconds: dict[tuple[int, int], Mapping[str, float]] = {}
         """Seconds by stage and number of stages, so that a node that returns to a stage answers at once."""
         self._told = (-1, 0, "")
-        """The stage whose memory plan and storage were shown last."""
+        """The stage, number of stages and storage whose memory plan was shown last."""
 
     @property
     def epoch(self) -> int:
@@ -128,7 +128,7 @@ class RunMember:
         return 0 if self._running is None else self._running[0].number
 
     async def handle(self, message: RunMessage) -> None:
-        """Act on a message of the coordinator."""
+        """Handle a message of the coordinator."""
         match message:
             case Placement() if message.epoch != self.epoch:
                 await self._end_epoch()
@@ -163,7 +163,7 @@ class RunMember:
         await self._end_epoch()
 
     def exhausted(self, device: torch.device, on_device: str) -> MemoryExhaustedError:
-        """The error of a node whose `device` ran out of memory, as by `out_of_memory.exhausted`."""
+        """The error for a node whose `device` ran out of memory (`out_of_memory.exhausted`)."""
         executor, offered = self.executor, self._room.memory_bytes
         if executor.stage < 0:
             return out_of_memory.exhausted(device, on_device, offered=offered)
@@ -231,7 +231,7 @@ class RunMember:
         self.progress.placed(f"stage {stage} of {stages}")
 
     def _tell_stored(self, placement: Placement, restore: Restore) -> None:
-        """Say what this stage does to fit, once for each stage that it gets."""
+        """Show how this stage fits in memory, once for each stage that the node gets."""
         stage, stages = placement.stage, len(placement.stages)
         name = restore.storages[stage] if len(restore.storages) == stages else ""
         if (stage, stages, name) != self._told:
@@ -239,12 +239,12 @@ class RunMember:
             self._group.create_task(self._tell_plan(stage, stages, name))
 
     async def _tell_plan(self, stage: int, stages: int, name: str) -> None:
-        """`name`: of the storage that the coordinator chose. A plan of many blocks takes a while."""
+        """`name`: the storage that the coordinator chose. Planning many blocks takes a while."""
         config = self.executor.config
         if name:
             storage = next((choice for choice in allowed_storages(config) if name_of(choice) == name), None)
             if storage is None:
-                return  # the epoch says so
+                return  # the epoch reports it
             self._tell(f"this stage stores activations as the coordinator chose: {words_of(storage)}")
             config = chosen_config(config, storage)
         plan = await asyncio.to_thread(self._room.plan, config, stages, stage)
@@ -253,16 +253,16 @@ class RunMember:
             self._tell(f"to fit in {room}: {done}; about {plan.added:.0%} more time, same bits")
 
     async def _end_epoch(self) -> None:
-        """Stop the epoch's task; its step ends at the next tensor, before the next epoch's first work."""
+        """Stop the epoch's task. Its step ends at the next tensor, before the next epoch's first work."""
         if self._running is None:
             return
         (_, task), self._running = self._running, None
         self.inbox.interrupt("the epoch is over")
         for _ in range(END_EPOCH_SECONDS):
-            # Before Python 3.13 a cancellation that meets a failing child of a task group may be lost.
+            # Before Python 3.13, a cancellation may be lost if a task group's child fails at the same time.
             task.cancel()
             await asyncio.wait([task], timeout=1)
             if task.done():
                 break
         else:
-            raise RunError(f"the stage did not let go within {END_EPOCH_SECONDS} s: start this node again")
+            raise RunError(f"the stage did not stop within {END_EPOCH_SECONDS} s: start this node again")

@@ -77,16 +77,16 @@ from wire.telemetry import Telemetry, relay_path
 from wire.version import PROTOCOL, VERSION
 
 FIRST_OUTAGE_SECONDS = 60.0
-"""The seconds to try to reach the coordinator before its welcome gives the run's limit."""
+"""The seconds to try to reach the coordinator, until its welcome gives the run's limit."""
 LEAVE_SECONDS = 120.0
-"""The seconds for which a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
+"""The seconds that a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
 LEAVE_IDLE_SECONDS = 2.0
-"""The seconds for which a leaving node without a stage waits: it holds nothing."""
+"""The seconds that a leaving node without a stage waits. It holds no state."""
 MOST_PAUSE = 60.0
-"""The longest time between two heartbeats, in seconds, even if the coordinator asks for more."""
+"""The most seconds between two heartbeats, even if the coordinator asks for more."""
 COMPUTING = TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER
 SUMS_PART = 4
-"""One part in this many of the disk space for snapshots is for gradients that followers fetch."""
+"""The divisor that gives the part of the snapshots' disk space for gradients that followers fetch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +95,21 @@ class NodeSettings:
 
     control_address: str
     listen: str
-    """host:port for neighbours' connections; empty: nothing listens."""
+    """host:port for neighbours' connections; empty: do not listen."""
     advertise: str
     name: str = ""
-    """The name that its owner gave it."""
+    """The name that its owner chose."""
     devices: StageDevices
     hardware: Hardware
     flops: float
     cache_directory: Path
     cache_bytes: int
-    """The most that snapshots may take on disk."""
+    """The most bytes of snapshots on disk."""
     allows: OwnerAllows
     relay_rate: float = 0.0
-    """The bytes per second that it relays for others; 0: it does not."""
+    """The bytes per second that it relays for others; 0: it does not relay."""
     maps_port: bool = True
-    """Whether routers may be asked for a port that leads here."""
+    """Whether routers may be asked to forward a port to this node."""
     pacer: Pacer | None = None
     """Limits the bandwidth, if the machine's owner asked for it."""
     give_way: GiveWay | None = None
@@ -120,7 +120,7 @@ class NodeRuntime:
     """One node process. `run` returns when the run is over for this node. Create it on the event loop."""
 
     def __init__(self, settings: NodeSettings, identity: IdentityHolder, tell: Shows) -> None:
-        """`tell` shows the volunteer what the node is at."""
+        """`tell` shows the volunteer what the node is doing."""
         self._settings = settings
         self._identity = identity
         self._tell = tell
@@ -153,26 +153,25 @@ class NodeRuntime:
         self._tasks: list[asyncio.Task[None]] = []
         self._finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         self._measured = asyncio.Event()
-        """Nothing that this node measures on its processor is on: other work may take it."""
+        """Set while this node measures nothing on its processor, so that other work may use it."""
         self._measuring = False
         """Whether a line to another node is being measured."""
         self._heartbeat_pause = 0.0
-        """The seconds until the next heartbeat, as in the coordinator's newest answer; 0: as in its
-        welcome."""
+        """The seconds until the next heartbeat, from the coordinator's newest answer; 0: from its welcome."""
         self._sums: SumsKept | None = None
         self._snapshots: SnapshotTransfer | None = None
         self._joining: asyncio.Task[None] | None = None
-        """Measures and compiles; `_member` is there once it is done."""
+        """Measures and compiles. `_member` exists once it is done."""
         self._member: RunMember | None = None
         self._packing: PackingMeter | None = None
-        """Built on the coordinator's welcome."""
+        """Built when the coordinator's welcome arrives."""
         self._config_json = ""
 
     async def run(self) -> Finish:
         """Serve until the end of the run. Raises Refused, LinkLostError or RunError.
 
-        After a StuckError, whatever ended the run, the compute thread still runs and the process does not
-        end by itself.
+        After a StuckError, whatever ended the run, the compute thread still runs, so the process does not end
+        by itself.
         """
         stuck = broken = False
         devices = self._settings.devices
@@ -234,7 +233,7 @@ class NodeRuntime:
                     await asyncio.to_thread(self._sums.close)
 
     def leave(self, reason: str) -> None:
-        """Ask the coordinator to let this node go; `run` returns once it has, or after a bounded wait."""
+        """Ask the coordinator to let this node go. `run` returns then, or after a bounded wait."""
         if self._session.leaving:
             return
         self._session.leave(reason)
@@ -243,23 +242,23 @@ class NodeRuntime:
 
     @property
     def holds_state(self) -> bool:
-        """Whether this node has a stage, whose state it must hand in before it goes."""
+        """Whether this node has a stage, whose state it must hand in before it leaves."""
         return self._member is not None and self._member.epoch > 0
 
     def metrics(self) -> bytes:
-        """The body of `GET /metrics`, up to date."""
+        """The current body of `GET /metrics`."""
         self._telemetry()
         return self._metrics.render()
 
     def _leave_without_goodbye(self, waited: float) -> None:
-        """End now, unless this node has a stage by now or still sends its state to the coordinator."""
+        """End now, unless this node has got a stage or still sends its state to the coordinator."""
         again = self._snapshots is not None and self._snapshots.sending
         if again or (waited < LEAVE_SECONDS and self.holds_state):
             loop = asyncio.get_running_loop()
             loop.call_later(LEAVE_SECONDS, self._leave_without_goodbye, LEAVE_SECONDS)
             return
         if not self.holds_state:
-            self._end(Finish(reason="you have left the run; this node held nothing of it", failed=False))
+            self._end(Finish(reason="you have left the run; this node held none of its state", failed=False))
             return
         self._end(
             Finish(reason=f"the coordinator did not say goodbye within {LEAVE_SECONDS:g} s", failed=True)
@@ -270,7 +269,7 @@ class NodeRuntime:
             self._finish.set_result(finish)
 
     def _reason(self, errors: BaseExceptionGroup[BaseException]) -> BaseException:
-        """The first error; or one line on memory, if one of the node's devices ran out of it."""
+        """The first error; or a line about memory if one of the node's devices ran out of it."""
         device, on_device = self._settings.devices.first, None
         if (ended := self._settings.devices.exhausted()) is not None:
             device, on_device = ended
@@ -300,7 +299,7 @@ class NodeRuntime:
         )
 
     def _further_addresses(self, port: int) -> tuple[str, ...]:
-        """Where neighbours may dial besides the address that the coordinator sees."""
+        """Addresses that neighbours may dial besides the one that the coordinator sees."""
         host = self._settings.listen.rpartition(":")[0]
         if not port or self._settings.advertise or host not in ("0.0.0.0", "[::]"):
             return ()
@@ -332,7 +331,7 @@ class NodeRuntime:
                 await self._for_member(message)
 
     async def _for_member(self, message: RunMessage | Prefetch) -> None:
-        """Fetch the weights with which a stage begins while this node still measures and compiles."""
+        """Handle a message for the member. Fetch a stage's weights while the node measures and compiles."""
         if self._joining is None or self._snapshots is None:
             return
         if isinstance(message, Prefetch):
@@ -347,17 +346,17 @@ class NodeRuntime:
             await self._member.handle(message)
 
     def _first_units(self, placement: Placement) -> tuple[str, ...]:
-        """Layer units of a stage whose weights are the checkpoint's."""
+        """The layer units of a stage that begins with the checkpoint's weights."""
         config = from_json(self._config_json)
         if not config.model.from_ or not (placement.epoch == 1 or config.lora.rank):
             return ()
         return tuple(stage_units(config, len(placement.stages))[placement.stage])
 
     async def _welcomed(self, group: asyncio.TaskGroup, welcome: Welcome) -> None:
-        """Become a member of the run; a welcome after a reconnect must name the same run."""
+        """Become a member of the run. A welcome after a reconnect must be for the same run."""
         if self._config_json:
             if self._config_json != welcome.config_json:
-                raise RunError("the coordinator came back with another run file: join again")
+                raise RunError("the coordinator returned with another run file: join again")
             if self._joining is not None:
                 await asyncio.wait([self._joining])
             if self._snapshots is not None and self._member is not None:
@@ -371,14 +370,14 @@ class NodeRuntime:
         if line := cannot_compute(config.training, self._settings.devices.first):
             raise RunError(line)
         if config.training.precision == PLANNED:
-            # It ends this visit once it has decided, and says so at the next.
+            # The coordinator ends this connection once it has decided, and the next welcome has the result.
             self._tasks.append(group.create_task(self._heartbeats(welcome.heartbeat_seconds)))
-            self.progress.idle("waiting for the run's other machines: what it computes in depends on them")
+            self.progress.idle("waiting for the run's other machines, on which its precision depends")
             return
         if config.sync.every > 1 and self._settings.hardware.devices > 1:
             raise RunError(
-                "this run takes local steps ([sync] every), which need one device a node: join each with a "
-                "node of its own, by `thinwire join --gpus 1`"
+                "this run takes local steps ([sync] every), which need one device per node: join each device "
+                "as a separate node with `thinwire join --gpus 1`"
             )
         check_store(config.snapshots.keep, self._settings.allows.store)
         traced = TracedSteps.parse(config.telemetry.trace)
@@ -419,10 +418,10 @@ class NodeRuntime:
         on_gpu = self._settings.devices.first.type == "cuda"
         if on_gpu:
             self._measured.set()
-        # Main memory does for most stages, and then there is nothing to weigh.
+        # For most stages main memory suffices, and there is nothing to choose.
         chooses = on_gpu or short_of_memory(config, devices_of(hardware), hardware.memory_bytes)
         if hardware.devices == 1 and chooses:
-            # Of several, each would measure other times and plan another stage.
+            # Each of several devices would measure other times and plan another stage.
             self.progress.doing("measuring a block")
             times = await self._compute.run(lambda: measured_times(config, self._settings.devices.first))
         if config.pipeline.measures_places:
@@ -442,7 +441,7 @@ class NodeRuntime:
         executor = await self._compute.run(lambda: self._make_executor(config, room))
         self._packing = executor.packing
         self._client.outage_seconds = config.coordinator.outage_seconds
-        # Not among the snapshots, where whatever is no step's directory is removed.
+        # Outside the snapshots' directory, where unknown entries are removed.
         at = self._settings.cache_directory
         sums = self._sums = SumsKept(at.with_name(f"{at.name}-sums"), self._settings.cache_bytes // SUMS_PART)
         held = LayersHeld(cache, sums, self._settings.pacer, lambda: self._links.busy)
@@ -483,7 +482,7 @@ class NodeRuntime:
         return executor
 
     async def _map_port(self, port: int) -> None:
-        """Have the router lead a port to this one, where that may help."""
+        """Let the router forward a port to this one, where that may help."""
         settings = self._settings
         if port and settings.maps_port and not settings.advertise:
             routers = await routers_to_ask(settings.listen, settings.control_address)
@@ -496,12 +495,12 @@ class NodeRuntime:
 
     def _relay_left(self, path: str) -> None:
         relay = path.removeprefix(relay_path(""))
-        if relay != path:  # of a volunteer
-            self._tell(f"a link left the relay of node {relay}: it is much faster by another")
+        if relay != path:  # a volunteer's relay
+            self._tell(f"a link left the relay of node {relay}: another path is much faster")
             self._session.post(RelayTimes(times={relay: RELAY_LEFT}))
 
     def _block_seconds(self, config: RunConfig, times: BlockTimes | None) -> float:
-        """The seconds of a block, measured on the compute thread. Several devices share a block, or the
+        """The seconds of a block, measured on the compute thread. Several devices share a block or the
         microbatch's samples."""
         device, count = self._settings.devices.first, self._settings.hardware.devices
         if times is None:
@@ -509,13 +508,13 @@ class NodeRuntime:
         return slices_of(config) * (times.forward + times.backward) / count
 
     async def _training_first(self, size: int) -> None:
-        """Wait until `size` bytes that are not of the training may be sent."""
+        """Wait until `size` bytes may be sent besides the training's tensors."""
         await yield_to(lambda: self._links.busy)
         if self._settings.pacer is not None:
             await self._settings.pacer.pass_through(size)
 
     async def _measure_line(self, peer: PlacedStage) -> None:
-        """One at a time: the coordinator asks for the next once it has an answer."""
+        """Measure the line to a node. The coordinator asks for the next after the answer."""
         line = None
         if not self._measuring:
             self._measuring = True
@@ -530,7 +529,7 @@ class NodeRuntime:
 
     async def _heartbeats(self, seconds: float) -> None:
         while True:
-            # The first one at once: its answer also gives the coordinator's clock.
+            # Send the first one now, because its answer also gives the coordinator's clock.
             self._heartbeat()
             if self._packing is not None and (news := self._packing.news()) is not None:
                 self._session.post(news)

@@ -1,10 +1,9 @@
-"""Tests, before the node gets a stage, whether its device computes what a run needs correctly.
+"""Tests, before the node gets a stage, whether its device computes correctly what a run needs.
 
-Codecs and stored tensors must have the bits of golden vectors, or of the reference on the CPU. Layers,
-attention and optimizers must be near it. If a part's Triton kernels fail, plain torch computes it from
-then on, which gives the same bits where bits are promised. If that fails too, the node is refused, because
-it would spoil the run. Results are kept in a file while the device, its driver and the program stay the
-same.
+Codecs and stored tensors must have the bits of golden vectors or of the reference on the CPU. Layers,
+attention and optimizers must be close to it. If a part's Triton kernels fail, plain torch computes it from
+then on, with the same bits where bits are promised. If that fails too, the node is refused, because it would
+spoil the run. Results are kept in a file as long as device, driver and program stay the same.
 """
 
 import contextlib
@@ -56,19 +55,19 @@ Check = Callable[[torch.device], bool]
 
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _HALF_ERROR, _SINGLE_ERROR, _ITERATED_ERROR = 2e-2, 1e-4, 6e-2
-"""The error of a whole tensor that is allowed, relative: in half precision, in single, and after
-Newton-Schulz's iterations in bfloat16, whose rounding alone is 1.5e-2."""
+"""The allowed relative errors of a tensor: in half precision, in single precision, and after Newton-Schulz
+iterations in bfloat16, whose rounding alone is 1.5e-2."""
 _CPU = torch.device("cpu")
 _FORCED = os.environ.get("THINWIRE_PLAIN", "")
-"""What is computed without kernels anyway, and so is not tested with them."""
+"""The parts that never use kernels, and so are not tested with them."""
 
 
 def prepared(config: RunConfig, device: torch.device, kept: Path) -> tuple[str, ...]:
-    """Test the device and withdraw the kernels that fail; returns their parts, one of
-    `kernels.common.dispatch.PARTS` each. A CPU, which has the references themselves, is not tested.
+    """Test the device and withdraw the kernels that fail. Returns their parts, which are in
+    `kernels.common.dispatch.PARTS`. A CPU, which runs the references themselves, is not tested.
 
     Args:
-        kept: the file that results are kept in; one that cannot be read or written is as none.
+        kept: the file for results. If it cannot be read or written, it is ignored.
 
     Raises RunError if something fails without kernels too.
     """
@@ -88,7 +87,7 @@ def prepared(config: RunConfig, device: torch.device, kept: Path) -> tuple[str, 
 
 
 def failing_parts(checks: dict[str, tuple[str, Check]], device: torch.device) -> list[str]:
-    """The parts of which some check fails with kernels and none without.
+    """The parts for which some check fails with kernels and none fails without.
 
     Raises RunError.
     """
@@ -102,8 +101,8 @@ def failing_parts(checks: dict[str, tuple[str, Check]], device: torch.device) ->
             if _passes(check, device):
                 continue
         raise RunError(
-            f"this node's device computes {name} wrong, in plain torch too: update its driver, or join with "
-            "another device or with --device cpu"
+            f"this node's device computes {name} incorrectly, even in plain torch: update its driver, or "
+            "join with another device or with --device cpu"
         )
     return failed
 
@@ -112,13 +111,13 @@ def words_of(failed: Iterable[str]) -> str:
     """One line for the node's owner; empty if nothing failed."""
     if not (parts := ", ".join(failed)):
         return ""
-    return f"kernels ({parts}) give wrong results on this device: plain torch does their work, slower"
+    return f"kernels ({parts}) give wrong results on this device: plain torch replaces them and is slower"
 
 
 def _passes(check: Check, device: torch.device) -> bool:
     try:
         return check(device)
-    except Exception as error:  # a compiler's, a driver's or a codec's, of many kinds: none may end the node
+    except Exception as error:  # compilers, drivers and codecs raise many types, and none may end the node
         log.warning("a check of the device failed: %s: %s", type(error).__name__, error)
         return False
 
@@ -135,7 +134,7 @@ def _key(device: torch.device, checks: Iterable[str]) -> str:
 
 
 def _kept(path: Path) -> dict[str, list[str]]:
-    """What the file says of each key; empty if the file is not ours."""
+    """The failed parts in the file by key; empty if thinwire did not write the file."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -153,7 +152,7 @@ def _kept(path: Path) -> dict[str, list[str]]:
 
 
 def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
-    """For each thing that is checked: the part whose kernels compute it, and the check."""
+    """For each check's name: the part whose kernels it uses, and the check."""
     dtype = getattr(torch, config.training.precision)
     checks: dict[str, tuple[str, Check]] = {
         "matrix products": ("", partial(_products, dtype=dtype)),
@@ -183,7 +182,7 @@ def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
 
 
 def _codecs(config: RunConfig) -> dict[str, str]:
-    """One of each arithmetic of codecs that links and sums may have, and its kernels."""
+    """One codec of each arithmetic that links and sums may use, and its kernels."""
     names = {config.pipeline.forward_codec, config.pipeline.backward_codec, *config.sync_codecs}
     if PLANNED in names:
         names |= {*planned_names(), *(codec_format(name).for_gradients for name in planned_names())}
@@ -192,7 +191,7 @@ def _codecs(config: RunConfig) -> dict[str, str]:
 
 
 def _stored_bits(config: RunConfig) -> list[int]:
-    """Bits of all forms in which a stage may store activations and frozen weights, the fewest first."""
+    """The bits of all forms in which a stage may store activations and frozen weights, the fewest first."""
     forms = {getattr(storage, kind) for storage in allowed_storages(config) for kind in KINDS}
     forms |= {config.lora.base} if config.lora.rank else set()
     bits = {PACKED[form] for form in forms if form in PACKED}
@@ -200,7 +199,7 @@ def _stored_bits(config: RunConfig) -> list[int]:
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
-    """float32 numbers around 0, some of them large, with the same bits in every version of torch."""
+    """float32 numbers around 0, some of them large. They have the same bits in every version of torch."""
     count = torch.Size(shape).numel()
     whole = random_bits(count, seed, _CPU).float() - 32767.5
     return (whole * torch.where(random_bits(count, seed + 1, _CPU) % 97 == 0, 2.0**-9, 2.0**-14)).view(shape)
@@ -214,7 +213,7 @@ def digest(*parts: Tensor) -> str:
 
 
 def golden(name: str, device: torch.device) -> str:
-    """The digest that `Format.golden` has of this codec, as the device computes it."""
+    """The digest of this codec's golden vector (`Format.golden`), as the device computes it."""
     which, x = codec(name), drawn(6, 200)
     packed = which.encode(x if dispatch.kind_of(device).main_memory else x.to(device))
     return digest(packed, which.decode(packed, TensorSpec(x.dtype, tuple(x.shape))))
@@ -224,21 +223,21 @@ def _codec(device: torch.device, name: str) -> bool:
     return golden(name, device) == codec_format(name).golden[1]
 
 
-def _same(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
-    """Whether they have the same bits."""
-    return all(torch.equal(part.cpu(), exact) for part, exact in zip(found, wanted, strict=True))
+def _same(results: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
+    """Whether all tensors have the wanted bits."""
+    return all(torch.equal(part.cpu(), exact) for part, exact in zip(results, wanted, strict=True))
 
 
-def _near(found: Iterable[Tensor], wanted: Iterable[Tensor], dtype: torch.dtype) -> bool:
-    """Whether each tensor is the one that is wanted, apart from rounding in `dtype`."""
+def _near(results: Iterable[Tensor], wanted: Iterable[Tensor], dtype: torch.dtype) -> bool:
+    """Whether all tensors are the wanted ones, apart from rounding in `dtype`."""
     error = _SINGLE_ERROR if dtype == torch.float32 else _HALF_ERROR
-    return all(_within(part, exact, error) for part, exact in zip(found, wanted, strict=True))
+    return all(_within(part, exact, error) for part, exact in zip(results, wanted, strict=True))
 
 
-def _within(found: Tensor, wanted: Tensor, error: float) -> bool:
+def _within(result: Tensor, wanted: Tensor, error: float) -> bool:
     wanted = wanted.double()
     # A NaN is not near.
-    return bool((found.cpu().double() - wanted).norm() <= error * wanted.norm())
+    return bool((result.cpu().double() - wanted).norm() <= error * wanted.norm())
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> bool:
@@ -275,7 +274,7 @@ def _layers(device: torch.device, dtype: torch.dtype) -> bool:
     halves = [drawn(6, 256, seed=seed).to(dtype) for seed in (5, 7, 9)]
     gate, up, grad = (part.to(device) for part in halves)
     there, weight_there = x.to(device), weight.to(device)
-    # Copies, since gradients of activations and losses overwrite their inputs.
+    # Copies, because gradients of activations and losses overwrite their inputs.
     logits, labels = there.to(dtype, copy=True), torch.arange(6, device=device)
     pairs = [
         layers.norm(there, weight_there, None, 1e-5, dtype),
@@ -333,7 +332,7 @@ def _slice_attention(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _heads(queries: int, dtype: torch.dtype) -> list[Tensor]:
     """Queries, keys, values and the gradient of the result."""
-    # Without outliers: where one key has all the weight, gradients are differences of equal numbers.
+    # Without outliers: if one key has all the weight, gradients are differences of equal numbers.
     shapes = (4, queries), (2, 64), (2, 64), (4, queries)
     return [
         drawn(1, heads, length, 64, seed=seed).clamp(-2, 2).to(dtype)
@@ -342,7 +341,7 @@ def _heads(queries: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _experts(device: torch.device, dtype: torch.dtype, bits: int) -> bool:
-    """A router and products by expert, of weights packed in so many bits, or 0."""
+    """Test a router and products by expert, with weights packed in this many bits, or 0."""
     logits, grad = drawn(24, 8), drawn(48, 128, seed=5).to(dtype)
     x, weights = drawn(24, 128, seed=3).to(dtype), drawn(8, 128, 128, seed=7).to(dtype)
     _, chosen = experts.route(logits.to(device), 2, True)
@@ -388,10 +387,10 @@ def _both_weights(
 
 def _fp8(device: torch.device) -> bool:
     addend = drawn(1000)
-    found, wanted = Fp8Gradient.zeros(1000, device), Fp8Gradient.zeros(1000, _CPU)
-    fp8.accumulate_gradient(found, addend.to(device))
+    result, wanted = Fp8Gradient.zeros(1000, device), Fp8Gradient.zeros(1000, _CPU)
+    fp8.accumulate_gradient(result, addend.to(device))
     fp8_reference.accumulate_gradient(wanted, addend)
-    return _same([found.codes, found.exponents], [wanted.codes, wanted.exponents])
+    return _same([result.codes, result.exponents], [wanted.codes, wanted.exponents])
 
 
 def _fp8_products(device: torch.device, dtype: torch.dtype) -> bool:

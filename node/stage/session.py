@@ -1,4 +1,4 @@
-"""A node's control session with the coordinator: the connection, the node's identity and its last message.
+"""A node's control session with the coordinator: its connection, identity and last message.
 
 The session reconnects when the connection breaks, and it can still report an error that ends the node.
 """
@@ -31,8 +31,8 @@ from wire.pacing import RECONNECT_SECONDS, Backoff
 log = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 5.0
-"""The seconds for which a failing node tries to send its reason: one round trip on an open connection,
-several without."""
+"""The seconds for which a failing node tries to send the reason. It takes one round trip on an open
+connection, and several without."""
 CLOSE_SECONDS = 5.0
 RENEW_RETRY_SECONDS = 10.0
 
@@ -46,7 +46,7 @@ class IdentityHolder:
         directory: Path,
         join_again: Callable[[], Awaitable[NodeIdentity]] | None = None,
     ) -> None:
-        """`join_again` gets a new certificate with the join token, for when this one has ended."""
+        """`join_again` gets a new certificate with the join token after this one has expired."""
         self.current = identity
         self.join_again = join_again
         self._directory = directory
@@ -77,13 +77,13 @@ class IdentityHolder:
 
 
 async def renew_certificates(identity: IdentityHolder, client: CoordinatorClient) -> None:
-    """Renew the certificate in time, until cancelled. The node id decides when in the certificate's life.
+    """Renew the certificate in time, until cancelled. The time depends on the node id.
 
     Raises LinkError if this machine's clock is wrong: if it is far ahead, every certificate needs renewal.
     """
     while True:
         await asyncio.sleep(RENEW_RETRY_SECONDS)
-        # Look again and again: the event loop's clock stops while the machine is suspended.
+        # Look repeatedly, because the event loop's clock stops while the machine is suspended.
         if identity.current.renewal_time > time.time():
             continue
         try:
@@ -99,7 +99,7 @@ async def renew_certificates(identity: IdentityHolder, client: CoordinatorClient
         try:
             await asyncio.to_thread(identity.replace, renewed)
         except (OSError, UserError) as error:
-            # This process uses the new one; a process that starts here later finds the old one.
+            # This process uses the new certificate; later processes on this machine would find the old one.
             log.warning("the renewed certificate was not saved: %s", error)
 
 
@@ -139,14 +139,14 @@ class Session:
         fault: asyncio.Future[Exception] = loop.create_future()
 
         async def handle_or_end(message: CoordinatorMessage) -> None:
-            # An error of the node ends the node and not the connection, which still carries the reason.
+            # An error of the node ends the node but not the connection, which still carries the reason.
             if self._ending or fault.done():
                 return
             try:
                 await handle(message)
             except (LinkError, Refused):
                 raise
-            except Exception as error:  # `fault` carries it to `run`
+            except Exception as error:  # `fault` passes it to `run`
                 fault.set_result(error)
 
         connection = self._connection = loop.create_task(self._keep(hello, handle_or_end))
@@ -160,13 +160,13 @@ class Session:
         connection.result()
 
     async def farewell(self, reason: str) -> None:
-        """Tell the coordinator why this node ends, within `FAREWELL_SECONDS`. Call it after `run`.
+        """Report to the coordinator why this node ends, within `FAREWELL_SECONDS`. Call it after `run`.
 
         The coordinator answers by closing the connection.
         """
         if self._connection is None:
             return
-        # Messages that still wait are obsolete.
+        # Waiting messages are obsolete.
         while not self._outbox.empty():
             self._outbox.get_nowait()
         self.post(Leave(reason=reason, failed=True))
@@ -210,11 +210,11 @@ class Session:
                 if not (passing or isinstance(error, LinkError)):
                     raise
                 if self._ending and self._outbox.empty():
-                    return  # the farewell is sent
-                # Read once: a busy machine's delay between two lines is no outage.
+                    return  # the farewell has been sent
+                # Read once, because a busy machine's delay between two lines is no outage.
                 now = time.monotonic()
                 if isinstance(error, NotYetError):
-                    last_contact = now + backoff.seconds  # it answers, so this is no outage
+                    last_contact = now + backoff.seconds  # the coordinator answers, so this is no outage
                     if not warned:
                         log.warning("%s", error)
                         warned = True
@@ -230,10 +230,10 @@ class Session:
 
 
 def short_reason(error: BaseException) -> str:
-    """Why this node ends, for the coordinator: one line of at most `LONGEST_REASON` characters.
+    """Why this node ends, for the coordinator, in one line of at most `LONGEST_REASON` characters.
 
-    A ThinwireError is written for users. Of any other error only its kind is sent: its text may hold private
-    data.
+    A ThinwireError is written for users. For any other error only its type is sent, because its text may hold
+    private data.
     """
     match error:
         case MemoryExhaustedError():

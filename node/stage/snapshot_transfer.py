@@ -1,4 +1,4 @@
-"""A node's part in snapshots: it saves layers, holds copies, and fetches what it needs."""
+"""A node's part in snapshots: it saves layers, keeps copies, and fetches what it needs."""
 
 import asyncio
 import contextlib
@@ -59,12 +59,12 @@ from wire.pacing import Pacer
 log = logging.getLogger(__name__)
 
 MOST_ASKED = 4
-"""How often the coordinator is asked where a layer is before a fetch fails."""
+"""How often the coordinator is asked for a layer's place before a fetch fails."""
 STORE_TRIES, STORE_SECONDS = 13, 5.0
-"""How often an object store is tried, and how many seconds after each failure."""
+"""How often an object store is tried, and the seconds of pause after each failure."""
 CHUNK_BYTES = 256 * 1024
 UPLOADS = 2
-"""Layers that are sent to the coordinator at a time: it takes no more of one node."""
+"""The layers that are sent to the coordinator at a time. It accepts no more per node."""
 
 
 class SnapshotTransfer:
@@ -86,10 +86,10 @@ class SnapshotTransfer:
     ) -> None:
         """
         Args:
-            windows: samples of one pass over the text.
+            windows: the number of samples in one pass over the text.
             pacer: the node's bandwidth limit, if it has one.
             post: queues a message for the coordinator.
-            tell: shows a line to the volunteer.
+            tell: shows the volunteer a line of text.
         """
         self._config = config
         self._windows = windows
@@ -104,33 +104,33 @@ class SnapshotTransfer:
         self._uploads: dict[int, asyncio.Task[bool]] = {}
         self._prefetching: asyncio.Task[None] | None = None
         self._ahead = Prefetch(step=0, units=())
-        """What the prefetch in progress fetches."""
+        """The layers that the running prefetch fetches."""
         self._others: set[asyncio.Task[None]] = set()
-        """Copies that this node was asked to hold, layers that it sends, files that it offers."""
+        """Tasks that keep requested copies, send layers, and offer files."""
         self._turns = WeakValueDictionary[tuple[int, str], asyncio.Lock]()
-        """The locks of layers that are being fetched."""
+        """The locks of the layers that are being fetched."""
         self._keeping: set[tuple[int, str]] = set()
         self._retained: tuple[int, ...] = ()
-        """Snapshots that the run counts on."""
+        """The snapshots that the run needs."""
         self._witnessed: StateHashes | None = None
-        """The hashes reported last. They are sent again with each connection, since one that breaks may lose
-        them."""
+        """The hashes that were reported last. They are repeated on each new connection, because a broken
+        connection may lose them."""
         self._witnessing: tuple[int, asyncio.Task[None]] | None = None
-        """The step whose layers were hashed last, or are."""
+        """The newest step whose layers were hashed, or are being hashed."""
 
     # ---- fetching
 
     async def fetch(self, step: int, unit: str) -> bytes:
-        """A layer unit's snapshot file: from this node's disk if that copy is the right one, else from the
-        nodes that hold it or from the coordinator."""
+        """A layer unit's snapshot file: this node's copy if it is the right one, otherwise from the nodes
+        that hold it or from the coordinator."""
         return (await self._fetch(step, unit))[0]
 
     async def fetch_weights(self, unit: str) -> Mapping[str, torch.Tensor]:
         """A unit's weights from the run's checkpoint, in float32: from the hub or its cache on this node's
-        disk, else from the folder that the node's owner named, else from the coordinator.
+        disk, otherwise from the folder that the owner named, otherwise from the coordinator.
 
-        The hub gets this user's token only for repositories that the owner named: which one the run starts
-        from is the word of a stranger.
+        The hub gets this user's token only for repositories that the owner named, because a stranger chooses
+        the run's checkpoint.
         """
         model = self._config.model
         if model.from_.startswith(HUB):
@@ -144,8 +144,8 @@ class SnapshotTransfer:
         return await asyncio.to_thread(_in_float32, file)
 
     def prefetch(self, wanted: Prefetch) -> None:
-        """Fetch layers that a stage may need which may be assigned to this node, in place of an older such
-        fetch that has others; or hold copies of layers, beside everything else."""
+        """Fetch layers that a stage may need which this node may get, and drop an older fetch of other
+        layers; or keep copies of layers, beside everything else."""
         if wanted.keep:
             units = [unit for unit in wanted.units if (wanted.step, unit) not in self._keeping]
             self._keeping.update((wanted.step, unit) for unit in units)
@@ -161,16 +161,15 @@ class SnapshotTransfer:
     # ---- saving
 
     def take(self, epoch: int, take: TakeSnapshot, state: StateCopy, *, stage: int) -> None:
-        """In the background, tell the coordinator the hashes of a snapshot's layers and, unless it wants only
-        hashes, save the layers where `take` says. Each is read once. A layer that is not saved fails the
-        epoch."""
+        """In the background, report the hashes of a snapshot's layers and, unless only hashes are wanted,
+        save the layers where `take` says. Each layer is read once. If one is not saved, the epoch fails."""
         step = take.step
         if take.only_hashes:
             self._witnessing = step, self._beside(self._witness(epoch, take, state))
             return
         running = {old: task for old, task in self._uploads.items() if not task.done()}
-        # Cancel an upload of the same step, which may hold other layers or belong to a lost coordinator. Of
-        # older steps let only the newest finish: each takes room.
+        # Cancel an upload of the same step, which may have other layers or be for a lost coordinator. Of
+        # older steps let only the newest finish, because each takes memory.
         stale = [*sorted(running.keys() - {step})[:-1], *(running.keys() & {step})]
         for old in stale:
             running.pop(old).cancel()
@@ -178,7 +177,7 @@ class SnapshotTransfer:
         self._uploads = {**running, step: task}
 
     def uploading(self, step: int) -> bool:
-        """Whether this step's layers are being saved or have all arrived."""
+        """Whether this step's layers are being saved or have all been saved."""
         task = self._uploads.get(step)
         return task is not None and (not task.done() or (not task.cancelled() and task.result()))
 
@@ -195,11 +194,11 @@ class SnapshotTransfer:
         self._beside(asyncio.to_thread(self._cache.hold, wanted.steps, wanted.record))
 
     def send(self, wanted: SendLayers) -> None:
-        """Send layers that this node holds to the coordinator."""
+        """Send layers on this node's disk to the coordinator."""
         self._beside(self._send(wanted))
 
     def offer(self) -> None:
-        """Tell the coordinator which files are on this node's disk, and what it may have missed."""
+        """Tell the coordinator which files are on this node's disk, and repeat what it may have missed."""
         if self._witnessed is not None:
             self._post(self._witnessed)
         self._beside(self._offer())
@@ -223,7 +222,7 @@ class SnapshotTransfer:
             self._say_hashes(epoch, take.step, state.units, await asyncio.gather(*map(read, state.units)))
 
     def _hash_layer(self, take: TakeSnapshot, state: StateCopy, unit: str) -> UnitHash:
-        """The hash of a layer. If `take` says so and there is room, its file stays on the disk. Blocks."""
+        """The hash of a layer. Its file stays on disk if `take` says so and there is space. Blocks."""
         if take.place == NODES:
             try:
                 with self._cache.writing(take.step, unit, state.digest(unit).bytes) as file:
@@ -249,12 +248,12 @@ class SnapshotTransfer:
         return task
 
     async def _fetch(self, step: int, unit: str) -> tuple[bytes, bool]:
-        """The file, and whether the snapshot is one whose copies nodes hold."""
+        """The file, and whether the snapshot's copies are kept by nodes."""
         async with self._turn(step, unit):
             return await self._fetch_alone(step, unit)
 
     def _turn(self, step: int, unit: str) -> asyncio.Lock:
-        """The lock under which a layer is fetched: who comes second finds it on this node's disk."""
+        """The lock under which a layer is fetched. A second fetch then finds the file on this node's disk."""
         return self._turns.setdefault((step, unit), asyncio.Lock())
 
     async def _fetch_alone(self, step: int, unit: str) -> tuple[bytes, bool]:
@@ -263,7 +262,7 @@ class SnapshotTransfer:
             kept = await self._of_folder(unit)
         limit = most_layer_bytes(self._config, unit, self._windows)
         if step == 0:
-            # A checkpoint's weights, whatever of them is trained.
+            # The checkpoint has all weights, even those that are not trained.
             limit = max(limit, most_state_bytes(parameter_specs(self._config.model, unit)))
         bad, trouble = set[str](), ""
         for _ in range(MOST_ASKED):
@@ -285,14 +284,14 @@ class SnapshotTransfer:
                     continue
                 await self._keep_copy(step, unit, LayerFile(data, answer.sha256))
             if bad:
-                await self._client.layer(step, unit, limit, None, bad)  # so that they look at their copies
+                await self._client.layer(step, unit, limit, None, bad)  # so that they check their copies
             return data, not answer.url
         raise LinkError(trouble)
 
     async def _of_folder(self, unit: str) -> LayerFile | None:
         """A unit's weights from the folder that this machine's owner named.
 
-        The coordinator compares its SHA-256 with that of the run.
+        The coordinator compares their SHA-256 with the run's.
         """
         if not self._config.model.from_ or self._allows.model is None:
             return None
@@ -306,8 +305,8 @@ class SnapshotTransfer:
         return await asyncio.to_thread(LayerFile.of, data)
 
     async def _save(self, epoch: int, take: TakeSnapshot, state: StateCopy, stage: int) -> bool:
-        """Read and save every layer; whether all are. A missing layer fails the epoch: the run may wait for
-        it."""
+        """Read and save every layer. Returns whether all are saved. A missing layer fails the epoch, because
+        the run may wait for it."""
         step, reading, sending = take.step, asyncio.Semaphore(READERS), asyncio.Semaphore(UPLOADS)
         hashes: dict[str, UnitHash] = {}
         failures: list[str] = []
@@ -320,7 +319,7 @@ class SnapshotTransfer:
             with contextlib.closing(layer.file):
                 hashes[unit] = layer.hash
                 if len(hashes) == len(state.units):
-                    # No layer is stored before it is agreed what it is.
+                    # No layer is stored before its hash is agreed on.
                     self._say_hashes(epoch, step, state.units, [hashes[name] for name in state.units])
                 if state.weights_first and not take.place:
                     if layer.weights is not None:
@@ -354,12 +353,12 @@ class SnapshotTransfer:
         return not failures
 
     def _is_obsolete(self, step: int) -> bool:
-        """Whether a newer snapshot is complete, so that nobody needs this one, and its files are removed."""
+        """Whether a newer snapshot is complete, so that this one is not needed and its files are removed."""
         return step not in self._retained and step < max(self._retained, default=0)
 
     def _read_layer(self, take: TakeSnapshot, state: StateCopy, unit: str) -> ReadLayer:
-        """A layer, on this node's disk if there is room, else in memory. Blocks. Raises RunError where the
-        disk is the layer's place, and has no room."""
+        """A layer, on this node's disk if there is space, otherwise in memory. Blocks. Raises RunError if the
+        layer belongs on the disk, and the disk is full."""
         to_nodes = bool(take.place) and not is_url(take.place)
         size = state.digest(unit).bytes
         reports = self._windows if take.place else None
@@ -391,13 +390,13 @@ class SnapshotTransfer:
         await self._client.hold_layers([held])
 
     async def _keep_copy(self, step: int, unit: str, file: LayerFile) -> None:
-        """Keep a file on this node's disk, if there is room."""
+        """Keep a file on this node's disk if there is space."""
         put = partial(self._cache.put, step, unit, file.data, sha256=file.sha256, durable=False)
         with contextlib.suppress(RunError):
             await asyncio.to_thread(put)
 
     async def _put(self, url: str, step: int, unit: str, data: bytes) -> None:
-        """Store a layer in the run's object store; a store that fails has a minute to come back."""
+        """Store a layer in the run's object store. Retry a failing store for about a minute."""
         check_store(url, self._allows.store)
         if self._pacer is not None:
             for offset in range(0, len(data), CHUNK_BYTES):
@@ -436,13 +435,13 @@ class SnapshotTransfer:
         self._tell(f"holding the snapshot of step {wanted.step}, ready to take a stage")
 
     async def _prefetch_weights(self, units: Sequence[str]) -> None:
-        """Prefetch weights from the hub into its cache, else to this node's disk, unless they are in a folder
-        here."""
+        """Prefetch weights from the hub into its cache, otherwise to this node's disk, unless they are in a
+        local folder."""
         model = self._config.model
         if not model.from_.startswith(HUB):
             most = 4 * sum(spec.elements for unit in units for spec in parameter_specs(model, unit))
             if not await asyncio.to_thread(self._cache.has_room, most):
-                return  # a stage would fetch them again
+                return  # a stage would fetch them again anyway
 
         async def fetch(unit: str) -> None:
             await self.fetch_weights(unit)
@@ -455,20 +454,20 @@ class SnapshotTransfer:
         self._tell("holding weights of the checkpoint, ready to take a stage")
 
     async def _keep(self, step: int, units: list[str]) -> None:
-        """Hold copies; report those that cannot be held, so that another node is asked."""
+        """Keep copies, and report those that cannot be kept, so that another node is asked."""
         for unit in units:
             try:
                 data, _ = await self._fetch(step, unit)
                 await self._hold(step, unit, data)
             except ThinwireError as error:
-                log.warning("no copy of layer %s of step %d is held here: %s", unit, step, error)
+                log.warning("this node cannot keep a copy of layer %s of step %d: %s", unit, step, error)
                 with contextlib.suppress(ThinwireError):
                     await self._client.hold_layers([], [(step, unit)])
             finally:
                 self._keeping.discard((step, unit))
 
     async def _hold(self, step: int, unit: str, data: bytes) -> None:
-        """Report a copy on this node's disk to the coordinator that a stage can go on from."""
+        """Report a copy on this node's disk to the coordinator if a stage can start from it."""
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         if kept is None:
             raise RunError(NO_ROOM)
@@ -477,7 +476,7 @@ class SnapshotTransfer:
             await asyncio.to_thread(self._cache.drop, *unknown)
 
     def _held(self, step: int, unit: str, data: bytes) -> HeldLayer:
-        """The report of a file, once it is known that a stage can go on from it. Raises RunError."""
+        """The report of a file, after checking that a stage can start from it. Raises RunError."""
         tensors = read_tensors(data)
         alone = has_weights_alone(self._config, step)
         check_state(self._config, self._windows, unit, tensors, weights_alone=alone)
@@ -491,7 +490,7 @@ class SnapshotTransfer:
 
     async def _send(self, wanted: SendLayers) -> None:
         if self._witnessing is not None and self._witnessing[0] == wanted.step:
-            await asyncio.wait([self._witnessing[1]])  # its files may be on their way to the disk
+            await asyncio.wait([self._witnessing[1]])  # its files may still be being written
         for unit in wanted.units:
             if (kept := await asyncio.to_thread(self._cache.get, wanted.step, unit)) is None:
                 await self._client.hold_layers([], [(wanted.step, unit)])
@@ -516,20 +515,20 @@ class SnapshotTransfer:
 
 
 def check_store(url: str, allowed: str) -> None:
-    """Raises UserError if `url` is an object store's that this machine's owner has not named."""
+    """Raise UserError if `url` is an object store that this machine's owner has not allowed."""
     if not is_url(url):
         return
     if (why := wrong_url(url)) is not None:
         raise UserError(f"{url[:200]} cannot hold snapshots: {why}")
     if not is_below(url, allowed):
         raise UserError(
-            f"this run keeps its snapshots in {url}, with the credentials of each machine's environment: "
-            f"join with --store {url} to let it"
+            f"this run stores its snapshots in {url}, with the credentials of each machine's environment: "
+            f"join with --store {url} to allow it"
         )
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:
-    """A failure here is no failure of the node: the coordinator asks others."""
+    """Ignore a failure, because the coordinator then asks another node."""
     try:
         await work
     except ThinwireError as error:

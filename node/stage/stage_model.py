@@ -1,6 +1,6 @@
 """A stage's model: its chunks, their optimizer, and the microbatches between forward and backward.
 
-It knows no schedule and no network; the executor says what to run. `StageModel` runs on one device, and
+It knows no schedule and no network: the executor decides what runs. `StageModel` runs on one device;
 `node.stage.group` runs one on each of several devices.
 """
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class StageCompute(Protocol):
-    """A stage's model on one device or several. `StageModel` says what each method does."""
+    """A stage's model on one or several devices. `StageModel` documents the methods."""
 
     @property
     def optimizer(self) -> StageOptimizer: ...
@@ -108,23 +108,23 @@ class StageDevices(Protocol):
 
     @property
     def first(self) -> torch.device:
-        """The device that has boundary tensors."""
+        """The device that holds boundary tensors."""
         ...
 
     def start(self, config: RunConfig, room: Room | None = None) -> StageCompute:
-        """Start what computes on the other devices. Call it on the compute thread."""
+        """Start the processes of the other devices. Call it on the compute thread."""
         ...
 
     async def watch(self) -> None:
-        """Raises StuckError when another device's process ends unexpectedly."""
+        """Raise StuckError when another device's process ends unexpectedly."""
         ...
 
     def exhausted(self) -> tuple[torch.device, str] | None:
-        """The first of the other devices that ran out of memory, and what is on it in words."""
+        """The first of the other devices that ran out of memory, and its memory in words."""
         ...
 
     def close(self, *, broken: bool = False) -> None:
-        """End the other devices' processes; at once if `broken`."""
+        """End the other devices' processes; immediately if `broken`."""
         ...
 
 
@@ -164,9 +164,9 @@ class StageModel:
         """
         Args:
             ranks: processes of the node that share a microbatch's tokens; this one is number `rank`. The
-                passes of several hold collectives, so they are not captured as CUDA graphs.
-            tensor_rank: this one's place among those that share its blocks.
-            room: the memory to fit in, by computing again and by moving to host memory; None keeps
+                passes of several contain collectives, so they are not captured as CUDA graphs.
+            tensor_rank: this process among those that share its blocks.
+            room: the memory to fit in, by recomputing and by moving tensors to host memory; None: keep
                 everything where it is.
             host: the host memory to move to; the device's own by default.
         """
@@ -185,22 +185,22 @@ class StageModel:
         self._offload: Offload | None = None
         self._control: MemoryControl | None = None
         self._storage = Storage()
-        """The run's, at this stage."""
+        """How this stage of the run stores activations."""
         self._captured = False
         self._copy: StateCopy | None = None
-        """The copy of the state that is held, if one was given out."""
+        """The copy of the state that was given out and is still read, if any."""
 
     def build(self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True) -> None:
-        """Make this stage's chunks with their initial weights, and a fresh optimizer.
+        """Create this stage's chunks with their initial weights, and a fresh optimizer.
 
         Args:
-            storage: what blocks store activations in, of `allowed_storages`; None is as the run file says.
-            is_drawn: as of `build_chunk`.
+            storage: the storage of activations, from `allowed_storages`; None: the run file's.
+            is_drawn: as for `build_chunk`.
         """
         config = self.config
         if storage is not None:
             config = chosen_config(config, allowed_storages(config)[storage])
-        # Drop the old ones first: a rollback on the same stage would hold two of everything.
+        # Drop the old chunks first: a rollback on the same stage would hold everything twice.
         self.drop()
         own = chunk_units(config, stages)[stage::stages]
         self._storage = stage_storages(config, stages)[stage]
@@ -234,7 +234,7 @@ class StageModel:
                 chunk.dropout.row = self.rank // self.tensor_rank.count
         self._move(plan)
         captured = self.ranks == 1 and config.training.cuda_graphs and kind_of(self.device).graphs
-        # Each slice has another length, and sees keys of another.
+        # Each slice has a different length and attends to different keys.
         captured = captured and len(self._slices) == 1
         # Copies to the host are ordered by events of passes that run operation by operation.
         captured = captured and plan.graphs and not plan.moves and not plan.streams
@@ -286,7 +286,7 @@ class StageModel:
     # ---- the plan of memory
 
     def _move(self, plan: MemoryPlan) -> None:
-        """Have host memory for what this plan keeps there."""
+        """Allocate the host memory that this plan needs."""
         if plan.moves or plan.state.moments:
             self._host = self._host or host_memory(self.device)
         if plan.moves and self._offload is None and self._host is not None:
@@ -295,53 +295,53 @@ class StageModel:
             chunk.offload = self._offload
 
     def adapt(self, seconds: float) -> None:
-        """Between two steps, if the last one took another time or memory than planned, and another plan is
-        better, continue with that plan. The bits stay the same.
+        """Call between two steps. If the last one took a different time or memory than planned, and another
+        plan is better, continue with that plan. The bits stay the same.
 
-        `seconds`: of forward and backward of a microbatch.
+        `seconds`: the time of forward and backward of a microbatch.
         """
-        # Of several devices each would measure for itself, and all must run the same collectives again.
+        # Each of several devices would measure for itself, but all must recompute the same collectives.
         if self._control is None or self.ranks > 1:
             return
         each = seconds / len(self._slices)
         taken = Taken(most_bytes=most_allocated(self.device), seconds=each)
         plan = self._control.step_done(taken)
         if plan is not None:
-            log.warning("memory is planned with anew from measured steps: %s", _words(plan))
+            log.warning("memory is planned again from measured steps: %s", _words(plan))
             self._change(plan)
 
     def relieve(self) -> bool:
-        """Between two attempts of a step, the first of which ran out of memory, recompute more or move more
-        to host memory. Returns whether anything was left to do."""
+        """Call between two attempts of a step, the first of which ran out of memory. Recompute more or move
+        more to host memory. Returns whether anything was left to do."""
         if not self._degrades or self._control is None:
             return False
         plan = self._control.ran_short()
         if plan is None:
             return False
-        log.warning("%s ran short of memory: from now on %s", self.device, _words(plan))
+        log.warning("%s ran out of memory: from now on %s", self.device, _words(plan))
         self.begin_step()
         self._change(plan)
         return True
 
     @property
     def _degrades(self) -> bool:
-        """Main memory does not run short: its system ends processes instead."""
+        """Whether a stage out of memory can continue. Out of main memory, its system ends the process."""
         room = self._room
         return self.ranks == 1 and not room.devices.on_cpu and room.memory_bytes > 0
 
     def _change(self, plan: MemoryPlan) -> None:
-        """Go on with another plan, between two steps."""
+        """Continue with another plan, between two steps."""
         self._store(plan)
         self._move_state(plan)
         if self._captured:
-            # Graphs have the old plan in them; one that changes is rarely so small that they matter.
+            # Graphs contain the old plan. Where plans change, passes are rarely so small that graphs matter.
             self._captured = False
             self._passes = self._make_passes()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _move_state(self, plan: MemoryPlan) -> None:
-        """Between two steps, move state to the host or the device as this plan says."""
+        """Between two steps, move state to the host or the device as planned."""
         if plan.state.weights or plan.state.moments:
             self._settle()
         optimizer, blocks = self.optimizer, [unit for unit in self.optimizer.units if is_block(unit)]
@@ -352,7 +352,7 @@ class StageModel:
             optimizer.move_codes(self._host, moved_blocks(blocks, plan.state.codes))
 
     def _store(self, plan: MemoryPlan) -> None:
-        """Blocks keep what this plan says, from their next forward on."""
+        """Let blocks store as planned, from their next forward on."""
         self._move(plan)
         blocks = [layer for chunk in self._chunks for layer in chunk.layers if isinstance(layer, Block)]
         for block, storage in zip(blocks, plan.storages(self._storage), strict=True):
@@ -366,12 +366,12 @@ class StageModel:
         self._chunks = []
         self._optimizer = self._local = None
         if self._host is not None:
-            # Copies may still read or write what is freed now.
+            # Copies may still use the memory that is freed now.
             self._host.settle()
         self._offload = None
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
-        """See `StageOptimizer.load_unit_state`; also loads frozen weights, under names that begin with
+        """See `StageOptimizer.load_unit_state`. Also loads frozen weights, whose names begin with
         `frozen.`"""
         frozen = {
             name.removeprefix(FROZEN_PREFIX): tensor
@@ -386,14 +386,14 @@ class StageModel:
             self.optimizer.load_unit_state(unit, state)
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
-        """See `StageOptimizer.unit_state`; of the whole unit."""
+        """See `StageOptimizer.unit_state`; of the complete unit."""
         return self.optimizer.unit_state(unit)
 
     def copy_state(
         self, extra: Mapping[str, Mapping[str, Tensor]], *, weights_alone: bool = False
     ) -> StateCopy:
-        """The state of all units, with more tensors of some, to be read beside the next step; or weights
-        alone."""
+        """The state of all units with `extra` tensors of some, or only their weights, to be read during the
+        next step."""
         self._settle()
         optimizer = self.optimizer
 
@@ -405,13 +405,13 @@ class StageModel:
                 }
                 yield unit, weights_of(state) if weights_alone else state
 
-        # Rounds change weights before the vote, and put them back.
+        # Rounds change weights before the vote, and restore them.
         stays = optimizer.stays_in_place and self.config.sync.every == 1
         self._copy = StateCopy(units(), stays=stays)
         return self._copy
 
     def _settle(self) -> None:
-        """The state is about to change or to move."""
+        """Prepare for a change or move of the state."""
         copy, self._copy = self._copy, None
         if copy is not None:
             copy.settle()
@@ -426,7 +426,7 @@ class StageModel:
             self._offload.begin_step()
         self.optimizer.zero_grad()
         if self._control is not None:
-            # A plan that was made in a step could not move any of it.
+            # If the plan changed within a step, state could not be moved then.
             self._move_state(self._control.plan)
         begin_peak(self.device)
 
@@ -439,14 +439,14 @@ class StageModel:
         documents: Tensor | None = None,
         number: int = 0,
     ) -> Tensor:
-        """One chunk's forward, of a microbatch or of one slice of it, whose S positions the tensors hold.
+        """Run one chunk's forward, for a microbatch or for a slice of it, whose S positions the tensors hold.
 
         Args:
             fed: token ids [B, S] int64 or hidden [B, S, C] float32.
             labels: [B, S] int64, for the chunk that holds the head.
-            documents: where documents begin, bool on the CPU, [B, S] or [B, the slice's end]; None for one a
+            documents: where documents begin, bool on the CPU, [B, S] or [B, the slice's end]; None: one per
                 sample.
-            number: of the slice. They come in their order, and go backward in the reverse.
+            number: the slice. Slices run forward in ascending order, and backward in descending order.
 
         Returns:
             Hidden [B, S, C] float32, or with `labels` the microbatch's share of the mean loss; no graph.
@@ -460,17 +460,17 @@ class StageModel:
                 if self._captured or not self._degrades or not ran_out(error):
                     raise
                 failed = error
-            # Outside, where the error no longer holds what the forward had made. What is in flight keeps
-            # what it has; a forward changes nothing else, so it runs again.
+            # Done here because `error` no longer holds the forward's tensors. Microbatches in flight keep
+            # theirs; a forward changes nothing else, so it runs again.
             if not self._relieve_forward():
                 raise failed
 
     def _relieve_forward(self) -> bool:
-        """In a step, keep less of the next forwards; state stays where it is."""
+        """Within a step, keep less in the next forwards. State is not moved."""
         plan = None if self._control is None else self._control.ran_short()
         if plan is None:
             return False
-        log.warning("%s ran short of memory: from now on %s", self.device, _words(plan))
+        log.warning("%s ran out of memory: from now on %s", self.device, _words(plan))
         self._store(plan)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -479,32 +479,32 @@ class StageModel:
     def backward(
         self, chunk: int, microbatch: int, gradient: Tensor | None, number: int = 0
     ) -> Tensor | None:
-        """The backward of one chunk's `forward`.
+        """Run the backward for one chunk's `forward`.
 
         Args:
-            gradient: of the returned hidden states; None for the loss.
+            gradient: the gradient of the returned hidden states; None for the loss.
 
         Returns:
             The gradient of the chunk's input [B, S, C]; None for token ids.
         """
-        # Before the passes: a captured graph may contain the additions to gradients.
+        # Before the passes, because a captured graph may contain the additions to gradients.
         self.optimizer.begin_backward(microbatch * len(self._slices) + number, self.rank)
         return self._passes[chunk].backward(microbatch, gradient, number)
 
     def finish_step(self) -> None:
-        """All backwards of the step have run: complete the gradients."""
+        """Complete the gradients after all backwards of the step."""
 
     def take_gradients(self, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]:
-        """All backwards of a gradient group have run for these units: their complete gradients, by unit and
-        parameter, for the caller to keep. They begin again at 0."""
+        """Complete gradients by unit and parameter, after all backwards of a gradient group for these units.
+        The caller keeps them, and the gradients restart at 0."""
         return {unit: self.optimizer.take_gradients(unit) for unit in units}
 
     def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None:
-        """See `StageOptimizer.put_gradients`; used in place of `finish_step`."""
+        """See `StageOptimizer.put_gradients`; replaces `finish_step`."""
         self.optimizer.put_gradients(unit, values)
 
     def squared_norms(self) -> dict[str, float]:
-        """See `StageOptimizer.squared_norms`; of the whole stage."""
+        """See `StageOptimizer.squared_norms`; of the complete stage."""
         return self.optimizer.squared_norms()
 
     def expert_load(self) -> tuple[float, int]:
@@ -514,7 +514,7 @@ class StageModel:
             return 0.0, 0
         rows = in_double(torch.stack(loads))
         uneven = (rows.amax(1) / rows.mean(1).clamp(min=1.0)).max()
-        # One copy from the device, at which the step's norms have waited for it.
+        # A single copy from the device, for which the step's norms have waited already.
         most, dead = torch.stack((uneven, (rows == 0).sum().double())).tolist()
         return most, int(dead)
 
@@ -534,8 +534,8 @@ class StageModel:
         self.optimizer.gradients.put(self._tied_weight(unit), value)
 
     def any_gradient(self) -> Tensor | None:
-        """Some gradient, for injected faults to spoil."""
-        # Matrices' gradients may be kept elsewhere, in e4m3, or be in host memory.
+        """Any gradient, for injected faults to corrupt."""
+        # Gradients of matrices may be stored elsewhere, in e4m3, or in host memory.
         grads = (p.grad for p in self._chunks[0].parameters() if p.grad is not None)
         return next((gradient for gradient in grads if gradient.untyped_storage().nbytes()), None)
 
@@ -546,13 +546,13 @@ class StageModel:
 
     @property
     def local(self) -> LocalSteps:
-        """Rounds of the whole stage."""
+        """The local steps of the complete stage."""
         assert self._local is not None, "build() comes before everything else"
         return self._local
 
     def _tied_weight(self, unit: str) -> nn.Parameter:
         parameter = next(chunk for chunk in self._chunks if unit in chunk.units).tied_parameter(unit)
-        assert parameter is not None, "called for a tied model alone"
+        assert parameter is not None, "only called for a tied model"
         return parameter
 
 

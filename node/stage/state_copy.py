@@ -1,8 +1,8 @@
-"""A stage's state after a step, which is read while the next step's passes run.
+"""A stage's state after a step, which is read during the next step's passes.
 
-From one optimizer step to the next the state does not change, so nobody waits for a copy of it. Threads
-read it slice by slice, hash it and write it to disk, and only the next change waits for them (`settle`).
-They hold at most `AHEAD` slices of a GPU's state in page-locked memory, whatever the size of the state.
+The state does not change between two optimizer steps, so nothing waits for a copy of it. Threads read it in
+slices, hash it and write it to disk, and only the next change waits for them (`settle`). They hold at most
+`AHEAD` slices of a GPU's state in page-locked memory, whatever the size of the state.
 """
 
 import os
@@ -26,28 +26,28 @@ from wire.errors import RunError
 from wire.messages import UnitHash
 
 READERS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that read a state while steps go on."""
+"""Threads that read a state while training continues."""
 SLICE = 1 << 22
-"""Elements that are read at a time."""
+"""The elements that are read at a time."""
 AHEAD = 32
-"""How many slices (512 MB in float32) may come from a GPU before they are hashed and written. The next change
-waits only for the copies."""
+"""How many slices (512 MB in float32) may be copied from a GPU before they are hashed and written. The next
+change waits only for these copies."""
 AT_ONCE_BYTES = 8 << 20
-"""A state of at most this size is copied at once, because that is faster than to start threads."""
+"""A state of at most this size is copied at once, because that is faster than starting threads."""
 PATIENCE = 2.0
 """The seconds for which the next change of the state waits for its readers, which may wait for a disk. Then
-what they have not read is copied, whatever memory that takes."""
+the rest is copied, whatever memory that takes."""
 
 UnitTensors = Mapping[str, StateTensor]
 
 
 class _Slice(NamedTuple):
-    """A part of a tensor, on the host or on its way there."""
+    """A part of a tensor that is on the host or being copied there."""
 
     name: str
     part: Tensor
     mark: Mark | None
-    """When it is there."""
+    """Marks the end of the copy."""
     saved: torch.dtype
 
     def give(self, take: Callable[[str, np.ndarray], object]) -> None:
@@ -57,16 +57,16 @@ class _Slice(NamedTuple):
 
 
 class StateCopy:
-    """The state of some layer units. Create and `settle` it on the compute thread; read it on any."""
+    """The state of some layer units. Create and `settle` it on the compute thread; read it on any thread."""
 
     weights_first = False
-    """Whether the file of the weights alone is hashed, too."""
+    """Whether the file of only the weights is hashed too."""
 
     def __init__(self, units: Iterable[tuple[str, UnitTensors]], *, stays: bool = True) -> None:
         """
         Args:
-            units: each unit's tensors, which are asked for one unit after another.
-            stays: they are in place until `settle`. If not, they are copied now.
+            units: each unit's tensors, which are requested one unit after another.
+            stays: whether they stay in place until `settle`. If not, they are copied now.
         """
         self._units: dict[str, UnitTensors] = {}
         for unit, tensors in units:
@@ -75,9 +75,9 @@ class StateCopy:
         """Held while a slice of the unit is in use."""
         self._changed = threading.Condition()
         self._left = set(self._units) if stays else set[str]()
-        """Units that are read where they are, or will be."""
+        """Units that are being read in place, or will be."""
         self._finished = set[str]()
-        """The units that were read, and may change now."""
+        """Units that have been read and may change now."""
         self._closed = False
         self._copies = HostCopies()
         self._ahead = threading.Semaphore(AHEAD)
@@ -95,7 +95,7 @@ class StateCopy:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all of it, as it is saved."""
+        """The bytes of the complete state, as it is saved."""
         return sum(
             kept.tensor.numel() * kept.saved.itemsize
             for state in self._units.values()
@@ -110,12 +110,12 @@ class StateCopy:
         }
 
     def digest(self, unit: str, *, reports: int | None = None) -> LayerDigest:
-        """A digest to read the unit's tensors into. `reports`: as of `LayerDigest`."""
+        """A digest into which the unit's tensors are read. `reports`: as for `LayerDigest`."""
         return LayerDigest(self.layout(unit), reports=reports, weights_first=self.weights_first)
 
     def read(self, unit: str, names: Iterable[str], take: Callable[[str, np.ndarray], object]) -> None:
-        """Give `take` these tensors slice by slice, as they are saved. Arrays are used again once `take` has
-        returned. Blocks; call `done` afterwards.
+        """Call `take` with these tensors slice by slice, as they are saved. Arrays are reused when `take` has
+        returned. Blocks. Call `done` afterwards.
 
         Raises RunError once the copy is closed.
         """
@@ -124,7 +124,7 @@ class StateCopy:
         for name, first, count in self._slices(unit, names):
             with self._locks[unit]:
                 begun.append(self._begin(unit, name, first, count))
-                # On a CPU slices are taken where they are; off a GPU they come ahead of who takes them.
+                # On a CPU, slices are read in place. From a GPU, they are copied ahead of `take`.
                 while len(begun) > held:
                     if (
                         self._device is not None
@@ -142,11 +142,11 @@ class StateCopy:
             self._ahead.release()
 
     def _share(self) -> int:
-        """The number of slices that a reader may have ahead."""
+        """The number of slices that one reader may copy ahead."""
         return max(1, AHEAD // max(1, min(READERS, len(self._left))))
 
     def done(self, unit: str) -> None:
-        """The unit is read, or is not needed: nothing waits for its readers."""
+        """The unit has been read, or is not needed: nothing waits for its readers."""
         with self._changed:
             if unit in self._left:
                 self._finished.add(unit)
@@ -163,7 +163,7 @@ class StateCopy:
             return {name: copy.tensor for name, copy in _copied(self._units[unit]).items()}
 
     def settle(self, patience: float = PATIENCE) -> None:
-        """The state is about to change: wait until it is read, and copy what is not. Blocks."""
+        """The state is about to change: wait until it has been read, and copy the rest. Blocks."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left, patience)
             left = list(self._left)
@@ -177,7 +177,7 @@ class StateCopy:
                 self._left.discard(unit)
 
     def close(self) -> None:
-        """End the reading, so that nothing waits for it."""
+        """Stop the reading, so that nothing waits for it."""
         self._closed = True
         with self._changed:
             self._left.clear()
@@ -188,13 +188,13 @@ class StateCopy:
     def _slices(self, unit: str, names: Iterable[str]) -> Iterator[tuple[str, int, int]]:
         for name in names:
             elements = prod(self._units[unit][name].tensor.shape)
-            # Samples of a cache are checked together.
+            # A cache's samples are checked together.
             size = elements if name.startswith(CACHE_PREFIX) else SLICE
             for first in range(0, max(1, elements), max(1, size)):
                 yield name, first, min(size, elements - first)
 
     def _begin(self, unit: str, name: str, first: int, count: int) -> "_Slice":
-        """Begin to copy a slice to the host, if it is not there."""
+        """Start to copy a slice to the host, unless it is there."""
         if self._closed:
             raise RunError("this state is no longer read")
         tensor, saved = self._units[unit][name]
@@ -206,7 +206,7 @@ class StateCopy:
 
 
 def weights_of(state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-    """The weights alone among a unit's tensors."""
+    """Only the weights of a unit's tensors."""
     return {name: kept for name, kept in state.items() if name.startswith(PARAMETER_PREFIX)}
 
 
@@ -218,24 +218,24 @@ def _copied(tensors: UnitTensors) -> UnitTensors:
 
 
 class ReadLayer(NamedTuple):
-    """A layer that was read into a file."""
+    """A layer that has been read into a file."""
 
     file: LayerSource
     hash: UnitHash
     weights_sha256: str
-    """Empty unless it is reported."""
+    """The SHA-256 of the weights' file; empty unless it is reported."""
     weights: LayerSource | None
-    """The weights alone, and"""
+    """Only the weights, if they are to be sent first."""
     rest: LayerSource | None
-    """all but these, where the weights are to go first."""
+    """Everything except the weights, if these are to be sent first."""
     weights_at: int
-    """Where they belong in the whole file."""
+    """The offset of the weights in the complete file."""
 
 
 def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: int | None) -> ReadLayer:
     """Read a unit into a file, by default in memory. Blocks.
 
-    `reports`: as of `LayerDigest`. Raises RunError, or OSError of the file.
+    `reports`: as for `LayerDigest`. Raises RunError, or OSError for the file.
     """
     digest, data = state.digest(unit, reports=reports), bytearray()
     write = data.extend if file is None else file.write
@@ -243,7 +243,7 @@ def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: i
     state.read(unit, digest.order, lambda name, array: write(digest.add(name, array)))
     state.done(unit)
     known = digest.hash
-    # What nobody counts on need not outlive a machine that stops at once.
+    # A file that nothing relies on need not survive a sudden stop of the machine.
     durable = reports is not None
     kept = LayerFile(bytes(data), known.sha256) if file is None else file.keep(known.sha256, durable=durable)
     weights = rest = None
@@ -257,7 +257,7 @@ def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: i
 
 
 def hash_layer(state: StateCopy, unit: str) -> UnitHash:
-    """The hash that the unit's file would have. Blocks. Raises RunError once the copy is closed."""
+    """The hash of the unit's file if it were written. Blocks. Raises RunError once the copy is closed."""
     digest = state.digest(unit)
     state.read(unit, digest.order, digest.add)
     state.done(unit)

@@ -1,4 +1,4 @@
-"""What a stage of one row runs in a step, from first to last. Pure, without torch."""
+"""The order of a row's actions on a stage in a step. Pure, without torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +10,8 @@ from node.schedule.routing import StageLayout
 from node.schedule.schedule import Action, Kind, Order, held_activations
 from wire.errors import ProtocolViolationError
 
-MOST_FOUND = 64
-"""Orders that are kept."""
+MOST_CACHED = 64
+"""How many orders are kept."""
 
 
 class StepOrder:
@@ -24,11 +24,11 @@ class StepOrder:
         self.groups = share.groups
         """The groups that the row computes in the step."""
         self.windows: tuple[int, ...] = ()
-        """Extra microbatches in flight on each link; empty: the run file's."""
+        """Extra microbatches in flight on each link; empty: as in the run file."""
         self.audited: tuple[int, ...] = ()
-        """Groups of another row that the step computes as well, only for their digests."""
+        """Groups of another row that the step computes too, only for their digests."""
         self._orders: dict[int, Order] = {}
-        """Orders by number of microbatches, which count from 0."""
+        """Orders by number of microbatches, which are numbered from 0."""
         self._found: dict[tuple[int, ...], Order] = {}
         """Orders by microbatches."""
 
@@ -38,12 +38,12 @@ class StepOrder:
         audited: tuple[int, ...] = (),
         groups: tuple[int, ...] | None = None,
     ) -> None:
-        """Use these extra microbatches, or slices, in flight on each link from now on; empty uses the run
-        file's.
+        """Use these numbers of extra microbatches, or slices, in flight on each link from now on. Empty: use
+        the run file's.
 
         Args:
-            audited: groups of another row to compute after the own ones, only for their digests.
-            groups: those of the row; by default as it was placed.
+            audited: groups of another row to compute after this row's, only for their digests.
+            groups: this row's groups; as placed by default.
 
         Raises ProtocolViolationError for windows or groups that do not fit the placement.
         """
@@ -66,7 +66,7 @@ class StepOrder:
 
     @property
     def numbers(self) -> list[int]:
-        """The microbatches that a step computes, in their order: the row's, then the audited ones."""
+        """The microbatches that a step computes, in order: the row's, then the audited ones."""
         return self.numbers_of((*self.groups, *self.audited))
 
     def numbers_of(self, groups: Sequence[int]) -> list[int]:
@@ -74,28 +74,28 @@ class StepOrder:
         return [number for group in groups for number in microbatches_of(self._config, [group])]
 
     def whole(self) -> Order:
-        """All of an exact step."""
+        """The order of a complete exact step."""
         return self._of(self.numbers)
 
     def of(self, groups: Sequence[int]) -> Order:
-        """These groups of an exact step, one after another."""
+        """The order of these groups in an exact step, one after another."""
         return self._of(self.numbers_of(groups))
 
     def parts(self, group: int, count: int) -> list[Order]:
-        """A group of a round, an order for each of its `count` local steps."""
+        """The orders of a group in a round, one for each of its `count` local steps."""
         return [self._of(part) for part in parts_of_group(self._config, group, count)]
 
     def held_out(self, first: int, microbatches: int) -> list[Action]:
-        """This stage's forwards of held-out microbatches, numbered from `first`."""
+        """This stage's forwards of held-out microbatches, which are numbered from `first`."""
         layout = self._layout
         chunks, ahead = range(layout.chunks), held_activations(self.whole())
 
         def place(action: Action) -> tuple[int, ...]:
             number = action.microbatch - first
             if layout.interleaved:
-                # As many microbatches at a time as there are stages, so that a ring keeps all of them busy.
+                # As many microbatches at a time as there are stages keep all stages of a ring busy.
                 return number // layout.stages, action.chunk, number, action.slice
-            # A head on the first stage follows as far behind as in training.
+            # A head on the first stage runs as far behind as in training.
             return (number * layout.slices + action.slice + ahead * action.chunk,)
 
         numbers, slices = range(first, first + microbatches), range(layout.slices)
@@ -108,7 +108,7 @@ class StepOrder:
             return ()
         if (order := self._found.get(numbers)) is not None:
             return order
-        if len(self._found) >= MOST_FOUND:
+        if len(self._found) >= MOST_CACHED:
             self._found.clear()
         count = len(numbers)
         if count not in self._orders:

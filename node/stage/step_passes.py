@@ -1,7 +1,7 @@
 """The passes of one step on one stage. Runs the schedule's actions, and receives and sends their tensors.
 
-`node.stage.executor` makes one of these for each step. It runs on the compute thread, and its tensors come
-and go through a `LinksIO`. It changes nothing durable: gradients accumulate beside the weights.
+`node.stage.executor` creates one object for each step. It runs on the compute thread and exchanges tensors
+through a `LinksIO`. It changes nothing durable: gradients accumulate beside the weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,12 +34,12 @@ from wire.codecs.host_copies import Mark
 from wire.spec import Direction, TensorKey, TensorSpec
 
 LOOK_AHEAD = 2
-"""Tensors of this many later actions are unpacked as soon as they arrive."""
+"""How many later actions' tensors are unpacked as soon as they arrive."""
 _WAITS = {Kind.FORWARD: TimeKind.WAIT_UPSTREAM, Kind.BACKWARD: TimeKind.WAIT_DOWNSTREAM}
 
 
 def boundary_specs(config: RunConfig) -> tuple[TensorSpec, ...]:
-    """The spec of a microbatch's tensor between two chunks, or of each of its slices' tensors."""
+    """The spec of the tensors between two chunks, for a microbatch or for each of its slices."""
     return tuple(TensorSpec(torch.float32, shape) for shape in boundary_shapes(config))
 
 
@@ -49,7 +49,7 @@ def tied_spec(config: RunConfig) -> TensorSpec:
 
 
 def sum_own_tie(model: StageCompute) -> None:
-    """Set both copies of a tied weight, which are on this stage, to the sum of both gradients."""
+    """Set both copies of a tied weight's gradient, which are on this stage, to their sum."""
     total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
     model.put_tied_gradient(EMBED, total)
     model.put_tied_gradient(HEAD, total)
@@ -71,13 +71,13 @@ class StepPasses:
     layout: StageLayout
     order: StepOrder
     work: StepWork
-    """The gradient groups of this row, and of the others."""
+    """The gradient groups of this row and of the others."""
     model: StageCompute
     clock: StageClock
     transfer: TensorTransfer
     codec: Callable[[TensorKey], Codec]
     sync: GradientSync | None
-    """Begun for this step; None without gradient groups."""
+    """Already begun for this step; None without gradient groups."""
     overflow: Overflow
     epoch: int
     step: int
@@ -85,7 +85,7 @@ class StepPasses:
     samples: Mapping[BatchPart, Mapping[int, Tensor]]
     """Samples by microbatch."""
     cut: Callable[[BatchPart, np.ndarray], Sequence[Tensor]]
-    """Cuts samples into microbatches."""
+    """Splits samples into microbatches."""
     give_way: GiveWay | None = None
     """Pauses between microbatches while other programs use the GPU."""
     loss_weight: float = 1.0
@@ -93,45 +93,45 @@ class StepPasses:
     generation: int = 0
     """The generation in `wire.messages.Begin`."""
     audited: tuple[int, ...] = ()
-    """Groups of another row that the vote has digests of. A death may end their comparison, and the row may
-    get one of them as its own."""
+    """Groups of another row for which the vote has digests. A death may end their comparison, and this row
+    may get one of them as its own."""
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The microbatches' shares of the loss, by group; on the stage with the head."""
+    """The microbatches' shares of the loss by group, on the stage with the head."""
 
     def __post_init__(self) -> None:
         self._boundaries, self._tied = boundary_specs(self.config), tied_spec(self.config)
         self._slices = slice_ranges(self.config)
         self._is_round = self.config.is_round(self.step)
         self._running: Mark | None = None
-        """The mark after the newest action, which the device may still compute; None if each action ends when
-        it returns."""
+        """The mark after the newest action, if the device may still be computing it; None if each action ends
+        when it returns."""
         self._given = {part: dict(batches) for part, batches in self.samples.items()}
         self._waiting = [*self.work.groups, *self.order.audited]
         """Groups that have not begun."""
         self._known = set(self._waiting)
-        """Groups that have begun or wait."""
+        """Groups that have begun or are waiting."""
         self._computes = False
-        """Whether passes run, so that some may be half done."""
+        """Whether passes are running, so that some groups may be incomplete."""
         self._has_sums = False
-        """Whether the model has sums of gradients already."""
+        """Whether the model has gradient sums already."""
 
     def complete(self) -> None:
-        """Forward and backward of every microbatch that the row has to compute, in a round local steps; then
-        the sum over all groups. What the row gets to compute meanwhile is part of that."""
+        """Run forward and backward of every microbatch that the row has to compute, in a round as local
+        steps; then sum over all groups. This includes work that the row gets meanwhile."""
         while True:
             try:
                 self._compute()
                 self._finish()
             except RegroupedError:
                 assert self.sync is not None, "only a run with gradient groups has rows"
-                self.sync.drain()  # while the change waits to be taken, all waits end
+                self.sync.drain()  # all waits end until the change is taken
                 if (change := self.io.take_change()) is not None:
                     self.regroup(change)
             else:
                 return
 
     def regroup(self, change: StepChange) -> None:
-        """Others compute the step's groups from now on: the row more than before, or none at all."""
+        """The step's groups were redistributed: this row gets more than before, or none at all."""
         assert self.sync is not None, "only a run with gradient groups has rows"
         self.work, self.generation, self.audited = change.work, change.generation, change.audited
         more = [group for group in change.work.groups if group not in self._known]
@@ -143,7 +143,7 @@ class StepPasses:
             self._drop()
         self.sync.use(change.work)
         if more and self._has_sums:
-            # The passes to come add to gradients, which begin at 0.
+            # Further passes add to gradients, which start at 0.
             self.model.begin_step(self.loss_weight)
             self._has_sums = False
             self.sync.again()
@@ -151,7 +151,7 @@ class StepPasses:
         self._known.update(more)
 
     def _drop(self) -> None:
-        """The row has lost a node: what it has not computed completely it never will."""
+        """The row has lost a node, and can never complete its incomplete groups: drop them."""
         self._waiting.clear()
         self._end_action()
         if self._computes:
@@ -172,7 +172,7 @@ class StepPasses:
             self._computes = False
 
     def _finish(self) -> None:
-        """Complete the gradients: the sum over all groups, and over both copies of a tied weight."""
+        """Complete the gradients: sum over all groups, and over both copies of a tied weight."""
         if self.sync is None:
             self.model.finish_step()
             self._computed(points.Phase.BACKWARD, self.model.any_gradient())
@@ -187,7 +187,7 @@ class StepPasses:
             self._exchange_tied()
 
     def held_out(self, first: int, microbatches: int) -> list[Tensor]:
-        """Forwards alone, of microbatches numbered from `first`; their losses on the stage with the head."""
+        """Run forwards of microbatches from number `first`; their losses on the stage with the head."""
         losses: list[Tensor] = []
         self.model.begin_step()
         for action in self.order.held_out(first, microbatches):
@@ -204,7 +204,7 @@ class StepPasses:
     # ---- actions
 
     def _run_order(self, order: Order, groups: Sequence[int] = ()) -> None:
-        """`groups`: the gradient groups of `order`. Others may be added while it runs."""
+        """`groups`: the gradient groups of `order`. More may be added while it runs."""
         extends = bool(groups) and not self.layout.interleaved
         needed = [self._needed(action) for action in order]
         # With several chunks, tensors do not arrive in the order in which they are needed.
@@ -215,19 +215,19 @@ class StepPasses:
                 self.regroup(change)
                 if not change.work.groups:
                     raise RegroupedError("the row has lost a node")
-                # The pipeline does not drain before what comes in addition.
+                # Additional groups begin before the pipeline is empty.
                 groups, self._waiting = (*groups, *self._waiting), []
                 order = self.order.of(groups)
                 needed = [self._needed(action) for action in order]
                 turns = turns.extended(order)
             upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
             self.transfer.look_ahead(upcoming, self.codec, self.io)
-            # While the device computes, it is given the next action too, if that is the order's: another one
-            # might have to give way to what arrives meanwhile.
+            # While the device computes, submit the next action too, if it is the order's next: another might
+            # have to give way to arriving tensors.
             if self.give_way is not None or not self.transfer.unpacked(needed[turns.choices[0]]):
                 self._end_action()
             if self.give_way is not None:
-                # It counts as work: to the run this node is slow.
+                # The pause counts as work: to the run this node is slow.
                 is_forward = order[turns.choices[0]].kind is Kind.FORWARD
                 self.clock.switch(TimeKind.FORWARD if is_forward else TimeKind.BACKWARD)
                 self.give_way.pause(self.io.check)
@@ -245,7 +245,7 @@ class StepPasses:
         self._end_action()
 
     def _run_round(self) -> None:
-        """The row's groups, one after another, each from the weights that the round began with."""
+        """Run the row's groups one after another, each from the round's initial weights."""
         assert self.sync is not None, "a run with local steps has several groups"
         local = self.model.local
         while self._waiting:
@@ -265,7 +265,7 @@ class StepPasses:
         local.end()
 
     def _begin_turn(self, turns: Turns, order: Order, needed: Sequence[Incoming | None]) -> int:
-        """The index of the next action; waits until one of the candidates has its tensor."""
+        """The index of the next action. Waits until one of the candidates has its tensor."""
         while (place := turns.begin(lambda place: self.transfer.ready(needed[place], self.io))) is None:
             keys = [tensor.key for choice in turns.choices if (tensor := needed[choice])]
             self.clock.switch(_WAITS[order[turns.choices[0]].kind], keys[0])
@@ -313,8 +313,8 @@ class StepPasses:
         self._begun(mark, TimeKind.BACKWARD, key)
 
     def _begun(self, mark: Mark | None, kind: TimeKind, key: TensorKey) -> None:
-        """The device has been given an action, up to `mark`: the one before it ends first, then time is this
-        one's. So the clock shows the device's work and not the launches."""
+        """The device has been given an action, up to `mark`. The action before it ends first; then time
+        counts as this one's. So the clock counts the device's work and not the launches."""
         if self._running is not None:
             self._running.synchronize()
             self.clock.switch(kind, key)
@@ -327,37 +327,37 @@ class StepPasses:
             self._running = None
 
     def _switch(self, kind: TimeKind, key: TensorKey) -> None:
-        """Count time as `kind`, unless the device still computes an action."""
+        """Count time as `kind`, unless the device is still computing an action."""
         if self._running is None:
             self.clock.switch(kind, key)
 
     def _end_group(self, action: Action) -> None:
-        """After a backward that is the chunk's last of a gradient group, pack the group's gradients."""
+        """After a chunk's last backward of a gradient group, pack the group's gradients."""
         group = group_of(self.config, action.microbatch)
         if not self.layout.ends_microbatch(action):
             return
-        # Backwards of a chunk come in the order of microbatches.
+        # A chunk's backwards run in the order of microbatches.
         if self.sync is None or group == group_of(self.config, action.microbatch + 1):
             return
         self._end_action()
         self.clock.switch(TimeKind.ENCODE)
         if not self._waiting and group == self.work.groups[-1]:
             self._computed(points.Phase.BACKWARD, self.model.any_gradient())
-            # Other stages wait for the last gradient, and none for the sums: those are packed after it.
+            # Other stages wait for the last gradient but none waits for the sums, so these are packed later.
             self.transfer.drain()
         taken = self.model.take_gradients(self.layout.chunk_units(action.chunk))
         self.overflow.clear(taken.values())
         self.sync.group_done(group, taken)
 
     def _exchange_tied(self) -> None:
-        """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
+        """Set both copies of a tied weight's gradient to their sum, added in a fixed order."""
         layout, model = self.layout, self.model
         up = self._key(0, 0, Direction.TIED_SHARE)
         down = self._key(0, 0, Direction.TIED_SUM)
         if layout.sums_tie_alone:
             sum_own_tie(model)
         elif layout.exchanges_tie and layout.is_first:
-            # In the received share's memory: with its packed form, at most two copies of the matrix.
+            # Use the received share's memory: with its packed form, the matrix then has at most two copies.
             total = self._receive(up, self._tied, TimeKind.WAIT_DOWNSTREAM)
             sum_tied_gradients(total, model.tied_gradient(EMBED))
             self._send(down, self.overflow.cleared(total))
@@ -372,7 +372,7 @@ class StepPasses:
         return TensorKey(self.epoch, self.step, number, boundary, direction)
 
     def _needed(self, action: Action) -> Incoming | None:
-        """The tensor that an action needs."""
+        """The tensor that an action needs, if any."""
         key = self.layout.needed(self.epoch, self.step, action)
         return None if key is None else Incoming(key, self._boundaries[action.slice])
 
@@ -387,7 +387,7 @@ class StepPasses:
         return self.transfer.finish(key)
 
     def _send(self, key: TensorKey, tensor: Tensor) -> Mark | None:
-        """Returns a mark after what makes `tensor`."""
+        """Send a tensor. Returns the mark after the work that computes it."""
         mark = self.transfer.computed()
         self.transfer.send(key, self.codec(key), tensor, mark, self.io)
         return mark

@@ -1,4 +1,4 @@
-"""Measures how long work takes on a device: with its own clock on a GPU, with the system's elsewhere."""
+"""Measures how long work takes on a device: with a GPU's own clock, or with the system's elsewhere."""
 
 import statistics
 import time
@@ -10,19 +10,19 @@ import torch
 
 RUNS = 3
 LONGEST_DELAY = 0.1
-"""The longest delay in seconds for which a GPU waits while work is queued."""
+"""The longest delay in seconds before a GPU starts, while work is queued."""
 CYCLES_A_SECOND = 2e9
-"""No GPU's clock is faster by much."""
+"""A GPU's cycles per second. No clock is much faster."""
 ENOUGH_SECONDS = 2.0
 """On a slow machine, this many seconds of measured work are enough."""
 
 
 def seconds_of(device: torch.device, *parts: Callable[[], object]) -> tuple[float, ...]:
-    """The seconds of each part, one after another: the median of a few rounds. The first round compiles and
-    does not count.
+    """The seconds of each part, run one after another: the median of a few rounds. The first round compiles
+    and does not count.
 
-    A GPU's time alone: it begins once a whole round has been asked of it. Launching one kernel after another
-    can take longer than running them, above all beside other work, and a run's passes are CUDA graphs.
+    Only a GPU's own time counts: it starts after a complete round is queued. Launching kernels one by one can
+    take longer than running them, particularly during other work, and a run's passes are CUDA graphs.
     """
     if device.type == "cuda":
         _on_gpu(parts)
@@ -44,7 +44,7 @@ def _medians(rounds: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def _on_gpu(parts: tuple[Callable[[], object], ...], delay: float = 0.0) -> tuple[float, ...]:
-    """`delay`: seconds for which the GPU waits before it begins."""
+    """`delay`: the seconds before the GPU starts."""
     marks = [_event()]
     torch.cuda._sleep(int(delay * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]  # torch's
     marks[0].record()
@@ -57,7 +57,7 @@ def _on_gpu(parts: tuple[Callable[[], object], ...], delay: float = 0.0) -> tupl
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done its work."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -1,7 +1,7 @@
-"""The packed, summed gradients of the newest steps on a node's disk, for nodes that follow the run.
+"""The packed gradient sums of the newest steps on a node's disk, for nodes that follow the run.
 
-A node that will get a stage loads a snapshot, and applies to it the steps that the run commits meanwhile.
-For each of these it needs what every replica of the stage has after sync: the packed sum over all groups.
+A node that will get a stage loads a snapshot and applies the steps that the run commits meanwhile. For each
+of them it needs what every replica of the stage has after sync: the packed sum over all groups.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 class SumsKept:
-    """The sums that one node keeps. A failing or full disk is no error: a follower then finds nothing
+    """The sums that one node keeps. A failing or full disk is no error: a follower then finds no sums
     here."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         """
         Args:
-            directory: holds nothing else; what an earlier process left there is removed.
-            limit: most bytes; the oldest steps go first.
+            directory: holds only sums. Files of an earlier process are removed.
+            limit: the most bytes. The oldest steps are removed first.
         """
         self._directory = directory
         self._limit = limit
@@ -39,14 +39,14 @@ class SumsKept:
     def keep_bytes(self, step: int, unit: str, data: bytes) -> None:
         """Keep a unit's packed sum. Returns before it is on disk.
 
-        Waits until earlier steps are on disk, so that memory holds one step at most.
+        Waits until earlier steps are on disk, so that memory holds at most one step.
         """
         for at in [at for at in self._writes if at[0] != step]:
             self._writes.pop(at).exception()
         self._writes[step, unit] = self._thread.submit(self._write, step, unit, data)
 
     def clear(self) -> None:
-        """Remove all sums, because nobody follows any longer. Returns before all are removed."""
+        """Remove all sums, because no node follows any more. Returns before all are removed."""
         if self._writes:
             self._writes.clear()
             self._thread.submit(self._drop, None)
@@ -78,7 +78,7 @@ class SumsKept:
         path = self._path(step, unit)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # No fsync: what a crash loses is fetched from another replica.
+            # No fsync, because sums that a crash loses are fetched from another replica.
             partial = path.with_suffix(".tmp")
             partial.write_bytes(data)
             partial.replace(path)

@@ -1,13 +1,12 @@
-"""Packs and unpacks tensors on a second thread, the transfer thread, beside the stage's compute.
+"""Packs and unpacks tensors on a second thread, the transfer thread, during the stage's compute.
 
-The compute thread hands over a tensor and continues; the packed tensor goes straight to the link. Received
-tensors that the stage needs next are unpacked when they arrive, whatever the compute thread does then.
-Jobs run one at a time in the order of submission, and no job waits for the network. Codecs with a sample
-cache see their tensors in a fixed order, which is that in which the compute thread submits them. `settle`
-ends all jobs of a step.
+The compute thread hands over a tensor and continues; the packed tensor goes directly to the link. Received
+tensors that the stage needs next are unpacked on arrival, whatever the compute thread does. Jobs run one at a
+time in the order of submission, and no job waits for the network. Codecs with a sample cache see their
+tensors in a fixed order, in which the compute thread submits them. `settle` ends all jobs of a step.
 
-On a GPU, packing waits until the device has computed the tensor. A third thread unpacks there, so that a
-tensor that arrives meanwhile does not wait for that.
+On a GPU, packing waits until the device has computed the tensor. A third thread unpacks there, so that an
+arriving tensor need not wait for that.
 
 A tensor that is packed or unpacked faster than threads hand it over stays on the compute thread.
 """
@@ -47,13 +46,12 @@ Result = TypeVar("Result")
 Unpacked = tuple[Tensor, Mark | None]
 
 TRIALS = 2
-"""How often a codec that is timed is tried."""
+"""How often a codec is tried when its speed is measured."""
 AT_ONCE_SECONDS = 6e-4
-"""The processor time up to which a tensor stays on the compute thread. To hand it over and its result back
-wakes two threads, which share one lock."""
+"""The processor seconds up to which a tensor stays on the compute thread. Handing it over and getting the
+result back wakes two threads, which share one lock."""
 SLOWER = 1.25
-"""A tensor's time counts up to this many times that of the one before, because a busy machine has
-outliers."""
+"""A tensor's time counts up to this multiple of the previous one's, because a busy machine has outliers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +63,25 @@ class Incoming:
 
 
 class BadTensorError(ProtocolViolationError):
-    """A received tensor cannot be unpacked although its frames are sound: the sender packed it wrongly."""
+    """A received tensor cannot be unpacked although its frames are intact: the sender packed it wrongly."""
 
     def __init__(self, key: TensorKey, error: CodecError, row: int | None = None) -> None:
-        """`row`: that it comes from; None: it comes from another stage."""
+        """`row`: the row that sent it; None: another stage sent it."""
         super().__init__(_named(key, "received", error))
         self.key = key
         self.row = row
 
 
 Beside = Callable[[str, TensorKey], AbstractContextManager[None]]
-"""Records what the thread does for a tensor (`node.telemetry.clock.StageClock.beside`)."""
+"""Records the transfer thread's work on a tensor (`node.telemetry.clock.StageClock.beside`)."""
 
 
 Switch = Callable[[TimeKind, TensorKey], object]
-"""Says what the compute thread does from now on (`node.telemetry.clock.StageClock.switch`)."""
+"""Sets what the compute thread does from now on (`node.telemetry.clock.StageClock.switch`)."""
 
 
 class _Later(Generic[Result]):
-    """A job that runs when its result is asked for, on the thread that asks."""
+    """A job that runs when its result is requested, on the requesting thread."""
 
     def __init__(self, job: Callable[[], Result]) -> None:
         self._job = job
@@ -92,7 +90,7 @@ class _Later(Generic[Result]):
         return self._job()
 
     def exception(self) -> None:
-        """It has not run."""
+        """Return None, because the job has not run."""
 
 
 class TensorTransfer:
@@ -110,18 +108,18 @@ class TensorTransfer:
     ) -> None:
         """
         Args:
-            packing: takes what packing takes, if anybody is to know.
-            switch: called before the compute thread packs a tensor itself; without it, it never does. Only
-                for tensors on the CPU and codecs without a sample cache.
-            unpacks_beside: unpack while another tensor is packed. Only for codecs without a sample cache.
-            in_order: unpack in the order in which tensors are needed; for codecs with a sample cache.
+            packing: measures the cost of packing, if it is reported.
+            switch: called before the compute thread packs a tensor itself, which it does only with this, for
+                tensors on the CPU and codecs without a sample cache.
+            unpacks_beside: unpack while another is packed. Only for codecs without a sample cache.
+            in_order: unpack in the order in which tensors are needed. For codecs with a sample cache.
         """
         self._device = device
         self._beside = beside
         self._packing_meter = packing
         self._switch = switch
         self._took: dict[tuple[WorkKind, str, int], float] = {}
-        """Processor seconds of a tensor, by codec and elements."""
+        """Processor seconds of a tensor, by work, codec and elements."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
         self._unpacker = (
             ThreadPoolExecutor(1, thread_name_prefix="unpack") if unpacks_beside else self._thread
@@ -132,16 +130,16 @@ class TensorTransfer:
         self._watched: set[TensorKey] = set()
         """The tensors that are unpacked as soon as they arrive."""
         self._early: dict[TensorKey, Future[Unpacked]] = {}
-        """The watched tensors that have arrived, and that the compute thread has not yet asked for."""
+        """The watched tensors that have arrived and were not yet requested by the compute thread."""
         self._packing: list[Future[None]] = []
         self.digests: StepDigests | None = None
-        """Notes what the step that runs sends and receives."""
+        """Records the digests of what the running step sends and receives."""
 
     def compile_codecs(self, codecs: Iterable[Codec], example: Tensor, to_time: Iterable[Codec] = ()) -> None:
-        """Pack and unpack `example` once with each codec, because the first use compiles; then time those of
-        `to_time` on a sample of it.
+        """Pack and unpack `example` once with each codec, because the first use compiles; then measure the
+        speed of those in `to_time` on a sample of it.
 
-        An error is only logged: the first step raises it too.
+        An error is only logged, because the first step raises it too.
         """
         mark = self._device.mark()
         spec = TensorSpec(example.dtype, tuple(example.shape))
@@ -175,7 +173,7 @@ class TensorTransfer:
             try:
                 with self._working(WorkKind.PACK, key, codec, tensor.numel()):
                     packed = self._device.pack(codec, tensor, mark)
-            except Exception as error:  # end the waits of both threads, then raise
+            except Exception as error:  # end the waits of both threads, then raise it
                 is_named = isinstance(error, NonFiniteError)
                 named = NonFiniteError(_named(key, "to be sent", error)) if is_named else error
                 io.interrupt(named)
@@ -184,7 +182,7 @@ class TensorTransfer:
                 digests.note(key, packed, received=False)
             io.send(key, packed, tensor.numel())
 
-        # What is packed beside is sent first: neighbours need tensors in their order.
+        # Tensors that are being packed beside go first, because neighbours need them in order.
         if not self._packing and self._at_once(WorkKind.PACK, codec, tensor.numel()):
             assert self._switch is not None
             self._switch(TimeKind.ENCODE, key)
@@ -195,7 +193,7 @@ class TensorTransfer:
     def look_ahead(
         self, needed: Sequence[Incoming], codec_of: Callable[[TensorKey], Codec], io: LinksIO
     ) -> None:
-        """Start to unpack those of the next tensors that have arrived, and the others when they arrive."""
+        """Unpack the next tensors: those that have arrived now, and the others when they arrive."""
         for tensor in needed:
             key = tensor.key
             if self.begun(key):
@@ -205,7 +203,7 @@ class TensorTransfer:
                 if io.holds(key):
                     self._begin(tensor, codec, io)
                 continue
-            # Under the lock: a tensor that arrives right now is either watched or begun.
+            # Under the lock: a tensor that arrives now is either watched or begun.
             with self._lock:
                 if key in self._watched or self.begun(key):
                     continue
@@ -227,11 +225,11 @@ class TensorTransfer:
         return key in self._unpacking or key in self._early
 
     def ready(self, needed: Incoming | None, io: LinksIO) -> bool:
-        """Whether this tensor has arrived, or no tensor is needed."""
+        """Whether this tensor has arrived, or none is needed."""
         return needed is None or self.begun(needed.key) or io.holds(needed.key)
 
     def unpacked(self, needed: Incoming | None) -> bool:
-        """Whether `finish` of this tensor would not wait, or no tensor is needed."""
+        """Whether `finish` of this tensor would not wait, or none is needed."""
         if needed is None:
             return True
         job = self._unpacking.get(needed.key) or self._early.get(needed.key)
@@ -245,13 +243,13 @@ class TensorTransfer:
     def finish(self, key: TensorKey) -> Tensor:
         """The tensor that `begin` was called for, unpacked.
 
-        Raises BadTensorError for a tensor that no encoder makes, and CacheMismatchError if the two ends'
-        sample caches differ, which is no evidence against either.
+        Raises BadTensorError for an invalid tensor, and CacheMismatchError if the sample caches of the two
+        ends differ, which is no evidence against either end.
         """
         job = self._unpacking.pop(key)
         others = [other for other in self._started() if isinstance(other, Future) and not other.done()]
         if isinstance(job, _Later) and others:
-            wait(others)  # one at a time, on whichever thread
+            wait(others)  # one at a time, on any thread
         tensor, mark = job.result()
         self._device.wait(tensor, mark)
         return tensor
@@ -321,7 +319,7 @@ class TensorTransfer:
         self._took[alike] = min(took, SLOWER * self._took.get(alike, took))
 
     def _time(self, meter: PackingMeter, codec: Codec, sample: Tensor) -> None:
-        """The time of a codec without other work of this node beside it. The first of `TRIALS` compiles."""
+        """Measure a codec without other work of this node. The first of `TRIALS` compiles."""
         spec = TensorSpec(sample.dtype, tuple(sample.shape))
         took = []
         for _ in range(TRIALS):
@@ -339,13 +337,13 @@ class TensorTransfer:
 
 
 def example_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
-    """A tensor of small whole numbers, fp32, to compile codecs with."""
+    """A tensor of small whole numbers in fp32 for compiling codecs."""
     elements = torch.arange(spec.elements, device=device)
     return elements.remainder_(251).sub_(125).float().view(spec.shape)
 
 
 def _named(key: TensorKey, way: str, error: Exception) -> str:
-    """The error after the tensor's name."""
+    """The error's text after the tensor's name."""
     return (
         f"the {key.direction.name.lower()} {way} over boundary {key.boundary}, "
         f"microbatch {key.microbatch} ({error})"

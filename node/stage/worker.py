@@ -1,11 +1,11 @@
 """`python -m node.stage.worker`: the process of a further device of a node. `processes` starts it.
 
-The run file comes as JSON on stdin, which then stays open while the node lives. When stdin closes, the
-node has ended, and this process ends too, even while it waits.
+The run file arrives as JSON on stdin, which then stays open while the node lives. When stdin closes, the node
+has ended, and this process ends too, even while it waits.
 
-The node prints why it ends, so this process prints nothing, unless a collective failed here and the node
-lives on, because then only this process knows the reason. If memory runs out here, it leaves a file for
-the node beside the meeting place and ends.
+The node prints why it ends, so this process prints nothing, unless a collective fails here and the node
+continues: then only this process knows the reason. If memory runs out here, it leaves a file for the node
+beside the meeting place and ends.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from wire.errors import DeviceLostError
 from wire.identity.enrolment import CPU
 
 GRACE_SECONDS = 1.0
-"""A node that sees the same failure ends within this time, and this process with it."""
+"""How long this process waits for the node to see the same failure and end it."""
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
     except Exception as error:  # torch raises several types when memory runs out; others pass
         if not ran_out(error):
             raise
-        # Write it atomically: the node looks as soon as this process's sockets close.
+        # Write it atomically, because the node reads it when this process's sockets close.
         written = arguments.meet.with_name(f"rank-{arguments.rank}-writes")
         with contextlib.suppress(OSError):  # the node has ended and removed the folder
             written.write_text(device_memory_text(device), encoding="utf-8")

@@ -243,7 +243,7 @@ def _waits(root: Path) -> list[str]:
     """What each node said of the time before its first step's end."""
     logs = [root / f"node-{number}.log" for number in range(NODES)]
     lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if "the first step was over" in line]
+    return [line for line in lines if "the first step ended" in line]
 
 
 def _processor_seconds(pid: int) -> float:

@@ -71,7 +71,7 @@ def test_a_run_that_lost_its_coordinator_and_its_nodes_goes_on_from_the_store(
         again = run.resume()
         stranger = run.add_node()
         assert stranger.wait_exit() != 0
-        assert f"join with --store {url} to let it" in stranger.report()
+        assert f"join with --store {url} to allow it" in stranger.report()
         for _ in range(2):
             run.add_node(run.new_token(), options=("--store", url))
         assert again.wait_exit() == 0, again.report()

@@ -220,7 +220,7 @@ def broken_off(group: DeviceGroup, work: Callable[[], object]) -> None:
     with contextlib.suppress(TimeoutError):
         error = failed.result(2.0)
         assert isinstance(error, DeviceLostError), error
-        assert "another of this node's devices is gone" in str(error)
+        assert "another device of this node has ended" in str(error)
 
 
 def open_sockets() -> int:
@@ -244,7 +244,7 @@ def test_a_dead_rank_is_reported() -> None:
         # Once gloo has seen the end, a collective fails at once.
         while open_sockets() >= before:
             time.sleep(0.01)
-        with pytest.raises(DeviceLostError, match="another of this node's devices is gone"):
+        with pytest.raises(DeviceLostError, match="another device of this node has ended"):
             leader.begin_step()
         group.close()
     # Nothing is left in this process that a next group would run into.
@@ -346,7 +346,7 @@ def test_a_follower_reports_its_own_failure_in_one_line(prefork: Prefork, tmp_pa
         assert follower.wait(30) == 1
         (line,) = (tmp_path / "said").read_text().splitlines()
         assert line.startswith(
-            "thinwire: error: rank 1 (cpu): the process of another of this node's devices is gone"
+            "thinwire: error: rank 1 (cpu): the process of another device of this node has ended"
         )
 
 

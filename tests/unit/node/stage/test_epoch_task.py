@@ -526,7 +526,7 @@ async def test_a_step_that_ran_short_of_memory_runs_again_if_the_node_can_plan_w
         await talk.begun(3)
         stage = talk.node.stage
         stage.trouble, stage.relieves = torch.OutOfMemoryError("CUDA out of memory."), True
-        what = "it ran short of memory, and plans with less from now on"
+        what = "it ran out of memory, and continues with a plan for less"
         assert await talk.ask(Begin(epoch=4, step=3)) == failure(FailureKind.INTERNAL, what, step=3)
         assert stage.log[-1] == "relieve" and stage.state_step == 3, "it holds its state still"
 

@@ -226,7 +226,7 @@ def test_fp32_links_leave_the_memory_alone() -> None:
 
 
 def test_a_stage_needs_the_number_of_samples_and_the_room() -> None:
-    with pytest.raises(RunError, match="did not say"):
+    with pytest.raises(RunError, match="did not send"):
         StageExecutor(CONFIG, CPU, StageClock(), StageModel(CONFIG, CPU))
     tight = replace(CONFIG, pipeline=replace(CONFIG.pipeline, cache_gb=1e-4))
     with pytest.raises(

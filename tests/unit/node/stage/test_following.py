@@ -144,7 +144,7 @@ class Node(FakeServices):
     async def fetch_sums(self, holders: tuple[PlacedStage, ...], step: int, unit: str, size: int) -> bytes:
         self.asked.append(holders[0].node_id)
         if self.gone:
-            raise LinkError("nobody keeps them")
+            raise LinkError("no node keeps it")
         step -= holders[0].node_id in self.damaged
         data = await asyncio.to_thread(self._sums.read, step, unit)
         assert data is not None and len(data) == size
@@ -216,7 +216,7 @@ async def test_wrong_gradients_are_fetched_again_from_others(told: Told) -> None
         node.asked.clear()
         follower.committed(replace(told.steps[1]))
         heard = await node.hear()
-        assert "not right at any node: its norms are not those" in heard.failed
+        assert "no node has the right gradient of step" in heard.failed
         assert len(node.asked) == TRIES * len(node.executor.units)
         await follower.settle()
     assert {step for step, _ in node.kept} == {1}
@@ -231,7 +231,7 @@ async def test_a_follower_that_finds_no_gradients_says_so(told: Told) -> None:
         follower.follow(told.order)
         await node.hear()
         follower.committed(told.steps[0])
-        assert (await node.hear()).failed == "nobody keeps them"
+        assert (await node.hear()).failed == "no node keeps it"
 
 
 async def test_a_missing_step_is_no_state(told: Told) -> None:

@@ -170,7 +170,7 @@ def test_a_stage_that_plans_anew_between_steps_has_the_same_bits(
     assert same(list(steps(model, 6)), expected)
     assert model._control.plan != before
     # The last step takes what its plan says, which was made for more memory than there is.
-    assert caplog.text.count("memory is planned with anew from measured steps") == 3
+    assert caplog.text.count("memory is planned again from measured steps") == 3
 
 
 def failing(model: StageModel, monkeypatch: pytest.MonkeyPatch, *, kind: str, call: int, times: int) -> None:
@@ -196,7 +196,7 @@ def test_a_forward_that_runs_short_of_memory_keeps_less_and_runs_again(
     failing(model, monkeypatch, kind="forward", call=2, times=2)
     assert same(list(steps(model)), expected[:3])
     assert model._control.plan.text() != ""
-    assert caplog.text.count("cpu ran short of memory: from now on") == 2
+    assert caplog.text.count("cpu ran out of memory: from now on") == 2
 
 
 def test_a_step_that_runs_short_in_backward_runs_again_with_another_plan(

@@ -118,7 +118,7 @@ async def test_a_node_whose_run_is_over_does_not_wait_for_a_thread_that_hangs(
         done, _ = await asyncio.wait([task], timeout=0.1)
         assert not done
         monkeypatch.setattr(watchdog, "STUCK_SECONDS", 0.1)
-        with pytest.raises(StuckError, match="does not come back"):
+        with pytest.raises(StuckError, match="does not return"):
             await task
         hung.cancel()
 
@@ -247,7 +247,7 @@ async def test_a_node_of_two_devices_refuses_a_run_of_local_steps(runtime: NodeR
     config = RunConfig(pipeline=PipelineSection(groups=2), sync=SyncSection(every=2))
     runtime._settings = replace(runtime._settings, hardware=replace(runtime._settings.hardware, devices=2))
     async with asyncio.TaskGroup() as group:
-        with pytest.raises(RunError, match=r"one device a node: .* `thinwire join --gpus 1`"):
+        with pytest.raises(RunError, match=r"one device per node: .* `thinwire join --gpus 1`"):
             await runtime._welcomed(group, replace(WELCOME, config_json=to_json(config)))
 
 
@@ -258,5 +258,5 @@ async def test_devices_that_never_start_end_the_node(
     alone(runtime, monkeypatch, WELCOME)
     monkeypatch.setattr(runtime, "_make_executor", lambda *_: over.wait())
     async with running(runtime) as task:
-        with pytest.raises(StuckError, match="does not come back"):
+        with pytest.raises(StuckError, match="does not return"):
             await task

@@ -80,7 +80,7 @@ def test_the_line_names_the_stage_the_estimate_the_device_and_what_to_do(
     assert str(error).startswith(
         "cuda:1 ran out of memory at stage 2 of 4, which was estimated to need 65 kB, and this node ends; it "
         "offered 70 kB, and cuda:1 has 80 kB, of which 60 kB are this process's (50 kB in tensors, largest "
-        "free piece 7 kB) and 5 kB free: end what "
+        "free piece 7 kB) and 5 kB free: close other programs "
     )
     for remedy in ("training.microbatch", "pipeline.window", "storage.preset", "pipeline.stages"):
         assert remedy in str(error)
@@ -101,7 +101,7 @@ def test_a_silent_device_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
-    assert device_memory_text(GPU) == "cuda:1 does not say how much it has"
+    assert device_memory_text(GPU) == "cuda:1 does not report how much memory it has"
     assert device_memory_text(CPU).startswith("the machine has ")
 
 

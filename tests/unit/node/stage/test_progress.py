@@ -38,7 +38,7 @@ def test_training_is_told_with_speed_rates_and_time_to_go() -> None:
     progress, _ = training()
     assert progress.line() == (
         "stage 2 of 4",
-        "step 6/5000   2 s a step   computing 50%   up 4 down 3 Mbit/s   2h46m to go",
+        "step 6/5000   2 s per step   computing 50%   up 4 down 3 Mbit/s   2h46m to go",
     )
 
 

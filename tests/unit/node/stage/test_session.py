@@ -239,13 +239,13 @@ async def test_a_starting_coordinator_does_not_use_up_the_outage_time(
     running = asyncio.create_task(run(session))
     assert await wire.said() == HELLO
     wire.accepts, wire.outage_seconds = False, 0.2
-    wire.refusal = NotYetError("the coordinator reads")
+    wire.refusal = NotYetError("the coordinator is reading")
     wire.closes()
     with caplog.at_level(logging.WARNING):
         for _ in range(4):  # the waits before them: 0.1, 0.2, 0.4 and 0.8 s
             await asyncio.wait_for(wire.dialled.acquire(), SECONDS)
         assert not running.done()
-        assert [record.message for record in caplog.records].count("the coordinator reads") == 1
+        assert [record.message for record in caplog.records].count("the coordinator is reading") == 1
         wire.refusal = LinkError("connection refused")
         with pytest.raises(LinkLostError, match=r"for 0\.2 s: connection refused"):
             await asyncio.wait_for(running, SECONDS)

@@ -70,7 +70,7 @@ def test_a_node_writes_only_where_its_owner_lets_it() -> None:
     check_store("file:///srv/store/run1", "file:///srv/store")
     check_store("file:///srv/store", "file:///srv/store/")
     for allowed in ("", "file:///srv/sto", "file:///srv/store/run1/more", "file:///srv/./store"):
-        with pytest.raises(UserError, match="join with --store file:///srv/store/run1 to let it"):
+        with pytest.raises(UserError, match="join with --store file:///srv/store/run1 to allow it"):
             check_store("file:///srv/store/run1", allowed)
 
 
