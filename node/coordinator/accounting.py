@@ -1,7 +1,7 @@
 """Turn the totals that nodes report into the cost of each step and of the run. Pure.
 
-Reports hold totals, so only the newest report of a node counts, and only when somebody asks: to receive a
-heartbeat costs no more than to store it.
+Reports hold totals, so only a node's newest report counts, and only when it is needed: receiving a heartbeat
+costs no more than storing it.
 """
 
 import math
@@ -21,13 +21,13 @@ from wire.telemetry import Telemetry
 CLOCK_RATIO = 1.01
 """A node's clock may run faster than ours by at most this factor."""
 FASTEST = 1e11
-"""A rate in bytes per second that no node's links carry: 800 Gbit/s."""
+"""A rate in bytes per second above that of any node's links: 800 Gbit/s."""
 SLACK_SECONDS = 1.0
-"""Nodes may open links and send before the coordinator sees their epoch begin."""
+"""The head start in seconds of nodes, which may send before the coordinator sees their epoch begin."""
 
 
 class Accounting:
-    """Takes node reports and gives step costs. `codecs` are the codec names that reports may use."""
+    """Takes node reports and computes step costs. `codecs` are the codec names that reports may use."""
 
     def __init__(self, codecs: Collection[str]) -> None:
         self.hosts: tuple[str, ...] = ()
@@ -38,12 +38,12 @@ class Accounting:
         self._codecs = frozenset(codecs)
         self._run = Ledger(self._codecs)
         self._waiting: dict[str, tuple[Telemetry, float]] = {}
-        """Each node's newest report of the epoch, and when it came, if it is not counted yet."""
+        """Each node's newest report of the epoch that is not yet counted, and when it came."""
         self._epoch = 0
         self._step = Ledger(self._codecs)
         self._counted: dict[str, Telemetry] = {}
         self._counted_wall: dict[str, float] = {}
-        """The part of the wall time in these reports that was believed."""
+        """The part of the reported wall time that was believed."""
         self._ready_wall: dict[str, float] = {}
         self._epoch_bytes: dict[str, int] = {}
         self._hosts: dict[Place, str] = {}
@@ -54,11 +54,11 @@ class Accounting:
         self._place_of: dict[str, Place] = {}
 
     def report(self, node_id: str, report: Telemetry, elapsed: float = math.inf) -> None:
-        """A node's newest totals.
+        """Store a node's newest totals.
 
         Args:
-            elapsed: seconds since `begin_epoch`. Reports of more time, or of more bytes than any link
-                carries in that time, are capped.
+            elapsed: seconds since `begin_epoch`. Reports of more time, or of more bytes than a link can carry
+                in that time, are capped.
         """
         waiting = self._waiting.get(node_id)
         begins_again = waiting is not None and not is_continued(waiting[0], report)
@@ -68,11 +68,11 @@ class Accounting:
         if node_id in self._place_of and report.epoch == self._epoch:
             self._waiting[node_id] = report, elapsed
             if begins_again:
-                self._count(node_id)  # or the next one could hide that totals began again
+                self._count(node_id)  # or the next report could hide that totals restarted
 
     @property
     def run(self) -> Ledger:
-        """Totals since this process started, aborted steps included."""
+        """Totals since this process started, including aborted steps."""
         self._count_all()
         return self._run
 
@@ -97,11 +97,11 @@ class Accounting:
         self._epoch_bytes[node_id] = sent + growth.counted
 
     def forget(self, node_id: str) -> None:
-        """The node is gone: drop its last report."""
+        """The node is gone: drop its newest report."""
         self.newest.pop(node_id, None)
 
     def begin_epoch(self, epoch: int, hosts: Sequence[str], rows: int = 1) -> None:
-        """Count from each stage's report at `Ready`; earlier totals belong to no step."""
+        """Count from each stage's report at `Ready`. Earlier totals belong to no step."""
         self._count_all()
         self._epoch = epoch
         self._place(hosts, rows)
@@ -114,8 +114,7 @@ class Accounting:
         self._step = Ledger(self._codecs)
 
     def seat(self, node_id: str, place: Place) -> None:
-        """From now on this node has the place in the current epoch. What it reported before is not
-        counted."""
+        """The node has the place in the current epoch from now on. What it reported before is not counted."""
         self._count_all()
         self._place_of.pop(self._places.get(place, ""), None)
         self._places[place] = self._hosts[place] = node_id
@@ -126,7 +125,7 @@ class Accounting:
             self._ready_wall[node_id] = self._counted_wall[node_id] = newest.wall_seconds
 
     def step(self, step: int, seconds: float, *, aborted: bool = False) -> StepCosts:
-        """The cost of the step that just ended; `seconds` is its wall time at the coordinator.
+        """The cost of the step that has just ended. `seconds`: its wall time at the coordinator.
 
         An aborted step ends its epoch.
         """
@@ -160,12 +159,12 @@ class Accounting:
         )
 
     def reports(self) -> dict[str, Telemetry]:
-        """Each node's newest report; of a stage's node the newest that is counted."""
+        """Each node's newest report; for a stage's node the newest one that is counted."""
         counted = {node: self._counted[node] for node in self._place_of if node in self._counted}
         return {node: counted.get(node) or self.newest[node] for node in self.newest}
 
     def line(self, place: Place) -> LinkRate:
-        """The most that the machine at this place was seen to send and receive, as it says."""
+        """The most that the machine at this place was seen to send and receive, as it reports."""
         newest = self.newest.get(self._places.get(place, ""), Telemetry())
         return LinkRate(up=newest.line_up or math.inf, down=newest.line_down or math.inf)
 
@@ -186,24 +185,24 @@ def _stage_cost(place: Place, node_id: str, sums: StageFigures) -> StageCost:
 
 
 def _without_held_out(link: LinkFigures) -> LinkFigures:
-    """What steps sent: part of what held-out samples sent may be reported with them."""
+    """A link's figures for steps. They may include a part of what held-out samples sent."""
     flows = tuple(flow for flow in link.flows if flow.direction is not Direction.HELD_OUT)
     return replace(link, bytes=max(0, link.bytes - link.held_out_bytes), flows=flows)
 
 
 class Answers:
-    """When nodes last answered, which tells which node waited for which. Seconds on any monotonic clock."""
+    """When nodes last answered, to tell which node waited for which. Seconds on any monotonic clock."""
 
     def __init__(self) -> None:
         self._at: dict[str, float] = {}
         self._newest = 0.0
 
     def came(self, node_id: str, now: float) -> None:
-        """A node has voted, or is done with what was asked of all."""
+        """A node has voted, or has finished what all were asked to do."""
         self._at[node_id] = self._newest = now
 
     def waited(self, node_id: str, message: CoordinatorMessage) -> float | None:
-        """The seconds for which this node waited for other nodes, if the message follows their answers."""
+        """The seconds for which this node waited for others, if the message is sent after their answers."""
         if not isinstance(message, Waiting):
             return None
         return self._newest - self._at.get(node_id, self._newest)

@@ -1,6 +1,6 @@
-"""Changes to a running run: which there are, and how `thinwire set` passes them to its coordinator.
+"""Changes to a running run: which ones there are, and how `thinwire set` passes them to its coordinator.
 
-`thinwire eval --tasks` passes scores for the run's history in the same way, in a file.
+`thinwire eval --tasks` passes scores for the run's history in the same way, through a file.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ SETTABLE = (
     *("training.lr", "training.min_lr_ratio", "training.clip"),
     *("training.schedule", "training.decay_steps", "training.decay_tokens"),
 )
-"""The keys that can change at once: all that `thinwire resume` changes, except addresses and the text."""
+"""The keys that can change at once: all keys of `thinwire resume` except addresses and the text."""
 DECIDED = ("training.precision",)
 """The keys whose `auto` the coordinator decides."""
 REQUEST_FILE = "change.json"
@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.25
 
 
 class Changes:
-    """The settings with which the run is to continue. Call it on the coordinator's event loop."""
+    """The settings with which the run will continue. Call it on the coordinator's event loop."""
 
     def __init__(
         self,
@@ -42,46 +42,46 @@ class Changes:
         emit: Callable[[events.Event], None],
         stop: Callable[[str], None],
     ) -> None:
-        """`stop` ends the run after its step and a snapshot, for the reason that it is given."""
+        """`stop` ends the run after its step and a snapshot. It is called with the reason."""
         self._config = config
         self._directory = directory
         self._emit = emit
         self._stop = stop
         self._wanted: tuple[str, ...] = ()
         self.applied: tuple[str, ...] = ()
-        """The settings with which the run continues at once, after this coordinator's end."""
+        """The settings with which the run continues immediately after this coordinator ends."""
 
     def ask(self, overrides: Sequence[str]) -> str:
-        """After this step and a snapshot, continue with these settings. Returns a line that says what will
-        happen.
+        """After this step and a snapshot, continue with these settings. Returns a line that describes the
+        change.
 
         Raises UserError if they cannot be used.
         """
         wanted = (*self._wanted, *overrides)
         check_change(self._config, wanted)
-        self._wanted, what = wanted, f"the run goes on with {', '.join(wanted)}"
+        self._wanted, what = wanted, f"the run continues with {', '.join(wanted)}"
         self._stop(what)
         return f"after this step and a snapshot {what}"
 
     def move(self, overrides: Sequence[str], what: str) -> None:
-        """After this step and a snapshot, continue with a decision: a placement by a plan that is on record,
-        or a key of `DECIDED`. An operator's change or stop has priority."""
+        """After this step and a snapshot, apply a decision: a placement from a recorded plan, or a key of
+        `DECIDED`. An operator's change or stop has priority."""
         if not self._wanted:
             self._wanted = tuple(overrides)
             self._emit(events.Notice(text=what))
             self._stop(what)
 
     def drop(self) -> None:
-        """The run is to end for good."""
+        """The run will end for good, so drop all changes."""
         self._wanted = ()
 
     def apply(self, *, over: bool) -> bool:
-        """The coordinator ends: whether the run goes on at once. Not if it is over."""
+        """The coordinator ends. Returns whether the run continues at once; not if it is over."""
         self.applied = () if over else self._wanted
         return bool(self.applied)
 
     async def watch(self) -> None:
-        """Take requests of `thinwire set`, and scores of `thinwire eval`, until cancelled."""
+        """Handle requests of `thinwire set`, and scores of `thinwire eval`, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
@@ -97,12 +97,12 @@ def check_change(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """The config with these overrides. Raises UserError if they cannot be used or change nothing."""
     changed = change_config(config, overrides, SETTABLE)
     if to_json(changed) == to_json(config):
-        raise UserError(f"{' '.join(overrides)} is what the run has already")
+        raise UserError(f"the run already has {' '.join(overrides)}")
     return changed
 
 
 def ask_for_change(directory: Path, overrides: Sequence[str]) -> None:
-    """Leave the overrides for the coordinator of the run in `directory`, which keeps looking for them."""
+    """Leave the overrides for the coordinator of the run in `directory`, which looks for them regularly."""
     write_private(directory / REQUEST_FILE, json.dumps(list(overrides)).encode())
 
 
@@ -112,7 +112,7 @@ def is_asked_for(directory: Path) -> bool:
 
 
 def take_request(directory: Path) -> tuple[str, ...]:
-    """The overrides that were left, once; empty if there are none. Raises UserError if they are none."""
+    """The overrides that were left, once; empty if there are none. Raises UserError if they are invalid."""
     path = directory / REQUEST_FILE
     try:
         with path.open("rb") as file:
@@ -127,17 +127,17 @@ def take_request(directory: Path) -> tuple[str, ...]:
     except (ValueError, RecursionError):
         wanted = None
     if not isinstance(wanted, list) or not all(isinstance(key, str) for key in wanted):
-        raise UserError(f"{os.fspath(path)} holds no list of section.key=value: nothing was changed")
+        raise UserError(f"{os.fspath(path)} has no list of section.key=value: nothing was changed")
     return tuple(wanted)
 
 
 def leave_scores(directory: Path, scores: events.TaskScores) -> None:
-    """Leave scores for the coordinator of the run in `directory`, which keeps looking for them."""
+    """Leave scores for the coordinator of the run in `directory`, which looks for them regularly."""
     write_private(directory / SCORES_FILE.format(os.getpid()), scores.to_json().encode())
 
 
 def take_scores(directory: Path) -> list[events.TaskScores]:
-    """The scores that were left, once. What cannot be read is removed."""
+    """The scores that were left, once. Unreadable ones are removed."""
     left = []
     for path in sorted(directory.glob(SCORES_FILE.format("*"))):
         with contextlib.suppress(OSError, ProtocolViolationError, UnicodeDecodeError):

@@ -1,8 +1,8 @@
-"""The mutual-TLS port: control sessions, and the calls that move batches. Layers have their own
-`layer_service`.
+"""The mutual-TLS port: control sessions, and the calls that transfer batches. `layer_service` transfers
+layers.
 
-It decodes a request, asks the `Coordinator`, and encodes the answer. The caller is known only from its
-certificate.
+It decodes a request, asks the `Coordinator`, and encodes the answer. The certificate alone identifies the
+caller.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 MOST_PROBE_BYTES = 16 * 1024 * 1024
 TURN_SECONDS = 0.1
-"""The seconds between two checks whether a call that waits is served."""
+"""The seconds between two checks whether a waiting call can be served."""
 
 
 class ControlService(control_pb2_grpc.CoordinatorServicer):
@@ -61,9 +61,9 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     ) -> None:
         """
         Args:
-            relays: nodes that cannot be reached take part by a relay.
-            front: what the port is behind.
-            limits: makes the bounds of what one member may send; None: there are none.
+            relays: whether nodes that cannot be reached take part through a relay.
+            front: what accepts the port's connections.
+            limits: creates the limits for one member's messages; None: no limits.
         """
         self.handler = handler
         self._front = front
@@ -71,7 +71,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         self.desk = SessionDesk(handler, limits, relays=relays)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Have `server` answer with this service."""
+        """Add this service to `server`."""
         control_pb2_grpc.add_CoordinatorServicer_to_server(self, server)
 
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:
@@ -84,7 +84,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         except ProtocolViolationError as error:
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
-            # A slow network must not end the node.
+            # A slow network must not end the node, so it may try again.
             await abort(context, grpc.StatusCode.UNAVAILABLE, NO_HELLO)
         if isinstance(session, Refusal):
             await context.write(coordinator_message_to_proto(session))
@@ -153,7 +153,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                 )
             except ThinwireError as error:
                 await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            # A thread costs more than the hash of a small batch.
+            # Sending a small batch to a thread costs more than hashing it.
             small = len(data) <= SMALL_BYTES
             digest = hashlib.sha256(data) if small else await asyncio.to_thread(hashlib.sha256, data)
             await _write(context, len(data), digest.hexdigest(), chunks(data))
@@ -190,7 +190,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     @asynccontextmanager
     async def _turn(self, node_id: str, kind: str, size: int = 1) -> AsyncIterator[None]:
-        """Hold one of the node's places for calls of this kind inside the block; who asks too much waits."""
+        """Hold one of the node's slots for calls of this kind inside the block. Further calls wait."""
         async with self._calls.turn(node_id, kind):
             await when_served(self.desk, node_id, kind, size)
             yield
@@ -208,7 +208,7 @@ class NodeRefusedError(ThinwireError):
 
 
 async def admitted(context: Context | grpc.ServicerContext, handler: SessionHandler, front: Front) -> str:
-    """The caller's node id. `front`: what the called service is behind. Raises NodeRefusedError."""
+    """The caller's node id. `front`: what accepted the connection. Raises NodeRefusedError."""
     node_id = peer_node_id(context)
     if node_id is None:
         raise NodeRefusedError("the certificate names no node")
@@ -219,7 +219,7 @@ async def admitted(context: Context | grpc.ServicerContext, handler: SessionHand
 
 
 async def when_served(desk: SessionDesk, node_id: str, kind: str, size: int = 1) -> None:
-    """Wait until the node's limits let a call of this kind be answered."""
+    """Wait until the node's limits allow a call of this kind."""
     limits = desk.limits_of(node_id)
     while limits is not None and not limits.serves(kind, size, time.monotonic()):  # noqa: ASYNC110
         await asyncio.sleep(TURN_SECONDS)
@@ -242,7 +242,7 @@ async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
 
 
 async def _write(context: Context, size: int, digest: str, pieces: Iterator[bytes]) -> None:
-    """Reply with data, one piece at a time as the transport takes them."""
+    """Reply with data, piece by piece as the transport takes them."""
     await context.write(control_pb2.DataChunk(data=next(pieces), total_bytes=size, sha256=digest))
     for piece in pieces:
         await context.write(control_pb2.DataChunk(data=piece))
@@ -250,7 +250,7 @@ async def _write(context: Context, size: int, digest: str, pieces: Iterator[byte
 
 CHUNK_BYTES = 256 * 1024
 MOST_CALLS = 2
-"""Concurrent calls of one kind and node: inputs and labels, two snapshots, a needed and a prefetched
+"""The concurrent calls of one kind and node: inputs and labels, two snapshots, or a needed and a prefetched
 layer."""
 _ZEROS = bytes(CHUNK_BYTES)
 
@@ -263,8 +263,8 @@ class _Slots:
 
 
 class CallLimit:
-    """Limits each node's calls of one kind; more wait. Kinds do not wait for each other: an upload over a
-    slow link takes minutes, and a step waits for its batch.
+    """Limits each node's calls of one kind; further calls wait. Kinds are independent: an upload over a slow
+    link takes minutes while a step waits for its batch.
     """
 
     def __init__(self) -> None:
@@ -284,12 +284,12 @@ class CallLimit:
                 del self._slots[node_id, kind]
 
     def __len__(self) -> int:
-        """Pairs of node and kind with calls."""
+        """The number of pairs of node and kind with calls."""
         return len(self._slots)
 
 
 def chunks(data: bytes) -> Iterator[bytes]:
-    """Gives at least one chunk; chunks are copied one at a time."""
+    """Yields at least one chunk. Chunks are copied one at a time."""
     yield data[:CHUNK_BYTES]
     for start in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]

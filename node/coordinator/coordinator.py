@@ -1,8 +1,7 @@
-"""The coordinator of one run. It feeds the state machine with events, and carries out the actions that it
-returns.
+"""The coordinator of one run. It feeds events to the state machine and executes the actions that it returns.
 
-One task (`_act`) takes events in turn, so the machine is never entered twice at once. It carries out every
-action before it looks at the next event, so a commit is on disk before a stage learns of it.
+One task (`_act`) takes events in turn, so the machine is never entered concurrently. It executes every action
+before it looks at the next event, so a commit is on disk before a stage learns of it.
 """
 
 import asyncio
@@ -112,11 +111,11 @@ from wire.telemetry import CodecTimes, StepSpans
 
 TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
-"""A longer time between two ticks means that the process was stopped, its machine was paused, or its memory
-came back from disk."""
+"""A longer time between two ticks means that the process was stopped, its machine was suspended, or its
+memory was swapped in."""
 GOODBYE_SECONDS = 5.0
 DROPPED_SECONDS = 60.0
-"""The seconds between two lines about what is left out of the training data."""
+"""The seconds between two notices about documents that are left out of the training data."""
 
 Happening = Callable[[float], list[Action]]
 
@@ -148,7 +147,7 @@ class Coordinator:
         self._config_json = to_json(told_config)
         self._held_out = held_out_samples(config, corpus)
         self._unlabelled: set[int] = set()
-        """Steps none of whose tokens counts as a label, of those whose labels a node has fetched."""
+        """Steps without labels that count, among those whose labels a node has fetched."""
         plan = run_plan(config, corpus.windows, len(self._held_out), self._held_out.label_weight)
         plan = replace(plan, unlabelled=self._unlabelled)
         self._machine = RunMachine(plan, step_plan(config), past)
@@ -201,9 +200,9 @@ class Coordinator:
         self.exit_code = RunError.exit_code
         """The exit code of the command if the run fails."""
         self._dropped: Mapping[str, int] = {}
-        """Documents left out of the training data, by reason, as last said."""
+        """Documents left out of the training data, by reason, as in the newest notice."""
         self._came: set[str] = set()
-        """Nodes that have joined since the database was last told."""
+        """Nodes that have joined since the database was last updated."""
         self.bug: Exception | None = None
         """The unexpected error that ended the run, if there was one."""
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
@@ -220,7 +219,7 @@ class Coordinator:
     # ---- running
 
     async def run(self) -> Stop:
-        """Drive the run until it ends; sessions are closed when this returns."""
+        """Drive the run until it ends. Sessions are closed when this returns."""
         watching = self._tick(), self._watch_members(), self._watch_data(), self.changes.watch()
         writing = self._tracer.run(), self._snapshots.run(), self._exports.run(), self._kept.run()
         async with asyncio.TaskGroup() as group:
@@ -243,7 +242,7 @@ class Coordinator:
         return outcome
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
-        """End the run after this step and a snapshot, however often this is called; `at_once`: now."""
+        """End the run after this step and a snapshot, or, with `at_once`, now. May be called repeatedly."""
         if at_once:
             self._disk.give_up()
         self._samples.give_up()
@@ -262,7 +261,7 @@ class Coordinator:
                 for action in costs_last(happening(time.monotonic())):
                     await self._carry_out(action)
             except (RunError, OSError) as error:
-                # The actions after the one that failed build on it: nobody may receive them.
+                # The remaining actions depend on the one that failed, so no node may receive them.
                 for action in self._machine.fail(str(error)):
                     await self._carry_out(action)
                 self._outcome = Stop(reason=str(error), failed=True)
@@ -273,24 +272,24 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             before, looked = looked, time.monotonic()
-            # What nodes sent meanwhile is read after this tick: the silence was on our side.
+            # Messages that arrived meanwhile are read after this tick: the silence was the coordinator's.
             unseen = looked - before if looked - before > STANDSTILL_SECONDS else 0.0
             self._post(functools.partial(self._look, looked, unseen))
 
     def _look(self, at: float, unseen: float, _now: float) -> list[Action]:
-        """Handle a tick as of the time when it came: it may have waited in the queue, and a standstill may
-        have come after it."""
+        """Handle a tick with the time at which it came: it may have waited in the queue during a
+        standstill."""
         return self._machine.tick(at, unseen=unseen)
 
     async def _watch_members(self) -> None:
-        """Shut out who was evicted, and count the uses of tokens by which nodes came.
+        """Shut out evicted nodes, and record which nodes have used tokens.
 
-        Beside `_tick`, which must be late only when nothing else runs either.
+        It is separate from `_tick`, which must be late only if nothing else runs either.
         """
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            # The command that evicts writes into the database, from a process of its own. One that cannot be
-            # read now may be at the next look; whoever needs it ends the run with a goodbye.
+            # `thinwire evict` writes to the database from its own process. A failed read is repeated at the
+            # next look; other users of the database end the run with a goodbye.
             with contextlib.suppress(RunError):
                 if self._came:
                     came = tuple(self._came)
@@ -302,7 +301,7 @@ class Coordinator:
                     self._shut_out(node_id)
 
     async def _watch_data(self) -> None:
-        """Say what is left out of the training data: soon, and again as more of it is read."""
+        """Report what is left out of the training data: soon, and again as more of it is read."""
         while True:
             self._say_dropped()
             await asyncio.sleep(DROPPED_SECONDS)
@@ -313,11 +312,11 @@ class Coordinator:
             self._emit(events.DataDropped.of(reasons))
 
     def _use_costs(self, number: int, costs: events.StepCosts) -> None:
-        """Plan windows and codecs and share groups by what steps cost, unless their epoch is over."""
+        """Plan windows and codecs and share groups by the costs of steps, unless their epoch is over."""
         epoch, members = self._machine.epoch, self._machine.members
         steps = range(costs.step - costs.steps, costs.step)
         if epoch is None or epoch.number != number or any(map(epoch.was_uneven, steps)):
-            return  # then some rows compute more, or less, than their groups
+            return  # some rows compute more, or less, than their groups
         nodes = [members[node].offer for node in epoch.hosts]
         mean = mean_step(costs) if self._planners else costs
         for planner in self._planners:
@@ -337,17 +336,17 @@ class Coordinator:
         self._post(happening)
 
     async def _next_is(self, step: int) -> None:
-        """All stages hold the state of `step`, so that step runs next."""
+        """All stages hold the state of `step`, so that step is next."""
         if self._place_planner is not None:
             await self._place_planner.next_is(step)
 
     async def _move(self, plan: PlacePlan, what: str) -> None:
-        """Record a plan of places; the coordinator that goes on with the run carries it out."""
+        """Record a plan of places. The coordinator that continues the run applies it."""
         await self._disk.write(record_places, self._store, plan)
         self.changes.move([f"pipeline.split={','.join(map(str, plan.grid.split))}"], what)
 
     def _decide(self) -> None:
-        """Compute in what all nodes have that are here; the coordinator that goes on tells them."""
+        """Choose a precision that all present nodes support, for the coordinator that continues the run."""
         hardware = [session.hello.hardware for session in self._sessions]
         without = [card.device for card in hardware if not of_arithmetic(card.arithmetic).bfloat16]
         precision = "float16" if without else "bfloat16"
@@ -355,16 +354,16 @@ class Coordinator:
         self.changes.move([f"training.precision={precision}"], f"the run computes in {precision}: {why}")
 
     def _shut_out(self, node_id: str) -> None:
-        """An evicted node is out before it can complain of being refused."""
+        """Tell an evicted node the reason before it can report an error."""
         finish = Finish(reason=f"you were {EVICTED_WORDS}", failed=True)
         if self._sessions.send(node_id, finish):
             self._post(functools.partial(self._machine.lost, node_id, EVICTED))
 
     async def _say_goodbye(self) -> None:
-        """Send every node how the run ended before the connections close."""
+        """Tell every node how the run ended before the connections close."""
         for session in self._sessions:
             if session.node_id not in self._machine.members:
-                # It came as the run ended, and the state machine has never seen it.
+                # It connected as the run ended, so the state machine does not know it.
                 session.send(self._machine.goodbye)
             session.close()
         with contextlib.suppress(TimeoutError):
@@ -443,11 +442,11 @@ class Coordinator:
         await self._disk.write(self._store.record_placement, epoch, placed)
 
     async def _open_snapshot(self, step: int, epoch: Epoch) -> None:
-        # Layers do not go by the relay: a node that others cannot reach hands its own in here.
+        # Layers do not use the relay: a node that others cannot reach uploads its layers here.
         reachable = self.addresses().keys() >= {*epoch.snapshot_nodes}
         place = snapshot_place(self.config, step, [session.hello.download_rate for session in self._sessions])
-        # Other rows hold the same state, and a second one saves its own copy: nothing has to be sent to hold
-        # two, or if a layer is refused. One of the same kind: its layers have the same bits.
+        # Other rows hold the same state, and a second one saves its own copy. So two copies need no transfer,
+        # and a refused layer can be replaced. Rows of the same kind have layers with the same bits.
         kinds = epoch.kinds_of
         second = [
             row
@@ -489,12 +488,12 @@ class Coordinator:
         stored = list_snapshots(self._directory / "snapshots")
         whole = max((other for other in (*self._kept.complete, *stored) if other < step), default=0)
         text = (
-            f"the snapshot of step {step} is set aside: {action.reason}; the newest before is that of {whole}"
+            f"the snapshot of step {step} is set aside: {action.reason}; the newest left is of step {whole}"
         )
         self.snapshot_lost(step, whole, text)
 
     def send(self, node_id: str, message: CoordinatorMessage) -> None:
-        """Add what the state machine does not know: where a snapshot's layers go, who relays, who waited."""
+        """Add what the state machine does not know: the place of a snapshot's layers, relays, waits."""
         if isinstance(message, TakeSnapshot) and message.step in self._kept and not message.only_hashes:
             message = replace(message, place=self._kept.place(message.step))
         elif isinstance(message, Placement):
@@ -507,7 +506,7 @@ class Coordinator:
         return {"corpus_sha256": self._corpus_sha256, "epoch": number}
 
     def addresses(self) -> dict[str, str]:
-        """Connected nodes that others can reach, and where; hosts in the order of their stages first."""
+        """Connected nodes that others can reach, and their addresses; hosts first, in the order of stages."""
         where = {session.node_id: session.address for session in self._sessions if session.address}
         hosts = self._machine.epoch.hosts if self._machine.epoch is not None else ()
         return {node: where[node] for node in (*hosts, *where) if node in where}
@@ -529,8 +528,8 @@ class Coordinator:
         if outcome is StepOutcome.DIFFERS:
             self._emit(
                 events.Notice(
-                    text=f"step {commit.step + 1}, run again, gave another loss than before: its stages, "
-                    "codecs or machines are others, so this run cannot be reproduced bit for bit"
+                    text=f"step {commit.step + 1} was repeated with a different loss: its stages, codecs or "
+                    "machines have changed, so this run cannot be reproduced bit for bit"
                 )
             )
         self._reporter.committed(record)
@@ -556,7 +555,7 @@ class Coordinator:
         member = await asyncio.to_thread(self._store.member, node_id)
         if member is None:
             return Refusal(
-                RefusalCode.NOT_A_MEMBER, f"{node_id} is no member of this run: join it with a token first"
+                RefusalCode.NOT_A_MEMBER, f"{node_id} is not a member of this run: join it with a token first"
             )
         if member.evicted is not None:
             self._shut_out(node_id)
@@ -601,7 +600,7 @@ class Coordinator:
     def heard(self, session: ControlSession, message: NodeMessage) -> None:
         node_id, longest = session.node_id, ""
         if session not in self._sessions:
-            return  # a newer session of this node is open, perhaps another process's; it is asked again there
+            return  # a newer session of this node is open, perhaps another process's, which is asked again
         if isinstance(message, REPORTS):
             before = self.accounting.newest.get(node_id, NO_REPORT)
             self.accounting.report(node_id, message.telemetry, self._reporter.epoch_seconds)
@@ -620,14 +619,14 @@ class Coordinator:
                     self._link_planner.heard(node_id, message)
             case RelayTimes():
                 for relay in self.relays.plan.measured(node_id, message.times):
-                    text = f"node {node_id} left the relay of node {relay}: a link is much faster by another"
+                    text = f"node {node_id} left the relay of node {relay}: another path is much faster"
                     self._emit(events.Notice(text=text))
             case Heartbeat():
                 session.answer(self._sessions.reply(message.sent_at))
                 self._machine.heard(node_id, time.monotonic(), longest, preparing=message.preparing)
             case Leave(failed=True):
-                # At once: it does not come back, so there is nothing to wait for.
-                why = f"it ended: {message.reason}" if message.reason else "it ended, and did not say why"
+                # Immediately: the node does not return, so there is nothing to wait for.
+                why = f"it ended: {message.reason}" if message.reason else "it ended without a reason"
                 self._post(functools.partial(self._machine.lost, node_id, why))
             case Leave():
                 points.reach(points.Phase.DRAIN, at=points.At.COORDINATOR)
@@ -636,7 +635,7 @@ class Coordinator:
                 if isinstance(message, Vote):
                     points.reach(
                         points.Phase.APPLY, at=points.At.COORDINATOR, step=message.step - 1
-                    )  # is applied, too
+                    )  # its commit is applied too
                     points.reach(points.Phase.VOTING, at=points.At.COORDINATOR, step=message.step)
                 elif isinstance(message, Applied):
                     points.reach(points.Phase.APPLY, at=points.At.COORDINATOR, step=message.step)
@@ -665,10 +664,10 @@ class Coordinator:
         groups: Sequence[int] = (),
         steps: int = 1,
     ) -> bytes:
-        """The rows of a step, or of some of its gradient groups, in the order in which they are named; with
-        `steps` those of so many, one after another.
+        """The rows of a step, or of some of its gradient groups in the given order; with `steps`, of that
+        many consecutive steps, concatenated.
 
-        Raises ProtocolViolationError if the node's stage has no use for it.
+        Raises ProtocolViolationError if the node's stage does not need it.
         """
         epoch, count = self._machine.epoch, self.config.pipeline.groups
         size, wanted = self.config.training.global_batch, range(step, step + steps)
@@ -676,7 +675,7 @@ class Coordinator:
         past, most = (len(self._held_out), 1) if held_out else (self.config.run.steps * size, most)
         useless = epoch is None or not epoch.may_fetch(node_id, part)
         if useless or steps > most or wanted[-1] * size >= past:
-            raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
+            raise ProtocolViolationError(f"{node_id} does not need that batch of step {step}")
         if held_out:
             return to_bytes(part, self._held_out[step * size : (step + 1) * size].part(part))
         for at in wanted:
@@ -684,7 +683,7 @@ class Coordinator:
         try:
             packed = await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
         except Exception as error:
-            # Whatever it is, no step can go on without its samples.
+            # Whatever the error, the run cannot continue without the step's samples.
             if isinstance(error, ThinwireError):
                 self.fail(str(error), error.exit_code)
                 raise
@@ -701,7 +700,7 @@ class Coordinator:
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
     ) -> tuple[UnitEntry, list[PlacedStage], str] | None:
-        """As `KeptSnapshots.where`; None if the coordinator has the layer itself."""
+        """See `KeptSnapshots.where`; None if the coordinator has the layer itself."""
         if step not in self._kept or self._snapshots.path(step).joinpath(MANIFEST_NAME).exists():
             return None
         return self._kept.where(node_id, step, unit, bad)
@@ -709,7 +708,7 @@ class Coordinator:
     def hold_layers(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]]:
-        """As `KeptSnapshots.hold`."""
+        """See `KeptSnapshots.hold`."""
         try:
             return self._kept.hold(node_id, layers, missing)
         except WrongLayerError as error:
@@ -717,7 +716,7 @@ class Coordinator:
             raise
 
     async def layer(self, step: int, unit: str) -> ServedLayer:
-        """A unit's file of a complete snapshot."""
+        """A unit's file in a complete snapshot."""
         with self._checkpoint_whole():
             layer = await self._snapshots.layer(step, unit)
 
@@ -729,7 +728,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _checkpoint_whole(self) -> Iterator[None]:
-        """A node that cannot read its part of the run's checkpoint asks here: if that is damaged, no step can
+        """A node that cannot read its part of the run's checkpoint asks here. If that is damaged, no step can
         begin, and the run ends with the names of the tensor and the file."""
         try:
             yield
@@ -740,9 +739,9 @@ class Coordinator:
     def upload_permit(
         self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
     ) -> UploadPermit:
-        """As `SnapshotHandler.permit`."""
+        """See `SnapshotHandler.permit`."""
         if node_id not in self._machine.members:
-            raise NotDueError(f"{node_id} is not in the run at present")
+            raise NotDueError(f"{node_id} is not in the run now")
         return self._snapshots.permit(node_id, step, unit, weights_alone=weights_alone)
 
     async def weights_ahead(self, permit: UploadPermit) -> bytes:
@@ -753,13 +752,13 @@ class Coordinator:
         try:
             await self._snapshots.put(permit, LayerFile(data, digest))
         except WrongLayerError as error:
-            # First: a snapshot that waits for a node that is shut out is not taken.
+            # First, because a snapshot that waits for a node that is shut out is not taken.
             await self._snapshots.refused(permit)
             self._wrong_layer(error)
             raise
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
-        """A node that was asked for a layer handed in what cannot be it."""
+        """A node uploaded something that cannot be the requested layer."""
         self._post(lambda now: self._machine.layer_refused(permit.node_id, permit.step, why, now))
         await self._snapshots.refused(permit)
 

@@ -1,4 +1,4 @@
-"""Open a run's database file, and say what is wrong with a file that cannot be used."""
+"""Opens a run's database file, and explains what is wrong with an unusable one."""
 
 import contextlib
 import os
@@ -9,18 +9,18 @@ from urllib.parse import quote
 from wire.errors import DiskFullError, RunError, UserError
 
 _BUSY_SECONDS = 10.0
-"""How many seconds a writer waits for another process."""
+"""The seconds for which a writer waits for another process."""
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the file. Raises UserError when it is not a run's database."""
+    """Open the file. Raises UserError if it is not a run's database."""
     # Reading a WAL database needs a writable lock file beside it, unless opened as immutable.
     if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
         mode = "rw"
     else:
         mode = "ro" if path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
     place = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
-    # The store has its own lock and transactions: no thread check, no implicit transactions.
+    # The store has its own lock and transactions, so SQLite needs neither a thread check nor its own.
     try:
         db = sqlite3.connect(
             place, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -38,33 +38,33 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def rebuilds(path: Path) -> str | None:
-    """What repairs a damaged database, if there are snapshots from which it can be rebuilt."""
+    """How to repair a damaged database, if there are snapshots from which it can be rebuilt."""
     if any(path.parent.glob("snapshots/step-*/manifest.json")):
         return f"`thinwire resume {path.parent}` rebuilds it from the run's snapshots"
     return None
 
 
 def is_empty(path: Path) -> bool:
-    """Whether the file has no tables: its creator died before a run began."""
+    """Whether the file has no tables, because its creator died before a run began."""
     with contextlib.suppress(UserError, sqlite3.DatabaseError), contextlib.closing(connect(path)) as db:
         tables: int = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
         return tables == 0
-    return False  # whoever uses the file reports what is wrong with it
+    return False  # a later use of the file reports what is wrong
 
 
 def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
-    """The error to raise for a database that fails in use."""
+    """The error to raise if a database fails in use."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
         return DiskFullError(f"disk full: the run's database {path} cannot grow; free some space")
     if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
         return RunError(
-            f"the run's database {path} cannot be changed from here: it is on a read-only disk, or another "
-            "user's; all that was acknowledged is intact"
+            f"the run's database {path} cannot be changed: its disk is read-only, or it belongs to another "
+            "user; everything that was acknowledged is intact"
         )
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         remedy = rebuilds(path) or "put back a copy of it"
         return RunError(f"the run's database {path} is damaged ({error}): {remedy}")
     return RunError(
         f"the run's database {path} cannot be used ({error}): free the disk or end the process that holds "
-        "it; all that was acknowledged is intact"
+        "it; everything that was acknowledged is intact"
     )

@@ -1,5 +1,5 @@
-"""Decisions that were made from measurements, in one table of the run's database. A replay follows them,
-whatever is measured then."""
+"""Decisions based on measurements, in a table of the run's database. A replay follows them, whatever it
+measures."""
 
 import json
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from wire.errors import ConfigError, UserError
 Decided = TypeVar("Decided")
 
 CODECS, STORAGES, PLACES, SPLITS = "codecs", "storages", "places", "splits"
-"""Kinds of decisions. Each holds from a step on; of places it is the epoch that they end."""
+"""The kinds of decisions. Each is valid from a step on; for places, the number is the epoch that they end."""
 
 
 def _recorded(store: Store, kind: str, read: Callable[[str], Decided]) -> tuple[tuple[int, Decided], ...]:
-    """All decisions of a kind in the order of steps. Raises UserError for a damaged one."""
+    """All decisions of a kind in the order of steps. Raises UserError for a damaged record."""
     with store.reading() as db:
         rows = db.execute("SELECT at, decision FROM decisions WHERE kind = ? ORDER BY at", (kind,)).fetchall()
     try:
@@ -30,7 +30,7 @@ def _recorded(store: Store, kind: str, read: Callable[[str], Decided]) -> tuple[
 
 
 def record_plan(store: Store, record: RecordPlan) -> None:
-    """Put a plan on record from its step on, in place of what was on record for later steps."""
+    """Record a plan from its step on. It replaces all plans for later steps."""
     kind = CODECS if isinstance(record.plan, CodecPlan) else STORAGES
     with store.writing() as db:
         db.execute("DELETE FROM decisions WHERE kind = ? AND at >= ?", (kind, record.step))
@@ -38,17 +38,17 @@ def record_plan(store: Store, record: RecordPlan) -> None:
 
 
 def recorded_codecs(store: Store) -> StepHistory[CodecPlan]:
-    """The plans of the run's steps. Raises UserError for a damaged record, as all that follow."""
+    """The plans of the run's steps. Raises UserError for a damaged record, as do the functions below."""
     return StepHistory(_recorded(store, CODECS, CodecPlan.from_json))
 
 
 def recorded_storages(store: Store) -> StepHistory[StoragePlan]:
-    """Like `recorded_codecs`, for the form in which stages store their activations."""
+    """Like `recorded_codecs`, for the storage of activations."""
     return StepHistory(_recorded(store, STORAGES, StoragePlan.from_json))
 
 
 def record_places(store: Store, plan: PlacePlan) -> None:
-    """The placement after the newest one is this."""
+    """Record the placement that follows the newest one."""
     with store.writing() as db:
         newest = "SELECT coalesce(max(epoch), 0) FROM placements"
         values = f"INSERT OR REPLACE INTO decisions VALUES (?, ({newest}), ?)"
@@ -56,13 +56,13 @@ def record_places(store: Store, plan: PlacePlan) -> None:
 
 
 def recorded_places(store: Store) -> tuple[int, PlacePlan, int] | None:
-    """The newest plan behind the epoch that it ends, and how many there are."""
+    """The epoch that the newest plan ends, the plan, and the number of plans."""
     plans = _recorded(store, PLACES, PlacePlan.from_json)
     return (*plans[-1], len(plans)) if plans else None
 
 
 def record_splits(store: Store, history: StepHistory[tuple[int, ...]]) -> None:
-    """These are the splits of the run's steps."""
+    """Record the splits of the run's steps."""
     with store.writing() as db:
         db.execute("DELETE FROM decisions WHERE kind = ?", (SPLITS,))
         rows = [(SPLITS, step, json.dumps(split)) for step, split in history.changes]

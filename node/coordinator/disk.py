@@ -1,4 +1,4 @@
-"""If the disk is full, the run pauses until there is room, instead of losing what its nodes hold."""
+"""If the disk is full, the run pauses until there is space, and nothing that its nodes hold is lost."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ RETRY_SECONDS = 2.0
 
 
 class Disk:
-    """Repeats writes that find the disk full. Call it on the event loop."""
+    """Repeats writes that fail because the disk is full. Call it on the event loop."""
 
     def __init__(self, tell: Callable[[str], None], retry_seconds: float = RETRY_SECONDS) -> None:
-        """`tell` shows the operator a line; when it is called, `is_full` is up to date."""
+        """`tell` shows the operator a line. Before it is called, `is_full` is updated."""
         self._tell = tell
         self._retry_seconds = retry_seconds
         self._room = asyncio.Event()
@@ -44,15 +44,15 @@ class Disk:
         return self._full.is_set()
 
     def give_up(self) -> None:
-        """The run ends at once: writes fail from now on."""
+        """The run ends now, so writes fail from now on."""
         self._given_up.set()
         self._full.clear()
         self._room.set()
 
     async def write(self, attempt: Callable[..., Result], *what: object) -> Result:
-        """Call `attempt` on a thread until it succeeds. Raises DiskFullError after `give_up`, other errors at
-        once."""
-        told = False
+        """Call `attempt` on a thread until it succeeds. Raises DiskFullError after `give_up`, and other
+        errors immediately."""
+        reported = False
         while True:
             try:
                 result = await asyncio.to_thread(attempt, *what)
@@ -61,27 +61,27 @@ class Disk:
                     raise
                 self._room.clear()
                 self._full.set()
-                if not told:
-                    told = True
-                    self._tell(f"paused: {error}; the run goes on by itself once there is room")
+                if not reported:
+                    reported = True
+                    self._tell(f"paused: {error}; the run continues when there is space")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._retry_seconds):
                         await self._given_up.wait()
                 continue
-            if told:
+            if reported:
                 self._full.clear()
                 self._room.set()
-                self._tell("the disk has room again: the run goes on")
+                self._tell("the disk has space again: the run continues")
             return result
 
 
 def check_room(config: RunConfig, directory: Path, *, held: int = 0) -> str | None:
-    """A line for the operator if the snapshots of the run may not fit beside each other.
+    """A line for the operator if all snapshots that the run keeps may not fit on the disk.
 
     Args:
-        held: bytes of the run's snapshots that are there.
+        held: the bytes of the run's existing snapshots.
 
-    Raises UserError if there is no room for the newest and the one after it.
+    Raises UserError if there is no space for the newest snapshot and the one after it.
     """
     each, all_of_them = snapshots_need(config)
     free = shutil.disk_usage(directory).free + held

@@ -1,6 +1,6 @@
-"""Decides who gets a certificate, at the join port and at renewal, without a network.
+"""Decides who gets a certificate, at the join port and at renewal. It does no networking.
 
-The calls block (a database transaction, a signature), so use `asyncio.to_thread`.
+The calls block (on a database transaction or a signature), so use `asyncio.to_thread`.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ _LARGEST_INTEGER = 2**63 - 1
 
 
 class EnrolmentHandler:
-    """Admits nodes by token, and renews the certificates of those it admitted.
+    """Admits nodes by token, and renews the certificates of admitted nodes.
 
     Args:
-        lifetime: of a node's certificate.
+        lifetime: the lifetime of a node's certificate.
         clock: returns Unix seconds.
-        useless: a line for hardware that the run cannot use; the token stays unused.
+        useless: why the run cannot use this hardware, or nothing. The token then stays unused.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class EnrolmentHandler:
         self._useless = useless
 
     def refuse_cheaply(self, request: JoinRequest) -> Refusal | None:
-        """Refuse another version's or run's request; without database or cryptography."""
-        # The version first: other versions may give the other fields another meaning.
+        """Refuse a request from another version or run, without database or cryptography."""
+        # The version first, because other fields may have another meaning in other versions.
         if (refusal := version_refusal(request)) is not None:
             return refusal
         if request.run_id != self._authority.run_id:
@@ -65,11 +65,11 @@ class EnrolmentHandler:
     def unknown_token(self) -> Refusal:
         """The answer to an unknown token id or a wrong secret."""
         refusal = admit(None, b"", b"", self._clock()).refusal
-        assert refusal is not None, "no record admits nobody"
+        assert refusal is not None, "without a record, no node is admitted"
         return refusal
 
     def would_refuse(self, token_id: str, secret: bytes) -> str:
-        """Why a new node would not be admitted by this token; empty if it would be."""
+        """Why this token would not admit a new node; empty if it would."""
         record = next((token for token in self._store.list_tokens() if token.token_id == token_id), None)
         refusal = admit(record, secret, b"", self._clock()).refusal
         return "" if refusal is None else refusal.message
@@ -79,10 +79,10 @@ class EnrolmentHandler:
         return {record.token_id: record.secret_hash for record in self._store.list_tokens()}
 
     def join(self, request: JoinRequest) -> Granted | Refusal:
-        """Decide on a node's request. A refused one leaves no trace in tokens or members.
+        """Decide on a node's request. A refused request changes neither tokens nor members.
 
-        What was granted is in the database first. If the reply is lost, the same request gets a new
-        certificate for the same node and uses up nothing.
+        Grants are in the database before the reply. If the reply is lost, the same request gets a new
+        certificate for the same node without another use of the token.
         """
         if (refusal := self.refuse_cheaply(request)) is not None:
             return refusal
@@ -95,12 +95,12 @@ class EnrolmentHandler:
         now = self._clock()
         key_hash = public_key_hash(key)
         member = Member(node_id_of(key_hash), key_hash, request.hardware, joined=now)
-        # Only for holders of a token: working out what would let this machine host a stage takes a while. One
-        # that comes back with a used token is told after its hello.
+        # Only for holders of a token, because checking whether this machine can host a stage takes a while. A
+        # node that returns with a used token is told after its hello.
         invited = not self.would_refuse(request.token_id, request.secret)
         line = self._useless(request.hardware) if invited else None
         useless = None if line is None else Refusal(RefusalCode.BAD_REQUEST, line)
-        # Before the use is recorded: if it cannot be made, none is spent.
+        # Before the use is recorded, so that a failure costs none.
         certificate = self._authority.issue_node(key, member.node_id, self._lifetime, now) if invited else b""
         decision = self._store.admit_token(request.token_id, request.secret, member, useless)
         if decision.refusal is not None:
@@ -110,9 +110,9 @@ class EnrolmentHandler:
         return Granted(member.node_id, certificate, self._authority.certificate_pem)
 
     def withdraw(self, request: JoinRequest) -> Refusal | None:
-        """Give back the use of a node that cannot use what it was granted; None if that is done.
+        """Give back the use of a node that cannot use its grant. Returns None if that is done.
 
-        The request's key proves whose use it is. A node that has come has spent it.
+        The request's key proves who owns the use. A node that has connected has spent it.
         """
         if (refusal := self.refuse_cheaply(request)) is not None:
             return refusal
@@ -122,12 +122,12 @@ class EnrolmentHandler:
             return _bad_csr(error)
         if self._store.withdraw(request.token_id, key_hash):
             return None
-        return Refusal(RefusalCode.BAD_REQUEST, "this key holds no use of the token that it could give back")
+        return Refusal(RefusalCode.BAD_REQUEST, "this key has no unspent use of the token to give back")
 
     def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
-        """A new certificate (PEM) for a member that proved its id with its present one.
+        """A new certificate (PEM) for a member that proved its id with the present one.
 
-        The key must be the one it joined with; for another key it joins again.
+        The key must be the one with which it joined; with another key, it must join again.
         """
         try:
             key = csr_public_key(csr_der)
@@ -135,7 +135,7 @@ class EnrolmentHandler:
             return _bad_csr(error)
         member = self._store.member(node_id)
         if member is None:
-            return Refusal(RefusalCode.NOT_A_MEMBER, f"{node_id} is no member of this run: join with a token")
+            return Refusal(RefusalCode.NOT_A_MEMBER, f"{node_id} is not a member: join it with a token")
         if member.evicted is not None:
             return Refusal(RefusalCode.EVICTED, f"{node_id} was {EVICTED_WORDS}")
         if public_key_hash(key) != member.public_key_hash:
@@ -148,8 +148,8 @@ class EnrolmentHandler:
 class KnownTokens:
     """The run's tokens in memory, so that a request without a valid one costs no database call.
 
-    Tokens are also created by other processes. So an unknown id is looked up in the database, but all unknown
-    ids of `READ_SECONDS` share one read.
+    Other processes create tokens too. So an unknown id is looked up in the database, but all unknown ids
+    within `READ_SECONDS` share one read.
     """
 
     READ_SECONDS = 0.25
@@ -162,7 +162,7 @@ class KnownTokens:
         self._reading: asyncio.Task[None] | None = None
 
     def holds(self, token_id: str, secret: bytes) -> bool:
-        """Whether this token is known, and this is its secret."""
+        """Whether this token is known and has this secret."""
         known = self._hashes.get(token_id, bytes(32))
         return hmac.compare_digest(hash_secret(secret), known) and token_id in self._hashes
 
@@ -186,7 +186,7 @@ class KnownTokens:
 
 
 def version_refusal(request: JoinRequest | Hello) -> Refusal | None:
-    """Why a node of another version may not take part."""
+    """Why a node of another version may not take part, if it may not."""
     if (request.version, request.protocol) == (VERSION, PROTOCOL):
         return None
     return Refusal(
@@ -197,7 +197,7 @@ def version_refusal(request: JoinRequest | Hello) -> Refusal | None:
 
 
 def _refuse_hardware(hardware: Hardware) -> Refusal | None:
-    """Why this hardware cannot be recorded; it goes into the database and to terminals."""
+    """Why this hardware cannot be recorded, if it cannot. It goes into the database and to terminals."""
     if len(hardware.device) > _LONGEST_DEVICE_NAME or not hardware.device.isprintable():
         return Refusal(
             RefusalCode.BAD_REQUEST,
@@ -223,7 +223,7 @@ INTERVAL_SECONDS = 5.0
 
 
 def uses_left(records: Iterable[TokenRecord], now: float) -> int:
-    """Uses left over all valid tokens at the Unix time `now`."""
+    """The uses left of all valid tokens at the Unix time `now`."""
     return sum(record.uses_allowed - record.uses for record in records if record.state(now) == "usable")
 
 
@@ -235,16 +235,16 @@ async def token_uses_told(
     interval: float = INTERVAL_SECONDS,
     clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[None]:
-    """Inside the block `emit` gets a `TokenUses` at once, then one within `interval` of a change."""
+    """Inside the block, `emit` gets a `TokenUses` at once, then one within `interval` of each change."""
 
     async def watch() -> None:
-        told = None
+        emitted = None
         while True:
-            # Try again at the next look; whoever needs the database reports its error.
+            # A failed read is repeated later; other users of the database report the error.
             with contextlib.suppress(RunError):
                 left = uses_left(await asyncio.to_thread(store.list_tokens), clock())
-                if left != told:
-                    told = left
+                if left != emitted:
+                    emitted = left
                     emit(events.TokenUses(left=left))
             await asyncio.sleep(interval)
 

@@ -25,22 +25,22 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 64 * 1024
 REQUEST_SECONDS = 5.0
-"""The seconds from the beginning of a call until its request is here; a connection has the same time for its
+"""The seconds from the beginning of a call until its request has arrived. A connection has as long for its
 handshake."""
 IDLE_SECONDS = 30.0
 MOST_SILENT = 256
-"""The most calls whose requests have not come. Beyond it, the call that has been silent longest ends."""
+"""The most calls without a request. Beyond it, the call that has been silent longest is ended."""
 _MOST_AT_WORK = 4
 _JOINS_A_SECOND, _JOINS_AT_ONCE = 20.0, 100.0
-"""Requests from one address, with one valid token or without any."""
+"""The rate and burst of requests from one address with one valid token, or without any."""
 MOST_COUNTED = 4096
-"""The most addresses whose requests are counted. Beyond it, the one that asked longest ago starts again."""
+"""The most addresses whose requests are counted. Beyond it, the one least recently used is forgotten."""
 CONNECTION_SECONDS = 30.0
-"""A connection to the join port ends after this long."""
+"""The seconds after which a connection to the join port ends."""
 
 BYTES_A_SECOND, BYTES_AT_ONCE = 8 * 1024, 16 * 1024
-"""The bytes that a connection without a valid token may use, in both directions together; a join takes 7,000.
-Beyond them nothing is read."""
+"""The rate and burst of bytes of a connection without a valid token, both directions together. A join takes
+7,000. Beyond them nothing is read."""
 
 Request = TypeVar("Request", pb.JoinRequest, pb.LookRequest)
 Outcome = TypeVar("Outcome")
@@ -49,7 +49,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
-    # By default a second process could listen on the same port and take half of the joins.
+    # By default, a second process could listen on the same port and get half of the joins.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 8),
     ("grpc.server_handshake_timeout_ms", int(1000 * REQUEST_SECONDS)),
@@ -58,7 +58,7 @@ _OPTIONS: list[tuple[str, int]] = [
 
 
 class RateLimit:
-    """A bucket that holds `burst` permits and gains `rate` a second. Pure: the clock is an argument."""
+    """A bucket that holds `burst` permits and gains `rate` per second. Pure: the clock is an argument."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate = rate
@@ -67,7 +67,7 @@ class RateLimit:
         self._at: float | None = None
 
     def take(self, now: float, count: float = 1) -> bool:
-        """Whether something may happen at `now` (seconds on any clock); if so, `count` permits are gone."""
+        """Whether `count` permits are left at `now` (seconds on any clock). If so, take them."""
         elapsed = 0.0 if self._at is None else max(0.0, now - self._at)
         self._at = now
         self._permits = min(self._burst, self._permits + elapsed * self._rate)
@@ -78,7 +78,7 @@ class RateLimit:
 
 
 class RateLimits:
-    """One `RateLimit` for each key: an address, or an address with a token."""
+    """One `RateLimit` per key: an address, or an address with a token."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
@@ -100,7 +100,7 @@ class _Silent:
         self._deadlines: dict[asyncio.Timeout, None] = {}
 
     async def first(self, requests: AsyncIterator[Request]) -> Request | None:
-        """A call's request, or None; TimeoutError if it does not come in time, or too many calls wait."""
+        """A call's request, if any. TimeoutError if it does not arrive in time, or too many calls wait."""
         if len(self._deadlines) >= MOST_SILENT:
             oldest = next(iter(self._deadlines))
             del self._deadlines[oldest]
@@ -117,13 +117,12 @@ class _Silent:
 class EnrolmentService:
     """`thinwire.wire.v1.Enrolment` over an `EnrolmentHandler`.
 
-    A refused request is an answer, not a gRPC error; RESOURCE_EXHAUSTED means "ask again later".
+    A refusal is an answer, not a gRPC error. RESOURCE_EXHAUSTED means "ask again later".
     """
 
     def __init__(self, handler: EnrolmentHandler, front: Front) -> None:
         self.control_port = 0
-        """The port to which admitted nodes go next, on the host that answered them; 0: the one that they
-        asked."""
+        """The port that admitted nodes use next, on the host that answered them; 0: the same port."""
         self._handler = handler
         self._front = front
         self._tokens = KnownTokens(handler.token_hashes)
@@ -136,8 +135,8 @@ class EnrolmentService:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handler for `server.add_generic_rpc_handlers`."""
-        # A stream of requests, of which the first counts: on the wire one request is the same, but its coming
-        # has a deadline. Whoever only begins calls would else hold them open for ever.
+        # A stream of requests, of which only the first counts. On the wire that equals a single request, but
+        # its arrival can have a deadline, so that empty calls do not stay open forever.
         join = grpc.stream_unary_rpc_method_handler(
             self._join,
             request_deserializer=pb.JoinRequest.FromString,
@@ -158,15 +157,15 @@ class EnrolmentService:
         )
 
     async def _request(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> JoinRequest:
-        """The request of a call, which ends if there is none."""
+        """The request of a call. Without one, the call is ended."""
         try:
             message = await self._silent.first(requests)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no join request came")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no join request arrived")
         except DecodeError:
             message = None
         if message is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "what came is no join request")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is not a join request")
         hardware = message.hardware
         return JoinRequest(
             version=message.version,
@@ -197,7 +196,7 @@ class EnrolmentService:
                 control_port=self.control_port,
             )
             return pb.JoinReply(granted=granted)
-        # Nothing that a stranger sent goes into the log: it could forge lines.
+        # Do not log a stranger's text, which could forge lines.
         logger.info("refused a join request from %s: %s", source, outcome.code)
         return pb.JoinReply(refusal=pb.Refusal(code=outcome.code, message=outcome.message))
 
@@ -211,8 +210,8 @@ class EnrolmentService:
     async def _answer(
         self, request: JoinRequest, context: Context, decide: Callable[[JoinRequest], Outcome]
     ) -> Outcome | Refusal:
-        """Give the holder of a token what `decide` answers, on a thread. The call ends if this address asks
-        too often."""
+        """Answer the holder of a token with `decide`, on a thread. The call is ended if this address asks too
+        often."""
         try:
             refusal = await self._refuse(request, context.peer())
             if refusal is not None:
@@ -227,12 +226,12 @@ class EnrolmentService:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
 
     async def _refuse(self, request: JoinRequest, peer: str) -> Refusal | None:
-        """Why the gRPC peer is no holder of a token. Raises TimeoutError if it must ask later, RunError.
+        """Why the gRPC peer does not hold a token. Raises TimeoutError if it must ask later, RunError.
 
-        Strangers count by address, and only once it is known that they hold no token: so they shut out no
-        holder from behind one address, not even of a token that was made a moment ago. What they cost until
-        then is a comparison of hashes and a wait for a look at the database that all share. Holders count by
-        token and address: one that floods shuts out no other.
+        Strangers count by address, and only once it is known that they hold no token. So they cannot shut out
+        a holder behind the same address, not even of a token that was just created. Until then they cost a
+        comparison of hashes and a wait for a database read that all share. Holders count by token and
+        address, so one that floods shuts out no other.
         """
         address = address_group(self._front.host(peer))
         refusal = self._handler.refuse_cheaply(request)
@@ -248,7 +247,7 @@ class EnrolmentService:
 
 
 class JoinPort:
-    """The server of joins. Its front listens itself, or gets its connections from a `Door`."""
+    """The server of joins. Its front listens, or gets connections from a `Door`."""
 
     def __init__(self, handler: EnrolmentHandler) -> None:
         self.front = Front(
@@ -260,7 +259,7 @@ class JoinPort:
         self._server.add_generic_rpc_handlers([self.service.handler()])
 
     async def start(self, credentials: tuple[bytes, bytes]) -> None:
-        """Serve what the front lets in.
+        """Serve the connections that the front accepts.
 
         Args:
             credentials: (key PEM, certificate PEM) of `CertificateAuthority.coordinator_credentials`.
@@ -268,6 +267,6 @@ class JoinPort:
         await start_behind(self.front, self._server, grpc.ssl_server_credentials([credentials]))
 
     async def stop(self, grace: float | None) -> None:
-        """Stop serving; calls under way get `grace` seconds."""
+        """Stop serving. Running calls have `grace` seconds to end."""
         await self._server.stop(grace)
         await self.front.close()

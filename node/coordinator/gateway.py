@@ -1,8 +1,8 @@
-"""`python -m node.coordinator.gateway`: a process that keeps control sessions of a large run.
+"""`python -m node.coordinator.gateway`: a process that handles control sessions of a large run.
 
-It ends the TLS and gRPC of its sessions, and passes their messages to the coordinator that started it, as
-`gateway_frames`. It decides nothing. The coordinator gives it connections whose service is known, and
-opens sessions. This process limits what nodes send, so that a flood ends here. It ends when the
+It terminates the TLS and gRPC of its sessions, and exchanges their messages with the coordinator, which
+started it, as `gateway_frames`. It decides nothing. The coordinator hands over connections whose service is
+known, and opens sessions. This process limits what nodes send, so that a flood stops here. It ends when the
 coordinator's socket closes.
 """
 
@@ -55,7 +55,7 @@ ALIVE_SECONDS = 1.0
 STOP_SECONDS = 1.0
 LONGEST_HOST = 255
 _HANDOVERS = 64
-"""Connections to take over before other work of the loop gets its turn."""
+"""Connections to take over before other work of the event loop runs."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _End:
     """The last entry of an outbox."""
 
     code: str = ""
-    """The name of a status of gRPC; "" for an ordinary end."""
+    """The name of a gRPC status; "" for a normal end."""
     why: str = ""
 
 
@@ -74,7 +74,7 @@ class _Session:
 
 
 class CoreLink(asyncio.Protocol):
-    """The stream to the coordinator. Frames of one turn of the event loop are written together."""
+    """The stream to the coordinator. Frames of one iteration of the event loop are written together."""
 
     def __init__(self, gateway: "Gateway") -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -91,7 +91,7 @@ class CoreLink(asyncio.Protocol):
         self._waiting.append(data)
 
     async def room(self) -> None:
-        """If much data waits for the coordinator, wait until it has read most of it."""
+        """If much data waits to be sent to the coordinator, wait until most of it has been read."""
         await self._room.wait()
 
     def _flush(self) -> None:
@@ -131,7 +131,7 @@ class Gateway:
         self._limits: dict[str, MessageLimits] = {}
         self._make_limits: Callable[[], MessageLimits]
 
-    # ---- what the coordinator says
+    # ---- from the coordinator
 
     def told(self, kind: int, number: int, payload: bytes) -> None:
         match kind:
@@ -157,7 +157,7 @@ class Gateway:
             case _:
                 raise ProtocolViolationError(f"the coordinator sent a frame of kind {kind}")
 
-    # ---- what nodes say
+    # ---- from nodes
 
     async def serve(self, link: CoreLink, handed: socket.socket) -> None:
         """Serve until the coordinator is gone."""
@@ -166,7 +166,7 @@ class Gateway:
         config = from_json(setup["config"])
         self._make_limits = lambda: MessageLimits(config)
         limits = Limits.of_members(raise_limit())
-        # Strangers' places count for all gateways together.
+        # All gateways share the places for strangers.
         self.front = Front(replace(limits, handshakes=max(8, limits.handshakes // setup["gateways"])))
         server = make_server([_Handlers(self)])
         credentials = setup["key"].encode(), setup["certificate"].encode()
@@ -190,7 +190,7 @@ class Gateway:
             self._link.write(frame(Kind.ALIVE, len(self.front.admission)))
 
     def _take_over(self, handed: socket.socket) -> None:
-        """Take over the connections that the coordinator has handed on."""
+        """Take over the connections that the coordinator has handed over."""
         assert self.front is not None
         for _ in range(_HANDOVERS):
             try:
@@ -256,7 +256,7 @@ class Gateway:
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    """Answers sessions, in bytes; all other calls go to the coordinator itself."""
+    """Answers sessions, in bytes. All other calls go to the coordinator itself."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._session: grpc.RpcMethodHandler[Any, Any]
@@ -267,7 +267,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 async def serve(stream: socket.socket, handed: socket.socket) -> None:
-    """Be the gateway whose coordinator is at the other ends of these sockets, until that is gone."""
+    """Run as the gateway of the coordinator at the other ends of these sockets, until it is gone."""
     gateway = Gateway()
     handed.setblocking(False)
     _, link = await asyncio.get_running_loop().create_unix_connection(lambda: CoreLink(gateway), sock=stream)

@@ -1,7 +1,7 @@
-"""What the coordinator and a gateway of control sessions write to each other: frames on a stream. Pure.
+"""The frames on the stream between the coordinator and a gateway of control sessions. Pure.
 
-A frame is a header (length of the rest, kind, number) and its payload. A length is checked before anything
-is stored for it. The gateway numbers its sessions.
+A frame is a header (length of the rest, kind, number) and its payload. The length is checked before memory is
+allocated. The gateway numbers its sessions.
 """
 
 import struct
@@ -16,38 +16,38 @@ MOST_BYTES = 1024 * 1024
 """The most bytes of a payload. The largest message between a node and the coordinator has 260 kB
 (`wire.channels`)."""
 MOST_TOGETHER = 16_384
-"""Sessions that one frame names."""
+"""The most sessions that one frame names."""
 _LENGTHS = struct.Struct("<BB")
 
 
 class Kind(IntEnum):
-    """What a frame is. The coordinator sends those up to `END`, and a gateway the others."""
+    """The kind of a frame. The coordinator sends those up to `END`, and a gateway the others."""
 
     SETUP = 1
-    """JSON: what the gateway serves with."""
+    """The gateway's settings, as JSON."""
     ACCEPT = 2
-    """The session is open: what its node says is read from now on."""
+    """The session is open: read its node's messages from now on."""
     SEND = 3
     """A message to a session."""
     SEND_WAITED = 4
-    """A message to several sessions, with a number of seconds for each (see `sent_waited`). The number of the
-    frame counts them."""
+    """A message to several sessions, with a number of seconds for each (see `sent_waited`). The frame's
+    number is their count."""
     ANSWER = 5
-    """A message that may be left out if many wait."""
+    """A message that may be dropped if many wait."""
     END = 6
-    """The session ends once everything before it has been sent."""
+    """End the session after sending everything before this frame."""
     READY = 16
-    """The gateway takes connections."""
+    """The gateway accepts connections."""
     OPEN = 17
     """A node with a valid certificate has said hello."""
     SAID = 18
-    """A message of a node, as it came."""
+    """A node's message, unchanged."""
     WRONG = 19
-    """The node sent what no correct node sends; the payload says what."""
+    """The node sent something invalid, which the payload describes."""
     CLOSED = 20
-    """The session is over."""
+    """The session has ended."""
     ALIVE = 21
-    """Comes every second; the number is the gateway's connections."""
+    """Sent every second. The number is the gateway's count of connections."""
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -58,31 +58,31 @@ class Opened:
     """The payload of `OPEN`."""
 
     node_id: str
-    """The node's id, by its certificate."""
+    """The node's id, from its certificate."""
     host: str
-    """The address from which it dials."""
+    """The address from which the node dials."""
     hello: bytes
     """The node's first message."""
 
 
 def frame(kind: Kind, number: int = 0, payload: bytes = b"") -> bytes:
-    """One frame. Raises ValueError if the payload is larger than any reader takes."""
+    """One frame. Raises ValueError if the payload exceeds the limit of readers."""
     if len(payload) > MOST_BYTES:
         raise ValueError(f"a frame of {len(payload)} bytes, more than {MOST_BYTES}")
     return HEADER.pack(len(payload), kind, number) + payload
 
 
 class FrameReader:
-    """Cuts a stream into frames."""
+    """Splits a stream into frames."""
 
     def __init__(self) -> None:
         self._kept = b""
-        """The beginning of a frame that is not complete."""
+        """The beginning of an incomplete frame."""
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
-        """Kind, number and payload of each frame that `data` completes.
+        """Yield kind, number and payload of each frame that `data` completes.
 
-        Raises ProtocolViolationError for a length that is too large and for an unknown kind."""
+        Raises ProtocolViolationError for an unknown kind or a length that is too large."""
         data, at = self._kept + data if self._kept else data, 0
         self._kept = b""
         size = len(data)
@@ -107,7 +107,7 @@ def opened_to_bytes(opened: Opened) -> bytes:
 
 
 def opened_from_bytes(payload: bytes) -> Opened:
-    """Raises ProtocolViolationError if it is none."""
+    """The inverse of `opened_to_bytes`. Raises ProtocolViolationError for an invalid payload."""
     try:
         node, host = _LENGTHS.unpack_from(payload)
         at = _LENGTHS.size
@@ -123,18 +123,18 @@ def opened_from_bytes(payload: bytes) -> Opened:
 
 
 def sent_waited(numbers: Sequence[int], seconds: Sequence[float], head: bytes, message: bytes) -> bytes:
-    """The frame `SEND_WAITED`: to each session the message, then `head` and its seconds as eight bytes.
+    """The frame `SEND_WAITED`: each session gets the message, then `head` and its seconds as eight bytes.
 
-    That is how a number of a message, which is last in it, differs from node to node."""
+    So one number, the last field of the message, can differ from node to node."""
     count = len(numbers)
     each = struct.pack(f"<{count}I{count}d", *numbers, *seconds)
     return frame(Kind.SEND_WAITED, count, each + bytes((len(head),)) + head + message)
 
 
 def messages_of(count: int, payload: bytes) -> Iterator[tuple[int, bytes]]:
-    """Session and message of each that a frame `SEND_WAITED` names.
+    """Yield the session and message of each entry of a frame `SEND_WAITED`.
 
-    Raises ProtocolViolationError if the payload is too short for so many."""
+    Raises ProtocolViolationError if the payload is too short for this count."""
     start = 12 * count
     if count > MOST_TOGETHER or start >= len(payload):
         raise ProtocolViolationError(f"a frame of {len(payload)} bytes names {count} sessions")

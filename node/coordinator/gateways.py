@@ -1,12 +1,12 @@
-"""The coordinator's side of its gateways: processes that keep the control sessions of a large run.
+"""The coordinator's side of its gateways: processes that handle the control sessions of a large run.
 
 With a thousand nodes, TLS, HTTP/2 and gRPC take several times the processor time of the run itself, and
-Python would run them on one core. Gateways do them instead. The coordinator still accepts every connection
-within the limits of its port and reads which service it asks for. It gives the socket of each control
+Python would run them on one core. Gateways run them instead. The coordinator still accepts every connection
+within the limits of its port, and reads which service it asks for. It hands the socket of each control
 session to the gateway with the fewest sessions. Joins and bulk calls stay here.
 
-If a gateway dies, its sessions are lost. Its nodes connect again, as after a network fault, while another
-process is started in its place. If no gateway is ready, the coordinator keeps the session itself.
+If a gateway dies, its sessions are lost. Its nodes reconnect, as after a network fault, while another process
+starts in its place. If no gateway is ready, the coordinator handles the session itself.
 """
 
 import asyncio
@@ -46,23 +46,23 @@ from wire.pacing import Backoff
 log = logging.getLogger(__name__)
 
 SMALL = 128
-"""How many nodes the coordinator serves itself."""
+"""The most nodes that the coordinator serves itself."""
 SHARE = 64
-"""How many nodes there are for each gateway."""
+"""The number of nodes per gateway."""
 START_SECONDS = 30.0
 """The most seconds for which the coordinator waits for its gateways before it serves."""
 RESTART_SECONDS = 0.2, 10.0
 LOOK_SECONDS = 1.0
 SILENT_LOOKS = 10
-"""A gateway that sends nothing between this many checks hangs, and is ended. If this process itself was
-stopped, checks come late, so that counts for little."""
+"""A gateway that sends nothing during this many checks hangs, and is ended. If this process itself was
+stopped, few checks ran meanwhile."""
 STOP_SECONDS = 5.0
 MOST_UNREAD = 256 * 1024 * 1024
-"""The most bytes that may wait for a gateway that does not read. Beyond it, the gateway is ended."""
+"""The most bytes that may wait for a gateway to read. Beyond it, the gateway is ended."""
 
 
 def gateway_count(config: RunConfig, cores: int) -> int:
-    """How many gateways a run has on a machine with this many cores."""
+    """The number of gateways of a run on a machine with this many cores."""
     wanted = config.coordinator.gateways
     if wanted != "auto":
         return wanted
@@ -72,7 +72,7 @@ def gateway_count(config: RunConfig, cores: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """The certificates and keys with which gateways serve TLS, in PEM."""
+    """The certificates and keys for the gateways' TLS, in PEM."""
 
     key: bytes
     certificate: bytes
@@ -80,7 +80,7 @@ class Credentials:
 
 
 class _Session(ControlSession):
-    """A session that a gateway keeps."""
+    """A session that a gateway handles."""
 
     def __init__(self, gateway: "_Gateway", number: int, node_id: str, hello: Hello, address: str) -> None:
         super().__init__(node_id, hello, address)
@@ -103,21 +103,21 @@ def _spawn(*descriptors: int) -> "subprocess.Popen[bytes]":
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=descriptors,
-        start_new_session=True,  # Ctrl-C is the coordinator's to handle
+        start_new_session=True,  # the coordinator handles Ctrl-C
     )
 
 
 class _Gateway(asyncio.Protocol):
-    """One process, and the stream to it."""
+    """One gateway process, and the stream to it."""
 
     def __init__(self, desk: SessionDesk, proven: Callable[[str], None]) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
         """The stream has ended."""
         self.connections = 0
-        """About how many it has."""
+        """The approximate number of its connections."""
         self.heard = True
-        """Something came since this was last set to false."""
+        """Whether anything has arrived since this was last set to false."""
         self.process: subprocess.Popen[bytes] | None = None
         self._handing: socket.socket | None = None
         self._desk = desk
@@ -127,7 +127,7 @@ class _Gateway(asyncio.Protocol):
         self._waiting: list[bytes] = []
         self._flushes = False
         self._newest: CoordinatorMessage | None = None
-        """A message that more sessions may get: `_numbers`, with the seconds that each has waited."""
+        """A message that further sessions may get. `_numbers` has the seconds that each has waited."""
         self._numbers: list[int] = []
         self._seconds: list[float] = []
         self._sessions: dict[int, ControlSession] = {}
@@ -146,12 +146,12 @@ class _Gateway(asyncio.Protocol):
             self._handing.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: self, sock=ours)
-            # At once: a cancellation in between would lose the process.
+            # Without awaiting in between: a cancellation there would lose the process.
             self.process = _spawn(theirs.fileno(), handed.fileno())
         self.write(frame(Kind.SETUP, 0, setup))
 
     def hand_over(self, connection: socket.socket, host: str) -> bool:
-        """Give it an accepted connection; False if it takes none now."""
+        """Hand over an accepted connection. False if the gateway does not take it now."""
         if not self.ready.done() or self.lost.is_set() or self._handing is None:
             return False
         try:
@@ -162,7 +162,7 @@ class _Gateway(asyncio.Protocol):
         return True
 
     async def stop(self) -> None:
-        """End the process and every session."""
+        """End the process and all its sessions."""
         if self._transport is not None:
             self._transport.close()
         if self._handing is not None:
@@ -188,7 +188,7 @@ class _Gateway(asyncio.Protocol):
         self._soon()
 
     def send(self, number: int, message: CoordinatorMessage, waited: float | None) -> None:
-        """Send a message. One with waits that goes to many sessions, one after another, is written once."""
+        """Send a message. Successive copies for many sessions, with different waits, are written once."""
         if waited is None or not isinstance(message, Waiting):
             self.write(frame(Kind.SEND, number, packed(message)))
             return
@@ -218,7 +218,7 @@ class _Gateway(asyncio.Protocol):
             return
         self._transport.write(data)
         if self._transport.get_write_buffer_size() > MOST_UNREAD:
-            log.warning("a gateway does not read what it is sent, and is ended")
+            log.warning("a gateway does not read its messages, and is ended")
             self.end()
 
     # ---- from the gateway
@@ -273,7 +273,7 @@ class _Gateway(asyncio.Protocol):
                 raise ProtocolViolationError(f"it sent a frame of kind {kind}")
 
     def _heard(self, number: int, data: bytes) -> None:
-        """A node's message, which the gateway found within its limits, if its session is open."""
+        """Handle a node's message, which the gateway found within its limits, if its session is open."""
         if (session := self._sessions.get(number)) is not None:
             try:
                 self._desk.handler.heard(session, node_message_from_proto(parsed(data)))
@@ -286,10 +286,10 @@ class _Gateway(asyncio.Protocol):
             self._desk.handler.closed(session)
 
     async def _greet(self, number: int, opened: Opened) -> None:
-        """Do what the control service does for a session that the coordinator keeps itself."""
+        """Do what the control service does for a session that the coordinator handles itself."""
         node_id, status = opened.node_id, grpc.StatusCode
 
-        async def said() -> Hello:
+        async def hello() -> Hello:
             return hello_from(parsed(opened.hello))
 
         refusal = await self._desk.handler.refusal_for(node_id)
@@ -299,7 +299,7 @@ class _Gateway(asyncio.Protocol):
         self._proven(opened.host)
         try:
             session = await self._desk.greet(
-                node_id, opened.host, said, lambda *what: _Session(self, number, *what)
+                node_id, opened.host, hello, lambda *what: _Session(self, number, *what)
             )
         except ProtocolViolationError as error:
             self._end(number, status.INVALID_ARGUMENT, str(error))
@@ -320,12 +320,12 @@ class _Gateway(asyncio.Protocol):
 
 
 class Gateways:
-    """All gateways of a coordinator, and the front to which their connections come."""
+    """All gateways of a coordinator, and the front that accepts their connections."""
 
     def __init__(self, count: int, config: RunConfig, desk: SessionDesk, own: Front) -> None:
         """
         Args:
-            own: takes the connections that no gateway does.
+            own: accepts the connections that no gateway takes.
         """
         self.front = Front(Limits.of_members(raise_limit()), pass_on=self._pass_on)
         self._desk = desk
@@ -334,16 +334,16 @@ class Gateways:
         self._gateways: list[_Gateway | None] = [None] * count
         self._keeping: list[asyncio.Task[None]] = []
         self.restarts = 0
-        """Processes that were started in the place of one that had ended."""
+        """The number of processes that replaced one that had ended."""
 
     @property
     def sessions(self) -> list[int]:
-        """How many sessions each gateway keeps; 0 for one that does not run."""
+        """The number of sessions of each gateway; 0 for one that does not run."""
         return [0 if gateway is None else gateway.sessions for gateway in self._gateways]
 
     @property
     def processes(self) -> list[int]:
-        """Process ids of those that run."""
+        """The process ids of running gateways."""
         return [
             gateway.process.pid
             for gateway in self._gateways
@@ -351,7 +351,7 @@ class Gateways:
         ]
 
     async def start(self, credentials: Credentials) -> None:
-        """Start all, and wait until they are ready, but not for long."""
+        """Start all gateways, and wait for a limited time until they are ready."""
         fields = {"key": credentials.key, "certificate": credentials.certificate, "ca": credentials.ca}
         texts = {name: text.decode() for name, text in fields.items()}
         setup = {**texts, "config": self._config_json, "gateways": len(self._gateways)}
@@ -364,7 +364,7 @@ class Gateways:
                     await event.wait()
 
     async def close(self) -> None:
-        """End all processes; their last words are sent."""
+        """End all processes after their last messages are sent."""
         await self.front.close()
         for task in self._keeping:
             task.cancel()
@@ -372,7 +372,7 @@ class Gateways:
             await asyncio.wait(self._keeping)
 
     async def _keep(self, at: int, setup: bytes, ready: asyncio.Event) -> None:
-        """Have a process in this place, always."""
+        """Keep a process running in this place."""
         backoff = Backoff(*RESTART_SECONDS)
         while True:
             gateway = _Gateway(self._desk, self._known)
@@ -388,7 +388,7 @@ class Gateways:
                     await gateway.lost.wait()
                 finally:
                     looks.cancel()
-                log.warning("a gateway of control sessions ended; its nodes connect again")
+                log.warning("a gateway of control sessions ended; its nodes reconnect")
             except OSError as error:
                 log.warning("a gateway could not be started: %s", error)
             finally:

@@ -1,8 +1,8 @@
-"""Snapshots that are not at the coordinator: it keeps their manifests and knows where the layers are.
+"""Snapshots whose layers are not at the coordinator, which keeps their manifests and knows where they are.
 
     RUN/kept/step-00000100.json    the manifest of a complete snapshot
-    RUN/kept/step-00000100.url     the folder in an object store that its layers are in, if not on nodes
-    RUN/kept/holders.json          who held the newest one's layers when it was completed, for people
+        RUN/kept/step-00000100.url     the object store's folder with its layers, if they are not on nodes
+        RUN/kept/holders.json          who held the newest one's layers when it was completed, for people
 
 Nodes report the files on their disks whenever they connect, so the list of holders need not be stored.
 """
@@ -41,7 +41,7 @@ _NAME = re.compile(r"step-(\d{8,})\.json")
 
 
 def kept_manifests(run_directory: Path) -> list[Manifest]:
-    """The manifests of the snapshots that nodes hold, oldest first; damaged ones are left out."""
+    """The manifests of the snapshots that nodes hold, oldest first, without damaged ones."""
     manifests = []
     directory = run_directory / DIRECTORY
     for path in sorted(directory.glob("step-*.json")) if directory.is_dir() else []:
@@ -54,9 +54,9 @@ def kept_manifests(run_directory: Path) -> list[Manifest]:
 
 
 def write_kept_manifest(run_directory: Path, manifest: Manifest, url: str = "") -> None:
-    """Put a manifest on disk, durably; with the folder of an object store, if its layers are there.
+    """Write a manifest to disk, durably; with the object store's folder, if its layers are there.
 
-    Raises RunError, on a full disk DiskFullError.
+    Raises RunError, or DiskFullError on a full disk.
     """
     path, data = _manifest_path(run_directory, manifest.step), manifest.to_json().encode()
     with write_errors(path, len(data)):
@@ -69,7 +69,7 @@ def write_kept_manifest(run_directory: Path, manifest: Manifest, url: str = "") 
 
 
 def set_kept_aside(run_directory: Path, step: int) -> None:
-    """Rename a manifest that does not count."""
+    """Rename a manifest, so that it no longer counts."""
     path = _manifest_path(run_directory, step)
     path.replace(path.with_name(f"{path.name}.damaged"))
 
@@ -85,29 +85,29 @@ class SnapshotRun(Protocol):
         """Connected nodes and their addresses, hosts in the order of their stages first."""
 
     def record(self) -> Mapping[str, object]:
-        """What nodes keep of the run, in addition to the manifests, for `thinwire recover`."""
+        """What nodes keep of the run besides manifests, for `thinwire recover`."""
 
     def send(self, node_id: str, message: CoordinatorMessage) -> None: ...
 
     def layer_received(self, step: int, unit: str) -> None:
-        """A node has saved a layer, or handed it in."""
+        """A node has saved or uploaded a layer."""
 
     def snapshot_stored(self, manifest: Manifest, where: str, *, is_here: bool) -> None:
         """A snapshot is complete and recorded; `is_here`: in the run directory."""
 
     def snapshot_lost(self, step: int, whole: int, text: str) -> None:
-        """The snapshot of `step` cannot be used. `whole`: the newest one that can; 0 if none can. `text`
-        says so, and is empty if nothing changes."""
+        """The snapshot of `step` cannot be used. `whole`: the newest usable one, or 0. `text` reports it, and
+        is empty if nothing changes."""
 
     def weights_stored(self, step: int) -> None:
-        """The weights of the last snapshot are here; the optimizer's state follows."""
+        """The weights of the last snapshot are stored here; the optimizer's state follows."""
 
     def fail(self, reason: str) -> None:
         """The disk or the database fails."""
 
 
 class SnapshotBook:
-    """What a run's snapshots have in common, wherever their layers are: limits, the database and its disk."""
+    """What a run's snapshots share, wherever their layers are: limits, the database and its disk."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class SnapshotBook:
     ) -> None:
         """
         Args:
-            windows: samples of one pass over the text.
-            directory: the run's.
-            disk: repeats writes that find the disk full.
-            scale_of: of the loss, for manifests.
+            windows: the number of samples in one pass over the text.
+            directory: the run directory.
+            disk: repeats writes if the disk is full.
+            scale_of: the loss scale of a step, for manifests.
         """
         self.config = config
         self.windows = windows
@@ -137,17 +137,17 @@ class SnapshotBook:
         self.units = unit_names(config.model)
 
     def most_bytes(self, unit: str) -> int:
-        """The most that a unit's file may have. Raises ProtocolViolationError if there is no such unit."""
+        """The most bytes of a unit's file. Raises ProtocolViolationError if there is no such unit."""
         if unit not in self.units:
             raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
         return most_layer_bytes(self.config, unit, self.windows)
 
     def record(self, manifest: Manifest) -> None:
-        """Put a complete snapshot on record. Blocks."""
+        """Record a complete snapshot. Blocks."""
         self.store.record_snapshot(SnapshotRecord.of(manifest, time.time()), manifest.units)
 
     def held(self, complete: Sequence[int]) -> list[int]:
-        """Which of these complete snapshots, oldest first, stay. Blocks."""
+        """Which of these complete snapshots, oldest first, are kept. Blocks."""
         run = self.config.run
         best = self.store.best_of(complete) if run.keep_best else None
         newest = complete[-max(1, run.keep_snapshots) :]
@@ -159,7 +159,7 @@ class KeptSnapshots:
     runs on threads."""
 
     def __init__(self, book: SnapshotBook, told_config: RunConfig, run: SnapshotRun) -> None:
-        """`told_config` is the config as nodes may know it, for manifests."""
+        """`told_config`: the config without what nodes may not know, for manifests."""
         self._book = book
         self._config = book.config
         self._run_directory = directory = book.directory
@@ -168,14 +168,14 @@ class KeptSnapshots:
         self._units = book.units
         self._places = LayerPlaces(self._units)
         self._first_missed: dict[int, float] = {}
-        """When somebody first asked for a layer that no connected node holds, by step."""
+        """By step, when a node first asked for a layer that no connected node holds."""
         self._changed = asyncio.Event()
         holders, urls = _read_holders(directory), stored_steps(directory)
         for manifest in kept_manifests(directory):
             self._places.load(manifest.step, manifest.units, holders, urls.get(manifest.step, ""))
 
     def __contains__(self, step: int) -> bool:
-        """Whether nodes hold the layers of `step`, or are saving them."""
+        """Whether nodes hold, or are saving, the layers of `step`."""
         return step in self._places
 
     @property
@@ -184,7 +184,7 @@ class KeptSnapshots:
         return self._places.complete
 
     async def run(self) -> None:
-        """Ask for copies and complete snapshots, until cancelled."""
+        """Request copies and complete snapshots, until cancelled."""
         while True:
             self._changed.clear()
             try:
@@ -202,12 +202,12 @@ class KeptSnapshots:
     # ---- saving
 
     def place(self, step: int) -> str:
-        """Where the layers of `step` go: `NODES`, or a folder in an object store."""
+        """Where the layers of `step` are saved: `NODES`, or a folder in an object store."""
         return self._places.url(step) or NODES
 
     def expect(self, step: int, rows: Sequence[Sequence[str]], url: str = "") -> None:
-        """The nodes of these rows, by stage, are about to save the state of `step`: on their disks, or in the
-        object store that is named, where the first row saves it, and others layers that are refused."""
+        """The nodes of these rows, by stage, will save the state of `step`: on their disks, or in the named
+        object store. There the first row saves it, and other rows replace refused layers."""
         makers: dict[str, list[str]] = {unit: [] for unit in self._units}
         for nodes in rows:
             for node, units in zip(nodes, stage_units(self._config, len(nodes)), strict=True):
@@ -224,12 +224,12 @@ class KeptSnapshots:
         return wrong
 
     def drop(self, step: int) -> None:
-        """No snapshot of `step` is taken."""
+        """Take no snapshot of `step`."""
         if step in self._places.under_way:
             self._places.drop(step)
 
     async def refuse(self, step: int) -> None:
-        """A complete snapshot no longer counts: it is not the run's state, or it is an old one."""
+        """Discard a complete snapshot, which is not the run's state or is an old one."""
         url = self._places.url(step)
         self._places.drop(step)
         await asyncio.to_thread(self._remove, step, url)
@@ -237,9 +237,9 @@ class KeptSnapshots:
     def hold(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]]:
-        """A node reports files on its disk and requested ones that it lacks. Returns those of no snapshot.
+        """A node reports files on its disk, and requested ones that it lacks. Returns files of no snapshot.
 
-        Raises WrongLayerError for a layer that it was to save, and that is not the one agreed on.
+        Raises WrongLayerError if a layer that it was to save differs from the agreed one.
         """
         known = set(self._known())
         unknown = []
@@ -265,12 +265,12 @@ class KeptSnapshots:
     def where(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
     ) -> tuple[UnitEntry, list[PlacedStage], str]:
-        """What a layer's file is, the present nodes that hold it, and the object store's folder that has it.
+        """A layer's entry, the present nodes that hold it, and the object store's folder with it.
 
         Args:
-            bad: nodes whose copy was damaged or missing: they look at theirs again.
+            bad: nodes whose copy was damaged or missing, which check theirs again.
 
-        Raises NotYetError while holders may still come back, RunError when none did.
+        Raises NotYetError while holders may still return, RunError when none did.
         """
         self._book.most_bytes(unit)
         addresses = self._run.addresses()
@@ -293,7 +293,7 @@ class KeptSnapshots:
         return entry, others, url
 
     def message(self) -> Retain:
-        """The message that says what nodes should keep."""
+        """The message that tells nodes what to keep."""
         manifests = [self._manifest(step).to_json() for step in self._places.complete]
         urls = {step: url for step in self._places.complete if (url := self._places.url(step))}
         record = {
@@ -309,19 +309,19 @@ class KeptSnapshots:
     # ---- inside
 
     def _ask_others(self, node_id: str, step: int) -> None:
-        """Refuse what a node saved. If it is in an object store, another row is asked to save its own."""
+        """Refuse what a node saved. In an object store, another row is asked to save its own copy."""
         for other, units in self._places.others(node_id, step).items():
             self._run.send(other, SendLayers(step=step, units=units, place=self._places.url(step)))
             for unit in units:
-                self._run.layer_received(step, unit)  # nobody waits for the first node any more
+                self._run.layer_received(step, unit)  # nothing waits for the first node any more
 
     def _wait_for(self, step: int, unit: str, holders: Sequence[str]) -> None:
         """No present node holds the layer: wait a while, then continue from an older snapshot if there is
         one."""
         settings = self._config.coordinator
         since = self._first_missed.setdefault(step, time.monotonic())
-        who = " or ".join(f"node {node}" for node in holders) or "a node that has not come back"
-        what = f"layer {unit} of the snapshot of step {step} is held by {who}"
+        holder = " or ".join(f"node {node}" for node in holders) or "a node that has not returned"
+        what = f"layer {unit} of the snapshot of step {step} is held by {holder}"
         if time.monotonic() - since < settings.regroup_seconds + settings.silent_seconds:
             raise NotYetError(f"{what}, which is not here yet")
         present = set(self._run.addresses())
@@ -329,7 +329,7 @@ class KeptSnapshots:
         older = {other for other in places.complete if not places.missing(other, present)} | {*self._known()}
         if whole := [other for other in older if other < step]:
             self._run.snapshot_lost(
-                step, max(whole), f"{what}, which is not here: going on from step {max(whole)}"
+                step, max(whole), f"{what}, which is not here: continuing from step {max(whole)}"
             )
             self._places.drop(step)
         raise RunError(f"{what}, which is not here: start it again")
@@ -360,7 +360,7 @@ class KeptSnapshots:
         try:
             write_private(self._run_directory / DIRECTORY / HOLDERS_FILE, text.encode())
         except OSError as error:
-            log.warning("who holds step %d was not written down: %s", manifest.step, error)
+            log.warning("the holders of step %d were not recorded: %s", manifest.step, error)
         self._book.record(manifest)
 
     async def _prune(self) -> None:
@@ -386,12 +386,12 @@ class KeptSnapshots:
         return Manifest.of(book.run_id, step, self._told_config, entries, book.scale_of(step))
 
     def _known(self) -> tuple[int, ...]:
-        """Steps of the snapshots at the coordinator."""
+        """The steps of the snapshots at the coordinator."""
         return list_snapshots(self._run_directory / "snapshots")
 
 
 def _hold(url: str, retain: Retain) -> None:
-    """Nodes keep the record too, so that a failure here costs nothing but convenience."""
+    """Save the record. A failure here is harmless, because nodes keep it too."""
     try:
         ObjectStore(url).hold(retain.steps, retain.record)
     except RunError as error:
@@ -399,7 +399,7 @@ def _hold(url: str, retain: Retain) -> None:
 
 
 def _read_holders(run_directory: Path) -> dict[str, list[str]]:
-    """The holders of the newest snapshot, by unit; used only to name them while they are away."""
+    """The holders of the newest snapshot, by unit; only used to name absent ones."""
     try:
         holders = json.loads((run_directory / DIRECTORY / HOLDERS_FILE).read_bytes())["holders"]
         return {str(unit): [str(node) for node in nodes] for unit, nodes in holders.items()}

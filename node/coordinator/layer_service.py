@@ -1,8 +1,8 @@
-"""Send and receive layers of snapshots, on gRPC's synchronous stack, with one thread per call.
+"""Sends and receives layers of snapshots, on gRPC's synchronous stack, with one thread per call.
 
-No byte of a state passes the event loop, which only decides who may send and fetch what. The service
-decodes a request, asks the `Coordinator`, and encodes the answer, as `node.coordinator.control_service`
-does for everything else.
+A state's bytes do not pass the event loop, which only decides who may send and fetch what. The service
+decodes a request, asks the `Coordinator`, and encodes the answer, as `node.coordinator.control_service` does
+for everything else.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from wire.v1 import control_pb2
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 * 1024, 1024 * 1024
-"""Least and most of a layer that is sent at a time."""
+"""The least and the most bytes of a layer that are sent at a time."""
 MOST_CALLS = 2
-"""The most calls of a kind and node at a time. Correct nodes keep to it, and more are refused."""
+"""The most concurrent calls of one kind and node. Correct nodes make no more, and more are refused."""
 CALLS, THREADS = 256, 272
-"""The most calls that are served at a time. Further calls are refused on the remaining threads, and nodes ask
-again."""
+"""The most calls that are served at a time, and the threads. Further calls are refused on the remaining
+threads, and nodes ask again."""
 
 SERVICE = "thinwire.wire.v1.Coordinator"
 
@@ -46,7 +46,7 @@ class LayerService:
     """`GetLayer` and `PutLayer`. Create it on the event loop."""
 
     def __init__(self, handler: Coordinator, desk: SessionDesk, front: Front) -> None:
-        """`front`: what this service is behind."""
+        """`front`: what accepted the service's connections."""
         self._handler = handler
         self._desk = desk
         self._front = front
@@ -55,7 +55,7 @@ class LayerService:
         """The number of calls by node and kind. Only the event loop uses it."""
 
     def add_to(self, server: grpc.Server) -> None:
-        """Have `server` answer with this service."""
+        """Add this service to `server`."""
         chunk = control_pb2.PutLayerChunk
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "GetLayer": grpc.unary_stream_rpc_method_handler(
@@ -104,7 +104,7 @@ class LayerService:
         uploaded: Iterator[control_pb2.PutLayerChunk | memoryview],
         context: grpc.ServicerContext,
     ) -> None:
-        """Receive one upload. Nothing is kept of one that is not due, or larger than its layer can be."""
+        """Receive one upload. Uploads that are not due, or too large for their layer, are dropped."""
         first = next(uploaded, None)
         if not isinstance(first, control_pb2.PutLayerChunk):
             raise NotDueError("the upload is incomplete")
@@ -121,13 +121,13 @@ class LayerService:
             chunk: control_pb2.PutLayerChunk | memoryview | None = first
             while chunk is not None:
                 data = chunk if isinstance(chunk, memoryview) else memoryview(chunk.data)
-                # The weights that came ahead belong here.
+                # Insert the weights that were sent ahead here.
                 cut = first.weights_at - came
                 came += len(data)
                 if came > size:
-                    raise ProtocolViolationError(f"of {what} came more than the {size} bytes announced")
-                # Read and drop a layer that is stored already: a client may take an early reply for a lost
-                # link.
+                    raise ProtocolViolationError(f"{what} has more than the announced {size} bytes")
+                # Read and drop a layer that is already stored, because a client may take an early reply for a
+                # lost link.
                 if not permit.is_stored:
                     if 0 < cut <= len(data):
                         file.take(data[:cut])
@@ -145,7 +145,7 @@ class LayerService:
         self._decided(context, self._store(permit, *file.read()))
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives on the event loop. It is cancelled together with the call."""
+        """Run `work` on the event loop and return its result. It is cancelled together with the call."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
 
         def cancel() -> None:
@@ -157,17 +157,17 @@ class LayerService:
 
     @contextlib.contextmanager
     def _place(self, context: grpc.ServicerContext, kind: str) -> Iterator[str]:
-        """The calling node, which has one of its places for calls of this kind inside the block."""
+        """The calling node's id. It holds a slot for calls of this kind inside the block."""
         node_id = self._decided(context, self._enter(context, kind))
         try:
             yield node_id
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop is over
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._leave, node_id, kind)
 
     @contextlib.contextmanager
     def _errors(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """End the call with the status of an error inside the block."""
+        """End the call with the status of an error that is raised inside the block."""
         try:
             yield
         except CancelledError:
@@ -184,7 +184,7 @@ class LayerService:
     async def _enter(self, context: grpc.ServicerContext, kind: str) -> str:
         node_id = await admitted(context, self._handler, self._front)
         if self._calls[node_id, kind] >= MOST_CALLS or self._calls.total() >= CALLS:
-            raise NotYetError("as many layers as can be served are on their way")
+            raise NotYetError("the coordinator already serves as many layers as it can")
         self._calls[node_id, kind] += 1
         return node_id
 
@@ -196,7 +196,7 @@ class LayerService:
     async def _answer(
         self, node_id: str, request: control_pb2.GetLayerRequest
     ) -> control_pb2.DataChunk | tuple[str, bytes]:
-        """Where the layer is, or that it is the file that the node holds; otherwise its SHA-256 and bytes."""
+        """Where the layer is, or that the node's file is right; otherwise its SHA-256 and bytes."""
         await when_served(self._desk, node_id, "get layer")
         handler = self._handler
         placed = handler.layer_holders(node_id, request.step, request.unit, request.bad_holders)
@@ -231,7 +231,7 @@ class LayerService:
             raise
 
     def _not_due(self, node_id: str, why: str) -> None:
-        """Correct nodes send a few layers that are not due; who goes on with it does nothing else."""
+        """A correct node sends few layers that are not due. A node that continues does nothing else."""
         limits = self._desk.limits_of(node_id)
         if limits is not None and not limits.serves("not due", 1, time.monotonic()):
             self._handler.refused(node_id, why)

@@ -1,6 +1,6 @@
-"""What the coordinator sees of the holder of a join token, for `thinwire doctor`. Nothing of it is stored.
+"""What the coordinator can see of the holder of a join token, for `thinwire doctor`. Nothing is stored.
 
-The coordinator dials only the holder's own address, as it does for a node that joins.
+The coordinator dials only the holder's own address, as for a node that joins.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from wire.v1 import enrolment_pb2 as pb
 REACH_SECONDS = 4.0
 """The seconds for an attempt to dial back."""
 MOST_RELAYS = 3
-"""Relays that a reply names at most."""
+"""The most relays in a reply."""
 MOST_SENTENCES, MOST_CHARACTERS = 20, 1000
-"""The most bytes of what a reply says about the run's links; a reply has at most 64 KiB."""
+"""The most sentences and characters of a reply about the run's links. A reply has at most 64 KiB."""
 PADDING = bytes(60_000)
-"""A message by which a rate is measured."""
+"""A message for measuring a rate."""
 PADDINGS = 32
 PADDING_SECONDS = 4.0
-"""The seconds in which they are sent; on a slow line there are fewer."""
+"""The seconds for sending them. On a slow line, fewer are sent."""
 MOST_AT_ONCE = 4
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,40 +45,40 @@ class Looks:
     ) -> None:
         """
         Args:
-            first: a call's first request; raises `TimeoutError` if it does not come in time.
-            refuse: why a gRPC peer is no holder of a token; raises `TimeoutError` if it asks too often.
-            would_refuse: of a token's id and secret: why a join would be refused. It blocks.
-            source: the IP address of gRPC's peer.
-            control_port: where nodes that were admitted go next; 0: where they asked.
+            first: returns a call's first request. Raises `TimeoutError` if it does not arrive in time.
+            refuse: returns why a gRPC peer holds no token. Raises `TimeoutError` if it asks too often.
+            would_refuse: returns why a token (id, secret) would not admit a node. It blocks.
+            source: returns the IP address of gRPC's peer.
+            control_port: the port that admitted nodes use next; 0: the same port.
         """
         self.relays: Callable[[], list[str]] = list
-        """host:port of volunteers that relay, the fastest first."""
+        """Returns host:port of volunteers that relay, the fastest first."""
         self.relayed = False
         """Whether the coordinator relays."""
         self.links: Callable[[], Awaitable[list[str]]] = _no_links
-        """Which paths the run's links take, in sentences."""
+        """Returns the paths of the run's links, in sentences."""
         self.precision = self.compute = ""
-        """The keys of `[training]` that say what a device must have to join."""
+        """The keys of `[training]` that decide what a device must support to join."""
         self._first = first
         self._refuse = refuse
         self._would_refuse = would_refuse
         self._source = source
         self._control_port = control_port
         self._asking: set[str] = set()
-        """Tokens whose holders are answered now."""
+        """Tokens whose holders are being answered."""
 
     async def look(
         self, requests: AsyncIterator[pb.LookRequest], context: Context
     ) -> AsyncIterator[pb.LookReply]:
-        """One call. The join port ends its connection after a while, and so the call."""
+        """Answer one call. The join port ends its connection after a while, and with it the call."""
         try:
             first = await self._first(requests)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request arrived")
         except DecodeError:
             first = None
         if first is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this message is no request")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is not a request")
         source, token = self._source(context.peer()), first.token_id
         request = JoinRequest(
             version=first.version,
@@ -141,12 +141,12 @@ async def _no_links() -> list[str]:
 
 
 async def _reached(host: str, port: int) -> bool:
-    """Whether somebody accepts there."""
+    """Whether the address accepts a connection."""
     if not 0 < port < 1 << 16:
         return False
     try:
         async with asyncio.timeout(REACH_SECONDS):
             await knock((host,), port)
-    except OSError:  # a TimeoutError is one, too
+    except OSError:  # includes TimeoutError
         return False
     return True

@@ -1,8 +1,8 @@
 """The run's Prometheus metrics. The coordinator exports them for all nodes, which cannot be scraped behind
 NAT.
 
-Counters belong to this process: they start at 0 with it, as Prometheus expects, and outlive nodes and
-epochs.
+Counters belong to this process: they start at 0 with it, as Prometheus expects, and continue when nodes and
+epochs end.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ STATES = ("starting", "waiting for nodes", "restoring", "training", "stopped", "
 
 
 class RunMetrics:
-    """Called with each event of the run. `render` gives the answer to `GET /metrics`.
+    """Call it with each event of the run. `render` returns the answer to `GET /metrics`.
 
-    `view` gives the newest view of the run; `accounting` may come later, with the coordinator.
+    `view` returns the newest view of the run. `accounting` is set later, by the coordinator.
     """
 
     def __init__(self, view: Callable[[], Awaitable[RunView]]) -> None:
         self.accounting: Accounting | None = None
         self.relay: Relay | None = None
-        """Set with the coordinator's ports, if it has one."""
+        """Set with the coordinator's ports, if it has a relay."""
         self.gateways: Gateways | None = None
-        """The gateways; set with the coordinator's ports, if it has some."""
+        """Set with the coordinator's ports, if it has gateways."""
         self._volunteers = _VolunteerTotals()
         self._view = view
         self._counts = dict.fromkeys(COUNTED, 0.0)
@@ -85,13 +85,13 @@ class RunMetrics:
                 pass
 
     async def render(self) -> bytes:
-        """Everything in Prometheus' text format, written on a thread: of a thousand nodes it takes as long as
-        a step."""
+        """All metrics in Prometheus' text format. It is written on a thread, because for a thousand nodes it
+        takes as long as a step."""
         scrape = self.scrape(await self._view())
         return await asyncio.to_thread(scrape.text)
 
     def scrape(self, view: RunView) -> "Scrape":
-        """All values of this moment, with the reports that have come counted."""
+        """All present values, including those of reports that have not been counted."""
         accounting, relay, gateways = self.accounting, self.relay, self.gateways
         run = accounting.run if accounting is not None else Ledger()
         reports = accounting.reports() if accounting is not None else {}
@@ -122,20 +122,20 @@ class RunMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Scrape:
-    """The values of one moment. Nothing changes them, so a thread may read them."""
+    """The values at one time. They do not change, so a thread may read them."""
 
     view: RunView
     counts: Mapping[str, float]
     """Counters of events by name."""
     step_seconds: tuple[Sequence[tuple[str, float]], float]
-    """The pair that `Histogram.buckets` gives."""
+    """The result of `Histogram.buckets`."""
     last_step: float
-    """Unix time of the last step done; 0 before the first."""
+    """The Unix time of the last step; 0 before the first."""
     stages: Mapping[Place, StageFigures]
     links: Mapping[LinkKey, LinkFigures]
-    """Figures of this process, over all epochs."""
+    """Figures since this process started, over all epochs."""
     places: Collection[Place]
-    """Figures of the current epoch's nodes that are present."""
+    """The places of the current epoch's present nodes."""
     reports: Mapping[str, Telemetry]
     """Each node's newest report."""
     single: Mapping[str, float]
@@ -218,7 +218,7 @@ class Scrape:
 
 
 class _VolunteerTotals:
-    """What volunteers' relays have carried; it never shrinks when nodes leave or restart."""
+    """The totals of volunteers' relays. They do not shrink when nodes leave or restart."""
 
     def __init__(self) -> None:
         self.bytes = self.refused = 0
@@ -229,7 +229,7 @@ class _VolunteerTotals:
         for node, report in newest.items():
             had_bytes, had_refused = self._counted.get(node, (0, 0))
             if report.relayed_bytes < had_bytes:
-                had_bytes = had_refused = 0  # another process of that node
+                had_bytes = had_refused = 0  # another process of this node
             self.bytes += report.relayed_bytes - had_bytes
             self.refused += max(0, report.relay_refused - had_refused)
             if report.relayed_bytes or report.relay_refused:

@@ -1,6 +1,6 @@
-"""Collects measurements of nodes and links, asks for missing ones, and plans which node hosts which stage.
+"""Collects measurements of nodes and links, requests missing ones, and plans which node hosts which stage.
 
-It runs on the event loop; a plan is made on a thread.
+It runs on the event loop. Plans are made on a thread.
 """
 
 import asyncio
@@ -37,16 +37,16 @@ LOOK_SECONDS = 0.5
 PLAN_SECONDS = 5.0
 """The seconds between two plans."""
 MOST_WAIT = 1000
-"""The most steps before a placement may change. It starts at `LEAST_STEPS` and doubles after each move, so
-noise cannot move a run back and forth."""
+"""The most steps before a placement may change again. The number starts at `LEAST_STEPS` and doubles after
+each move, so that noise cannot move a run back and forth."""
 BUSY = 0.5
-"""A link's measured rate counts where it carried tensors for this share of a step."""
+"""A link's measured rate counts if the link carried tensors for this share of a step."""
 REST = 20
-"""The pause after a plan is this many times as long as the plan took to make."""
+"""The pause after a plan, as a multiple of the time that making it took."""
 
 
 class PlacePlanner:
-    """The planner of one run with `pipeline.placement = "measured"`."""
+    """The planner of a run with `pipeline.placement = "measured"`."""
 
     def __init__(
         self,
@@ -62,14 +62,13 @@ class PlacePlanner:
         pause: float = PLAN_SECONDS,
     ) -> None:
         """
-        Args:
-            samples: of one pass over the text.
-            past: of the run.
-            members: who is in the run.
-            move: carries out a plan, once, and tells the operator this line.
-            tell: shows the operator a line.
-            look: seconds between two looks at who is to measure a line.
-            pause: seconds between two plans, at least.
+        samples: the number of samples in one pass over the text.
+        past: the run's past.
+        members: the members of the run.
+        move: applies a plan, once, and tells the operator this line.
+        tell: shows the operator a line.
+        look: the seconds between two checks for lines to measure.
+        pause: the least seconds between two plans.
         """
         self._config = config
         self._samples = samples
@@ -86,19 +85,19 @@ class PlacePlanner:
         self._moves = past.moves
         self._wait = min(LEAST_STEPS << min(past.moves, 10), MOST_WAIT)
         self._count = 0
-        """Steps of the epoch that runs."""
+        """The number of steps of the current epoch."""
         self._first_new = max(past.splits.newest, past.committed.step + 1 if past.committed else 0)
-        """The first step whose split is not on record: earlier ones run again with theirs."""
+        """The first step whose split is not on record. Earlier steps run again with their recorded split."""
         self._newest: tuple[Epoch, int, list[float]] | None = None
-        """The epoch that runs, the step after its newest one, and what its steps took."""
+        """The current epoch, the step after its newest one, and the seconds of its steps."""
         self._news = False
         self._has_moved = False
         self._known_needs: dict[tuple[tuple[int, ...], Devices], tuple[int, ...]] = {}
 
-    # ---- what comes in
+    # ---- incoming
 
     def heard(self, node_id: str, message: BlockTime | PeerRate) -> None:
-        """A node has measured itself, or a line."""
+        """A node has measured itself or a line."""
         if isinstance(message, BlockTime):
             self.speeds.claimed(node_id, message.seconds)
         elif self._desk.answered(node_id, message):
@@ -108,7 +107,7 @@ class PlacePlanner:
         self._news = True
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
-        """A step of `epoch`, which these nodes host, has cost this."""
+        """A step of `epoch` on these nodes had these costs."""
         if costs.aborted or self._stages != epoch.stages:
             return
         before = self._newest
@@ -132,31 +131,31 @@ class PlacePlanner:
             row = epoch.row(replica)
             for stage, link in enumerate(measures.links):
                 for source, target, rate in ((stage, stage + 1, link.up), (stage + 1, stage, link.down)):
-                    # Few small tensors do not show what a line carries; a probe did.
+                    # A few small tensors do not show a line's rate, but a probe did.
                     busy = busies.get((replica, source, target), 0.0)
                     if rate < math.inf and busy >= BUSY * costs.seconds:
                         line = Line(rate=rate, round_trip=2 * link.latency)
                         self.speeds.line(row[source], row[target], line)
-            if len(steps) + 1 >= LEAST_STEPS // 2:  # the first ones compile
+            if len(steps) + 1 >= LEAST_STEPS // 2:  # the first steps compile
                 spent = [a + b for a, b in zip(measures.forward, measures.backward, strict=True)]
                 self.speeds.step(row, blocks, spent, costs.seconds, self._work(epoch.codecs, count))
         self._news = True
 
     async def next_is(self, step: int) -> None:
-        """Step `step` runs next, counted from 0. If the step after it has another split on record, the run
-        goes on with that one."""
+        """Step `step` is next, counted from 0. If the step after it has a different split on record, the run
+        continues with that one."""
         split = self._splits.at(step + 1)
         if split is not None and split != self._split and not self._has_moved:
             self._has_moved = True
             hosts = self._newest[0].hosts if self._newest is not None else self._hosts
             plan = PlacePlan(grid=Grid(hosts=hosts, split=split), now_seconds=0.0, then_seconds=0.0)
             blocks = ",".join(map(str, split))
-            await self._move(plan, f"step {step + 2} has blocks {blocks} by stage, as it had before")
+            await self._move(plan, f"step {step + 2} has blocks {blocks} by stage again, as recorded")
 
-    # ---- what goes out
+    # ---- outgoing
 
     async def run(self) -> None:
-        """Have lines measured and plan until cancelled."""
+        """Request measurements of lines, and plan, until cancelled."""
         planned = -self._pause
         while True:
             await asyncio.sleep(self._look)
@@ -183,7 +182,7 @@ class PlacePlanner:
                     await self._move(plan, plan.text(self._grid()))
 
     def _tell_what_is_known(self) -> None:
-        """Once all lines that are to be measured are, and again after others came."""
+        """Report once all lines have been measured, and again after new ones."""
         if not self._desk.complete or not self._desk.measured:
             return
         text = self.speeds.text(self._desk.measured)
@@ -198,7 +197,7 @@ class PlacePlanner:
         epoch, step, steps = self._newest
         if step < self._first_new:
             return None
-        # The first placement may change at once, once all lines are known: little was done in it.
+        # The first placement may change as soon as all lines are known, because little was done in it.
         is_first = self._moves == 0 and step <= LEAST_STEPS and self._desk.complete
         if self._count < self._wait and not is_first:
             return None
@@ -217,7 +216,7 @@ class PlacePlanner:
             )
 
         def plan() -> PlacePlan | None:
-            # A node without a measurement is no better than the slowest.
+            # A node without a measurement counts as the slowest.
             volunteers = [
                 Volunteer(node_id=node, most_blocks=self._most_blocks(offer))
                 for node, offer in offers.items()
@@ -274,7 +273,7 @@ class PlacePlanner:
         )
 
     def _most_blocks(self, offer: Candidate) -> int:
-        """How many blocks fit, if each takes the memory of one on the stage where blocks take most."""
+        """The number of blocks that fit if each takes the memory of a block on the most demanding stage."""
         if offer.memory_bytes == 0:
             return self._config.model.layers
         needs = self._needs(self._split, offer.devices)
@@ -282,7 +281,7 @@ class PlacePlanner:
         return int(offer.memory_bytes / each)
 
     def _fits(self, split: tuple[int, ...], stage: int, offer: Candidate) -> bool:
-        """Exactly, for the split that is planned."""
+        """Whether the stage fits, exactly, for the planned split."""
         if offer.memory_bytes == 0:
             return True
         return self._needs(split, offer.devices)[stage] <= offer.memory_bytes

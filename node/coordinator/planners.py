@@ -1,6 +1,6 @@
 """Re-plans link windows and codecs from the measured cost of steps.
 
-It runs on the event loop. Only the newest step counts, and longer work has a thread.
+It runs on the event loop. Only the newest step counts, and longer work runs on a thread.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from wire.telemetry import CodecTimes
 
 BUSY = 0.5
 """A link's measured rate counts if tensors keep the link busy for this share of a step. Other links count as
-fast; their tensors grow by `rate_control.RISE` at most from one plan to the next."""
+fast, but their tensors grow at most by `rate_control.RISE` from one plan to the next."""
 TELLS_SECONDS = 0.02
 """A link's measured rate also counts if one tensor takes this long: late acknowledgements distort shorter
 transfers."""
 MOST_NODES = 4096
-"""The newest nodes whose packing times are kept."""
+"""The most nodes whose packing times are kept, newest first."""
 PLAN_SECONDS = 1.0
-"""The seconds between two plans. To make a plan takes longer than a step of milliseconds."""
+"""The seconds between two plans. Making a plan takes longer than a step of milliseconds."""
 PAUSE_TIMES = 9.0
-"""The pause after a plan is at least this many times as long as the plan took to make: a plan of many stages
-takes seconds of a core."""
+"""The pause after a plan, at least, as a multiple of the time that making it took. A plan of many stages
+takes seconds on a core."""
 
 
 Changed = tuple[Windows, list[WindowsPlanned]]
@@ -61,13 +61,13 @@ class LinkPlanner:
     ) -> None:
         """
         Args:
-            samples: of one pass over the text.
-            line: the most that the machine at a place was seen to send and receive.
+            samples: the number of samples in one pass over the text.
+            line: returns the most that the machine at a place was seen to send and receive.
             use_windows: receives each plan, with the number of its epoch.
-            use_lines: receives what codecs are planned by, with the number of its epoch and the seconds of a
-                microbatch, or of a slice where they are cut, as all that lines say.
-            emit: receives a `WindowsPlanned` of each row whose windows change.
-            pause: seconds between the end of a plan of windows and the next one, at least.
+            use_lines: receives the input for planning codecs, with the number of its epoch and the seconds of
+                a microbatch, or of a slice, that all lines imply.
+            emit: receives a `WindowsPlanned` for each row whose windows change.
+            pause: the least seconds between the end of a plan of windows and the next one.
         """
         self._config = config
         self._samples = samples
@@ -81,20 +81,20 @@ class LinkPlanner:
         self._measured = asyncio.Event()
         self._newest: tuple[Epoch, Sequence[Candidate], StepCosts] | None = None
         self._control: tuple[tuple[int, bool], WindowControl] | None = None
-        """The windows of the newest epoch and kind of step: exact steps and rounds have different ones."""
+        """The windows of the newest epoch and kind of step. Exact steps and rounds have different windows."""
         self._packing: dict[str, PackingTimes] = {}
         self._width: tuple[int, int] = (0, 0)
-        """An epoch's number and the widest window that its stages have memory for."""
+        """The newest epoch's number, and the widest window for which its stages have memory."""
 
     def heard(self, node_id: str, message: CodecTimes) -> None:
-        """The time that a node spends on packing, as it reports."""
+        """A node reports how long packing takes."""
         self._packing.pop(node_id, None)
         self._packing[node_id] = PackingTimes(message.times)
         if len(self._packing) > MOST_NODES:
             del self._packing[next(iter(self._packing))]
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
-        """A step of `epoch`, which these nodes host, has cost this."""
+        """A step of `epoch` on these nodes had these costs."""
         self._newest = epoch, nodes, costs
         self._measured.set()
 
@@ -154,15 +154,15 @@ class LinkPlanner:
         rows: Sequence[StepMeasures],
         costs: StepCosts,
     ) -> Callable[[], Changed | None]:
-        """A function for a thread. It gives the windows of all rows if they change, and an event for each row
-        whose windows do."""
+        """A function for a thread. It returns the windows of all rows if they change, with an event for each
+        row whose windows change."""
         config, links = self._config, hops(self._config, epoch.stages)
         current = epoch.planned_windows or (0,) * (epoch.rows * links)
         configs = stage_configs(config, epoch.storages)
         microbatches = [self._group_length * len(groups) for groups in epoch.groups]
         is_round = config.is_round(costs.step - 1)
         if is_round:
-            # A row's local steps follow one another: each fills and drains the pipeline.
+            # A row's local steps are consecutive, and each fills and drains the pipeline.
             microbatches = [self._group_length // config.sync.every] * epoch.rows
         key = epoch.number, is_round
         if self._control is None or self._control[0] != key:
@@ -214,7 +214,8 @@ class LinkPlanner:
         rows: Sequence[StepMeasures],
         costs: StepCosts,
     ) -> Callable[[], tuple[Lines, float]]:
-        """A function for a thread. It says what codecs are planned by, and the seconds of a microbatch."""
+        """A function for a thread. It returns the input for planning codecs, and the seconds of a
+        microbatch."""
         config, stages = self._config, epoch.stages
         counts = [self._passes(len(groups)) for groups in epoch.groups]
         shown = [
@@ -247,7 +248,7 @@ class LinkPlanner:
 
     @property
     def _group_length(self) -> int:
-        """Microbatches of a gradient group."""
+        """The microbatches of a gradient group."""
         return self._config.microbatches // self._config.pipeline.groups
 
     @property
@@ -255,25 +256,24 @@ class LinkPlanner:
         return slices_of(self._config)
 
     def _passes(self, groups: int) -> int:
-        """Microbatches, or their slices, of so many groups."""
+        """The microbatches, or slices, of this many groups."""
         return self._slices * self._group_length * groups
 
     def _line_of(self, replica: int, stage: int) -> LinkRate:
         return self._line(Place(replica, stage))
 
     def _most_held(self, nodes: Sequence[Candidate], configs: Sequence[RunConfig] | None) -> Sequence[int]:
-        """Chunk activations that each stage of a row has memory for."""
+        """The chunk activations for which each stage of a row has memory."""
         memory, devices = [node.memory_bytes for node in nodes], [node.devices for node in nodes]
         return most_held(self._config, len(nodes), memory, self._samples, devices, configs)
 
     def _widest(
         self, nodes: Sequence[Candidate], microbatches: int, configs: Sequence[RunConfig] | None
     ) -> int:
-        """The widest window, the same on all links, that these stages have memory for; the run file's if it
-        sets one.
+        """The widest window, equal on all links, for which these stages have memory; or the run file's.
 
         Args:
-            microbatches: or slices, of a step.
+            microbatches: the microbatches, or slices, of a step.
         """
         config, stages = self._config, len(nodes)
         if config.pipeline.window != "auto":
@@ -300,8 +300,7 @@ class LinkPlanner:
 def windows_planned(
     epoch: int, step: int, replica: int, measures: StepMeasures, windows: Windows
 ) -> WindowsPlanned:
-    """The event for a row's new windows. Rates that are not known are infinite in `measures` and 0 in the
-    event."""
+    """The event for a row's new windows. Unknown rates are infinite in `measures` and 0 in the event."""
 
     def known(rates: Iterable[float]) -> tuple[float, ...]:
         return tuple(0.0 if math.isinf(rate) else rate for rate in rates)
@@ -324,7 +323,7 @@ def windows_planned(
 
 
 def where_shown(measures: StepMeasures, costs: StepCosts, microbatches: int) -> StepMeasures:
-    """A row's measures with the rates of links that its step shows. Other links count as unlimited."""
+    """A row's measures, with the rates of links that its step shows. Other links count as unlimited."""
     shown: dict[tuple[int, int], bool] = {}
     for link in costs.links:
         seconds = link.bytes / microbatches / link.capacity if link.capacity > 0 else 0.0
@@ -348,7 +347,7 @@ def where_shown(measures: StepMeasures, costs: StepCosts, microbatches: int) -> 
 
 
 def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
-    """Each stage's time and each link's rate in the row where it is slowest: rows have the same codecs."""
+    """Each stage's time and each link's rate in the row where it is slowest. Rows have the same codecs."""
     first = rows[0]
 
     def rate(rates: Sequence[LinkRate]) -> LinkRate:

@@ -1,10 +1,10 @@
-"""The coordinator's ports: they are opened, checked, and held while a resumed run is still being read.
+"""The coordinator's ports. They are opened and checked, and held while a resumed run is being read.
 
 By default one port serves joins, nodes with a certificate and the run's page (`wire.door`). With
 `coordinator.one_port = false`, joins use `listen`'s port, and nodes with a certificate use the next one.
 
-To read a large text and snapshot takes minutes. Nodes that waited for the coordinator's restart would give
-up by then, so the port tells them to keep waiting.
+Reading a large text and snapshot takes minutes. Nodes that waited for the coordinator's restart would give
+up, so the port tells them to keep waiting.
 """
 
 import contextlib
@@ -51,13 +51,13 @@ from wire.tls_socket import mutual_context
 
 log = logging.getLogger(__name__)
 
-ANSWER = "the coordinator reads its text and its newest snapshot, and goes on after that"
+ANSWER = "the coordinator is reading its text and its newest snapshot, and continues then"
 LIFETIME = timedelta(days=1)
 STOP_SECONDS = 2.0
 # This process holds the CA's key too, so a short lifetime would protect nothing.
 SERVER_LIFETIME = timedelta(days=365)
 MOST_OWN = 4
-"""Addresses of this machine in a join token, besides loopback."""
+"""The most addresses of this machine in a join token, besides loopback."""
 _WAIT_SECONDS = 5.0
 _THREADS = 4
 
@@ -67,7 +67,7 @@ class Ports:
     """The open ports of a coordinator."""
 
     port: int
-    """The address at which nodes join."""
+    """The port at which nodes join."""
     door: Door | None
     """Chooses between the services of the one port; None with separate ports."""
     relay: Relay | None
@@ -75,7 +75,7 @@ class Ports:
     looks: Looks
     """Answers `thinwire doctor`."""
     gateways: Gateways | None = None
-    """The gateways that keep the control sessions, if the coordinator does not."""
+    """The gateways that handle the control sessions, if the coordinator does not."""
 
 
 @contextlib.asynccontextmanager
@@ -89,8 +89,8 @@ async def open_ports(
     """Serve joins and nodes with a certificate inside the block. Raises UserError if a port is taken.
 
     Args:
-        control_service: makes the service of nodes with a certificate, which is behind the given front.
-        make_gateways: makes what keeps the control sessions in place of that service, if anything does.
+        control_service: creates the service for nodes with a certificate, given the front that accepts them.
+        make_gateways: creates what handles the control sessions in place of that service, if anything does.
     """
     credentials = authority.coordinator_credentials(SERVER_LIFETIME, time.time())
     control, front = make_server([]), Front(Limits.of_members(raise_limit()))
@@ -130,7 +130,7 @@ async def open_ports(
             if gateways is None:
                 door.serve_name(session_server_name(authority.run_id), front)
             advice = "set [coordinator] listen to an address of this machine whose port is free"
-            # Nodes may dial another port than this one, which a router or a forwarding leads here.
+            # Nodes may dial a different port, which a router or a tunnel forwards to this one.
             join.service.control_port = 0
             port = listen_or_advise(door.front, settings.listen, advice)
         looks = join.service.looks
@@ -166,10 +166,10 @@ def _make_relay(credentials: tuple[bytes, bytes], authority: CertificateAuthorit
 def check_ports(settings: CoordinatorSection, page: tuple[str, int] | None = None) -> None:
     """Raise UserError unless the coordinator's ports and the page's are free.
 
-    Checked before anything is written, so that a failed start leaves no run behind.
+    This is checked before anything is written, so that a failed start leaves no run behind.
 
     Args:
-        page: host and port of the page, if it has a port of its own.
+        page: the page's host and port, if it has its own port.
     """
     host, port = parse_listen(settings.listen)
     free = "whose port is free" if settings.one_port else "whose port and the next are free"
@@ -181,7 +181,7 @@ def check_ports(settings: CoordinatorSection, page: tuple[str, int] | None = Non
 
 
 def control_ports(settings: CoordinatorSection) -> tuple[int, ...]:
-    """The fixed ports where nodes join and, last, where nodes with a certificate go."""
+    """The fixed ports: first the one at which nodes join, last the one for nodes with a certificate."""
     _, port = parse_listen(settings.listen)
     return (port,) if settings.one_port else (port, port + 1)
 
@@ -190,7 +190,7 @@ def _check_port(host: str, port: int, advice: str) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As gRPC does: a port in TIME_WAIT is free.
+            # Like gRPC: a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except PermissionError:
@@ -203,7 +203,7 @@ def _check_port(host: str, port: int, advice: str) -> None:
 
 
 class _NotYet(grpc.GenericRpcHandler):
-    """Answers every call."""
+    """Answers every call with "not yet"."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
         return grpc.stream_stream_rpc_method_handler(_not_yet)
@@ -223,7 +223,7 @@ def nodes_wait(address: str, authority: CertificateAuthority) -> Iterator[None]:
     try:
         server.add_secure_port(address, mutual_tls(lambda: credentials, authority.certificate_pem))
     except RuntimeError:
-        # Taken since `check_ports`; the real server reports it.
+        # The port was taken after `check_ports`; the real server reports it.
         yield
         return
     server.start()
@@ -239,9 +239,9 @@ def own_addresses(host: str, port: int) -> tuple[str, ...]:
 
 
 def own_hosts(host: str) -> tuple[str, ...]:
-    """`host` itself, or for "any" the addresses of the default routes, those of all interfaces, and loopback.
+    """`host` itself; for "any", the addresses of the default routes, those of all interfaces, and loopback.
 
-    A socket of "any" serves IPv4 and IPv6 (`wire.front`).
+    A socket for "any" serves IPv4 and IPv6 (`wire.front`).
     """
     if host not in ("0.0.0.0", "::"):
         return (host,)
@@ -255,14 +255,14 @@ def own_hosts(host: str) -> tuple[str, ...]:
 
 
 def where_reached(addresses: Sequence[str]) -> str:
-    """A line for the operator: at which addresses nodes look for the coordinator."""
+    """A line for the operator with the addresses at which nodes look for the coordinator."""
     hosts = [split_address(address)[0] for address in addresses]
     if all(host in ("127.0.0.1", "::1", "localhost") for host in hosts):
         return (
-            "the join line leads to this machine alone, which has no other address: connect it to a network, "
+            "the join line only works on this machine, which has no other address: connect it to a network, "
             "or set coordinator.advertise to the address that other machines reach"
         )
     return (
-        f"the join line leads to {', '.join(addresses)}; from elsewhere than these networks set "
+        f"the join line leads to {', '.join(addresses)}; to be reached from outside these networks, set "
         "coordinator.advertise"
     )

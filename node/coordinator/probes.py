@@ -15,17 +15,17 @@ from wire.messages import PeerRate, PlacedStage, ProbePeer
 from wire.peer_probe import PROBE_SECONDS
 
 ALL_PAIRS = 12
-"""Nodes of which all pairs are measured."""
+"""The most nodes for which all pairs are measured."""
 NEAR = 6
-"""If there are more nodes, each is measured with this many others."""
+"""With more nodes, each is measured with this many others."""
 AT_ONCE = 4
-"""Pairs that are measured at a time, or a node in `SHARE` if that is more."""
+"""The pairs that are measured at a time, or one for every `SHARE` nodes if that is more."""
 SHARE = 50
 TURN_SECONDS = 1.5 * PROBE_SECONDS
 MOST_FAILURES = 2
 
 Pair = tuple[str, str]
-"""The node that dials, and the one that it dials."""
+"""The node that dials, and the one that is dialled."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Turn:
 
 
 class ProbeDesk:
-    """Knows the present nodes and their answers, and says which pairs measure next."""
+    """Tracks the present nodes and their answers, and decides which pairs measure next."""
 
     def __init__(self) -> None:
         self._turns: dict[str, _Turn] = {}
@@ -46,7 +46,7 @@ class ProbeDesk:
         self._wanted: list[Pair] = []
 
     def present(self, addresses: Mapping[str, str]) -> None:
-        """The connected nodes, and the address at which others dial each ("" if they cannot)."""
+        """Set the connected nodes, and the address at which others dial each ("" if they cannot)."""
         if addresses == self._here:
             return
         gone = self._here.keys() - addresses.keys()
@@ -61,12 +61,12 @@ class ProbeDesk:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to measure."""
+        """Whether nothing remains to be measured."""
         return not self._turns and not any(map(self._is_open, self._wanted))
 
     @property
     def measured(self) -> int:
-        """Pairs of those that are here whose line is known."""
+        """The number of pairs of present nodes whose line is known."""
         return len(self._done)
 
     def due(self, now: float) -> list[tuple[str, ProbePeer]]:
@@ -90,7 +90,7 @@ class ProbeDesk:
         return due
 
     def answered(self, node: str, rate: PeerRate) -> bool:
-        """A node's answer; whether it was asked for and says something."""
+        """Take a node's answer. Returns whether it was asked for and has a result."""
         turn = self._turns.get(node)
         if turn is None or turn.pair != (node, rate.node_id):
             return False
@@ -104,7 +104,7 @@ class ProbeDesk:
     def _failed(self, node: str) -> None:
         pair = self._turns.pop(node).pair
         self._failures[pair] = self._failures.get(pair, 0) + 1
-        # Others come first.
+        # Other pairs come first.
         self._wanted.remove(pair)
         self._wanted.append(pair)
 
@@ -113,12 +113,12 @@ class ProbeDesk:
 
 
 def pairs_to_measure(addresses: Mapping[str, str]) -> list[Pair]:
-    """Pairs that may become neighbours and where one can dial the other, in the order to probe them."""
+    """Pairs that may become neighbours and of which one can dial the other, in the order to measure them."""
     nodes = sorted(addresses, key=_mark)
     if len(nodes) <= ALL_PAIRS:
         pairs: Sequence[Pair] = list(combinations(nodes, 2))
     else:
-        # A ring in an order that nobody chooses joins all; the steps across it make it small.
+        # A ring in an unpredictable order joins all nodes, and links across it keep distances short.
         steps = [1 + k * k for k in range(NEAR // 2)]
         count = len(nodes)
         both = {tuple(sorted((k, (k + step) % count))) for step in steps for k in range(count)}

@@ -1,16 +1,16 @@
-"""Rebuild what a coordinator's disk has lost: the database from snapshots, or the run from what nodes hold.
+"""Rebuilds what a coordinator's disk has lost: the database from snapshots, or the run from nodes' disks.
 
-`rebuild`: the database is damaged, empty, missing or out of date. A snapshot's manifest names the run and
-holds its config; the run's CA is in its directory; the history has placements, steps and evictions. Members
-are taken from the old database as far as it can be read. Tokens are not: a revoked token must not come
-back. The old files stay beside, as `run.db.damaged`. A coordinator whose database knows no commit starts
-from the newest snapshot.
+`rebuild`: the database is damaged, empty, missing or out of date. A snapshot's manifest names the run and has
+    its config; the run's CA is in its directory; the history has placements, steps and evictions. Members are
+    taken from the old database as far as it can be read. Tokens are not, because a revoked token must not
+    return. The old files are kept as `run.db.damaged`. A coordinator whose database has no commit starts from
+    the newest snapshot.
 
 `recover`: the whole directory is lost. Every node has a small record beside its layers
-(`node.state.snapshot_cache`): the run's id, its config without paths, the text's fingerprint and the
-manifests of the complete snapshots. One such record is enough: nodes that join the recovered run report
-their layers, which are checked by SHA-256. The certificate authority, tokens, members and history are lost;
-a new authority takes their place.
+    (`node.state.snapshot_cache`): the run's id, its config without paths, the text's fingerprint and the
+    manifests of the complete snapshots. One record is enough: nodes that join the recovered run report their
+    layers, which are checked by SHA-256. The certificate authority, tokens, members and history are lost, and
+    a new authority is created.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ ASIDE = ".damaged"
 _NOT_A_RECORD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SnapshotDamagedError)
 """The errors from reading a damaged record; RecursionError comes from thousands of brackets."""
 _COMPANIONS = ("", "-wal", "-shm")
-"""Endings of the files that SQLite keeps for one database."""
+"""The suffixes of the files that SQLite keeps for a database."""
 
 
 def damage(directory: Path) -> str | None:
@@ -88,17 +88,17 @@ def damage(directory: Path) -> str | None:
     except sqlite3.OperationalError as error:
         if "no such table" in str(error):
             return f"{path} is incomplete ({error})"
-        return None  # locked, or its disk is full: whoever uses it says so
+        return None  # locked, or its disk is full; a later use reports it
     except sqlite3.DatabaseError as error:
         return f"{path} is damaged ({error})"
-    # A commit is on record before its snapshot: without it, the end of the database was lost.
+    # A commit is recorded before its snapshot. Without the commit, the end of the database is lost.
     if max(newest + 1, recorded) < steps[-1]:
         return f"{path} ends at step {max(newest + 1, recorded)}, before the snapshot of step {steps[-1]}"
     return None
 
 
 def rebuild(directory: Path, what: str, now: float) -> str:
-    """Replace the database, which `what` is wrong with; returns a line about what was and was not recovered.
+    """Replace the database. `what` is wrong with it. Returns a line about what was and was not recovered.
 
     Raises UserError if neither a manifest nor run.toml can be read, RunError if a file cannot be written.
     """
@@ -133,15 +133,15 @@ def rebuild(directory: Path, what: str, now: float) -> str:
                     new.replace(directory / new.name)
     except OSError as error:
         raise RunError(
-            f"{directory} cannot be written ({error.strerror}): make room or change its permissions"
+            f"{directory} cannot be written ({error.strerror}): free some space or change its permissions"
         ) from error
     return _news(directory, what, manifests, members, whole=whole)
 
 
 def _config(directory: Path, manifests: list[Manifest], what: str) -> str:
-    """The run's config: what the newest snapshot was trained with, else the run file beside it."""
+    """The run's config: the newest snapshot's, otherwise the run file's."""
     if manifests:
-        with contextlib.suppress(ConfigError):  # of a version with fewer keys
+        with contextlib.suppress(ConfigError):  # from a version with fewer keys
             return to_json(_config_of(manifests[-1]))
     run_file = directory / "run.toml"
     if not run_file.is_file():
@@ -158,12 +158,12 @@ def _news(
     lost = "all tokens" if whole else "all tokens, and members and evictions that the history does not show"
     return (
         f"{what}: rebuilt from {newest}, the old file is {DATABASE_FILE}{ASIDE}. Recovered: {known}. "
-        f"Lost: {lost}. Nodes that are refused join with the new line; `thinwire evict` shuts one out again"
+        f"Lost: {lost}. Nodes that are refused join with the new line; repeat evictions with `thinwire evict`"
     )
 
 
 def _manifests(root: Path) -> list[Manifest]:
-    """The manifests that can be read, oldest first."""
+    """The readable manifests, oldest first."""
     manifests = []
     for step in list_snapshots(root):
         with contextlib.suppress(SnapshotDamagedError):
@@ -172,7 +172,7 @@ def _manifests(root: Path) -> list[Manifest]:
 
 
 def _members(path: Path) -> tuple[list[Member], bool]:
-    """Members in the old database as far as they can be read, and whether that was all of a whole table."""
+    """The members in the old database as far as they can be read, and whether none is missing."""
     members: list[Member] = []
     try:
         with contextlib.closing(connect(path)) as db:
@@ -189,8 +189,8 @@ def _evicted(member: Member, evicted: dict[str, float]) -> Member:
 
 
 def _record(store: Store, directory: Path, manifests: list[Manifest], now: float) -> None:
-    """Snapshots, the newest epoch, plans of codecs and storages, and the step that the newest snapshot was
-    taken after."""
+    """Record snapshots, the newest epoch, plans of codecs and storages, and the step before the newest
+    snapshot."""
     for manifest in manifests:
         path = snapshot_directory(directory / "snapshots", manifest.step) / MANIFEST_NAME
         digest = sha256(path.read_bytes()).hexdigest()
@@ -203,12 +203,12 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
         planned = plans_made(directory, events.CodecsPlanned)
         stored = plans_made(directory, events.StoragesPlanned)
     except RunError:
-        return  # the history is damaged too; it is a convenience
+        return  # the history is damaged too, but it is only a convenience
     if view.epoch:
         # Epoch numbers only grow. Addresses are not in the history; nodes report theirs again.
         stages = [PlacedNode(stage.stage, stage.node_id, "") for stage in view.stages]
         store.record_placement(view.epoch, stages or [PlacedNode(0, "", "")])
-    # A plan that was made after a rollback takes the place of those of later steps, as it did then.
+    # A plan that was made after a rollback replaces those of later steps, as it did then.
     for codecs in planned:
         plan = CodecPlan(activations=codecs.activations, gradients=codecs.gradients)
         record_plan(store, RecordPlan(step=codecs.step, plan=plan))
@@ -219,7 +219,7 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
 
 
 def _step(done: events.StepDone, epoch: int, tokens: int, now: float) -> StepRecord:
-    """The record of a step, without its clip coefficient, because no node may commit this step again."""
+    """A step's record without its clip coefficient, because no node may commit this step again."""
     return StepRecord(
         step=done.step - 1,
         epoch=epoch,
@@ -234,12 +234,12 @@ def _step(done: events.StepDone, epoch: int, tokens: int, now: float) -> StepRec
 
 
 _EPOCHS = 1000
-"""Epoch numbers only grow, and the newest record may be some epochs old."""
+"""Added to the newest recorded epoch, which may be outdated, because epoch numbers only grow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRecord:
-    """What one node's disk says about its run."""
+    """What one node's disk records about its run."""
 
     run_id: str
     epoch: int
@@ -247,16 +247,16 @@ class NodeRecord:
     manifests: tuple[Manifest, ...]
     """The manifests of complete snapshots, oldest first; at least one."""
     urls: Mapping[int, str]
-    """The object store's folder of each snapshot that nodes do not hold, by step."""
+    """By step, the object store's folder of each snapshot that is not on nodes."""
 
     @property
     def config(self) -> RunConfig:
-        """The run file of the newest snapshot, in which paths are only names. Raises UserError."""
+        """The newest snapshot's run file, in which paths are only names. Raises UserError."""
         try:
             return _config_of(self.manifests[-1])
         except ConfigError as error:
             raise UserError(
-                f"the run's config is of another version of thinwire ({error}): use that one"
+                f"the run's config is from another version of thinwire ({error}): use that version"
             ) from None
 
 
@@ -279,7 +279,7 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
             ) from None
         except _NOT_A_RECORD as error:
             raise UserError(f"{path} is damaged ({error}): give another node's state directory") from None
-        except RunError as error:  # the object store's
+        except RunError as error:  # raised by the object store
             raise UserError(str(error)) from None
     runs = sorted({record.run_id for record in records})
     if len(runs) != 1:
@@ -290,7 +290,7 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
 def _compare(
     record: NodeRecord, path: Path | str, known: dict[int, tuple[dict[str, str], Path | str]]
 ) -> None:
-    """Raises UserError if another node's record says that a snapshot is another one."""
+    """Raise UserError if another node's record contradicts this one about a snapshot."""
     for manifest in record.manifests:
         layers = {entry.unit: entry.sha256 for entry in manifest.units}
         other, where = known.setdefault(manifest.step, (layers, path))
@@ -302,19 +302,19 @@ def _compare(
 
 
 def _store(place: Path | str) -> ObjectStore | SnapshotCache:
-    """A node's state directory, or a run's folder in an object store (a string)."""
+    """A node's state directory, or a run's folder in an object store (given as a string)."""
     return ObjectStore(place) if isinstance(place, str) else SnapshotCache(snapshots_of(place), 0)
 
 
 def snapshots_of(folder: Path) -> Path:
-    """The folder in which a node's state directory has its layers; also if that folder itself is given."""
+    """The folder with a node's layers, given its state directory or that folder itself."""
     return folder if (folder / RECORD_FILE).is_file() else folder / "snapshots"
 
 
 def recover(
     record: NodeRecord, config: RunConfig, directory: Path, places: Sequence[Path | str], now: float
 ) -> str:
-    """Make a new directory for the run; returns a line about what it holds. Raises RunError or UserError."""
+    """Create a new directory for the run. Returns a line about its contents. Raises RunError or UserError."""
     authority = CertificateAuthority.create(record.run_id, now)
     newest = record.manifests[-1]
     try:
@@ -339,13 +339,13 @@ def recover(
         if is_copied
         else f"its layers are in {record.urls[newest.step]}"
         if newest.step in record.urls
-        else "the run goes on once machines that hold its layers have joined"
+        else "the run continues when machines that hold its layers have joined"
     )
     return f"recovered run {record.run_id} at the snapshot of step {newest.step}; {where}"
 
 
 def _copy(manifest: Manifest, config: RunConfig, directory: Path, stores: Sequence[SnapshotStore]) -> bool:
-    """Copy the snapshot's layers if these stores have all of them, and say whether they do."""
+    """Copy the snapshot's layers if these stores have all of them. Returns whether they do."""
     folder = SnapshotFolder(directory / "snapshots", config, manifest.run_id, windows=2**62)
     for entry in manifest.units:
         if (data := _find(entry, manifest.step, stores)) is None:
@@ -359,7 +359,7 @@ def _copy(manifest: Manifest, config: RunConfig, directory: Path, stores: Sequen
 
 
 def _find(entry: UnitEntry, step: int, stores: Sequence[SnapshotStore]) -> bytes | None:
-    """A layer's file from the first store that has it whole."""
+    """A layer's file from the first store that has an intact one."""
     for store in stores:
         file = store.get(step, entry.unit, entry.bytes + 1)
         if file is not None and file.sha256 == entry.sha256:
@@ -377,7 +377,7 @@ def _read(data: bytes, where: str) -> NodeRecord:
     run_id = str(fields["run_id"])
     urls = {int(step): str(url) for step, url in fields.get("urls", {}).items()}
     for url in urls.values():
-        # The coordinator will remove old snapshots there.
+        # The coordinator will remove old snapshots from this folder.
         if wrong_url(url) is not None or not url.endswith(f"/{run_id}"):
             raise ValueError(f"{url[:80]!r} is no folder of run {run_id[:40]!r} in an object store")
     return NodeRecord(
@@ -390,7 +390,7 @@ def _read(data: bytes, where: str) -> NodeRecord:
 
 
 def _config_of(manifest: Manifest) -> RunConfig:
-    """Raises ConfigError for one of another version."""
+    """The config in a manifest. Raises ConfigError for another version's."""
     # A manifest has the names of the schema's fields, a config those of the run file.
     sections = manifest.config.items()
     return from_json(

@@ -1,13 +1,11 @@
-"""Which volunteers relay the links of which neighbours: a plan without I/O, and the messages that carry it
-out.
+"""Which volunteers relay the links of which neighbours: a plan without I/O, and the messages that apply it.
 
-A pair of neighbours needs a relay if neither can be dialled. The relay that moves a piece of a tensor
-soonest is chosen, by the sum of both round trips and the time of the piece at the share of the relay's
-rate that is left for one more link. So pairs are spread over relays. Each pair also knows the next best
-relays, and both ends keep connections waiting there. When a relay dies, or delivers far less than it
-should (`wire.delivery`), its links continue through the next one without asking the coordinator, whose own
-relay is the last. Nodes report relays that were slow, and their links get others from the next placement
-on.
+A pair of neighbours needs a relay if neither can be dialled. It gets the relay that transfers a piece of a
+tensor fastest, by the sum of both round trips and the piece's time at the share of the relay's rate that is
+left for one more link. So pairs are spread over relays. Each pair also knows the next best relays, and both
+ends keep connections waiting there. When a relay dies, or delivers far less than it should (`wire.delivery`),
+its links continue through the next one without asking the coordinator, whose own relay is the last. Nodes
+report slow relays, and their links get others from the next placement on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +17,13 @@ from wire.identity.names import split_address
 from wire.messages import RELAY_LEFT, CoordinatorMessage, PlacedStage, Placement, RelayFor, Relays
 
 PIECE_BYTES = 256 * 1024
-"""A frame of a link."""
+"""The bytes of a link's frame."""
 UNKNOWN_SECONDS = 0.2
-"""The round trip to a relay that has not been measured yet."""
+"""The assumed round trip in seconds to a relay that has not been measured."""
 MOST_CHOICES = 3
-"""Relays of one pair."""
+"""The most relays of one pair."""
 MOST_FURTHER = 2
-"""Addresses of one node besides its first."""
+"""The most addresses of a node besides its first."""
 LEAST_RATE = 125_000.0
 """The least rate in bytes per second (1 Mbit/s) that a relay must have left for a link."""
 
@@ -37,25 +35,25 @@ class RelayOffer:
     """A volunteer that offers a relay."""
 
     address: str
-    """host:port, at which the coordinator has reached it."""
+    """host:port at which the coordinator has reached it."""
     rate: float
-    """The bytes per second that it carries."""
+    """The bytes per second that it relays."""
 
 
 class RelayPlan:
-    """Which volunteer relays for which pair. Pure: the same calls give the same plan."""
+    """Which volunteer relays for which pair. Pure: equal calls give equal plans."""
 
     def __init__(self) -> None:
         self.offers: dict[str, RelayOffer] = {}
         self._times: dict[str, dict[str, float]] = {}
         """Round trips in seconds, by node and relay."""
         self._left: set[Pair] = set()
-        """A node and a relay that its links left as too slow: its word alone, so other nodes try it."""
+        """A node and a relay that its links left as too slow. Other nodes still try the relay."""
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
         """The relays of the link between a node and a neighbour, the best first."""
 
     def measured(self, node: str, times: Mapping[str, float]) -> list[str]:
-        """`node` has measured its round trips to these relays; returns those that its links newly left."""
+        """Take a node's round trips to these relays. Returns the relays that its links have newly left."""
         known = {relay: seconds for relay, seconds in times.items() if relay in self.offers}
         left = [relay for relay, seconds in known.items() if seconds >= RELAY_LEFT]
         if not left:
@@ -65,13 +63,13 @@ class RelayPlan:
         return left
 
     def gone(self, node: str) -> bool:
-        """A node has left; whether it was a relay."""
+        """A node has left. Returns whether it was a relay."""
         self._times.pop(node, None)
         self._left = {pair for pair in self._left if pair[0] != node}
         return self.offers.pop(node, None) is not None
 
     def place(self, rows: Sequence[Sequence[PlacedStage]]) -> None:
-        """Choose for the neighbours of a placement; `rows` are its pipelines."""
+        """Choose relays for the neighbours of a placement. `rows` are its pipelines."""
         load = dict.fromkeys(self.offers, 0)
         self._routes = {}
         for pair in pairs_to_relay(rows):
@@ -98,12 +96,12 @@ class RelayPlan:
 
 
 def pairs_to_relay(rows: Sequence[Sequence[PlacedStage]]) -> list[Pair]:
-    """Neighbours of which neither can be dialled: of a row, its ends included, and of a stage in all rows."""
+    """Neighbours that cannot dial each other: in a row, ends included, and of a stage between rows."""
     pairs: dict[Pair, None] = {}
     beside = [ends for row in rows for ends in (*pairwise(row), (row[-1], row[0]))]
     beside += [ends for column in zip(*rows, strict=True) for ends in combinations(column, 2)]
     for first, other in beside:
-        # A place without a name is empty.
+        # A place without a node's name is empty.
         is_pair = bool(first.node_id and other.node_id) and first.node_id != other.node_id
         if is_pair and not first.address and not other.address:
             low, high = sorted((first.node_id, other.node_id))
@@ -119,22 +117,22 @@ def _is_address(text: str) -> bool:
 
 
 class RelayDesk:
-    """Keeps the plan up to date from what sessions report, and tells nodes and relays about it."""
+    """Updates the plan from what sessions report, and tells nodes and relays about it."""
 
     def __init__(self, send: Callable[[str, CoordinatorMessage], object], enabled: bool) -> None:
-        """`enabled`: whether links may be relayed in this run at all."""
+        """`enabled`: whether links of this run may be relayed."""
         self.plan = RelayPlan()
         self.allow_here: Callable[[Sequence[str]], None] = lambda nodes: None
-        """Called with the nodes of each placement before they learn of it; the coordinator's relay joins
-        these alone."""
+        """Called with the nodes of each placement before they learn of it. The coordinator's relay joins only
+        these."""
         self._send = send
         self._enabled = enabled
         self._here: dict[str, None] = {}
-        """Connected nodes, the longest first."""
+        """Connected nodes, the one connected longest first."""
         self._allowed: tuple[str, ...] = ()
         self._rows: list[list[PlacedStage]] = []
         self._placements: dict[str, Placement] = {}
-        """The newest of each node that is placed."""
+        """The newest placement of each placed node."""
         self._also: dict[str, tuple[str, ...]] = {}
         """Further addresses of nodes that can be dialled."""
 
@@ -158,19 +156,19 @@ class RelayDesk:
             self._tell([node])
 
     def closed(self, node: str) -> None:
-        """A node has gone."""
+        """A node has disconnected."""
         self._here.pop(node, None)
         self._also.pop(node, None)
         if self.plan.gone(node):
             self._tell(list(self._here))
 
     def placed(self, nodes: Sequence[str], addresses: Sequence[str], rows: int) -> None:
-        """A new placement: `nodes` row after row, any two of which may be joined, and their addresses."""
+        """A new placement: `nodes` row after row, any two of which may be joined, with their addresses."""
         self._placements = {}
         self.offered(nodes, addresses, rows)
 
     def offered(self, nodes: Sequence[str], addresses: Sequence[str], rows: int) -> None:
-        """The same placement, with other nodes in some seats."""
+        """The same placement with other nodes in some seats."""
         stages = len(nodes) // rows
         places = [PlacedStage(node_id=n, address=a) for n, a in zip(nodes, addresses, strict=True)]
         self._rows = [places[row * stages : (row + 1) * stages] for row in range(rows)]
@@ -182,7 +180,7 @@ class RelayDesk:
 
     def with_relays(self, node: str, placement: Placement) -> Placement:
         """The placement with the relays of this node's links, and its neighbours' further addresses."""
-        # What has changed in it is told once.
+        # Nodes learn of its changes once.
         self._placements[node] = replace(placement, renewed=())
         relays = {}
         for peer, choices in self.plan.relays_of(node).items():
@@ -199,7 +197,7 @@ class RelayDesk:
         return replace(placement, relays=relays, also=also) if relays or also else placement
 
     def _tell_links(self) -> None:
-        """A relay has come in mid-epoch: the links that need one learn of it."""
+        """A relay has joined during the epoch: tell the links that need one."""
         self.plan.place(self._rows)
         for node, placement in list(self._placements.items()):
             if (routed := self.with_relays(node, placement)).relays:

@@ -1,6 +1,6 @@
 """Emits the run's events (steps, placements, recoveries and the summary), and writes its trace.
 
-The reporter knows what this process has seen. The run's state is in the state machine and the database.
+The reporter knows what happened in this process. The run's state is in the state machine and the database.
 """
 
 import asyncio
@@ -45,27 +45,27 @@ from wire.telemetry import StepSpans
 Emit = Callable[[events.Event], None]
 
 OWN_COSTS = 128
-"""Stages in all up to which every step has costs of its own."""
+"""The most stages in all rows for which every step has costs of its own."""
 COSTS_PAUSE, COSTS_PAUSE_A_STAGE = 1.0, 2e-3
-"""The seconds between two sums of costs if there are more stages: the least, and for each stage. A sum over a
-thousand stages takes longer than everything else that a step needs from the coordinator."""
+"""The least seconds between two sums of costs for more stages, and the seconds per stage. A sum over a
+thousand stages takes longer than everything else that the coordinator does in a step."""
 
 
 @dataclass
 class _Tally:
-    """What this process has seen of the run."""
+    """What happened in this process."""
 
     steps: int = 0
     first_loss: float = math.nan
     last_loss: float = math.nan
     """The losses of the first and the last step with labels."""
     tokens: int = 0
-    """The tokens of steps that had not run before."""
+    """The tokens of steps that ran for the first time."""
     seconds: float = 0.0
     since: int | None = None
-    """Steps done when this process began; None before it did."""
+    """The steps done when this process started training; None before."""
     newest: int = 0
-    """Highest step so far; steps up to it run again."""
+    """The highest step so far. Steps up to it are repeated."""
     again: int = 0
     sent: LinkFigures = field(default_factory=LinkFigures)
     """Figures of all links, summed from the costs of all steps, so that all figures agree."""
@@ -73,14 +73,14 @@ class _Tally:
 
 @dataclass
 class _Unsummed:
-    """Committed steps whose costs are in no event yet."""
+    """Committed steps whose costs are not in an event yet."""
 
     steps: int = 0
     seconds: float = 0.0
 
 
 class Reporter:
-    """Emits events. It takes times on the monotonic clock.
+    """Emits events. Times are on the monotonic clock.
 
     `unreported` is a step that an earlier coordinator committed without emitting its event.
     """
@@ -101,15 +101,15 @@ class Reporter:
         self._tally = _Tally()
         self._names: dict[str, str] = {}
         self._taken_part: Counter[str] = Counter()
-        """Steps by node."""
+        """The number of steps of each node."""
         self._step_began = self._epoch_began = time.monotonic()
         self._costs_at = self._step_began
         self._unsummed = _Unsummed()
         self._bits = 0.0, 0.0
         self._commit = unreported
-        """A committed step whose `StepDone` event is still to come."""
+        """A committed step whose `StepDone` event is not emitted yet."""
         self._is_earlier = unreported is not None
-        """An earlier coordinator ran that step, and measured how long it took."""
+        """Whether an earlier coordinator ran that step, and measured its time."""
 
     @property
     def step_seconds(self) -> float:
@@ -122,7 +122,7 @@ class Reporter:
         return time.monotonic() - self._epoch_began
 
     def joined(self, joined: events.NodeJoined) -> None:
-        """A node is here."""
+        """A node has joined."""
         self._names[joined.node_id] = named(joined.node_id, joined.name)
         self._emit(joined)
 
@@ -132,11 +132,11 @@ class Reporter:
         self._emit(replaced or events.Notice(text=line.text))
 
     def placed(self) -> None:
-        """There are nodes for every stage again."""
+        """Every stage has a node again."""
         self._recovery.placed(time.monotonic())
 
     def planned(self, record: RecordPlan) -> None:
-        """From a step on, links use other codecs, or stages store their activations in another form."""
+        """From a step on, links use other codecs, or stages store their activations differently."""
         step, plan = record.step, record.plan
         if isinstance(plan, StoragePlan):
             parts = [f"stage {stage}: {words_of_name(name)}" for stage, name in enumerate(plan.names)]
@@ -155,10 +155,10 @@ class Reporter:
         self._commit, self._is_earlier = commit, False
 
     def interrupted(self, aborted: Aborted) -> None:
-        """The epoch ended before its step did."""
+        """The epoch ended before its step."""
         self._recovery.interrupted(time.monotonic(), planned=aborted.kind is AbortKind.PLACEMENT)
         if self._commit is None and self.accounting.hosts:
-            # The aborted step cost bytes and time. What is unsummed cannot be told from it any more.
+            # The aborted step used bytes and time, which are no longer separable from unsummed costs.
             self._emit(self._costs(aborted.step + 1, self.step_seconds, aborted=True))
         self._emit(
             events.StepAborted(
@@ -167,7 +167,7 @@ class Reporter:
         )
 
     def seat_lost(self, lost: SeatLost) -> None:
-        """A host is gone, and the steps go on."""
+        """A host is gone, and training continues."""
         taker = {
             group: row for row, groups in lost.portions for group in groups if row < self.accounting.rows
         }
@@ -189,7 +189,7 @@ class Reporter:
         )
 
     def seat_filled(self, filled: SeatFilled) -> None:
-        """A node has an empty seat."""
+        """A node has taken an empty seat."""
         self.accounting.seat(filled.node_id, Place(filled.row, filled.stage))
         self._emit(
             events.SeatFilled(
@@ -202,9 +202,9 @@ class Reporter:
         )
 
     def restored(self, restored: RecordRestored, download_rates: Mapping[str, float]) -> None:
-        """Every stage holds the state of a step. `download_rates`: bytes a second, by node."""
+        """Every stage holds the state of a step. `download_rates`: bytes per second by node."""
         if self._commit is not None and restored.step == self._commit.step + 1:
-            # Its epoch ended before every stage had reported it applied.
+            # Its epoch ended before every stage had reported that the commit was applied.
             self.finish_step()
         self._commit = None
         rows = len(restored.groups)
@@ -232,10 +232,10 @@ class Reporter:
         self._step_began = time.monotonic()
 
     def finish_step(self, *, goes_on: bool = False) -> events.StepCosts | None:
-        """Every stage has applied the newest commit; gives its costs, unless they were reported before.
+        """Every stage has applied the newest commit. Returns its costs, unless they were reported before.
 
-        With many stages the costs of short steps are summed: then there are none after most steps. `goes_on`:
-        the next step has begun, so that the costs of this one may be summed with it.
+        With many stages, the costs of short steps are summed, so most steps return none. `goes_on`: the next
+        step has begun, so this step's costs may be summed with the next one's.
         """
         commit, seconds = self._commit, self.step_seconds
         self._step_began = time.monotonic()
@@ -277,14 +277,14 @@ class Reporter:
         return costs
 
     def _costs_due(self) -> bool:
-        """Whether costs are to be summed up now."""
+        """Whether it is time to sum up costs."""
         stages = len(self.accounting.hosts)
         if stages <= OWN_COSTS:
             return True
         return time.monotonic() - self._costs_at >= max(COSTS_PAUSE, COSTS_PAUSE_A_STAGE * stages)
 
     def _costs(self, step: int, seconds: float, *, aborted: bool = False) -> events.StepCosts:
-        """Report a step that took this long, and all costs that are not summed yet."""
+        """Report the costs of a step that took this long, with all unsummed costs."""
         self._costs_at = time.monotonic()
         before, self._unsummed = self._unsummed, _Unsummed()
         costs = self.accounting.step(step, before.seconds + seconds, aborted=aborted)
@@ -292,7 +292,7 @@ class Reporter:
         return replace(costs, steps=before.steps + 1) if before.steps else costs
 
     def held_out(self, record: RecordHeldOut) -> None:
-        """The held-out loss of a state was measured; its time and bytes are no step's."""
+        """The held-out loss of a state was measured. Its time and bytes belong to no step."""
         seconds = self.step_seconds
         self._step_began = time.monotonic()
         self.accounting.step(record.step, seconds)
@@ -314,12 +314,12 @@ class Reporter:
         self._emit(events.SnapshotStored(step=step, bytes=size, path=path))
 
     def finished(self, reason: str, *, failed: bool, resume: str = "") -> None:
-        """`resume`: the command that goes on with the run; empty once all steps are done."""
+        """`resume`: the command that continues the run; empty if all steps are done."""
         summary = self._summary()
         self._emit(events.RunFinished(reason=reason, failed=failed, summary=summary, resume=resume))
 
     def _count(self, commit: StepRecord, tokens: int, seconds: float) -> None:
-        """A step is done; without tokens of its own it ran again."""
+        """A step is done. It is a repeated one if it has no tokens."""
         tally, loss = self._tally, commit.loss
         if not math.isnan(loss):
             tally.first_loss = loss if math.isnan(tally.first_loss) else tally.first_loss
@@ -363,12 +363,12 @@ class Reporter:
 
 
 BASE_SECONDS = 10.0
-"""The seconds that a start, a placement and the warming of links may take; fetching a stage's state comes on
-top."""
+"""The seconds for a start, a placement and the warm-up of links. The time to fetch a stage's state is
+added."""
 
 
 class Recovery:
-    """Times one interruption, and says how long recovery should take. Seconds are on any monotonic clock."""
+    """Times an interruption, and says how long recovery should take. Seconds are on any monotonic clock."""
 
     def __init__(self) -> None:
         self._interrupted_at: float | None = None
@@ -382,17 +382,17 @@ class Recovery:
             self._interrupted_at = now
 
     def placed(self, now: float) -> None:
-        """There are nodes for every stage again."""
+        """Every stage has a node again."""
         self._placed_at = now
 
     def over(self, *, step: int, now: float, state_bytes: int, rate: float) -> Notice | None:
-        """The event to emit once every stage holds the state of `step`; None if nothing was interrupted.
+        """The event to emit when every stage holds the state of `step`; None if nothing was interrupted.
 
-        A planned change of placement is no recovery.
+        A planned change of placement is not a recovery.
 
         Args:
-            state_bytes: weights and optimizer state of the largest stage.
-            rate: bytes a second from the coordinator to the slowest node; 0 when it is not known.
+            state_bytes: the weights and optimizer state of the largest stage.
+            rate: bytes per second from the coordinator to the slowest node; 0 if unknown.
         """
         interrupted_at, self._interrupted_at = self._interrupted_at, None
         if interrupted_at is None or self._placed_at is None:
@@ -405,15 +405,15 @@ class Recovery:
             limit += f" / {bytes_text(rate)}/s = {duration_text(seconds)}"
         text = (
             f"back at step {step} in {duration_text(now - interrupted_at)}, of which "
-            f"{duration_text(now - self._placed_at)} since a node was there for every stage; "
+            f"{duration_text(now - self._placed_at)} with a node for every stage; "
             f"expected at most {limit}"
         )
         return Recovered(text=text, step=step, seconds=now - interrupted_at)
 
 
 def codec_bits(config: RunConfig) -> dict[str, float]:
-    """Bits an element of a boundary tensor for every stateless codec and every proposed one, frames
-    included; empty if codecs are planned, since there is no other to propose then."""
+    """Bits per element of a boundary tensor, with frames, for every stateless codec and every proposed one.
+    Empty if codecs are planned, because there is nothing to propose then."""
     if config.pipeline.plans_codecs:
         return {}
     training, model = config.training, config.model
@@ -425,37 +425,37 @@ def codec_bits(config: RunConfig) -> dict[str, float]:
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS = 1.0
-"""Spans are written this often."""
+"""The seconds between two writes of spans."""
 
 
 class Tracer:
-    """The trace of one run. A disk error ends the trace, but not the run."""
+    """The trace of one run. A disk error ends the trace but not the run."""
 
     def __init__(
         self, settings: TelemetrySection, directory: Path, places: Callable[[], Mapping[str, Place]]
     ) -> None:
         """
         Args:
-            directory: the run's.
-            places: of who hosts the stages now, by node.
+            directory: the run directory.
+            places: returns the current places of hosts, by node.
         """
         self._writer = TraceWriter(directory, 1_000_000 * settings.trace_mb)
         self._wanted = bool(TracedSteps.parse(settings.trace))
         self._places = places
 
     def add(self, node_id: str, spans: StepSpans) -> None:
-        """Keep a stage's spans, if the node hosts that stage."""
+        """Keep a stage's spans if the node hosts that stage."""
         place = self._places().get(node_id)
         if self._wanted and place is not None and place.stage == spans.stage:
             self._writer.add(node_id, spans, place.replica)
 
     async def run(self) -> None:
-        """Write spans as they come, until cancelled or the disk fails."""
+        """Write spans periodically, until cancelled or the disk fails."""
         while not self._writer.broken:
             await asyncio.sleep(WRITE_SECONDS)
             await self.write()
-        log.warning("%s, the run goes on", self._writer.broken)
+        log.warning("%s; the run continues", self._writer.broken)
 
     async def write(self) -> None:
-        """Write the spans collected so far."""
+        """Write the collected spans."""
         await asyncio.to_thread(self._writer.write, self._writer.take())

@@ -1,4 +1,4 @@
-"""Compare the totals that one node reports at different times."""
+"""Compares the totals that a node reports at different times."""
 
 from wire.messages import Applied, Heartbeat, Ready, Validated, Vote
 from wire.telemetry import Telemetry
@@ -11,8 +11,8 @@ REPORTING = frozenset(kind.__name__.lower() for kind in REPORTS)
 
 
 def is_continued(before: Telemetry, now: Telemetry) -> bool:
-    """Whether the later of two reports has all that the earlier one has: not once a link was opened again, or
-    has another codec."""
+    """Whether the later of two reports continues the earlier one's totals. It does not if a link was reopened
+    or has another codec."""
     if before.epoch != now.epoch or len(before.links) != len(now.links):
         return False
     return all(
@@ -24,7 +24,7 @@ def is_continued(before: Telemetry, now: Telemetry) -> bool:
 
 
 def longest_kind(before: Telemetry, after: Telemetry) -> str:
-    """The kind of time that grew most between two reports of one node's epoch; "" if none did."""
+    """The kind of time that grew most between two reports of a node's epoch; "" if none did."""
     known = before.seconds if before.epoch == after.epoch else {}
     grown = {kind: seconds - known.get(kind, 0.0) for kind, seconds in after.seconds.items()}
     kind = max(grown, key=lambda name: grown[name], default="")

@@ -1,8 +1,8 @@
 """The control sessions of a run, one per node, whichever process ends their TLS.
 
-This module says which node may open one, where neighbours reach the node, what it may send, and what waits
-to be sent to it. A correct node stays far below all limits. The process that ends a session's TLS refuses
-what exceeds them before it decodes it.
+This module decides which node may open one, where neighbours reach the node, what it may send, and what is
+queued for it. A correct node stays far below all limits. The process that terminates a session's TLS refuses
+messages beyond the limits before it decodes them.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
 RECONNECT_SECONDS = 2.0
-"""A node that connects too often is delayed by this many seconds."""
+"""The delay in seconds for a node that connects too often."""
 MOST_LOOKUPS = 16
-"""Concurrent DNS look-ups. A node chooses the name, and its name server may take minutes to answer."""
-NO_HELLO = "no hello came in time, or this node connects too often"
-NO_MESSAGE = "bytes came that are no message"
+"""Concurrent DNS look-ups. A node chooses the name, and its name server may take minutes."""
+NO_HELLO = "no hello arrived in time, or this node connects too often"
+NO_MESSAGE = "bytes arrived that cannot be parsed"
 MOST_WAITING = 64
-"""Messages that wait to be sent to a node before answers to its heartbeats are left out."""
+"""The queued messages of a node beyond which answers to its heartbeats are dropped."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -96,16 +96,16 @@ class ControlSession:
         )
 
     def send(self, message: CoordinatorMessage, waited: float | None = None) -> None:
-        """`waited`: seconds that the node has waited for others, for a message that says so."""
+        """`waited`: the seconds that the node has waited for others, for messages that report it."""
         self._outbox.put_nowait(message if waited is None else with_wait(message, waited))
 
     def answer(self, message: CoordinatorMessage) -> None:
-        """Send a reply, unless the node keeps asking without reading its replies."""
+        """Send a reply, unless the node keeps asking without reading replies."""
         if self._outbox.qsize() < MOST_WAITING:
             self.send(message)
 
     def close(self) -> None:
-        """End the connection once everything queued has been sent."""
+        """End the connection after sending everything that is queued."""
         self._outbox.put_nowait(None)
 
     async def next(self) -> CoordinatorMessage | None:
@@ -127,11 +127,11 @@ class Sessions:
         return iter(self._newest.values())
 
     def __contains__(self, session: ControlSession) -> bool:
-        """False once a newer session of the same node is open."""
+        """Whether the session is open. It is not once a newer session of the same node is open."""
         return self._newest.get(session.node_id) is session
 
     def add(self, session: ControlSession) -> None:
-        """Add a session; an older one of the same node is closed."""
+        """Add a session. Close an older one of the same node."""
         if (older := self._newest.get(session.node_id)) is not None:
             if older.hello.process_nonce != session.hello.process_nonce:
                 # Otherwise two live processes of one node would keep closing each other's session.
@@ -143,7 +143,7 @@ class Sessions:
             session.send(self._shut_out)
 
     def shut_out(self, nodes: Collection[str]) -> None:
-        """These nodes are no longer in the run: tell all others, unless they know it."""
+        """These nodes have been removed from the run: tell all others, unless they know it."""
         news = ShutOut(node_ids=tuple(sorted(nodes)))
         if news != self._shut_out:
             self._shut_out = news
@@ -152,13 +152,13 @@ class Sessions:
                     session.send(news)
 
     def remove(self, session: ControlSession) -> None:
-        """An added session has ended."""
+        """A session has ended."""
         del self._newest[session.node_id]
         if not self._newest:
             self._deserted.set()
 
     def send(self, node_id: str, message: CoordinatorMessage, waited: float | None = None) -> bool:
-        """Queue a message; False if the node has no session. `waited`: as for a session."""
+        """Queue a message. False if the node has no session. `waited`: as for a session."""
         session = self._newest.get(node_id)
         if session is not None:
             session.send(message, waited)
@@ -171,7 +171,7 @@ class Sessions:
         )
 
     def close(self, node_id: str) -> None:
-        """End a node's session once everything queued has been sent."""
+        """End a node's session after sending everything that is queued."""
         if (session := self._newest.get(node_id)) is not None:
             session.close()
 
@@ -183,25 +183,25 @@ class Sessions:
 HEARTBEATS_A_SECOND = 250.0
 """The most heartbeats per second of all members together."""
 HEARTBEATS_IN_SILENCE = 3.5
-"""A node must miss at least this many heartbeats before it counts as dead."""
+"""The least number of missed heartbeats after which a node counts as dead."""
 
 MOST_LINKS = 4
-"""The most links in a report of one row: a stage has two neighbours, or three where the ring closes. Each
-other row adds one."""
+"""The most links in a report with one row: a stage has two neighbours, or three where the ring closes. Each
+further row adds one."""
 LINK_BYTES = 1024
-"""The bytes that each other row adds to a report."""
+"""The bytes that each further row adds to a report."""
 MESSAGE_BYTES = 16 * 1024
 UNIT_BYTES = 80
-"""The bytes of a vote or of a state's hashes, for each layer unit."""
+"""The bytes of a vote or of a state's hashes per layer unit."""
 DIGEST_BYTES = 64
-"""The bytes of a vote with audits, for each gradient group and each end of its boundaries."""
+"""The bytes of a vote with audits per gradient group and end of its boundaries."""
 HEARTBEATS_KEPT = 500
-"""Heartbeats, and as many other messages, that may come at once after an outage."""
+"""The burst of heartbeats, and of other messages, that is allowed after an outage."""
 HEARTBEAT_TIMES = 10.0
-"""How many times more often than asked a node may send heartbeats."""
+"""The allowed multiple of the requested rate of heartbeats."""
 OTHERS_A_SECOND = 200.0
 SPANS_BYTES = 512 * 1024
-"""The most bytes of one message of spans: `wire.telemetry.MOST_SPANS`, with room."""
+"""The most bytes of a message of spans: `wire.telemetry.MOST_SPANS`, with a margin."""
 SPANS_A_SECOND, SPANS_AT_ONCE = 20_000.0, 50_000.0
 CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE = 0.5, 20.0
 CALLS = {
@@ -211,29 +211,29 @@ CALLS = {
     "not due": (0.01, 10.0),
     "probe": (2.0**20, 2.0**26),
 }
-"""By kind: calls per second and at once; for probes, bytes. Of other kinds, only a few are served at a
-time."""
+"""The rate and burst of calls by kind; for probes, of bytes. Calls of other kinds are only limited in
+number."""
 LAYER = "layer "
-"""Begins the kind of calls for one layer of one snapshot, which a node needs once."""
+"""The prefix of a call's kind for one layer of one snapshot, which a node needs once."""
 LAYERS_A_SECOND, LAYERS_AT_ONCE = 1 / 60, 4.0
-"""How often each layer may be sent to a node, over lines that break."""
+"""The rate and burst of sending each layer to a node, over lines that break."""
 LEAST_PROBE_BYTES = 16 * 1024
-"""A smaller probe counts as this."""
+"""Smaller probes count as this."""
 
 
 def heartbeat_pause(members: int, settings: CoordinatorSection) -> float:
-    """The seconds between two heartbeats of each member, if there are so many. They come more often than
-    `HEARTBEATS_A_SECOND` in all only if nodes would otherwise count as dead."""
+    """The seconds between two heartbeats of each of this many members. All together send more than
+    `HEARTBEATS_A_SECOND` only if nodes would otherwise count as dead."""
     longest = settings.silent_seconds / HEARTBEATS_IN_SILENCE
     return max(settings.heartbeat_seconds, min(members / HEARTBEATS_A_SECOND, longest))
 
 
 class Measured(NamedTuple):
-    """The sizes of a message, before it is decoded."""
+    """The sizes of a message before it is decoded."""
 
     kind: str
     size: int
-    """The bytes of the whole message."""
+    """The bytes of the complete message."""
     links: int = 0
     """The number of links in its report."""
     step: int = 0
@@ -242,7 +242,7 @@ class Measured(NamedTuple):
 
 
 class MessageLimits:
-    """The limits of one member's messages, over all its sessions."""
+    """The limits of one member's messages, across its sessions."""
 
     def __init__(self, config: RunConfig) -> None:
         self.connections = RateLimit(CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE)
@@ -260,7 +260,7 @@ class MessageLimits:
         self._layers = RateLimits(LAYERS_A_SECOND, LAYERS_AT_ONCE)
 
     def refusal(self, message: Measured, now: float) -> str | None:
-        """Why this message is refused at `now` (seconds on any monotonic clock); None if it is not."""
+        """Why this message is refused at `now` (seconds on any monotonic clock); None if it is accepted."""
         kind, size = message.kind, message.size
         if kind == "step_spans":
             if message.step not in self._traced:
@@ -276,7 +276,7 @@ class MessageLimits:
         return None if limit.take(now) else f"more {kind} messages than a node has reason to send"
 
     def serves(self, kind: str, size: int, now: float) -> bool:
-        """Whether a call may be answered at `now`; if not, it waits. `size`: calls, or bytes of a probe."""
+        """Whether a call may be answered at `now` or has to wait. `size`: calls, or a probe's bytes."""
         if kind.startswith(LAYER):
             return self._layers.take(kind, now)
         limit = self._calls.get(kind)
@@ -284,7 +284,7 @@ class MessageLimits:
 
 
 class SessionHandler(Protocol):
-    """What sessions need of the coordinator."""
+    """What sessions need from the coordinator."""
 
     async def refusal_for(self, node_id: str) -> Refusal | None:
         """Why this node may not take part, if it may not."""
@@ -295,14 +295,14 @@ class SessionHandler(Protocol):
     def heard(self, session: ControlSession, message: NodeMessage) -> None: ...
 
     def refused(self, node_id: str, why: str) -> None:
-        """The node sent what no correct node sends."""
+        """The node sent something invalid."""
         ...
 
     def closed(self, session: ControlSession) -> None: ...
 
 
 class Names:
-    """Looks up host names that nodes gave, on its own threads, because the loop's threads write the run's
+    """Looks up host names from nodes on separate threads, because the loop's threads write the run's
     records."""
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ class Names:
         self._under_way: dict[str, Future[Any]] = {}
 
     async def look_up(self, node_id: str, host: str) -> list[str]:
-        """The IP addresses of `host`. Raises OSError, also while an earlier name of this node is looked up.
+        """The IP addresses of `host`. Raises OSError, also while an earlier look-up of this node runs.
 
         A look-up cannot be cancelled, so each node has at most one: slow ones must not use up the threads.
         """
@@ -343,7 +343,7 @@ class Greetings:
 
     @asynccontextmanager
     async def newest(self, node_id: str) -> AsyncIterator[None]:
-        """While the block runs its session is the node's newest; the one before gets TimeoutError."""
+        """While the block runs, its session is the node's newest. The previous one gets TimeoutError."""
         older = self._newest.get(node_id)
         if older is not None and not older.expired():
             older.reschedule(asyncio.get_running_loop().time())
@@ -369,8 +369,8 @@ class SessionDesk:
     ) -> None:
         """
         Args:
-            limits: makes the bounds of what one member may send; None: there are none.
-            relays: nodes that cannot be reached take part by a relay.
+            limits: creates the limits of one member's messages; None: no limits.
+            relays: whether nodes that cannot be reached take part through a relay.
         """
         self.handler = handler
         self.greetings = Greetings()
@@ -392,16 +392,16 @@ class SessionDesk:
         said: Callable[[], Awaitable[Hello]],
         make: Callable[[str, Hello, str], ControlSession] = ControlSession,
     ) -> ControlSession | Refusal:
-        """The session that a member opens, or why it may not take part.
+        """Open a member's session, or return why it may not take part.
 
         Args:
-            source: the IP address that it dials from.
+            source: the IP address from which it dials.
             said: waits for its hello.
-            make: makes the session of a node's id, its hello and where neighbours dial it.
+            make: creates the session from a node's id, its hello and the address that neighbours dial.
 
         Raises:
-            ProtocolViolationError: what came is no hello.
-            TimeoutError: it may try again: no hello came, a newer session did, or it connects too often.
+            ProtocolViolationError: the first message is not a hello.
+            TimeoutError: the node may retry: no hello arrived, a newer session did, or it connects too often.
         """
         async with self.greetings.newest(node_id):
             limits = self.limits_of(node_id)
@@ -413,13 +413,13 @@ class SessionDesk:
         return place if isinstance(place, Refusal) else make(node_id, hello, place)
 
     def wrong(self, session: ControlSession, why: str) -> None:
-        """The node has sent what no correct node sends: end the session, and tell the coordinator."""
+        """The node has sent something invalid: end the session, and tell the coordinator."""
         log.warning("closed the session of %s: %s", session.node_id, why)
         self.handler.refused(session.node_id, why)
         session.close()
 
     async def _look_at(self, node_id: str, hello: Hello, source: str) -> str | Refusal:
-        """host:port where neighbours dial the node, "" if they need a relay, or why it may not take part."""
+        """host:port that neighbours dial, "" if the node needs a relay, or why it may not take part."""
         refusal = await self.handler.refusal_for(node_id) or version_refusal(hello)
         if refusal is not None:
             return refusal
@@ -430,11 +430,11 @@ class SessionDesk:
                 host, port = split_address(address)
                 async with asyncio.timeout(REACH_SECONDS):
                     hosts = await self.names.look_up(node_id, host)
-                    # Only where the node itself dials from: a member must not make the coordinator knock on
-                    # other machines. Neighbours find out whether another address is right.
+                    # Only dial the node's own address: a member must not make the coordinator connect to
+                    # other machines. Neighbours find out whether another address works.
                     if source in hosts:
                         await knock((source,), port)
-            except (ValueError, OSError):  # a TimeoutError is one, too
+            except (ValueError, OSError):  # includes TimeoutError
                 continue
             return address
         if self._relays:
@@ -462,7 +462,7 @@ def hello_from(first: control_pb2.NodeMessage) -> Hello:
 
 
 def parsed(data: bytes) -> control_pb2.NodeMessage:
-    """Raises ProtocolViolationError for bytes that do not parse."""
+    """Parse a message. Raises ProtocolViolationError for invalid bytes."""
     try:
         return control_pb2.NodeMessage.FromString(data)
     except DecodeError:
@@ -470,7 +470,7 @@ def parsed(data: bytes) -> control_pb2.NodeMessage:
 
 
 def each(request: control_pb2.NodeMessage) -> Sequence[control_pb2.NodeMessage]:
-    """The messages that came as one. Raises ProtocolViolationError if there is none."""
+    """The messages that were sent together. Raises ProtocolViolationError if there is none."""
     if request.WhichOneof("body") != "several":
         return (request,)
     if not request.several.messages:
@@ -479,7 +479,7 @@ def each(request: control_pb2.NodeMessage) -> Sequence[control_pb2.NodeMessage]:
 
 
 def measured(message: control_pb2.NodeMessage) -> Measured:
-    """What the limits of a member's messages look at."""
+    """The sizes that the limits of a member's messages apply to."""
     kind, size = message.WhichOneof("body") or "message", message.ByteSize()
     if kind == "step_spans":
         spans = message.step_spans
@@ -488,18 +488,18 @@ def measured(message: control_pb2.NodeMessage) -> Measured:
 
 
 def check_limits(message: control_pb2.NodeMessage, limits: MessageLimits | None) -> None:
-    """Raises ProtocolViolationError for a message beyond the limits."""
+    """Raise ProtocolViolationError for a message beyond the limits."""
     why = None if limits is None else limits.refusal(measured(message), time.monotonic())
     if why is not None:
         raise ProtocolViolationError(why)
 
 
 def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:
-    """The addresses at which a node that calls from `source` may be reached, the most likely first."""
+    """The addresses at which a node that dials from `source` may be reached, the most likely first."""
     address = hello.peer_address
     if not address.startswith(":"):
         return (address,)
-    # If the node named no host, use the one it dials from.
+    # If the node named no host, use the one from which it dials.
     host = join_address(source, 1).rpartition(":")[0]
     mapped = (f"{host}:{hello.mapped_port}",) if hello.mapped_port and ":" not in source else ()
     return tuple(dict.fromkeys((*mapped, f"{host}{address}")))

@@ -34,40 +34,40 @@ from wire.messages import SendLayers, UnitHash
 
 Result = TypeVar("Result")
 MOST_WANTED = 3
-"""Snapshots whose layers are still taken in before they are complete: two are asked for at a time, and nodes
-still hand in an older one."""
+"""The most incomplete snapshots whose layers are still accepted: two are requested at a time, while nodes may
+still upload an older one."""
 MOST_REPEATS = 3
-"""How often a layer may arrive whole, because the answer to its node may be lost."""
+"""How often a complete layer may arrive. The answer to its node may have been lost."""
 log = logging.getLogger(__name__)
 
 Hosts = dict[str, tuple[str, ...]]
-"""Unit -> the nodes that hold its file, in the epoch that asked. The first one uploads it."""
+"""By unit, the nodes that hold its file in the epoch of the request. The first one uploads it."""
 
 
 SAME_SUM = 1e-6
-"""Sums of squares of the same values, added up in another order, differ by less."""
+"""The relative difference below which sums of squares count as equal: the order of addition may differ."""
 AGREE_SECONDS = 600.0
-"""How many seconds an upload waits until its layer's hash is agreed on."""
+"""The seconds for which an upload waits until its layer's hash is agreed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What the layers of a snapshot must be."""
+    """What a snapshot's layers must be."""
 
     units: Mapping[str, UnitHash]
     alone: Collection[str]
-    """Layers that only one node holds; the file must be what it reports."""
+    """Layers that only one node holds. The file must match its report."""
 
 
 class NotDueError(ProtocolViolationError):
-    """An upload for which the run does not wait. A correct node sends one now and then, because the run has
+    """An upload for which the run does not wait. Correct nodes send one now and then, because the run has
     moved on or has another coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadPermit:
-    """The permission for one upload. It is valid for the attempt at its step that was current when it
-    began."""
+    """The permission for one upload. It is valid for the attempt at its step that was current at the
+    start."""
 
     node_id: str
     step: int
@@ -76,9 +76,9 @@ class UploadPermit:
     hosts: Hosts
     agreed: asyncio.Future[Agreement | None]
     weights_alone: bool = False
-    """The file of the layer's weights, ahead of the whole one."""
+    """Whether the file has only the layer's weights, sent before the complete file."""
     is_stored: bool = False
-    """It is not needed any more: what comes is dropped, and counts as stored."""
+    """Whether the upload is no longer needed: it is dropped and counts as stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class _Upload:
     data: bytes
     entry: UnitEntry
     done: asyncio.Future[None]
-    """Resolved when stored; its sender may have gone."""
+    """Resolved when the layer is stored. The sender may have disconnected."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class ServedLayer:
     """A unit's file of a complete snapshot, which is read only when it is needed."""
 
     entry: UnitEntry
-    """What the manifest says about the file."""
+    """The manifest's entry for the file."""
     read: Callable[[], Awaitable[bytes]]
-    """The whole file, its SHA-256 checked. Raises RunError, or DataError of a checkpoint."""
+    """Returns the complete file, its SHA-256 checked. Raises RunError, or DataError for a checkpoint."""
 
 
 class SnapshotHandler:
@@ -114,15 +114,15 @@ class SnapshotHandler:
         self._weights = SnapshotFolder(
             book.directory / WEIGHTS_FOLDER, alone, book.run_id, book.windows, book.scale_of
         )
-        """The weights of the last snapshot, until the whole of it is here."""
+        """The weights of the last snapshot, until the complete snapshot is stored."""
         self._ahead: dict[str, UnitEntry] = {}
-        """The entries of the layers' weights that came in the current attempt."""
+        """The entries of the layers' weights that arrived in the current attempt."""
         self._wanted: dict[int, Hosts] = {}
-        """Snapshots by step, in the order of the requests, including complete ones."""
+        """Requested snapshots by step, in the order of the requests, including complete ones."""
         self._came: Counter[tuple[int, str, str, bool]] = Counter()
-        """How often each node's layers of a wanted step arrived whole, and how often their weights did."""
+        """How often each node's complete layers of a requested step arrived, and how often their weights."""
         self._agreements: dict[int, asyncio.Future[Agreement | None]] = {}
-        """What was agreed on, by step, from the request on; None if the snapshot is not taken."""
+        """What was agreed on, by step, from the request on. None if the snapshot is not taken."""
         self._newest = 0
         """The newest step completed by this process."""
         self._first: dict[str, asyncio.Task[LayerFile]] = {}
@@ -135,14 +135,14 @@ class SnapshotHandler:
     async def run(self) -> None:
         """Store uploads until cancelled.
 
-        Complete uploads are stored and announced even if the sender has disconnected: one may complete a
-        snapshot.
+        Complete uploads are stored and announced even if the sender has disconnected, because one may
+        complete a snapshot.
         """
         while True:
             upload = await self._uploads.get()
             try:
                 manifest = await self._take_in(upload)
-            except Exception as error:  # the waiting sender gets it; the next upload is handled
+            except Exception as error:  # the waiting sender gets it, and the next upload is handled
                 reply = self._error_for(error, upload.permit)
                 if not upload.done.done():
                     upload.done.set_exception(reply)
@@ -153,17 +153,17 @@ class SnapshotHandler:
                 upload.done.set_result(None)
 
     async def expect(self, step: int, rows: Sequence[Sequence[str]]) -> None:
-        """Nodes are about to upload the whole state of `step`; parts of an earlier attempt are discarded.
+        """Nodes will upload the complete state of `step`. Parts of an earlier attempt are discarded.
 
         Args:
-            rows: nodes by stage. The first row uploads; others hold copies, for layers that are refused.
+            rows: nodes by stage. The first row uploads. The others hold copies that replace refused layers.
         """
         held = zip(zip(*rows, strict=True), stage_units(self._config, len(rows[0])), strict=True)
         hosts: Hosts = {unit: nodes for nodes, units in held for unit in units}
         before = self._agreements.get(step)
         self._agreements[step] = asyncio.get_running_loop().create_future()
         others = [other for other in self._wanted if other != step]
-        # Of snapshots that never become complete a few are waited for: each takes a folder on the disk.
+        # Of the snapshots that never become complete only a few are kept, because each takes disk space.
         old = others[: 1 - MOST_WANTED]
         weights_first = has_weights_first(self._config, step)
         if step not in self._wanted and not old and not weights_first:
@@ -185,8 +185,8 @@ class SnapshotHandler:
             )
 
     async def refused(self, permit: UploadPermit) -> None:
-        """A node handed in something that is not a layer of this snapshot. Another node that holds its layers
-        is asked for them; without one, what has arrived of the snapshot is removed."""
+        """A node uploaded something that is not a layer of this snapshot. Another node with its layers is
+        asked; if there is none, what has arrived of the snapshot is removed."""
         async with self._writing:
             if self._wanted.get(permit.step) is permit.hosts and not self._asks_another(permit):
                 await self._forget(permit.step)
@@ -202,28 +202,28 @@ class SnapshotHandler:
         hosts.update({unit: hosts[unit][1:] for unit in units})
         self._run.send(hosts[permit.unit][0], SendLayers(step=permit.step, units=units))
         for unit in units:
-            self._run.layer_received(permit.step, unit)  # nobody waits for this node any more
+            self._run.layer_received(permit.step, unit)  # nothing waits for this node any more
         return True
 
     async def _forget(self, step: int) -> None:
-        """Take in no more of a step, and remove what is there of it if that is not complete."""
+        """Accept no more layers of a step, and remove its layers unless it is complete."""
         self._settle(step, None)
         if self._wanted.pop(step, None) is not None and step > self._newest:
             await asyncio.to_thread(self._folder.discard, step, remove=True)
 
     def agreed(self, step: int, agreement: Agreement) -> None:
-        """Set what the layers of `step` are, as their holders agree. No other file is stored."""
+        """Set what the layers of `step` must be, as their holders agreed. No other file is stored."""
         self._settle(step, agreement)
 
     async def drop(self, step: int) -> None:
-        """No snapshot of `step` is taken. What is handed in counts as stored, and is not."""
+        """Take no snapshot of `step`. Its uploads count as stored but are dropped."""
         self._settle(step, None)
         if step in self._wanted:
             async with self._writing:
                 await asyncio.to_thread(self._folder.discard, step)
 
     async def refuse(self, step: int) -> None:
-        """Set a complete snapshot aside, which is not the run's state."""
+        """Set aside a complete snapshot that is not the run's state."""
         async with self._writing:
             self._newest = min(self._newest, step - 1)
             if step in await asyncio.to_thread(list_snapshots, self._directory):
@@ -261,8 +261,8 @@ class SnapshotHandler:
         return (file or await self._first_layer(unit)).data
 
     async def _first_layer(self, unit: str) -> LayerFile:
-        """A unit's weights of the checkpoint that the run starts from, as a file: read once for all that ask
-        meanwhile."""
+        """A unit's weights from the checkpoint that the run starts from, as a file. It is read once for all
+        requests that come meanwhile."""
         if not self._config.model.from_:
             raise RunError("there is no snapshot of step 0: the run starts from its seed")
         if unit not in self._first:
@@ -275,27 +275,27 @@ class SnapshotHandler:
         return await asyncio.to_thread(lambda: LayerFile.of(weights_file(weights)))
 
     def permit(self, node_id: str, step: int, unit: str, *, weights_alone: bool = False) -> UploadPermit:
-        """Permission to upload a layer, or the weights alone that go ahead of it.
+        """Permission to upload a layer, or only its weights before the layer.
 
-        Uploads go on after their epoch ends, so the host that counts is that of the epoch that asked last.
-        When a step is asked for again its state may have other bits: uploads that began earlier are dropped.
+        Uploads continue after their epoch ends, so the host of the epoch of the newest request counts. When a
+        step is requested again, its state may have other bits, so earlier uploads are dropped.
 
         Raises:
-            NotDueError: nobody asked for it, or another node uploads it.
-            ProtocolViolationError: there is no such unit, or it has come whole too often.
+            NotDueError: the layer was not requested, or another node uploads it.
+            ProtocolViolationError: there is no such unit, or it has arrived too often.
         """
         most_bytes = self._book.most_bytes(unit)
         hosts = self._wanted.get(step)
         if hosts is None:
-            raise NotDueError(f"nobody asked for a snapshot of step {step}")
+            raise NotDueError(f"no snapshot of step {step} was requested")
         if hosts[unit][0] != node_id:
             raise NotDueError(
-                f"layer {unit} of the snapshot of step {step} must come from another node, not from {node_id}"
+                f"layer {unit} of the snapshot of step {step} must come from another node than {node_id}"
             )
         if weights_alone and not has_weights_first(self._config, step):
-            raise ProtocolViolationError(f"the weights of step {step} do not go ahead")
+            raise ProtocolViolationError(f"the weights of step {step} are not sent ahead")
         if self._came[step, unit, node_id, weights_alone] >= MOST_REPEATS:
-            raise ProtocolViolationError(f"layer {unit} of step {step} came {MOST_REPEATS} times before")
+            raise ProtocolViolationError(f"layer {unit} of step {step} has arrived {MOST_REPEATS} times")
         return UploadPermit(
             node_id=node_id,
             step=step,
@@ -308,9 +308,9 @@ class SnapshotHandler:
         )
 
     async def weights_ahead(self, permit: UploadPermit) -> bytes:
-        """The weights that came ahead of a layer, as they stand in its file. Raises NotDueError without."""
+        """The weights that were sent ahead of a layer, as bytes of its file. Raises NotDueError if none."""
         if (entry := self._ahead.get(permit.unit)) is None:
-            raise NotDueError(f"no weights of layer {permit.unit} came ahead of step {permit.step}")
+            raise NotDueError(f"no weights of layer {permit.unit} were sent ahead of step {permit.step}")
         path = snapshot_directory(self._directory.with_name(WEIGHTS_FOLDER), permit.step) / entry.file
 
         def read() -> bytes:
@@ -323,11 +323,11 @@ class SnapshotHandler:
         return await asyncio.to_thread(read)
 
     async def put(self, permit: UploadPermit, file: LayerFile) -> None:
-        """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored. Drop
-        the file if its step is stored already.
+        """Wait until the unit's hash is agreed on, pass its file to `run`, and wait until it is stored. Drop
+        the file if its step is already stored.
 
-        Raises RunError when the disk or the database fails, WrongLayerError for a file that is not what was
-        agreed on, NotDueError if the step was asked for again meanwhile.
+        Raises RunError when the disk or the database fails, WrongLayerError for a file that differs from the
+        agreed one, NotDueError if the step was requested again meanwhile.
         """
         if self._wanted.get(permit.step) is permit.hosts:
             self._came[permit.step, permit.unit, permit.node_id, permit.weights_alone] += 1
@@ -340,26 +340,26 @@ class SnapshotHandler:
             return
         try:
             entry = await asyncio.to_thread(self._examined, permit, file, agreement)
-        except Exception as error:  # the sender gets it, whatever it is
+        except Exception as error:  # the sender gets any error
             raise self._error_for(error, permit) from None
         done = asyncio.get_running_loop().create_future()
         self._uploads.put_nowait(_Upload(permit=permit, data=file.data, entry=entry, done=done))
-        # On a full disk the call would time out. Nobody counts on the layer before it is stored.
+        # On a full disk, the call would time out. Nothing relies on the layer before it is stored.
         full = asyncio.create_task(self._book.disk.full())
         try:
             await asyncio.wait({done, full}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             full.cancel()
-            # Nobody waits any longer, if it is not done: its error would be reported as never retrieved.
+            # If it is not done, nothing waits for it, and its error would be reported as never retrieved.
             done.cancel()
         if not done.cancelled():
             done.result()
 
     async def _agreement(self, permit: UploadPermit) -> Agreement | None:
-        """What the layers of this snapshot are; None if it is not taken."""
+        """What this snapshot's layers must be; None if it is not taken."""
         await asyncio.wait([permit.agreed], timeout=AGREE_SECONDS)
         if not permit.agreed.done():
-            raise RunError(f"it is not known yet what layer {permit.unit} of step {permit.step} is")
+            raise RunError(f"the hash of layer {permit.unit} of step {permit.step} is not agreed on yet")
         agreement = permit.agreed.result()
         if agreement is None and permit.step >= self._newest:
             self._check_current(permit)
@@ -368,7 +368,7 @@ class SnapshotHandler:
     def _examined(self, permit: UploadPermit, file: LayerFile, agreement: Agreement) -> UnitEntry:
         """Check that this file is the agreed one. Runs on a thread.
 
-        Raises WrongLayerError, or ProtocolViolationError if no run can continue from it.
+        Raises WrongLayerError, or ProtocolViolationError if no run can continue from the file.
         """
         agreed = agreement.units[permit.unit]
         wrong = WrongLayerError(permit.node_id, permit.step, permit.unit)
@@ -378,10 +378,10 @@ class SnapshotHandler:
         entry, sums = folder.check(permit.step, permit.unit, file)
         expected = (agreed.weights, 0.0, 0.0) if permit.weights_alone else agreed[1:4]
         same = all(math.isclose(*pair, rel_tol=SAME_SUM) for pair in zip(sums, expected, strict=True))
-        # A run that went back stores earlier steps again.
+        # A run that has gone back stores earlier steps again.
         went_ahead = has_weights_first(self._config, permit.step) and not permit.weights_alone
         ahead = self._ahead.get(permit.unit) if went_ahead else None
-        # Who holds a layer alone says both of its hashes: they must be of the same weights.
+        # The only holder of a layer reports both of its hashes, which must be of the same weights.
         same = same and (ahead is None or ahead.weights_sha256 == entry.weights_sha256)
         if permit.unit in agreement.alone and not same:
             raise wrong
@@ -411,7 +411,7 @@ class SnapshotHandler:
     async def _take_in_weights(self, upload: _Upload) -> None:
         step, unit, entry = upload.permit.step, upload.permit.unit, upload.entry
         if unit in self._ahead:
-            return  # the answer to its node was lost
+            return  # the answer to its node was lost before
         manifest = await self._book.disk.write(self._weights.put, step, unit, upload.data, entry)
         self._ahead[unit] = entry
         if manifest is not None:
@@ -420,22 +420,22 @@ class SnapshotHandler:
     def _check_current(self, permit: UploadPermit) -> None:
         if self._wanted.get(permit.step) is not permit.hosts:
             raise NotDueError(
-                f"step {permit.step} was requested again while its layer {permit.unit} was on its way"
+                f"step {permit.step} was requested again during the upload of its layer {permit.unit}"
             )
 
     async def _whole(self, step: int, read: Callable[[], Result]) -> Result:
-        """Run `read` on the snapshot of `step` on a thread; a damaged snapshot is set aside."""
+        """Run `read` on the snapshot of `step` on a thread. A damaged snapshot is set aside."""
         try:
             return await asyncio.to_thread(read)
         except SnapshotDamagedError:
-            # Before the node gets its error: the step it fails must run again from an older snapshot.
+            # Before the node gets its error, because the step that it fails must run from an older snapshot.
             await self._go_back(step)
             raise
 
     async def _go_back(self, step: int) -> None:
-        """Set a damaged snapshot aside, if there is an older one to fall back on.
+        """Set a damaged snapshot aside, if there is an older one to return to.
 
-        Shielded: it happens even if the node that found the damage disconnects.
+        It is shielded, so that it happens even if the node that found the damage disconnects.
         """
         task = asyncio.create_task(self._set_aside(step))
         self._setting_aside.add(task)
@@ -446,7 +446,7 @@ class SnapshotHandler:
         async with self._writing:
             complete = await asyncio.to_thread(list_snapshots, self._directory)
             if step not in complete:
-                return  # set aside or pruned since
+                return  # it has been set aside or pruned
             if step < complete[-1]:
                 await asyncio.to_thread(set_aside, self.path(step))
                 await asyncio.to_thread(self._store.delete_snapshot, step)
@@ -457,20 +457,20 @@ class SnapshotHandler:
             news = checked.news() if checked.whole else ""
             self._run.snapshot_lost(step, checked.whole, news)
             if checked.whole:
-                # Later steps will be asked for again and must then be stored.
+                # Later steps will be requested again, and must be stored then.
                 self._newest = min(self._newest, checked.whole)
                 for other, _ in checked.damaged:
                     await asyncio.to_thread(self._store.delete_snapshot, other)
 
     def _error_for(self, error: Exception, permit: UploadPermit) -> Exception:
-        """The error that the sender gets; failures of the disk or the database end the run."""
+        """The error that the sender gets. Failures of the disk or the database end the run."""
         if isinstance(error, ThinwireError | OSError):
             if isinstance(error, RunError):
                 self._run.fail(str(error))
             return error
-        log.error("layer %s of step %d could not be taken in", permit.unit, permit.step, exc_info=error)
+        log.error("layer %s of step %d could not be stored", permit.unit, permit.step, exc_info=error)
         return RunError(
-            f"the coordinator could not take in layer {permit.unit} of step {permit.step}: its log says why"
+            f"the coordinator could not store layer {permit.unit} of step {permit.step}: see its log"
         )
 
     def _store_unit(self, upload: _Upload) -> Manifest | None:
@@ -482,7 +482,7 @@ class SnapshotHandler:
                 self._weights.remove(step)
             complete = self._folder.steps()
             held = self._book.held(complete)
-            # Nobody goes back to what is older and incomplete, and its uploads may never complete.
+            # No run returns to older, incomplete snapshots, whose uploads may never complete.
             self._folder.hold(held)
             for step in {*complete}.difference(held):
                 self._store.delete_snapshot(step)

@@ -1,6 +1,6 @@
-"""What the coordinator makes from every n-th snapshot: model folders, and samples of text.
+"""What the coordinator produces from every n-th snapshot: model folders and samples of text.
 
-The run depends on neither and waits for neither.
+The run neither depends on them nor waits for them.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from wire.errors import ThinwireError, shortened
 Emit = Callable[[events.Event], None]
 
 SAMPLE_TOKENS = 64
-"""Most tokens after a prompt."""
+"""The most tokens after a prompt."""
 MOST_TEXT = 1000
-"""Characters kept of what a model adds to a prompt."""
+"""The most characters that are kept of a continuation."""
 SAMPLE_SECONDS = 600.0
-"""The longest that the samples of one snapshot may take."""
+"""The most seconds for the samples of one snapshot."""
 LAST_SECONDS = 60.0
-"""The longest that the end of a run waits for those of its last snapshot."""
+"""The most seconds for which the end of a run waits for the last snapshot's exports and samples."""
 MEMORY_SHARE = 0.5
-"""The share of the free main memory that the sampled model may take."""
+"""The share of free main memory that the sampled model may use."""
 log = logging.getLogger(__name__)
 
 
 class EveryNth:
-    """Which snapshots are due: every n-th, and that of the last step."""
+    """Which snapshots are due: every n-th, and the one of the last step."""
 
     def __init__(self, config: RunConfig, every: int) -> None:
         """`every`: 0 for none."""
@@ -49,14 +49,14 @@ class EveryNth:
         self._last = config.run.steps
 
     def is_due(self, step: int) -> bool:
-        """Whether this snapshot is. Ask once for each."""
+        """Whether this snapshot is due. Call it once for each."""
         self._count += 1
         number = self._count if self._by_time else step
         return self._every > 0 and (number % self._every == 0 or step == self._last)
 
 
 class SnapshotExports:
-    """Writes every n-th snapshot as a Hugging Face folder, `exports/step-N` in the run directory."""
+    """Exports every n-th snapshot as a Hugging Face folder, `exports/step-N` in the run directory."""
 
     def __init__(self, config: RunConfig, run_directory: Path) -> None:
         self._nth = EveryNth(config, config.training.export_every)
@@ -69,7 +69,7 @@ class SnapshotExports:
             self._due.put_nowait(step)
 
     async def run(self) -> None:
-        """Export until cancelled. A failed export is logged: the run does not depend on it."""
+        """Export until cancelled. A failed export is only logged, because the run does not depend on it."""
         while True:
             step = await self._due.get()
             out = snapshot_directory(self._run_directory / "exports", step)
@@ -89,11 +89,11 @@ class SnapshotExports:
 class SnapshotSamples:
     """Lets every n-th snapshot continue `data.prompts`, by `thinwire sample` in a separate process.
 
-    A snapshot that comes while an earlier one is sampled waits, and is skipped if a later one comes.
+    A snapshot waits while an earlier one is sampled, and is skipped if a later one completes.
     """
 
     def __init__(self, config: RunConfig, run_directory: Path, emit: Emit, free_bytes: int) -> None:
-        """`free_bytes`: of this machine's main memory; 0 if unknown."""
+        """`free_bytes`: the free main memory of this machine; 0 if unknown."""
         self._prompts = config.data.prompts
         self._nth = EveryNth(config, config.data.prompts_every)
         self._command = [*program("cli.main"), "sample", "--json", "--tokens", str(SAMPLE_TOKENS)]
@@ -102,21 +102,21 @@ class SnapshotSamples:
         self._emit = emit
         self._why_not = _why_not(config, free_bytes) if self._prompts else ""
         self._due = 0
-        """The step of the newest snapshot that is due and not sampled yet; 0 if there is none."""
+        """The step of the newest snapshot that is due and not sampled; 0 if there is none."""
         self._came = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._given_up = False
         self._told: set[str] = set()
 
     def stored(self, step: int, *, is_here: bool) -> None:
-        """A snapshot is complete; `is_here`: on the coordinator's disk."""
+        """A snapshot is complete. `is_here`: it is on the coordinator's disk."""
         if not self._prompts or self._why_not or not self._nth.is_due(step):
             return
         if is_here:
             self._due = step
             self._came.set()
         else:
-            self._tell("data.prompts wait: snapshots are kept elsewhere, so only those that come here answer")
+            self._tell("data.prompts wait: snapshots are kept elsewhere, and only local ones are sampled")
 
     async def run(self) -> None:
         """Sample snapshots until cancelled."""
@@ -128,7 +128,7 @@ class SnapshotSamples:
             await self._sample(SAMPLE_SECONDS)
 
     async def finish(self) -> None:
-        """Sample the newest snapshot that is due, if it was not sampled, after `run` was cancelled."""
+        """After `run` was cancelled, sample the newest snapshot that is due and not sampled."""
         if not self._given_up:
             await self._sample(LAST_SECONDS)
 
@@ -147,7 +147,7 @@ class SnapshotSamples:
                 samples = await self._answers()
         except TimeoutError:
             self._tell(f"data.prompts were not sampled within {seconds:.0f} s")
-        except (OSError, ValueError, LookupError, ThinwireError) as error:  # what it printed may be no answer
+        except (OSError, ValueError, LookupError, ThinwireError) as error:  # its output may be invalid
             self._tell(f"data.prompts were not sampled: {error}")
         else:
             for sample in samples:
@@ -156,17 +156,17 @@ class SnapshotSamples:
             self._due = 0
 
     async def _answers(self) -> list[events.SampleMade]:
-        """How the model of the newest snapshot continues the prompts. Raises ThinwireError and OSError."""
+        """The newest snapshot's continuations of the prompts. Raises ThinwireError and OSError."""
         nice = ["nice", "-n", "10"] if shutil.which("nice") else []
         threads = max(1, (os.cpu_count() or 1) // 4)  # nodes may compute on this machine too
         self._process = process = await asyncio.create_subprocess_exec(
-            # Maybe a later one by now: short steps remove old snapshots while torch is loaded.
+            # Sample the newest one, because short steps remove old snapshots while torch loads.
             *(*nice, *self._command, "--step", "last", "--", str(self._run_directory), *self._prompts),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            start_new_session=True,  # Ctrl-C is for the coordinator
+            start_new_session=True,  # the coordinator handles Ctrl-C
         )
         try:
             output, errors = await process.communicate()
@@ -186,14 +186,14 @@ class SnapshotSamples:
         ]
 
     def _tell(self, line: str) -> None:
-        """Once: the next snapshot would say the same."""
+        """Show the line once: the next snapshot would produce the same one."""
         if line not in self._told:
             self._told.add(line)
             self._emit(events.Notice(text=line))
 
 
 def _why_not(config: RunConfig, free_bytes: int) -> str:
-    """Why this machine cannot sample the run's model, or empty."""
+    """Why this machine cannot sample the run's model; empty if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed here"
     model = config.model

@@ -1,9 +1,9 @@
 """The coordinator's database: one SQLite file in the run's directory, which survives any crash.
 
-A method returns only after its change is on disk (WAL, synchronous=FULL). One connection behind one lock:
-call it from any thread, but never from an event loop. Other processes may have the file open at the same
-time, such as `thinwire token create` beside a running coordinator. Writers take turns by BEGIN IMMEDIATE
-and wait some seconds.
+A method returns only after its change is on disk (WAL, synchronous=FULL). One lock protects the connection:
+call it from any thread, but never from an event loop. Other processes may have the file open, such as
+`thinwire token create` beside a running coordinator. Writers take turns by BEGIN IMMEDIATE and wait some
+seconds.
 
 Times are Unix seconds.
 """
@@ -39,7 +39,7 @@ _CLOSED = 2
 """The value of the column `revoked` for a token that was closed."""
 DATABASE_FILE = "run.db"
 SCHEMA_VERSION = 2
-"""Schema 1 is the same without the tables that a run had no use for yet."""
+"""Schema 1 lacks the tables that had no use yet."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
@@ -86,12 +86,12 @@ CREATE TABLE IF NOT EXISTS decisions (
 """
 
 NORMS_KEPT = 4096
-"""Steps. A run that goes back further judges its first steps by norms of the whole model."""
+"""The steps whose norms are kept. A run that returns further compares norms of the whole model first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The run's identity. Only the advertised addresses change."""
+    """The run's identity. Only the advertised addresses can change."""
 
     run_id: str
     config_json: str
@@ -102,12 +102,12 @@ class RunRecord:
     protocol: int
     created: float
     addresses: tuple[str, ...]
-    """host:port pairs that go into join tokens; empty until the coordinator listens."""
+    """host:port pairs for join tokens; empty until the coordinator listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An admitted node. `evicted` is when the operator shut it out, else None."""
+    """An admitted node. `evicted`: when the operator evicted it, or None."""
 
     node_id: str
     public_key_hash: bytes
@@ -123,9 +123,9 @@ class Eviction:
     node_id: str
     at: float
     tokens: tuple[TokenRecord, ...]
-    """The tokens that admitted the node, as they were before."""
+    """The tokens that admitted the node, as they were before the eviction."""
     evicted: frozenset[bytes]
-    """Keys of all evicted nodes."""
+    """The keys of all evicted nodes."""
     keeps_token: bool
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class PlacedNode:
-    """A node that hosts a stage in an epoch, and where its neighbours reach it."""
+    """A node that hosts a stage in an epoch, and the address at which neighbours reach it."""
 
     stage: int
     node_id: str
@@ -163,11 +163,11 @@ class StepRecord:
     step: int
     epoch: int
     loss: float
-    """Not a number where no token counts as a label."""
+    """NaN if no token counts as a label."""
     grad_norm: float
     lr: float
     clip: float
-    """The clip coefficient, which gradients are multiplied by."""
+    """The coefficient by which gradients were multiplied for clipping."""
     tokens: int
     seconds: float
     committed_at: float
@@ -180,7 +180,7 @@ class StepOutcome(Enum):
     REPEATED = "repeated"
     """The step was recorded before, with the same bits of loss."""
     DIFFERS = "differs"
-    """The step was recorded before with another loss: the run is not reproducible. The newest loss counts."""
+    """The step was recorded with another loss, so the run is not reproducible. The newest loss counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Store:
 
     @classmethod
     def create(cls, directory: Path, *, run_id: str, config_json: str, pin: bytes, now: float) -> "Store":
-        """Start a run's database in `directory` (made 0700). UserError when it holds a run already."""
+        """Create a run's database in `directory` (mode 0700). UserError if the directory has a run."""
         make_private_directory(directory)
         path = directory / DATABASE_FILE
         create_private(path, b"")
@@ -232,7 +232,7 @@ class Store:
                 db.execute("PRAGMA journal_mode = WAL")
             with store.writing() as db:
                 if db.execute("PRAGMA user_version").fetchone()[0]:
-                    raise UserError(f"{directory} holds a run already: resume it, or choose another")
+                    raise UserError(f"{directory} already has a run: resume it, or choose another directory")
                 _create_tables(db)
                 db.execute(
                     "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, '[]')",
@@ -245,10 +245,10 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path) -> "Store":
-        """Open an existing run's database. UserError when there is none or another version wrote it."""
+        """Open an existing run's database. UserError if there is none or another version wrote it."""
         path = directory / DATABASE_FILE
         if not path.is_file():
-            raise UserError(f"{directory} holds no run (no {DATABASE_FILE}): give a run's directory")
+            raise UserError(f"{directory} has no run (no {DATABASE_FILE}): give a run's directory")
         store = cls(path, connect(path))
         try:
             with store.reading() as db:
@@ -264,7 +264,7 @@ class Store:
             raise UserError(f"{path} was never finished: {remedy}")
         raise UserError(
             f"{path} has schema {version} and this thinwire reads schema {SCHEMA_VERSION}: "
-            "use the version of thinwire that made it"
+            "use the version of thinwire that created it"
         )
 
     def close(self) -> None:
@@ -287,21 +287,21 @@ class Store:
             return _run(db)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """The join port's host:port pairs for tokens created from now on, by whichever process."""
+        """Set the join port's host:port pairs for tokens that any process creates from now on."""
         with self.writing() as db:
             db.execute("UPDATE run SET addresses = ?", (json.dumps(list(addresses)),))
 
     def set_config(self, config_json: str) -> None:
-        """Replace the resolved run config: a resumed run may go on with other stages or addresses."""
+        """Replace the resolved run config: a resumed run may have other stages or addresses."""
         with self.writing() as db:
             db.execute("UPDATE run SET config_json = ?", (config_json,))
 
     # ---- tokens
 
     def create_token(self, now: float, ttl: timedelta, uses: int) -> tuple[TokenRecord, JoinToken]:
-        """Issue a token for `uses` nodes, valid for `ttl`. The store keeps only the hash of its secret."""
+        """Create a token for `uses` nodes, valid for `ttl`. The store keeps only the hash of its secret."""
         if uses < 1 or ttl <= timedelta(0):
-            raise UserError(f"a token of {uses} uses and {ttl} admits nobody: both must be more than zero")
+            raise UserError(f"a token with {uses} uses for {ttl} admits no node: both must be above zero")
         secret = new_secret()
         expires = now + ttl.total_seconds()
         with self.writing() as db:
@@ -322,7 +322,7 @@ class Store:
             return _tokens(db, "1")
 
     def revoke_token(self, token_id: str) -> bool:
-        """Stop a token from admitting; nodes that it admitted stay. False for an unknown id."""
+        """Let a token admit no more nodes. Admitted nodes stay. False for an unknown id."""
         if not token_id.isascii():
             return False
         with self.writing() as db:
@@ -332,12 +332,12 @@ class Store:
     def admit_token(
         self, token_id: str, secret: bytes, member: Member, useless: Refusal | None = None
     ) -> Decision:
-        """Apply the token rules at `member.joined`: when admitted, use and member are written as one.
+        """Apply the token rules at `member.joined`. Admission records use and member in one transaction.
 
         A refusal changes nothing. The same key may ask again and is admitted without another use.
 
         Args:
-            useless: why the run cannot use this node; said only to holders of a valid token.
+            useless: why the run cannot use this node. It is only reported to holders of a valid token.
         """
         with self.writing() as db:
             records = _tokens(db, "token_id = ?", token_id)
@@ -358,12 +358,12 @@ class Store:
             return decision
 
     def withdraw(self, token_id: str, public_key_hash: bytes) -> bool:
-        """Give back the use of a node that was admitted and cannot come; False if it has come, or is none."""
+        """Give back the use of an admitted node that cannot join. False if it has joined or is unknown."""
         with self.writing() as db:
             return _withdraw(db, token_id, public_key_hash)
 
     def claim(self, node_ids: Collection[str]) -> None:
-        """These nodes have come: the uses by which they were admitted are spent."""
+        """These nodes have joined, so their uses of tokens are spent."""
         with self.writing() as db:
             db.executemany(
                 "DELETE FROM unclaimed WHERE public_key_hash = "
@@ -374,7 +374,7 @@ class Store:
     # ---- members and their places
 
     def members(self) -> list[Member]:
-        """All nodes that were ever admitted, evicted ones too, in the order of joining."""
+        """All nodes that were ever admitted, including evicted ones, in the order of joining."""
         with self.reading() as db:
             return _members(db, "1")
 
@@ -384,7 +384,7 @@ class Store:
             return rows[0] if rows else None
 
     def restore_members(self, members: Sequence[Member]) -> None:
-        """Put back members of a damaged database, evicted ones as evicted."""
+        """Restore members of a damaged database, including evictions."""
         with self.writing() as db:
             for member in members:
                 _put_member(db, member)
@@ -392,14 +392,14 @@ class Store:
                 db.execute("UPDATE members SET evicted = ? WHERE node_id = ?", values)
 
     def evict(self, node_id: str, now: float, *, keep_token: bool = False) -> "Eviction | None":
-        """Shut a node out: its key is never admitted again. None for one that is no member.
+        """Evict a node: its key is never admitted again. None if it is not a member.
 
-        Nor is another key by its token, or it would be back at once; nodes that the token admitted stay.
+        Its token admits no other key either, or the node would return at once. Other admitted nodes stay.
 
         Args:
-            keep_token: the token's remaining uses stay.
+            keep_token: whether the token's remaining uses stay valid.
         """
-        if not node_id.isascii():  # as no id is; and SQLite has no form for half a surrogate pair
+        if not node_id.isascii():  # no id is, and SQLite cannot store unpaired surrogates
             return None
         with self.writing() as db:
             rows = _members(db, "node_id = ?", node_id)
@@ -418,12 +418,12 @@ class Store:
             return Eviction(node_id, now, tuple(tokens), frozenset(out), keeps_token=keep_token)
 
     def evicted(self) -> list[str]:
-        """The nodes for which `evict` was called."""
+        """The evicted nodes."""
         with self.reading() as db:
             return [row[0] for row in db.execute("SELECT node_id FROM members WHERE evicted IS NOT NULL")]
 
     def record_placement(self, epoch: int, nodes: Sequence[PlacedNode]) -> None:
-        """Record the hosts of an epoch; recording the same epoch again replaces them."""
+        """Record the hosts of an epoch. Recording the same epoch again replaces them."""
         with self.writing() as db:
             db.execute("DELETE FROM placements WHERE epoch = ?", (epoch,))
             first = [(epoch, node.stage, node.node_id, node.address) for node in nodes if not node.replica]
@@ -433,7 +433,7 @@ class Store:
             db.executemany("INSERT INTO placed_rows VALUES (?, ?, ?, ?, ?)", others)
 
     def placement(self, epoch: int) -> list[PlacedNode]:
-        """The nodes of an epoch by stage, row after row; empty when none was recorded."""
+        """The nodes of an epoch by stage, row after row; empty if none was recorded."""
         with self.reading() as db:
             query = "SELECT stage, node_id, address FROM placements WHERE epoch = ? ORDER BY stage"
             nodes = [PlacedNode(*row) for row in db.execute(query, (epoch,))]
@@ -444,7 +444,7 @@ class Store:
             return nodes + [PlacedNode(*row) for row in db.execute(query, (epoch,))]
 
     def last_epoch(self) -> int:
-        """The highest epoch that was recorded; 0 before the first."""
+        """The highest recorded epoch; 0 before the first."""
         with self.reading() as db:
             epoch: int = db.execute("SELECT coalesce(max(epoch), 0) FROM placements").fetchone()[0]
             return epoch
@@ -452,13 +452,13 @@ class Store:
     # ---- steps, snapshots
 
     def record_step(self, step: StepRecord, norms: Mapping[int, float] | None = None) -> StepOutcome:
-        """Record a committed step. A replayed step with the same bits changes nothing.
+        """Record a committed step. A repeated step with the same bits changes nothing.
 
-        A step with other bits replaces the recorded one and deletes all later ones: they grew from the old
-        state, and the highest step on record must be the newest commit.
+        A step with other bits replaces the recorded one and deletes all later ones: they are based on the old
+        state, and the highest recorded step must be the newest commit.
 
         Args:
-            norms: squared gradient norms by the number of the layer unit.
+            norms: squared gradient norms by the layer unit's number.
         """
         with self.writing() as db:
             row = db.execute("SELECT * FROM steps WHERE step = ?", (step.step,)).fetchone()
@@ -480,7 +480,7 @@ class Store:
             return [_step(row) for row in rows]
 
     def steps_with_clip(self, clip: float) -> list[int]:
-        """The numbers of the committed steps that have this clip coefficient, in order."""
+        """The numbers of the committed steps with this clip coefficient, in order."""
         query = "SELECT step FROM steps WHERE clip = ? ORDER BY step"
         with self.reading() as db:
             return [row[0] for row in db.execute(query, (clip,))]
@@ -509,14 +509,14 @@ class Store:
             db.executemany("INSERT INTO snapshot_layers VALUES (?, ?, ?)", values)
 
     def is_on_record(self, manifest: Manifest) -> bool:
-        """Whether a snapshot's layers are those on record; True if none of its step are."""
+        """Whether a snapshot's layers are the recorded ones; True if none of its step are recorded."""
         with self.reading() as db:
             query = "SELECT unit, sha256 FROM snapshot_layers WHERE step = ?"
             known = dict(db.execute(query, (manifest.step,)).fetchall())
         return not known or known == {layer.unit: layer.sha256 for layer in manifest.units}
 
     def snapshots(self) -> list[SnapshotRecord]:
-        """All snapshots by step, incomplete ones too."""
+        """All snapshots by step, including incomplete ones."""
         with self.reading() as db:
             rows = db.execute("SELECT * FROM snapshots ORDER BY step")
             return [SnapshotRecord(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
@@ -533,7 +533,7 @@ class Store:
         return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
 
     def best_of(self, steps: Iterable[int]) -> int | None:
-        """The step among these with the least held-out loss; None if none has one."""
+        """The step with the least held-out loss among these; None if none has one."""
         losses = {
             record.step: record.uncompressed
             for record in self.held_out()
@@ -542,7 +542,7 @@ class Store:
         return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
 
     def delete_snapshot(self, step: int) -> bool:
-        """Delete a snapshot's record (its files are the caller's). False when there was none."""
+        """Delete a snapshot's record but not its files. False if there was none."""
         with self.writing() as db:
             db.execute("DELETE FROM snapshot_layers WHERE step = ?", (step,))
             return db.execute("DELETE FROM snapshots WHERE step = ?", (step,)).rowcount == 1
@@ -551,7 +551,7 @@ class Store:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One durable transaction: all of the block or, if it raises, nothing."""
+        """One durable transaction: the complete block or, if it raises, nothing."""
         with self.reading() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -609,7 +609,7 @@ def _tokens(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[To
 
 
 def _withdraw(db: sqlite3.Connection, token_id: str, public_key_hash: bytes) -> bool:
-    """Forget a member that has never come, and free its use. One that was evicted stays shut out."""
+    """Delete a member that has never joined, and free its use of the token. An evicted one stays evicted."""
     key = (public_key_hash,)
     bound = "SELECT 1 FROM token_bindings WHERE token_id = ? AND public_key_hash = ?"
     if db.execute(bound, (token_id, *key)).fetchone() is None:
@@ -636,7 +636,7 @@ def _refuse_member(db: sqlite3.Connection, member: Member) -> Refusal | None:
 
 
 def _put_member(db: sqlite3.Connection, member: Member) -> None:
-    """A node that joins again keeps its first joining time; its hardware may have changed."""
+    """Insert or update a member. It keeps its first joining time; its hardware may have changed."""
     hardware = member.hardware
     db.execute(
         "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, NULL) ON CONFLICT (node_id) DO UPDATE SET "
@@ -670,7 +670,7 @@ def _what_it_did(step: StepRecord) -> tuple[float, ...]:
 
 
 def _float(value: float | None) -> float:
-    """SQLite has no NaN: it stores NULL."""
+    """The value, where NULL is NaN, because SQLite cannot store NaN."""
     return math.nan if value is None else value
 
 

@@ -114,12 +114,12 @@ def play(scene: Scene) -> None:
     ]
     wait_for_step(first, CHANGED_AT)
     scene.open("operator", "set", run, "pipeline.window=2", show="set runs/friends-1 pipeline.window=2")
-    first.wait_for("the run goes on with pipeline.window=2")
+    first.wait_for("the run continues with pipeline.window=2")
     wait_for_step(first, STOPPED_AT)
     first.process.send_signal(signal.SIGINT)
     first.process.wait(LIMIT_SECONDS)
     for friend in friends:
-        friend.wait_for("for the run to go on")
+        friend.wait_for("for the run to continue")
     second = scene.open(
         "coordinator", "resume", run, f"run.steps={MORE}", show=f"resume runs/friends-1 run.steps={MORE}"
     )

@@ -374,7 +374,7 @@ async def test_changes_need_the_key_and_are_carried_out(store: Store) -> None:
         assert (await ask({"action": "set", "id": "  "}))[0] == 400
         assert (await ask({"action": "set", "id": "model.hidden=1"}))[0] == 400
         assert (await ask({"action": "stop"}))[0] == 200
-        change = "the run goes on with pipeline.window=2, training.lr=2e-3"
+        change = "the run continues with pipeline.window=2, training.lr=2e-3"
         assert controls.asked == ["save", change, "stop: stopped by the operator"]
         assert len(told) == 3
 

@@ -435,7 +435,7 @@ async def test_another_runs_coordinator_does_not_get_the_secret(start: Start, tm
 async def test_a_directory_belongs_to_one_run(start: Start, tmp_path: Path) -> None:
     ours, theirs = await start("run-a"), await start("run-b")
     identity, _ = await enrol(ours.token(), tmp_path / "node", HARDWARE)
-    with pytest.raises(UserError, match="holds an identity of run run-a and the join token is for run-b"):
+    with pytest.raises(UserError, match="has an identity of run run-a and the join token is for run-b"):
         await enrol(theirs.token(), tmp_path / "node", HARDWARE)
     assert NodeIdentity.load(tmp_path / "node") == identity
     with pytest.raises(UserError, match="cannot be read: Not a directory"):
@@ -585,7 +585,7 @@ async def test_a_request_comes_in_time_or_the_call_ends(
         monkeypatch.setattr(enrolment_service, "REQUEST_SECONDS", 0.05)
         silent: Any = channel.stream_unary(path)()
         assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert await silent.details() == "no join request came"
+        assert await silent.details() == "no join request arrived"
     assert coordinator.trace() == before
 
 

@@ -67,4 +67,4 @@ def test_steps_that_run_again_have_the_codecs_on_record(prefork: Prefork, tmp_pa
             assert plan is not None
             flows = {(flow.kind, flow.codec) for link in costs.links for flow in link.flows if flow.bytes}
             assert flows == {("activation", plan.activations[0]), ("gradient", plan.gradients[0])}
-        assert not [one for one in second.all(Notice) if "gave another loss" in one.text]
+        assert not [one for one in second.all(Notice) if "with a different loss" in one.text]

@@ -86,7 +86,7 @@ def test_no_room_for_a_snapshot(prefork: Prefork, tmp_path: Path) -> None:
         coordinator = run.start(wrapper=on_small_disk(run.run_dir / "snapshots", "1000k", tmp_path))
         nodes = run.add_nodes(2)
         paused = coordinator.wait_event(Notice, lambda told: told.text.startswith("paused: "))
-        assert "disk full: " in paused.text and "goes on by itself once there is room" in paused.text
+        assert "disk full: " in paused.text and "the run continues when there is space" in paused.text
         started = read_view(run.run_dir)[0].started
         assert started is not None
         os.kill(started.process_id, signal.SIGINT)  # ends after a snapshot, for which there is no room

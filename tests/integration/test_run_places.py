@@ -136,5 +136,5 @@ def test_steps_that_run_again_have_the_split_that_they_had(prefork: Prefork, tmp
         assert again.wait_exit() == 0
         assert [started.first_step for started in again.all(RunStarted)] == [4, 6]
         assert [placed.blocks for placed in again.all(PlacementMade)] == [(3, 2), (4, 1)]
-        assert not any("another loss" in notice.text for notice in again.all(Notice))
+        assert not any("a different loss" in notice.text for notice in again.all(Notice))
         assert run.losses == losses

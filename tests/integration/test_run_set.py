@@ -26,7 +26,7 @@ def test_a_run_goes_on_with_other_settings_and_the_same_nodes(prefork: Prefork, 
         assert "model.hidden cannot change once a run has begun" in refused.stderr
         same = run.command("set", str(run.run_dir), "pipeline.window=auto")
         assert same.wait_exit() == 2
-        assert "pipeline.window=auto is what the run has already" in same.stderr
+        assert "the run already has pipeline.window=auto" in same.stderr
         taken = run.command("set", str(run.run_dir), "pipeline.window=3", "run.snapshot_every=5")
         assert taken.wait_exit() == 0
         assert not (run.run_dir / REQUEST_FILE).exists()
@@ -35,7 +35,7 @@ def test_a_run_goes_on_with_other_settings_and_the_same_nodes(prefork: Prefork, 
         assert first.wait_exit() == 0
         assert [node.wait_exit() for node in nodes] == [0, 0]
         said = [notice.text for notice in first.all(Notice)]
-        what = "the run goes on with pipeline.window=3, run.snapshot_every=5"
+        what = "the run continues with pipeline.window=3, run.snapshot_every=5"
         assert f"after this step and a snapshot {what}" in said
         assert any(what in line for line in nodes[0].lines)
         assert [started.first_step for started in first.all(RunStarted)] == [0, 6]

@@ -288,7 +288,7 @@ class FaultRun(Run):
         assert not [
             event.text
             for _, event in self.heard_at
-            if isinstance(event, Notice) and "gave another loss" in event.text
+            if isinstance(event, Notice) and "with a different loss" in event.text
         ]
         assert self.crash_reports() == []
         for process in self.processes:

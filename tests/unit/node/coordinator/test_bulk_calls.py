@@ -83,7 +83,7 @@ class Handler(NobodyAsks):
         self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
     ) -> UploadPermit:
         if self.permit is None:
-            raise NotDueError("nobody asked")
+            raise NotDueError("was requested")
         return self.permit
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
@@ -254,8 +254,8 @@ PIECE = bytes(CHUNK_BYTES)
 UPLOADS = {
     "announces more": Upload(2**40, itertools.repeat(PIECE, 2000), "at most"),
     "announces a little more": Upload(len(LAYER) + 1, [PIECE], "at most"),
-    "sends more": Upload(len(LAYER), itertools.repeat(PIECE, 2000), "came more than"),
-    "sends more than nothing": Upload(0, itertools.repeat(PIECE, 2000), "came more than"),
+    "sends more": Upload(len(LAYER), itertools.repeat(PIECE, 2000), "more than the announced"),
+    "sends more than nothing": Upload(0, itertools.repeat(PIECE, 2000), "more than the announced"),
     "ends early": Upload(len(LAYER), [LAYER[:1000]], ""),
     "ends at once": Upload(len(LAYER), [], ""),
 }
@@ -303,7 +303,7 @@ async def test_who_goes_on_uploading_what_nobody_asked_for_is_named(announced: i
         for _ in range(free + strikes):
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.PutLayer(chunks())
-    assert handler.refusals == [(NODE.node_id, "nobody asked")] * strikes and handler.stored == []
+    assert handler.refusals == [(NODE.node_id, "was requested")] * strikes and handler.stored == []
     assert read < 64 * len(PIECE) * (free + strikes)
 
 

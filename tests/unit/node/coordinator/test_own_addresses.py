@@ -31,7 +31,7 @@ def test_without_a_default_route_the_interfaces_addresses_are_taken(monkeypatch:
     assert own_hosts("0.0.0.0") == ("10.0.0.5", "192.168.7.2", "127.0.0.1")
     has(monkeypatch)
     assert own_hosts("0.0.0.0") == ("127.0.0.1",)
-    assert "leads to this machine alone" in where_reached(own_addresses("0.0.0.0", 7700))
+    assert "only works on this machine" in where_reached(own_addresses("0.0.0.0", 7700))
 
 
 def test_ipv6_addresses_are_in_the_join_line_too(monkeypatch: pytest.MonkeyPatch) -> None:

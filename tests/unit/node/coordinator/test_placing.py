@@ -149,7 +149,7 @@ async def test_steps_that_run_again_are_not_planned_anew() -> None:
         await here.planner.next_is(24)
         plan, what = here.moves.get_nowait()
         assert (plan.grid.hosts, plan.grid.split) == (tuple(SPEED), (2, 4))
-        assert "as it had before" in what
+        assert "as recorded" in what
 
 
 async def test_after_the_steps_on_record_places_are_planned_again() -> None:

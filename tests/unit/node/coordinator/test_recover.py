@@ -69,7 +69,7 @@ def test_one_nodes_record_is_enough_to_go_on(tmp_path: Path, capsys: pytest.Capt
     node = node_folder(tmp_path / "node", manifest(40, files), {UNITS[0]: files[UNITS[0]]})
     made = tmp_path / "made"
     assert main(["recover", "--from", str(node), "--run-dir", str(made), "training.lr=0.0005"]) == 0
-    assert "recovered run run-1 at the snapshot of step 40; the run goes on once" in capsys.readouterr().out
+    assert "recovered run run-1 at the snapshot of step 40; the run continues when" in capsys.readouterr().out
     (kept,) = kept_manifests(made)
     assert kept == manifest(40, files) and list_snapshots(made / "snapshots") == ()
     with Store.open(made) as store:

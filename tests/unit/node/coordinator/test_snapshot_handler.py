@@ -310,7 +310,7 @@ async def test_an_unexpected_error_is_also_counted_for_its_sender(
         await asked(handler, 4, made)
         with monkeypatch.context() as patch:
             patch.setattr(SnapshotFolder, "put", broken)
-            with pytest.raises(RunError, match=f"could not take in layer {UNITS[0]} of step 4: its log"):
+            with pytest.raises(RunError, match=f"could not store layer {UNITS[0]} of step 4: see its log"):
                 await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         assert "Traceback" in caplog.text and "what nobody foresaw" in caplog.text
         for unit in UNITS:
@@ -347,7 +347,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
     """Of the epoch that asked last, over or not; a coordinator that was started again must ask itself."""
     made = files(0)
     async with desk_at(tmp_path) as (handler, told):
-        with pytest.raises(NotDueError, match="nobody asked for a snapshot of step 4"):
+        with pytest.raises(NotDueError, match="no snapshot of step 4 was requested"):
             await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         first, last = stage_units(CONFIG, 2)
         await asked(handler, 4, made, ("node-a", "node-b"))
@@ -371,7 +371,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         # A reply was lost, so that a node hands in again; a few times.
         for _ in range(MOST_REPEATS - 1):
             await hand_in(handler, 4, last[0], made[last[0]], "node-c")
-        with pytest.raises(ProtocolViolationError, match="came 3 times before"):
+        with pytest.raises(ProtocolViolationError, match="has arrived 3 times"):
             await hand_in(handler, 4, last[0], made[last[0]], "node-c")
 
 
@@ -423,7 +423,7 @@ async def test_a_layer_that_all_rows_hand_in_wrong_is_given_up(tmp_path: Path) -
             with pytest.raises(WrongLayerError):
                 await handler.put(permit, LayerFile.of(files(1)[UNITS[0]]))
             await handler.refused(permit)
-        with pytest.raises(NotDueError, match="nobody asked"):
+        with pytest.raises(NotDueError, match="was requested"):
             handler.permit("node-b", 4, UNITS[0])
         assert told.sent == [("node-b", SendLayers(step=4, units=UNITS))]
 
@@ -592,7 +592,7 @@ async def send_rest(handler: SnapshotHandler, unit: str, layer: Ahead) -> None:
 async def test_the_model_of_the_last_step_is_there_before_the_optimizers_state(tmp_path: Path) -> None:
     layers = {unit: Ahead(data) for unit, data in files(0).items()}
     async with desk_at(tmp_path) as (handler, told):
-        with pytest.raises(ProtocolViolationError, match="do not go ahead"):
+        with pytest.raises(ProtocolViolationError, match="are not sent ahead"):
             await asked(handler, 4, files(0))
             handler.permit(SEATS[0], 4, UNITS[0], weights_alone=True)
         await handler.expect(LAST, [SEATS])

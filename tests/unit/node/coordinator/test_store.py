@@ -91,13 +91,13 @@ def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_a_directory_holds_one_run(store: Store, directory: Path) -> None:
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already has a run"):
         create(directory)
     assert store.run().run_id == "run-a"
 
 
 def test_a_folder_that_is_not_a_run_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="has no run"):
         Store.open(tmp_path)
     (tmp_path / DATABASE_FILE).write_bytes(b"this is not a database, whatever its name may be" * 10)
     with pytest.raises(UserError, match="not a run's database"):
@@ -167,7 +167,7 @@ def test_a_refused_call_leaves_no_state(store: Store, case: str) -> None:
 
 def test_a_token_that_admits_nobody_is_not_made(store: Store) -> None:
     for ttl, uses in ((DAY, 0), (timedelta(0), 1), (timedelta(seconds=-1), 1)):
-        with pytest.raises(UserError, match="admits nobody"):
+        with pytest.raises(UserError, match="admits no node"):
             store.create_token(NOW, ttl, uses)
     store.set_addresses([])
     with pytest.raises(UserError, match="no address yet"):
@@ -342,7 +342,7 @@ def test_a_full_disk_is_one_clear_line_and_loses_nothing(directory: Path) -> Non
         # The file may not grow: to SQLite that is a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         try:
-            with pytest.raises(RunError, match=r"cannot be used .* all that was acknowledged is intact"):
+            with pytest.raises(RunError, match=r"cannot be used .* everything that was acknowledged"):
                 store.record_snapshot(SnapshotRecord(1, "x" * 100_000, 1, False, NOW))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -36,9 +36,9 @@ def test_a_run_that_ended_is_read_and_leaves_no_file_beside_it(directory: Path) 
     before = sorted(path.name for path in directory.iterdir())
     with Store.open(directory) as store:
         assert store.run().run_id == "run-a"
-        with pytest.raises(RunError, match="cannot be changed from here: it is on a read-only disk"):
+        with pytest.raises(RunError, match="cannot be changed: its disk is read-only"):
             store.create_token(NOW, timedelta(hours=1), 1)
-        with pytest.raises(RunError, match="cannot be changed from here"):
+        with pytest.raises(RunError, match="cannot be changed"):
             store.set_addresses(["127.0.0.1:7700"])
         assert sorted(path.name for path in directory.iterdir()) == before
 
