@@ -1,4 +1,4 @@
-"""Start or resume a run: check files, keys and ports, then serve the coordinator."""
+"""Starts or resumes a run: checks files, keys and ports, then runs the coordinator."""
 
 import contextlib
 import json
@@ -103,15 +103,15 @@ class _Run:
     corpus: TrainingData
     past: Past
     news: str = ""
-    """What to report about damaged snapshots once the run is on."""
+    """What to report about damaged snapshots once the run has started."""
 
 
 def run_coordinator(
     config: RunConfig, *, run_dir: Path, emit: Emit, resume: bool, new_text: bool = False
 ) -> int:
-    """Serve one run to its end; returns the exit code. Raises UserError for bad input.
+    """Run a coordinator until the run ends. Returns the exit code. Raises UserError for bad input.
 
-    `new_text`: a resumed run's text may differ from the one before.
+    `new_text`: whether a resumed run's text may differ from the text before.
     """
 
     def tell(text: str) -> None:
@@ -120,7 +120,7 @@ def run_coordinator(
     raise_limit()
     with contextlib.ExitStack() as held:
         if resume:
-            # First: if this run's ports are taken, its own coordinator probably runs.
+            # First, because if this run's ports are taken, its own coordinator is probably running.
             held.enter_context(run_lock(run_dir))
         check_ports(config.coordinator, None if shares_port(config) else page_listen(config))
         if resume:
@@ -132,7 +132,7 @@ def run_coordinator(
             if config.model.from_:
                 event_loop.run(check_weights(config.model))
             corpus = _load_corpus(config, tell)
-            # After all checks: a failed start leaves no run behind.
+            # After all checks, so that a failed start leaves no run behind.
             held.enter_context(run_lock(run_dir))
             config = decided(config)
             if (line := check_room(config, run_dir)) is not None:
@@ -149,7 +149,7 @@ def run_coordinator(
                 served = event_loop.run(_serve(config, run_dir, run, emit, again))
             if not served.changes:
                 return served.code
-            # As by `resume`, but nodes come back by themselves, to the port that they know.
+            # As in `resume`, but nodes reconnect by themselves to the port that they know.
             again = True
             recorded = change_config(config, served.changes, (*SETTABLE, *DECIDED))
             listen = join_address(parse_listen(config.coordinator.listen)[0], served.port)
@@ -167,7 +167,7 @@ def _load_corpus(config: RunConfig, tell: Tell) -> TrainingData:
 
 
 def _nodes_wait(config: RunConfig, authority: CertificateAuthority) -> AbstractContextManager[None]:
-    """Ask nodes to wait while the block runs, unless the port is chosen at start and they cannot know it."""
+    """Tell nodes to wait while the block runs, unless the port is chosen at start and they cannot know it."""
     host, port = parse_listen(config.coordinator.listen)
     if not port:
         return contextlib.nullcontext()
@@ -181,7 +181,7 @@ def _create(config: RunConfig, directory: Path, corpus: TrainingData) -> _Run:
     authority.save(directory / "authority")
     _write_run_file(directory, config)
     write_private(_corpus_file(directory), json.dumps({"sha256": corpus.fingerprint()}).encode())
-    # The database comes last: a directory with a database is complete.
+    # The database is created last: a directory with a database is complete.
     store = Store.create(directory, run_id=run_id, config_json=to_json(config), pin=authority.pin, now=now)
     return _Run(
         run_id=run_id,
@@ -193,7 +193,7 @@ def _create(config: RunConfig, directory: Path, corpus: TrainingData) -> _Run:
 
 
 def _write_run_file(directory: Path, config: RunConfig) -> None:
-    """Write run.toml for people to read, atomically."""
+    """Write run.toml, for people to read, atomically."""
     write_private(directory / "run.toml", to_toml(config).encode())
 
 
@@ -222,7 +222,7 @@ def _reopen(
     if to_json(config) != recorded and (line := _other_length(from_json(recorded), config, newest)):
         tell(line)
     if newest >= config.run.steps:
-        # The training of a finished run stays on record; only its page and metrics may change.
+        # A finished run's training settings stay as recorded; only its page and metrics may change.
         config = replace(
             from_json(recorded),
             coordinator=config.coordinator,
@@ -238,14 +238,14 @@ def _reopen(
         _write_run_file(directory, config)
     last_epoch, last_step = store.last_epoch(), store.last_step()
     committed = None
-    # A rebuilt database knows what the step gave, not what it was committed with.
+    # A rebuilt database has a step's results, but not its clip coefficient.
     if last_step is not None and not math.isnan(last_step.clip):
         committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
     held_out, placed = store.held_out(), store.placement(last_epoch)
     norms = store.unit_norms(newest - 1 - HISTORY_STEPS)
     hosts, planned = tuple(node.node_id for node in placed), recorded_places(store)
     if planned is not None and planned[0] == last_epoch and len(planned[1].grid.hosts) == len(hosts):
-        hosts = planned[1].grid.hosts  # decided, and not yet carried out
+        hosts = planned[1].grid.hosts  # decided, but not applied yet
     past = Past(
         last_epoch=last_epoch,
         newest_snapshot=newest,
@@ -298,8 +298,8 @@ def _scales(
 
 
 def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> StepHistory[tuple[int, ...]]:
-    """The splits of the run's steps, of which `step` is the next, where they are kept: a change counts from
-    there on. After a return to an older snapshot steps have the split that they had."""
+    """The splits of the run's steps, if they are kept. `step` is the next step, from which a change applies.
+    After a return to an older snapshot, steps have their recorded split."""
     history, stages = recorded_splits(store), config.pipeline.stages
     if not config.pipeline.measures_places or before.pipeline.stages != stages:
         return StepHistory()
@@ -314,7 +314,7 @@ def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> St
 
 
 def _with_split(config: RunConfig, past: Past) -> RunConfig:
-    """`config` with the split that the next step has by what is on record."""
+    """`config` with the recorded split of the next step."""
     split = past.splits.at(past.newest_snapshot)
     return config if split is None else replace(config, pipeline=replace(config.pipeline, split=split))
 
@@ -322,22 +322,22 @@ def _with_split(config: RunConfig, past: Past) -> RunConfig:
 def _check_text(
     config: RunConfig, directory: Path, corpus: TrainingData, new_text: bool
 ) -> Callable[[int], None] | None:
-    """None if the text is the run's. If it is another and may be, what records that, given the steps done.
+    """None if the text is the run's. If it may and does differ, what records that, given the steps done.
 
-    Raises DataError if it may not be.
+    Raises DataError if it may not differ.
     """
     try:
         known = json.loads(_corpus_file(directory).read_bytes())
         expected, earlier = known["sha256"], list(known.get("earlier", []))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): the run cannot go on") from None
+        raise UserError(f"{_corpus_file(directory)} cannot be read ({error}): restore a copy of it") from None
     own = corpus.fingerprint()
     if own == expected:
         return None
     if not new_text:
         raise DataError(
-            f"the text at {_named(config)} is not the text that the run began with: put it back, so that "
-            "steps run on the same tokens, or give --new-text to go on with this one"
+            f"the text at {_named(config)} is not the text that the run began with: restore it, so that "
+            "steps run on the same tokens, or give --new-text to continue with this one"
         )
 
     def record(done: int) -> None:
@@ -348,7 +348,7 @@ def _check_text(
 
 
 def _other_length(before: RunConfig, config: RunConfig, done: int) -> str | None:
-    """What a change of the run's length does to the learning rate, or None. Raises UserError if it is too
+    """How a change of the run's length affects the learning rate, or None. Raises UserError if it is too
     short."""
     steps = config.run.steps
     if steps == before.run.steps:
@@ -370,21 +370,21 @@ def _named(config: RunConfig) -> str:
 
 
 def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
-    """Raises UserError if there are snapshots and all are damaged."""
+    """The newest intact snapshot. Raises UserError if there are snapshots and all are damaged."""
     discard_incomplete(snapshots)
     checked = set_damaged_aside(snapshots, tell)
     if checked.damaged and not checked.whole:
         damage = "; ".join(what for _, what in checked.damaged)
         raise UserError(
-            f"no snapshot of this run is whole ({damage}): put back a copy of one that is, then resume, or "
-            "start a new run"
+            f"no snapshot of this run is intact ({damage}): restore a copy of one, then resume, or start a "
+            "new run"
         )
     return checked
 
 
 def _on_record(directory: Path, store: Store, tell: Tell) -> tuple[int, list[Manifest]]:
-    """The newest snapshot here, and those that nodes hold, without any whose layers are not those on record:
-    these are set aside.
+    """The newest snapshot here, and those that nodes hold, if their layers match the record. Others are set
+    aside.
 
     Raises UserError if no snapshot is left.
     """
@@ -395,7 +395,7 @@ def _on_record(directory: Path, store: Store, tell: Tell) -> tuple[int, list[Man
         try:
             is_known = store.is_on_record(read_manifest(path))
         except SnapshotDamagedError:
-            continue  # one that is older than the newest whole one
+            continue  # it is older than the newest intact one
         if is_known:
             whole = step
         else:
@@ -408,11 +408,11 @@ def _on_record(directory: Path, store: Store, tell: Tell) -> tuple[int, list[Man
             wrong.append(manifest.step)
             set_kept_aside(directory, manifest.step)
     for step in wrong:
-        tell(f"the snapshot of step {step} is set aside: its layers are not those that the run has on record")
+        tell(f"the snapshot of step {step} is set aside: its layers differ from those on record")
     if wrong and not whole and not kept:
         raise UserError(
-            f"no snapshot of this run is the one on record (steps {', '.join(map(str, wrong))}): put back a "
-            "copy of one that is, then resume, or start a new run"
+            f"no snapshot of this run matches the record (steps {', '.join(map(str, wrong))}): restore a "
+            "copy of one that does, then resume, or start a new run"
         )
     return whole, kept
 
@@ -420,7 +420,7 @@ def _on_record(directory: Path, store: Store, tell: Tell) -> tuple[int, list[Man
 def _later(
     store: Store, before: RunConfig, config: RunConfig, newest: int, *, same_text: bool
 ) -> dict[int, PastStep]:
-    """The steps on record that run again, if they must give the same."""
+    """The recorded steps that run again, if they must give the same results."""
     same = all(
         getattr(before, part) == getattr(config, part) for part in ("model", "training", "data", "sync")
     )
@@ -435,7 +435,7 @@ def _later(
 
 
 def _past_step(record: StepRecord, norms: Mapping[int, Mapping[int, float]]) -> PastStep:
-    """A step on record; `norms` are by step and layer unit."""
+    """A recorded step. `norms` are by step and layer unit."""
     return PastStep(
         loss=record.loss,
         grad_norm=record.grad_norm,
@@ -445,15 +445,15 @@ def _past_step(record: StepRecord, norms: Mapping[int, Mapping[int, float]]) -> 
 
 
 def _check_optimizer_state(directory: Path, recorded: RunConfig, newest: int) -> None:
-    """Raises UserError if the snapshot to go on from has weights alone."""
+    """Raise UserError if the snapshot to continue from has only weights."""
     if not has_weights_alone(recorded, newest):
         return
     folder = snapshot_directory(directory / "snapshots", newest)
     raise UserError(
         f"the snapshot of step {newest} has weights and no optimizer state (snapshots.last = "
-        f'"{recorded.snapshots.last}"), so this run cannot go on: begin another one from it, by `thinwire '
+        f'"{recorded.snapshots.last}"), so this run cannot continue: start another from it with `thinwire '
         f'export {shlex.quote(str(directory))} FOLDER` and model.from = "FOLDER", or move {folder} away to '
-        "go on from the snapshot before"
+        "continue from the snapshot before"
     )
 
 
@@ -463,7 +463,7 @@ def _unreported(newest: StepRecord | None, reported: int) -> StepRecord | None:
 
 
 def _reported(directory: Path) -> int:
-    """Steps in the history; -1 if it cannot be read, which its writer reports."""
+    """The steps in the history; -1 if it cannot be read, which its writer reports."""
     try:
         return highest_step(directory)
     except RunError:
@@ -477,15 +477,15 @@ def _corpus_file(directory: Path) -> Path:
 @dataclass(frozen=True, kw_only=True)
 class _Served:
     code: int
-    """The exit code, if nothing follows."""
+    """The exit code, if the run does not continue."""
     changes: tuple[str, ...]
-    """What the run goes on with at once."""
+    """The changes with which the run continues immediately."""
     port: int
-    """Where nodes joined."""
+    """The port at which nodes joined."""
 
 
 async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again: bool) -> _Served:
-    """`again`: this process has served the run before, and nodes and join line are the same."""
+    """`again`: this process has run the coordinator before, and nodes and join line stay the same."""
     # Before the first event is written to it.
     past_end = history_size(directory)
     feed = Feed(RunViewBuilder(), past_comes=True)
@@ -581,10 +581,10 @@ async def _until_done(coordinator: Coordinator, emit: Emit) -> tuple[int, tuple[
     def interrupt(number: signal.Signals) -> None:
         nonlocal interrupted
         if interrupted and number is signal.SIGHUP:
-            return  # a closing terminal sends more than one
+            return  # a closing terminal sends SIGHUP more than once
         if not interrupted:
             emit(events.Notice(text=STOPPING))
-        # Only a second signal stops at once: a stop asked for on the page promised a snapshot.
+        # Only a second signal stops immediately: a stop requested on the page promises a snapshot.
         coordinator.stop("stopped by the operator", at_once=interrupted)
         interrupted = True
 

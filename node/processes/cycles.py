@@ -1,9 +1,9 @@
 """Tunes Python's garbage collector for a coordinator of many members.
 
 A full collection in a run of a thousand members takes a tenth of a second, in which no heartbeat is answered.
-By default there is one whenever the number of objects has grown by a quarter, which is every few steps.
-Hardly anything that a step makes is in a reference cycle. So young objects are collected often, a few at a
-time, and all objects rarely.
+By default, one runs whenever the number of objects has grown by a quarter, which is every few steps. Hardly
+any object of a step is in a reference cycle. So young objects are collected often, a few at a time, and all
+objects rarely.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ from collections.abc import AsyncIterator, Iterator
 YOUNG = 20_000
 """New objects between two collections of the young generation, which take milliseconds."""
 MIDDLE = 2
-"""Collections of the young generation between two of the middle one, which is three times as large."""
+"""Collections of the young generation per collection of the middle one, which is three times as large."""
 NEVER = 1 << 30
 FULL_SECONDS = 600.0
-"""Between two full collections. Connections that end in between leave their cycles to the next one."""
+"""The seconds between two full collections. Connections that end in between leave cycles until then."""
 
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-    """Collects only young objects until the block ends."""
+    """Collect only young objects until the block ends."""
     before = gc.get_threshold()
     gc.collect()
-    # Modules and classes, which are there already, stay.
+    # Exclude existing modules and classes from collections.
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)
     try:
@@ -37,7 +37,7 @@ def short_collections() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def rare_full_collections(seconds: float = FULL_SECONDS) -> AsyncIterator[None]:
-    """As `short_collections`, with a full collection every `seconds`."""
+    """Like `short_collections`, with a full collection every `seconds`."""
 
     async def collect() -> None:
         while True:

@@ -1,7 +1,7 @@
-"""Run a coordinator and its nodes on one machine, as processes that join by the real join line.
+"""Runs a coordinator and its nodes on one machine, as processes that join with the real join line.
 
 The nodes do everything that a volunteer's machine does; only the network is loopback. All children are ended
-and reaped whatever happens: end of the run, an error, a child's death, Ctrl-C, SIGTERM, a closed terminal.
+and reaped, whatever happens: end of the run, an error, a child's death, Ctrl-C, SIGTERM, a closed terminal.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from wire import event_loop
 from wire.errors import RunError, UserError
 
 START_SECONDS = 120.0
-"""The coordinator may take this long to print its join line."""
+"""The seconds for the coordinator to print its join line."""
 GRACE_SECONDS = 10.0
-"""The run may take this long to end after one of its nodes has."""
+"""The seconds for the run to end after one of its nodes has ended."""
 LEAVE_SECONDS = 2.0
-"""From the coordinator's end to SIGTERM for nodes that had not joined and get no message."""
+"""The seconds from the coordinator's end to SIGTERM for nodes that had not joined and get no message."""
 STOP_SECONDS = 20.0
-"""Children are killed so long after they were asked to stop."""
+"""The seconds from asking children to stop to killing them."""
 MAX_EVENT_BYTES = 1 << 20
 
 
 def demo_file() -> Path:
-    """The demo's run file, installed with the program."""
+    """The demo's run file, which is installed with the program."""
     return recipe("demo")
 
 
@@ -45,13 +45,13 @@ def run_demo(
     """Run `demo_file` in `run_dir` and return the coordinator's exit code.
 
     Args:
-        emit: shows each of the coordinator's events; not called again after an OSError.
+        emit: shows each of the coordinator's events. It is not called again after an OSError.
         overrides: `section.key=value`, applied to the run file.
         command: starts the program; tests replace it.
 
-    Raises UserError when the coordinator refuses its input, and removes the folder; RunError, with the
-    child's last line, when a child ends before the run does; KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP.
-    All children have ended by then.
+        Raises UserError when the coordinator refuses its input, after removing the folder; RunError, with the
+        child's last line, when a child ends before the run; KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP.
+        All children have ended by then.
     """
     try:
         return event_loop.run(_Demo(run_dir, emit, overrides, command).run())
@@ -134,7 +134,7 @@ class _Demo:
         )
 
     async def _start(self, name: str, *arguments: str) -> Process:
-        """Start a child in a session of its own, so that Ctrl-C reaches only us. Its logs go to a file."""
+        """Start a child in its own session, so that only this process gets Ctrl-C. Its logs go to a file."""
         if name == "coordinator":
             arguments = (name, *arguments)
         with self._log(name).open("wb") as log:
@@ -174,7 +174,7 @@ class _Demo:
             raise self._failure(name, code) from None
 
     async def _let_nodes_end(self) -> None:
-        """After the run: wait for nodes to end, then kill those that have not."""
+        """After the run, wait for nodes to end, then kill those that have not."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 for child in self._children.values():
@@ -186,7 +186,7 @@ class _Demo:
                     child.kill()
 
     async def _stop(self) -> None:
-        """End the coordinator as by Ctrl-C, which ends the nodes; then end the rest."""
+        """End the coordinator as with Ctrl-C, which ends the nodes, then end the rest."""
         alive = [child for child in self._children.values() if child.returncode is None]
         coordinator = self._children.get("coordinator")
         try:
@@ -205,7 +205,7 @@ class _Demo:
                     for child in alive:
                         await child.wait()
         except TimeoutError:
-            pass  # the rest is killed
+            pass  # the remaining children are killed
         finally:
             for child in alive:
                 if child.returncode is None:
@@ -222,7 +222,7 @@ class _Demo:
         return words.removeprefix("thinwire: ").removeprefix("error: ")
 
     def _refusal(self) -> UserError:
-        """The coordinator's error about its input. The run has not begun: remove its folder."""
+        """The coordinator's error about its input. The run has not begun, so its folder is removed."""
         words = self._last_words("coordinator")
         with contextlib.suppress(OSError):
             self._log("coordinator").unlink()
@@ -231,9 +231,9 @@ class _Demo:
         return UserError(words)
 
     def _failure(self, name: str, code: int) -> RunError:
-        """The child's error; the demo ends with its exit code."""
+        """The child's error. The demo ends with its exit code."""
         words = self._last_words(name)
         log = self._log(name)
-        error = RunError(f"{words} ({name} ended with exit code {code}; all it said is in {log})")
+        error = RunError(f"{words} ({name} ended with exit code {code}; its output is in {log})")
         error.exit_code = code if code > 0 else 1
         return error

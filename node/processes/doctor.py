@@ -1,4 +1,4 @@
-"""Check this machine before it joins a run. Each failed check says what to do."""
+"""Checks a machine before it joins a run. Each failed check says what to do."""
 
 import asyncio
 import importlib.metadata
@@ -25,19 +25,19 @@ from wire.version import VERSION
 MIN_PYTHON, END_PYTHON = (3, 11), (3, 14)
 MIN_TORCH = (2, 11)
 MIN_FREE_BYTES = 2_000_000_000
-"""A node's identity and logs, or a few snapshots of a coordinator, need so much."""
+"""The bytes for a node's identity and logs, or for a few snapshots of a coordinator."""
 MIN_WRITE_RATE = 20e6
-"""Bytes per second with fsync; on a slower disk snapshots take longer than steps."""
+"""The bytes per second with fsync. On a slower disk, snapshots take longer than steps."""
 PROBE_BYTES = 16 << 20
 MIN_OPEN_FILES = 256
 MIN_MEMORY_BYTES = 1_000_000_000
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-"""Linux's settings of TCP."""
+"""One of Linux's TCP settings."""
 OUR_PACKAGES = ("kernels", "wire", "node") if __name__.startswith("node.") else (__name__.partition(".")[0],)
-"""The top-level packages of the program: three in a checkout, one where a wheel is installed."""
+"""The program's top-level packages: three in a checkout, one in an installed wheel."""
 LAB_GUIDE = Path(__file__).parents[2] / "deploy" / "lab" / "README.md"
-"""A wheel has `deploy` beside the packages, as a checkout does."""
+"""A guide in `deploy`, which is beside the packages in a wheel and in a checkout."""
 CONTACT_SECONDS = 5.0
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One finding. `fix` says what to do; empty if nothing."""
+    """One result. `fix` says what to do; empty if nothing."""
 
     name: str
     status: Status
@@ -73,12 +73,12 @@ def fail(name: str, detail: str, fix: str) -> Check:
 
 
 def healthy(checks: list[Check]) -> bool:
-    """Whether nothing failed; warnings do not count."""
+    """Whether nothing failed. Warnings do not count."""
     return all(check.status is not Status.FAIL for check in checks)
 
 
 def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[Check]:
-    """Run all checks, with a token also those of its run. Takes a few seconds; raises nothing."""
+    """Run all checks and, with a token, those of its run. Takes a few seconds and raises nothing."""
     return [
         check_python(),
         check_event_loop(),
@@ -109,7 +109,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
 
 
 def check_event_loop(system: str = sys.platform) -> Check:
-    """uvloop, or asyncio's own loop where uvloop is not installed."""
+    """Check for uvloop; asyncio's own loop is fine where uvloop is not available."""
     name = event_loop.loop_name()
     if name.startswith("uvloop"):
         return ok("event loop", name)
@@ -129,7 +129,7 @@ def check_torch() -> Check:
 
 
 def judge_torch(version: str) -> Check:
-    """Whether this torch is new enough. `version` as torch gives it, such as `2.13.0+cpu`."""
+    """Whether this torch is new enough. `version` is torch's own, such as `2.13.0+cpu`."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers >= MIN_TORCH:
         return ok("torch", f"torch {version}")
@@ -138,7 +138,7 @@ def judge_torch(version: str) -> Check:
 
 
 def check_congestion_control(setting: Path) -> Iterator[Check]:
-    """TCP's congestion control, which gRPC leaves to the system. No check where the system does not say."""
+    """Check TCP's congestion control, which gRPC leaves to the system. No check where it is unknown."""
     if (name := _read_setting(setting)) is None:
         return
     if not name.startswith("bbr"):
@@ -147,25 +147,24 @@ def check_congestion_control(setting: Path) -> Iterator[Check]:
     yield warn(
         "tcp",
         printable(
-            f"congestion control {name}: a line that a node's links share is not used to the full "
-            f"({LAB_GUIDE})"
+            f"congestion control {name}: it does not fully use a line that a node's links share ({LAB_GUIDE})"
         ),
         "where one line serves both neighbours: sysctl -w net.ipv4.tcp_congestion_control=cubic",
     )
 
 
 def check_slow_start(setting: Path) -> Iterator[Check]:
-    """Whether TCP forgets a link's rate between steps. No check where the system does not say.
+    """Check whether TCP forgets a link's rate between steps. No check where it is unknown.
 
-    It is Linux's default and matters only with long round trips: no warning.
+    It is Linux's default and only matters with long round trips, so it is no warning.
     """
     if (value := _read_setting(setting)) is None:
         return
-    detail = "after a pause connections go on at their rate"
+    detail = "after a pause, connections continue at their rate"
     if value == "1":
         detail = (
-            "after a pause connections begin slowly again; with round trips of tens of milliseconds it helps "
-            f"to change that: sysctl -w net.ipv4.{setting.name}=0"
+            "after a pause, connections start slowly again; with round trips of tens of milliseconds it "
+            f"helps to change that: sysctl -w net.ipv4.{setting.name}=0"
         )
     yield ok("tcp pauses", detail)
 
@@ -200,7 +199,7 @@ def check_device() -> Iterator[Check]:
             "the CPU build: 1.2 GB)"
         )
         if torch.xpu.is_available():
-            detail = "Intel's GPU is of no use here: this program does not compute on it"
+            detail = "the Intel GPU cannot be used: thinwire does not compute on it"
             fix = "fine for small runs, which the CPU computes; for larger ones use a GPU of NVIDIA or AMD"
         yield warn("gpu", detail, fix)
     for index in range(torch.cuda.device_count()):
@@ -212,7 +211,7 @@ def check_device() -> Iterator[Check]:
 
 
 def check_mac(device: "torch.device") -> Iterator[Check]:
-    """A Mac's GPU: the memory that its driver leaves it, its speed, and whether its results are right."""
+    """Check a Mac's GPU: its memory, its speed, and whether its results are right."""
     import torch
 
     from kernels.common.dispatch import kind_of
@@ -229,8 +228,8 @@ def check_mac(device: "torch.device") -> Iterator[Check]:
 
 
 def judge_gpu(index: int, name: str, free: int, total: int, kind: Kind) -> Check:
-    """A GPU with so many bytes free."""
-    fixes = ["end what else uses this GPU"] * (free < total / 2)
+    """Check a GPU with this many bytes free."""
+    fixes = ["close other programs that use this GPU"] * (free < total / 2)
     detail = f"{name}, {bytes_text(free)} of {bytes_text(total)} free"
     if not kind.bfloat16:
         detail += ", no bfloat16"
@@ -247,7 +246,7 @@ def judge_gpu(index: int, name: str, free: int, total: int, kind: Kind) -> Check
 
 
 def check_results(device: "torch.device", kind: Kind) -> Check:
-    """Whether the device computes what runs with the default settings need, as a node tests when it joins."""
+    """Test whether the device computes what runs with default settings need, as when a node joins."""
     from node.config.schema import RunConfig, TrainingSection
     from node.stage.self_test import prepared, words_of
 
@@ -258,16 +257,16 @@ def check_results(device: "torch.device", kind: Kind) -> Check:
     except RunError as error:
         return fail(f"{device} results", str(error), "update its driver")
     if failed:
-        fix = "update the driver and Triton; runs go on without these kernels until then"
+        fix = "update the driver and Triton; runs do not use these kernels until then"
         return warn(f"{device} results", words_of(failed), fix)
     detail = "codecs, layers and attention agree with their references"
     return ok(f"{device} results", detail)
 
 
 def package_owners() -> dict[str, list[str]]:
-    """The distributions that install packages of our names, by package.
+    """The distributions that install packages with our names, by package.
 
-    `importlib.metadata.packages_distributions` gives the same for all packages in eight times the time.
+    `importlib.metadata.packages_distributions` returns this for all packages, but takes eight times as long.
     """
     owners: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
@@ -294,14 +293,14 @@ def check_packages(owners: Mapping[str, list[str]]) -> Check:
     return warn(
         "packages",
         "; ".join(clashing),
-        "install thinwire in a virtual environment of its own, or one may import the other's code",
+        "install thinwire in its own virtual environment, or one package may import the other's code",
     )
 
 
 def check_open_files(limits: tuple[int, int]) -> Check:
-    """`limits` is (soft, hard), as the resource module gives them; -1 is no limit.
+    """`limits`: (soft, hard), as from the resource module; -1 is no limit.
 
-    Every process raises its soft limit to the hard one, so only that counts.
+    Every process raises its soft limit to the hard one, so only the hard one counts.
     """
     _, hard = limits
     if hard == resource.RLIM_INFINITY or hard >= descriptors.NEEDED:
@@ -318,11 +317,11 @@ def check_open_files(limits: tuple[int, int]) -> Check:
 
 
 def check_state_directory(wanted: Path | None) -> Iterator[Check]:
-    """`wanted`, or where nodes keep their identities by default."""
+    """Check `wanted`, or where nodes keep their identities by default."""
     try:
         directory = wanted or default_state_root()
     except UserError:
-        detail = "this user has no home directory to keep a node's key in"
+        detail = "this user has no home directory for a node's key"
         fix = "set HOME, or give --state-dir"
         yield fail("state directory", detail, fix)
         return
@@ -365,13 +364,13 @@ def judge_disk(free: int, rate: float) -> Check:
 
 
 def check_token(text: str) -> Iterator[Check]:
-    """The token itself, then the coordinator at each of its addresses: reachable, its key, the clocks."""
+    """Check the token itself, then the coordinator at each address: reachable, its key, the clocks."""
     from wire.identity.token import JoinToken
 
     try:
-        token = JoinToken.parse((text.split() or [""])[-1])  # the whole join line may be one argument
+        token = JoinToken.parse((text.split() or [""])[-1])  # the complete join line may be one argument
     except TokenError as error:
-        fix = "copy the whole join line again, or ask for a new token"
+        fix = "copy the complete join line again, or ask for a new token"
         yield fail("token", str(error), fix)
         return
     places = ", ".join(token.addresses)
@@ -379,7 +378,7 @@ def check_token(text: str) -> Iterator[Check]:
     checks = event_loop.run(_contact(token.addresses, token.pin))
     reached = any(check.status is Status.OK for check in checks)
     for check in checks:
-        # One address is enough; others may belong to networks that this machine is not in.
+        # One address is enough. Others may belong to networks in which this machine is not.
         lesser = check.status is Status.FAIL and reached
         yield replace(check, status=Status.WARN) if lesser else check
 
@@ -401,7 +400,7 @@ async def _contact_one(address: str, pin: bytes) -> Check:
         fix = "ask the run's operator for a new token; do not join over this network if it happens again"
         return fail(name, str(error), fix)
     except LinkError as error:
-        fix = "check that the coordinator runs, that its port is open, and this machine's network and clock"
+        fix = "check that the coordinator runs and its port is open, and this machine's network and clock"
         return fail(name, str(error), fix)
     seconds = time.perf_counter() - began
     detail = f"answers in {1000 * seconds:.0f} ms with the key that the token pins; clocks agree"
@@ -409,7 +408,7 @@ async def _contact_one(address: str, pin: bytes) -> Check:
 
 
 def checks_text(checks: list[Check]) -> str:
-    """A line per check, a second one with its fix, and a verdict."""
+    """One line per check, another with its fix if any, and a verdict."""
     lines = []
     for check in checks:
         lines.append(f"{check.status.value:<4}  {check.name}: {check.detail}")

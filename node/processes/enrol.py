@@ -1,4 +1,4 @@
-"""Enrol a node: from a join token to an identity on disk."""
+"""Enrols a node: from a join token to an identity on disk."""
 
 import asyncio
 import itertools
@@ -43,7 +43,7 @@ _COORDINATOR_FILE = "coordinator.json"
 _MESSAGE_BYTES = 64 * 1024
 _CONNECT_SECONDS = 5.0
 _REPLY_SECONDS = 20.0
-# Seconds before each round over the token's addresses; with patience left, longer ones follow.
+# Seconds before each round over the token's addresses. With patience left, longer ones follow.
 _ROUNDS = (0.0, 0.5, 1.0, 2.0)
 _LATER_ROUND = 5.0
 # A stored certificate must be valid for at least this long.
@@ -53,22 +53,22 @@ _MARGIN = timedelta(minutes=5)
 async def enrol(
     token: JoinToken, directory: Path, hardware: Hardware, patience: Patience | None = None
 ) -> tuple[NodeIdentity, str]:
-    """Become a member of the token's run: the node's identity and the coordinator's control address.
+    """Become a member of the token's run. Returns the node's identity and the coordinator's control address.
 
     A valid identity in `directory` is used without sending anything. Otherwise all of the token's addresses
-    are asked at once, and again until one leads to the coordinator or the patience ends. A request whose
-    reply was lost is sent again with the same key, so it does not use the token twice.
+    are asked at once, repeatedly, until one is the coordinator's or the patience ends. If a reply is lost,
+    the request is repeated with the same key, so it does not use the token twice.
 
     Raises:
-        Refused: by the coordinator, with its reason.
-        TokenError: the peer is not the coordinator that the token names.
-        LinkError: nobody answers.
-        UserError: `directory` cannot be used, or is another run's.
+        Refused: the coordinator refuses, with its reason.
+        TokenError: the peer is not the coordinator of the token.
+        LinkError: no address answers.
+        UserError: `directory` cannot be used, or belongs to another run.
     """
     stored = await asyncio.to_thread(_stored, token, directory)
     if stored is not None:
         return stored
-    # Once the patience has ended, no round begins after this: an address may not answer at all.
+    # No round begins after this time once the patience has ended, because an address may never answer.
     last_start = math.inf if patience is None else time.monotonic() + _CONNECT_SECONDS
     patience = patience or Patience()
     key_pem = await asyncio.to_thread(_usable_key, directory)
@@ -119,7 +119,7 @@ async def _ask_all(
 ) -> tuple[tuple[NodeIdentity, str, str] | None, list[ThinwireError]]:
     """Join at the first address that is the coordinator's: identity, that address, the control address.
 
-    Else None and what each address said.
+    Otherwise returns None, and each address's error.
     """
     failures: list[ThinwireError] = []
 
@@ -179,14 +179,14 @@ async def _join_at(
         await _withdraw(address, token, ca_pem, request)
         if isinstance(error, LinkError):
             raise
-        raise ProtocolViolationError(f"{address} granted what cannot be used: {error}") from None
+        raise ProtocolViolationError(f"{address} granted an unusable identity: {error}") from None
     return identity, control_address
 
 
 async def _withdraw(
     address: str, token: JoinToken, ca_pem: bytes, request: enrolment_pb2.JoinRequest
 ) -> None:
-    """Give back the use of the token: another node may have it. If that fails, it is free in a minute."""
+    """Give back the use of the token, so that another node can have it. If that fails, it is freed later."""
     with suppress(grpc.aio.AioRpcError):
         await _call("Withdraw", address, token, ca_pem, request)
 
@@ -219,7 +219,7 @@ def _refused(message: enrolment_pb2.Refusal) -> Refused:
     try:
         return Refused(RefusalCode(message.code), message.message)
     except ValueError:
-        # A later version's code; its message still gives the reason.
+        # The code is from a later version, but its message gives the reason.
         return Refused(RefusalCode.BAD_REQUEST, message.message)
 
 
@@ -229,19 +229,19 @@ def _stored(token: JoinToken, directory: Path) -> tuple[NodeIdentity, str] | Non
     if identity is None:
         return None
     if identity.run_id == token.run_id and identity.pin != token.pin:
-        # The run was recovered: it has a new authority, and this node's layers are of use to it.
+        # The run was recovered: it has a new authority, and needs this node's layers.
         log.warning("run %s has another certificate authority than before: enrolling again", token.run_id)
         return None
     if identity.run_id != token.run_id:
         raise UserError(
-            f"{directory} holds an identity of run {identity.run_id} and the join token is for "
-            f"{token.run_id}: give each run a directory of its own"
+            f"{directory} has an identity of run {identity.run_id} and the join token is for "
+            f"{token.run_id}: give each run its own directory"
         )
     if not identity.is_valid(time.time(), _MARGIN):
         return None
     try:
         coordinator = json.loads((directory / _COORDINATOR_FILE).read_bytes())
-        # A token with other addresses means that the coordinator has moved: ask for its control port.
+        # A token with other addresses means that the coordinator has moved, so ask for its control port.
         known = coordinator["join_address"] in token.addresses
         return (identity, str(coordinator["control_address"])) if known else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -271,7 +271,7 @@ def _explain_disk(directory: Path) -> Iterator[None]:
 
 
 def _summary(failures: list[ThinwireError]) -> ThinwireError:
-    """Combine the errors of all addresses in one."""
+    """Combine the errors of all addresses into one."""
     if len(failures) == 1:
         return failures[0]
     kind = TokenError if all(isinstance(failure, TokenError) for failure in failures) else LinkError

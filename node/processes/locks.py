@@ -1,6 +1,6 @@
-"""Locked directories: one coordinator a run, one node process an identity.
+"""Locks on directories: one coordinator per run, one node process per identity.
 
-A lock is `flock` on a file in the directory; it ends with the process, however that ends.
+A lock is `flock` on a file in the directory. It ends with the process, however the process ends.
 """
 
 import fcntl
@@ -14,13 +14,13 @@ from wire.identity.credentials import default_directory
 from wire.identity.files import check_free_or_ours, make_private_directory
 
 MOST_NODES = 64
-"""Nodes of one run, one user and one machine."""
+"""The most nodes of one run and one user on one machine."""
 NODE_FILES = ("node.key", "identity.json")
-"""Either shows that a directory is a node's."""
+"""Files of which either shows that a directory is a node's."""
 
 
 def _lock(directory: Path) -> tuple[int, bool]:
-    """The lock file's descriptor, and whether this process now holds the lock. Raises OSError."""
+    """The lock file's descriptor, and whether this process now has the lock. Raises OSError."""
     make_private_directory(directory)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -28,7 +28,7 @@ def _lock(directory: Path) -> tuple[int, bool]:
     except BlockingIOError:
         return descriptor, False
     except OSError:
-        # Some network file systems have no locks.
+        # Some network file systems do not support locks.
         os.close(descriptor)
         raise
     return descriptor, True
@@ -36,10 +36,10 @@ def _lock(directory: Path) -> tuple[int, bool]:
 
 @contextmanager
 def run_lock(directory: Path, *, page_only: bool = False) -> Iterator[None]:
-    """Hold a run's directory, so that no second coordinator hands out the same steps. Raises UserError.
+    """Lock a run's directory, so that no second coordinator assigns the same steps. Raises UserError.
 
     Args:
-        page_only: the run is over and only its page is served; the message to others says so.
+        page_only: whether the run is over and only its page is served. The message to others says so.
     """
     descriptor, ours = _lock(directory)
     try:
@@ -54,11 +54,11 @@ def run_lock(directory: Path, *, page_only: bool = False) -> Iterator[None]:
 
 
 def _holder(directory: Path, written: bytes) -> str:
-    """Who holds the run lock. The file holds a process id only while a finished run's page is served."""
+    """Who holds the run lock. The file has a process id only while a finished run's page is served."""
     if written.isdigit():
         return (
             f"the run in {directory} is over, and process {written.decode()} still serves its page: end that "
-            "process first (as `systemctl restart` does), then go on with the run"
+            "process first (as `systemctl restart` does), then continue the run"
         )
     return f"another coordinator is running with {directory}: end it first, or give another directory"
 
@@ -79,7 +79,7 @@ def claim(run_id: str, wanted: Path | None) -> StateDirectory:
     if wanted is not None:
         claimed = _try_claim(wanted)
         if claimed is None:
-            raise UserError(f"another node is running with {wanted}: give each a --state-dir of its own")
+            raise UserError(f"another node is running with {wanted}: give each node its own --state-dir")
         return claimed
     for number in range(1, MOST_NODES + 1):
         name = "node" if number == 1 else f"node-{number}"
@@ -89,7 +89,7 @@ def claim(run_id: str, wanted: Path | None) -> StateDirectory:
             raise UserError(f"{error}; or give --state-dir") from None
         if (claimed := _try_claim(directory)) is not None:
             return claimed
-    raise UserError(f"{MOST_NODES} nodes of run {run_id} are running here already: give a --state-dir")
+    raise UserError(f"{MOST_NODES} nodes of run {run_id} are already running here: give a --state-dir")
 
 
 def _try_claim(path: Path) -> StateDirectory | None:

@@ -1,4 +1,4 @@
-"""Ask a coordinator what it sees of this machine: the client of `node.coordinator.look_service`."""
+"""Asks a coordinator what it sees of this machine, as the client of `node.coordinator.look_service`."""
 
 import time
 from dataclasses import dataclass
@@ -15,37 +15,37 @@ from wire.v1 import enrolment_pb2
 from wire.version import PROTOCOL, VERSION
 
 LOOK_SECONDS = 30.0
-"""The whole conversation may take this long."""
+"""The most seconds for all messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeenThere:
-    """This machine, as the coordinator sees it."""
+    """This machine as the coordinator sees it."""
 
     host: str = ""
-    """From which the call came."""
+    """The address from which the call came."""
     reached: bool = False
     """Whether its port accepted the coordinator's connection."""
     mapped_reached: bool = False
     """Whether its router's port accepted the coordinator's connection."""
     relayed: bool = False
-    """The coordinator relays."""
+    """Whether the coordinator relays."""
     relays: tuple[str, ...] = ()
-    """host:port of volunteers that do, some of them."""
+    """host:port of some volunteers that relay."""
     links: tuple[str, ...] = ()
-    """Which paths the run's links take, in sentences."""
+    """The paths of the run's links, in sentences."""
     refusal: str = ""
     """Why a join with this token would be refused; empty if it would not."""
     control_port: int = 0
-    """The coordinator's port for nodes that were admitted; 0: the port that answered."""
+    """The coordinator's port for admitted nodes; 0: the port that answered."""
     precision: str = ""
-    """`training.precision`, as the coordinator says."""
+    """`training.precision`, as the coordinator reports it."""
     compute: str = ""
-    """`training.compute`, as the coordinator says."""
+    """`training.compute`, as the coordinator reports it."""
     down: float = 0.0
-    """Bytes a second from the coordinator."""
+    """Bytes per second from the coordinator."""
     up: float = 0.0
-    """Bytes a second to the coordinator."""
+    """Bytes per second to the coordinator."""
 
 
 async def look(
@@ -54,8 +54,8 @@ async def look(
     """Ask the coordinator at `address`. Raises LinkError.
 
     Args:
-        port: where this machine listens meanwhile.
-        mapped_port: the port of its router that leads there; 0: none.
+        port: where this machine listens during the call.
+        mapped_port: the router's port that leads there; 0: none.
     """
     request = enrolment_pb2.LookRequest(
         version=VERSION,
@@ -102,7 +102,7 @@ async def look(
                 up=sent / max(1e-6, time.monotonic() - began),
             )
     except grpc.aio.AioRpcError as error:
-        raise LinkError(f"the coordinator did not tell what it sees ({error.details()})") from None
+        raise LinkError(f"the coordinator did not report what it sees ({error.details()})") from None
 
 
 async def _next(
@@ -110,7 +110,7 @@ async def _next(
 ) -> enrolment_pb2.LookReply:
     reply = await call.read()
     if not isinstance(reply, enrolment_pb2.LookReply):
-        raise LinkError("the coordinator hung up in the middle of its answer")
+        raise LinkError("the coordinator closed the call before its answer was complete")
     if reply.WhichOneof("body") == "refusal":
         raise LinkError(reply.refusal.message)
     if reply.WhichOneof("body") != kind:

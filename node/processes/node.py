@@ -1,4 +1,4 @@
-"""The process behind `thinwire join`: enrol, serve a stage, leave."""
+"""The process behind `thinwire join`: enrols, computes a stage, leaves."""
 
 import asyncio
 import contextlib
@@ -60,15 +60,15 @@ log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 SOON_SECONDS = 300.0
-"""How long every node waits for a run that goes on at once."""
+"""The seconds for which every node waits for a run that continues soon."""
 START_SECONDS = 10.0
-"""A coordinator that does not answer a node for so long is not up, for one that does not wait."""
+"""The seconds for a coordinator to answer a node that does not wait."""
 IDLE_END_SECONDS = 2.8
-"""A node without a stage has left after this, whatever it is doing."""
+"""The seconds after which a node without a stage has left, whatever it is doing."""
 
 
 def run_node(token_text: str, options: JoinOptions) -> int:
-    """Serve a stage until the run ends or the user leaves; returns the exit code."""
+    """Run the node until the run ends or the user leaves. Returns the exit code."""
     token = JoinToken.parse(token_text)
     _check_machine()
     if options.threads:
@@ -88,20 +88,20 @@ def run_node(token_text: str, options: JoinOptions) -> int:
     finally:
         directory.release()
     if code == INTERRUPTED:
-        # What there was to save is saved, and the interpreter would wait for threads that still compile.
+        # Everything is saved, and the interpreter would wait for threads that are still compiling.
         os._exit(code)
     return code
 
 
 def _end(error: ThinwireError, directory: StateDirectory) -> NoReturn:
-    """Exit at once: the interpreter would wait for a stuck thread or for a device's kernels."""
+    """Exit immediately, because the interpreter would wait for a stuck thread or a device's kernels."""
     say(f"thinwire: error: {error}")
     directory.release()
     os._exit(error.exit_code)
 
 
 def _check_machine() -> None:
-    """Run `doctor`'s quick checks: a failure ends the join, a warning is logged."""
+    """Run `doctor`'s quick checks. A failure ends the join; a warning is logged."""
     checks = [
         check_python(),
         check_torch(),
@@ -190,17 +190,17 @@ async def _serve(
                 if thanks := runtime.progress.thanks():
                     screen(thanks)
                 return INTERRUPTED if interrupted else 1 if finish.failed else 0
-            screen(f"waiting up to {duration_text(seconds)} for the run to go on; Ctrl-C ends")
+            screen(f"waiting up to {duration_text(seconds)} for the run to continue; Ctrl-C ends")
             with _ended_by_signals():
                 goes_on = await reach.again(seconds)
             if not goes_on:
-                screen(f"the run did not go on within {duration_text(seconds)}: this node ends")
+                screen(f"the run did not continue within {duration_text(seconds)}: this node ends")
                 return 1
             settings = replace(settings, devices=_devices(chosen, options))
 
 
 class _Reach:
-    """Looks for the coordinator's control port, where nodes with a certificate connect."""
+    """Waits for the coordinator's control port, to which nodes with a certificate connect."""
 
     def __init__(self, address: str, holder: IdentityHolder, show: Callable[[str, float], None]) -> None:
         self._address = address
@@ -208,17 +208,17 @@ class _Reach:
         self._show = show
 
     async def at_start(self, seconds: float) -> None:
-        """Raises LinkError if it does not answer in time, Refused if this node is out."""
+        """Raise LinkError if it does not answer in time, Refused if this node is evicted."""
         what = f"asking the coordinator at {self._address}"
         if not await answered(self._asks, Patience(seconds, self._show), what):
             raise LinkError(
                 f"the coordinator's port for members at {self._address} did not answer for "
-                f"{duration_text(seconds)}: is it open to this machine, and does the coordinator run?"
+                f"{duration_text(seconds)}: is it open to this machine, and is the coordinator running?"
             )
 
     async def again(self, seconds: float) -> bool:
-        """Whether the coordinator of a stopped run is back in time."""
-        return await answered(self._asks, Patience(seconds, self._show), "waiting for the run to go on")
+        """Whether the coordinator of a stopped run answers again in time."""
+        return await answered(self._asks, Patience(seconds, self._show), "waiting for the run to continue")
 
     async def _asks(self) -> bool:
         holder = self._holder
@@ -241,14 +241,14 @@ def _metrics(latest: Sequence[NodeRuntime]) -> bytes:
 
 
 def _other_use(device: torch.device, options: JoinOptions) -> OtherUse | None:
-    """Raises UserError if the owner wants to use the GPU, too, and its driver does not say who uses it."""
+    """Raises UserError if the owner also uses the GPU, and its driver does not report who uses it."""
     if not options.yield_gpu:
         return None
     if device.type != "cuda" or torch.version.hip is not None:
         raise UserError(
             f"--yield-gpu is for GPUs of NVIDIA, and this node computes on {device}: leave it out"
         )
-    # Not by its number, which CUDA_VISIBLE_DEVICES changes.
+    # Not the GPU's number, which CUDA_VISIBLE_DEVICES changes.
     use = OtherUse(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     use.start()
     return use
@@ -266,7 +266,7 @@ def _most_bytes(options: JoinOptions) -> int:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end what only waits at once: KeyboardInterrupt."""
+    """Inside the block, Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt."""
     task = asyncio.current_task()
     assert task is not None
     with on_ending_signals(lambda _: task.cancel()):
@@ -282,8 +282,8 @@ def _end_if_idle(runtime: NodeRuntime) -> None:
 
 
 async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
-    """Run until the end. The first Ctrl-C, SIGTERM or SIGHUP leaves after a snapshot; the next quits at
-    once."""
+    """Run until the end. The first Ctrl-C, SIGTERM or SIGHUP leaves after a snapshot; the next quits
+    immediately."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -291,7 +291,7 @@ async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
 
     def interrupt(number: signal.Signals) -> None:
         nonlocal interrupts
-        # A closing terminal sends SIGHUP twice, by its shell and by the kernel.
+        # A closing terminal sends SIGHUP twice: from its shell and from the kernel.
         if number is signal.SIGHUP and interrupts:
             return
         interrupts += 1
@@ -300,7 +300,7 @@ async def _until_done(runtime: NodeRuntime) -> tuple[Finish, bool]:
                 log.warning("leaving after this step and a snapshot; press Ctrl-C again to quit at once")
             else:
                 log.warning("leaving")
-                # The compute thread may be compiling; there is nothing to save.
+                # The compute thread may be compiling, and there is nothing to save.
                 loop.call_later(IDLE_END_SECONDS, _end_if_idle, runtime)
             runtime.leave("the volunteer asked to leave")
         else:

@@ -1,4 +1,4 @@
-"""How long a machine waits: for a coordinator that is not up yet, or for a stopped run to go on."""
+"""How long a machine waits: for a coordinator that is not up yet, or for a stopped run to continue."""
 
 import asyncio
 import contextlib
@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from wire.pacing import RECONNECT_SECONDS, Backoff
 
 LOOK_SECONDS = 1.0
-"""What is shown is updated this often."""
+"""The seconds between two updates of what is shown."""
 
 Show = Callable[[str, float], None]
-"""Called with what is waited for and the seconds left."""
+"""Called with what the machine waits for and the seconds left."""
 
 
 class Patience:
-    """Counts down from when it is made."""
+    """Counts down from its creation."""
 
     def __init__(self, seconds: float = 0.0, show: Show | None = None) -> None:
         self._show = show if seconds else None
@@ -23,12 +23,12 @@ class Patience:
 
     @property
     def left(self) -> float:
-        """Seconds, 0 once it has ended."""
+        """The seconds left; 0 once it has ended."""
         return max(0.0, self._until - time.monotonic())
 
     @contextlib.asynccontextmanager
     async def shown(self, what: str) -> AsyncIterator[None]:
-        """Show what is waited for, with the time left, while the block runs for longer than a moment."""
+        """While the block runs, show what the machine waits for and the time left, after a moment."""
         task = asyncio.create_task(self._keep_showing(what))
         try:
             yield
@@ -42,7 +42,7 @@ class Patience:
 
 
 async def answered(ask: Callable[[], Awaitable[bool]], patience: Patience, what: str) -> bool:
-    """Ask until the answer is yes; False once the patience has ended. Errors of `ask` propagate."""
+    """Ask until the answer is yes. False once the patience has ended. Errors of `ask` propagate."""
     backoff = Backoff(0.2, RECONNECT_SECONDS)
     async with patience.shown(what):
         while not await ask():

@@ -1,8 +1,8 @@
 """`thinwire doctor TOKEN`: which paths lead from this machine to others of the run, and how fast its line is.
 
-The coordinator answers the holder of a token (`node.coordinator.look_service`), and nothing of the token is
-used up. To tell what a NAT does, connections leave from one port to several machines, each of which says from
-where it sees them come (`wire.mirror`).
+The coordinator answers the holder of a token (`node.coordinator.look_service`), which uses up nothing. To
+find out what a NAT does, this machine connects from one port to several machines, each of which returns the
+address that it sees (`wire.mirror`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from wire.port_mapping import MappedPort, routers_to_ask
 
 RELAY_SECONDS = 3.0
 LITTLE_MBIT = 2.0
-"""On a slower line most runs wait for it."""
+"""The Mbit/s below which most runs wait for this machine's line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,39 +41,39 @@ class Seen:
     """One connection: this machine's end, and that end as the other machine sees it."""
 
     target: str
-    """Whom it went to, host:port."""
+    """The other machine, host:port."""
     here: tuple[str, int]
     there: tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings(SeenThere):
-    """What was found out, before it is put into words."""
+    """The results, before they are put into words."""
 
     proxy: str = ""
-    """host:port of the proxy that everything goes through."""
+    """host:port of the proxy through which everything goes."""
     seen: tuple[Seen, ...] = ()
-    """Connections that left from one port."""
+    """Connections from one port."""
     mapped_port: int = 0
     """The router's port that leads here."""
     mapped_by: str = ""
     not_mapped: str = ""
-    """Why the router leads no port here."""
+    """Why the router forwards no port to this machine."""
     near: tuple[tuple[str, float], ...] = ()
-    """Volunteers that relay and answer, and the round trip in seconds."""
+    """Volunteers that relay and answer, with their round trips in seconds."""
     round_trip: float = 0.0
-    """To the coordinator."""
+    """The seconds to the coordinator and back."""
     six: str = ""
     """This machine's own IPv6 address."""
     members: str = ""
-    """The coordinator's host:port for admitted nodes, if it is another one than for joining."""
+    """The coordinator's host:port for admitted nodes, if it differs from the one for joining."""
     members_answer: bool = True
-    """Whether `members` accepts connections from here."""
+    """Whether `members` accepts connections from this machine."""
 
 
 def check_reach(text: str, device: torch.device) -> Iterator[Check]:
-    """The paths from this machine, and whether `device` can compute in the run; nothing without a
-    coordinator, as `doctor.check_token` says that already.
+    """Check the paths from this machine, and whether `device` can compute in the run. No checks without a
+    coordinator, which `doctor.check_token` reports.
 
     `text` is a token or a join line. Takes some seconds.
     """
@@ -92,7 +92,7 @@ def check_reach(text: str, device: torch.device) -> Iterator[Check]:
 
 
 async def _find_by(token: JoinToken) -> Findings | None:
-    """The findings by the first of the token's addresses that is the coordinator's; None if none is."""
+    """The findings from the first of the token's addresses that is the coordinator's; None if none is."""
 
     async def ask(address: str) -> tuple[str, x509.Certificate] | None:
         with contextlib.suppress(LinkError, TokenError):
@@ -115,7 +115,7 @@ async def _find_by(token: JoinToken) -> Findings | None:
 
 
 def judged(found: Findings) -> Iterator[Check]:
-    """The findings as checks. Pure."""
+    """Yield the findings as checks. Pure."""
     if found.refusal:
         yield fail("token", printable(found.refusal), "ask for a new token")
     if found.members:
@@ -130,12 +130,12 @@ def judged(found: Findings) -> Iterator[Check]:
 
 
 def judge_precision(precision: str, compute: str, device: torch.device) -> Iterator[Check]:
-    """Whether a device computes in what a run needs, by the coordinator's words."""
+    """Whether a device supports a run's precision, as reported by the coordinator."""
     if precision not in PRECISIONS or compute not in COMPUTES:
         yield fail(
             "precision",
             printable(f"the coordinator says that the run computes in {precision!r}, {compute!r}")[:200],
-            "nobody knows what that is here: use the version of thinwire that the coordinator runs",
+            "this version does not know that: use the version of thinwire that the coordinator runs",
         )
         return
     training = TrainingSection(precision=precision, compute=compute)
@@ -145,7 +145,7 @@ def judge_precision(precision: str, compute: str, device: torch.device) -> Itera
         return
     words = f"the run computes in {precision}" + (", with products in FP8" if compute == "fp8" else "")
     if precision == PLANNED:
-        words = "the run computes in what all its machines have when it starts"
+        words = "the run computes in a precision that all its machines support when it starts"
     yield ok("precision", printable(f"{words}; {device} can"))
 
 
@@ -156,7 +156,7 @@ def _members(found: Findings) -> Check:
     return fail(
         name,
         "nothing answers, and nodes go there once they are admitted: a join would wait for it",
-        "let this port through, too, or ask the run's operator for coordinator.one_port = true",
+        "open this port too, or ask the run's operator for coordinator.one_port = true",
     )
 
 
@@ -182,7 +182,7 @@ def nat_words(found: Findings) -> str:
     if first.there[1] == first.here[1]:
         kept = "it keeps ports, as a NAT does that maps them in the same way for every target"
         return f"{where}; {kept}, but only one could be asked{six}"
-    return f"{where} that changes ports; only one target could be asked, so perhaps for each anew{six}"
+    return f"{where} that changes ports; only one target could be asked, so perhaps for each target{six}"
 
 
 def _direct(found: Findings) -> Check:
@@ -193,12 +193,12 @@ def _direct(found: Findings) -> Check:
     else:
         if found.mapped_port:
             promise = f"the router promised its port {found.mapped_port} ({found.mapped_by})"
-            why = f"{promise}, but nothing comes there"
+            why = f"{promise}, but it does not lead here"
         elif found.not_mapped:
-            why = f"its router leads no port here ({found.not_mapped})"
+            why = f"its router forwards no port ({found.not_mapped})"
         else:
-            why = "no port of it answers the coordinator"
-        how = f"only with nodes that can be dialled: this machine cannot, as {why}"
+            why = "none of its ports answers the coordinator"
+        how = f"only with nodes that can be dialled: this machine cannot, because {why}"
     return ok("direct path", printable(how))
 
 
@@ -206,17 +206,17 @@ def _together_words(found: Findings) -> str:
     if found.proxy:
         return "not through a proxy"
     if not found.seen:
-        return "not known"
+        return "unknown"
     if found.seen[0].here[0] == found.seen[0].there[0]:
         return "works with nodes whose NAT keeps or maps ports in the same way for every target"
     outside = {seen.there for seen in found.seen}
     if len(outside) > 1:
-        return "does not work: this NAT has another port for each target"
+        return "does not work: this NAT uses another port for each target"
     if len(found.seen) > 1 or found.seen[0].here[1] == found.seen[0].there[1]:
         ports = {seen.target.rpartition(":")[2] for seen in found.seen}
         more = f", if the network lets out more than port {min(ports)}" if len(ports) == 1 else ""
-        return f"likely works with nodes whose NAT does as this one{more}"
-    return "not known"
+        return f"likely works with nodes that have a NAT like this one{more}"
+    return "unknown"
 
 
 def _relay(found: Findings) -> Check:
@@ -234,8 +234,8 @@ def _relay(found: Findings) -> Check:
     return Check(
         name="relay",
         status=Status.FAIL if alone else Status.OK,
-        detail="nobody relays in this run" + (", and others cannot dial this machine" if alone else ""),
-        fix="have the router lead a TCP port here and join with --listen and --advertise HOST:PORT, or ask "
+        detail="no node relays in this run" + (", and others cannot dial this machine" if alone else ""),
+        fix="let the router forward a TCP port and join with --listen and --advertise HOST:PORT, or ask "
         "the run's operator for coordinator.relay = true"
         if alone
         else "",
@@ -250,7 +250,7 @@ def _line(found: Findings) -> Check:
         status=Status.WARN if slow else Status.OK,
         detail=f"{_mbit(down)} down and {_mbit(up)} up, to and from the coordinator, "
         f"{1000 * found.round_trip:.0f} ms away",
-        fix="a slow line may make the whole run wait: end what else uses it" if slow else "",
+        fix="a slow line may make the whole run wait: close other programs that use it" if slow else "",
     )
 
 
@@ -262,9 +262,9 @@ def _mbit(value: float) -> str:
 
 
 async def find(token: JoinToken, address: str, authority: x509.Certificate) -> Findings:
-    """Ask the coordinator at `address`, and whoever relays. Raises LinkError.
+    """Ask the coordinator at `address`, and nodes that relay. Raises LinkError.
 
-    Listens meanwhile, and has the router lead a port here for so long if it does that.
+    Listens meanwhile and, if the router can, has it forward a port here for that time.
     """
     proxy = proxy_for(address)
     began = time.monotonic()
@@ -300,7 +300,7 @@ async def find(token: JoinToken, address: str, authority: x509.Certificate) -> F
 
 @contextlib.asynccontextmanager
 async def _listening() -> AsyncIterator[int]:
-    """A port that accepts and hangs up, on all addresses of this machine."""
+    """Listen on a port, on all addresses of this machine. It accepts connections and closes them."""
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
@@ -314,7 +314,7 @@ async def _listening() -> AsyncIterator[int]:
 
 
 async def _through_the_nat(address: str, mirrors: tuple[str, ...]) -> tuple[Seen, ...]:
-    """Connections from one port to as many of these machines as answer, the one at `address` first."""
+    """Connect from one port to as many of these machines as answer, the one at `address` first."""
     seen: list[Seen] = []
     own: tuple[str, int] | None = None
     hosts: set[str] = set()
@@ -335,7 +335,7 @@ async def _through_the_nat(address: str, mirrors: tuple[str, ...]) -> tuple[Seen
 
 
 async def _places(address: str) -> list[Place]:
-    """IPv4 first: it is what NATs change."""
+    """The addresses, IPv4 first, because NATs change it."""
     try:
         host, port = split_address(address)
         places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -345,19 +345,19 @@ async def _places(address: str) -> list[Place]:
 
 
 async def _answers(address: str) -> bool:
-    """Whether somebody accepts connections there."""
+    """Whether the address accepts connections."""
     try:
         async with asyncio.timeout(CONTACT_SECONDS):
             (await connect(address)).close()
-    except (OSError, ValueError):  # a port that is none is a ValueError
+    except (OSError, ValueError):  # ValueError for an invalid port
         return False
     return True
 
 
 async def _nearness(relays: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    """The relays that answer, and how many seconds a connection to each takes."""
+    """The relays that answer, and the seconds that a connection to each takes."""
 
-    async def one(address: str) -> tuple[str, float] | None:
+    async def measure(address: str) -> tuple[str, float] | None:
         began = time.monotonic()
         try:
             async with asyncio.timeout(RELAY_SECONDS):
@@ -367,5 +367,5 @@ async def _nearness(relays: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
         return address, time.monotonic() - began
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(address)) for address in relays]
+        tasks = [group.create_task(measure(address)) for address in relays]
     return tuple(near for task in tasks if (near := task.result()) is not None)

@@ -1,4 +1,4 @@
-"""Check which stages of a run fit on this machine's devices, by estimate, before joining."""
+"""Checks, by estimate and before joining, which stages of a run fit on this machine's devices."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from wire.identity.enrolment import Hardware
 
 
 def check_run(path: Path, chosen: tuple[torch.device, ...], tensor_parallel: int) -> Iterator[Check]:
-    """Whether these devices can share the run's blocks, and which stages fit on them."""
+    """Check whether these devices can share the run's blocks, and which stages fit on them."""
     try:
         config = load_config(path, ())
     except ThinwireError as error:
@@ -44,8 +44,8 @@ def devices_check(chosen: tuple[torch.device, ...], tensor_parallel: int) -> Che
 
 
 def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
-    """Which stages fit into the memory that the machine offers, as the coordinator judges: with the fewest
-    bits that the run allows, computing again and moving to host memory what that takes."""
+    """Which stages fit into the machine's memory, as the coordinator judges: with the fewest bits that the
+    run allows, recomputing, and moving to host memory."""
     stages, devices, offer = config.pipeline.stages, devices_of(hardware), hardware.memory_bytes
     needs = least_stage_bytes(narrowest(config), stages, devices)
     fitting = [stage for stage, need in enumerate(needs) if need <= offer]
@@ -56,7 +56,7 @@ def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
         return fail(
             "stages",
             f"the smallest of {stages} stages needs an estimated {bytes_text(min(needs))}{each}, with "
-            f"all that can be computed again or moved; this machine offers {offered}",
+            f"everything recomputed or moved that can be; this machine offers {offered}",
             " or ".join(changes)
             or "fewer model.layers, more pipeline.stages, training.gradients and moments in fp8, or --gpus "
             "with --tensor-parallel",
@@ -67,13 +67,13 @@ def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
     detail += f"offers {offered}"
     if len(fitting) == stages:
         tight = [str(stage) for stage, memory in enumerate(kept) if memory.total > offer]
-        fewer = "stores in fewer bits, computes again or moves to host memory"
+        fewer = "stores in fewer bits, recomputes or moves to host memory"
         how = f", {_stages(tight)} if this machine {fewer} (thinwire plan says what)" if tight else ""
         return ok("stages", f"{detail}: any stage fits{how}")
     return warn(
         "stages",
         f"{detail}: only stages {', '.join(map(str, fitting))} fit",
-        "join early, so that one of these is free, or let pipeline.split give stages like shares",
+        "join early, so that one of these is free, or let pipeline.split give stages equal shares",
     )
 
 

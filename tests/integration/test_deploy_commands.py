@@ -205,7 +205,7 @@ def test_a_coordinator_and_nodes_as_deployed(
         # Steps are left, so both wait; the container's owner needs it elsewhere.
         for stopped in (node, container):
             stopped.wait_line(lambda line: "the run was stopped before its last step" in line)
-            stopped.wait_line(lambda line: "waiting up to 1h00m for the run to go on" in line)
+            stopped.wait_line(lambda line: "waiting up to 1h00m for the run to continue" in line)
         container.send(signal.SIGTERM)
         assert container.wait_exit() == 130, container.report()
         # It kept its key in the volume, as it was told no folder.

@@ -101,7 +101,7 @@ async def test_a_port_of_members_alone_is_looked_at_too(
 
         monkeypatch.setattr(reach_check, "connect", blocked)
         (failed,) = (check for check in judged(await findings(desk.token())) if check.status is Status.FAIL)
-        assert failed.name == f"coordinator {found.members}" and "let this port through" in failed.fix
+        assert failed.name == f"coordinator {found.members}" and "open this port too" in failed.fix
 
 
 async def test_a_token_that_was_revoked_is_told_so_and_a_forged_one_no_more(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_another_runs_token_is_refused(tmp_path: Path) -> None:
         token = desk.token()
         authority = await fetch_authority(desk.address, token.pin)
         other = JoinToken(token.addresses, "other-run", token.pin, token.token_id, token.secret)
-        with pytest.raises(LinkError, match="did not tell what it sees"):
+        with pytest.raises(LinkError, match="did not report what it sees"):
             await find(other, desk.address, authority)
 
 

@@ -229,4 +229,4 @@ def test_a_run_whose_only_snapshot_is_damaged_ends_and_is_not_resumed(
             again = run.command("resume", str(run.run_dir))
             assert again.wait_exit() == 2
             (line,) = again.stderr.splitlines()
-            assert f"no snapshot of this run is whole ({path} is damaged: " in line
+            assert f"no snapshot of this run is intact ({path} is damaged: " in line

@@ -46,7 +46,7 @@ def test_the_journey_of_a_run_from_its_plan_to_an_extension(prefork: Prefork, tm
         (finished,) = first.all(RunFinished)
         assert finished.resume == f"thinwire resume {run.run_dir}"
         for terminal in terminals:
-            terminal.wait_line(lambda line: "waiting up to 10m00s for the run to go on; Ctrl-C ends" in line)
+            terminal.wait_line(lambda line: "waiting up to 10m00s for the run to continue; Ctrl-C" in line)
         stopped = run.command("status", str(run.run_dir))
         assert stopped.wait_exit() == 0
         assert ": stopped, " in stopped.lines[0] and stopped.lines[-1] == f"continue with: {finished.resume}"
@@ -77,7 +77,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_another_text(prefork: Prefor
         other.write_bytes(b"Another text, of other words and of more of them. " * 400)
         refused = run.command("resume", str(run.run_dir), "run.steps=6", f"data.path={other}")
         assert refused.wait_exit() == 2
-        assert "give --new-text to go on with this one" in refused.stderr
+        assert "give --new-text to continue with this one" in refused.stderr
         second = run.resume("run.steps=6", f"data.path={other}", "--new-text")
         run.add_nodes(2)
         assert second.wait_exit() == 0

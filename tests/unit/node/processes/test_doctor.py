@@ -104,7 +104,7 @@ def test_a_package_of_our_name_from_elsewhere_is_named() -> None:
     found = check_packages({**ours, "kernels": ["thinwire", "kernels"]})
     assert found.status is Status.WARN
     assert "kernels also ships 'kernels'" in found.detail
-    assert "virtual environment of its own" in found.fix
+    assert "its own virtual environment" in found.fix
 
 
 def test_owners_of_packages_are_those_that_python_finds(
@@ -355,8 +355,8 @@ def test_a_token_says_what_the_device_must_compute_in(monkeypatch: pytest.Monkey
 def test_a_card_without_bfloat16_is_told_which_runs_it_computes() -> None:
     old = judge_gpu(0, "Tesla T4", 15 << 30, 16 << 30, of_capability(7, 5))
     assert old.status is Status.WARN and "no bfloat16" in old.detail
-    assert 'training.precision = "float16"' in old.fix and "end what else" not in old.fix
+    assert 'training.precision = "float16"' in old.fix and "close other programs" not in old.fix
     crowded = judge_gpu(1, "Tesla T4", 1 << 30, 16 << 30, of_capability(7, 5))
-    assert "end what else uses this GPU" in crowded.fix and "float16" in crowded.fix
+    assert "close other programs that use this GPU" in crowded.fix and "float16" in crowded.fix
     new = judge_gpu(0, "NVIDIA A100", 39 << 30, 40 << 30, of_capability(8, 0))
     assert new.status is Status.OK and new.fix == ""

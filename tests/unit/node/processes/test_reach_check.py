@@ -66,9 +66,9 @@ def test_each_path_has_a_line() -> None:
         ),
         (
             {"mapped_port": 7001, "mapped_by": "UPnP"},
-            "promised its port 7001 (UPnP), but nothing comes there",
+            "promised its port 7001 (UPnP), but it does not lead here",
         ),
-        ({"not_mapped": ""}, "no port of it answers the coordinator"),
+        ({"not_mapped": ""}, "none of its ports answers the coordinator"),
     ],
 )
 def test_the_direct_path_in_words(changes: dict[str, object], words: str) -> None:

@@ -57,7 +57,7 @@ def test_each_stage_is_compared_with_what_the_machine_offers(run_file: Path) -> 
     tight = judged(run_file, most)
     again = [str(stage) for stage, need in enumerate(kept) if need > most]
     assert tight.status is Status.OK and "any stage fits, stage" in tight.detail
-    assert f" {', '.join(again)} if this machine stores in fewer bits, computes again" in tight.detail
+    assert f" {', '.join(again)} if this machine stores in fewer bits, recomputes" in tight.detail
     some = judged(run_file, most - 1)
     fitting = [str(stage) for stage, need in enumerate(needs) if need < most]
     assert some.status is Status.WARN and f"only stages {', '.join(fitting)} fit" in some.detail
@@ -124,8 +124,8 @@ def test_the_command_says_it(
     [
         (
             "--gpus 2",
-            "--gpus 2: this machine has no GPU that torch can use: install a CUDA build of torch and its "
-            "driver, leave --gpus out, or say --device cpu for 2 processes on its CPU",
+            "--gpus 2: this machine has no GPU that torch can use: install a CUDA build of torch and a "
+            "driver, leave --gpus out, or use --device cpu for 2 processes on its CPU",
         ),
         ("--gpus 100000", "--gpus must be 1 to 64, got 100000"),
         ("--device cuda:99", "--device cuda:99: this machine has 0 usable GPUs; use cpu or a lower N"),
