@@ -1,7 +1,7 @@
-"""The actions that the run's state machine returns, and the coordinator carries out.
+"""The actions that the run's state machine returns and the coordinator executes.
 
-They are carried out in order. A record is durable before the next action starts, so a commit is on disk
-before any stage learns of it.
+They are executed in order. A record is durable before the next action starts, so a commit is on disk before
+any stage learns of it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,8 +26,8 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Decide:
-    """Stages can be assigned now. Decide what follows from the nodes that are present, such as the run's
-    precision, and continue with it."""
+    """Stages can be assigned now. Make the decisions that depend on the present nodes, such as the run's
+    precision, and continue with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RecordRestored:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordPlan:
-    """From `step` on, until the next record of this kind, links use these codecs, or stages store their
+    """From `step` until the next record of this kind, links use these codecs, or stages store their
     activations like this."""
 
     step: int
@@ -67,7 +67,7 @@ class RecordCommit:
     epoch: int
     step: int
     loss: float
-    """Not a number where no token of the step counts as a label."""
+    """NaN if no token of the step counts as a label."""
     grad_norm: float
     lr: float
     clip_coefficient: float
@@ -81,18 +81,17 @@ class RecordHeldOut:
 
     step: int
     loss: float | None
-    """The loss with the run's codecs on the links; None if they cannot carry samples that are not trained
-    on."""
+    """The loss with the run's codecs on the links; None if the codecs only support training samples."""
     uncompressed: float
-    """The loss with fp32 on every link; not a number if no token counts as a label."""
+    """The loss with fp32 on every link; NaN if no token counts as a label."""
     samples: int
     best: bool = False
-    """The least uncompressed loss so far."""
+    """Whether it is the least uncompressed loss so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """All stages have applied `step`, or begin the next one as soon as they have."""
+    """All stages have applied `step`, or begin the next step as soon as they have."""
 
     epoch: int
     step: int
@@ -101,25 +100,25 @@ class StepDone:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSnapshot:
-    """Nodes are about to upload the state of `step`."""
+    """Nodes will upload the state of `step`."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotAgreed:
-    """The layers of this snapshot count only with these hashes."""
+    """The layers of this snapshot are only valid with these hashes."""
 
     step: int
     units: Mapping[int, UnitHash]
-    """Hashes, by layer unit."""
+    """Hashes by layer unit."""
     alone: Collection[int]
-    """Units that one node alone holds: its file is compared with what it says of it, too."""
+    """Units that only one node holds. Their files are also compared with that node's report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotDropped:
-    """No snapshot of this step is taken. Layers that are handed in for it are not stored."""
+    """No snapshot of this step is taken. Layers that are uploaded for it are not stored."""
 
     step: int
     reason: str
@@ -127,30 +126,30 @@ class SnapshotDropped:
 
 @dataclass(frozen=True, kw_only=True)
 class RefuseSnapshot:
-    """A complete snapshot is not the run's state. Do not use it any more, then call `snapshot_damaged`."""
+    """A complete snapshot is not the run's state. Stop using it, then call `snapshot_damaged`."""
 
     step: int
     reason: str
 
 
 class AbortKind(StrEnum):
-    """Why an epoch ended before its step did."""
+    """Why an epoch ended before its step."""
 
     LOST = "lost"
     """A node that hosted a stage is gone."""
     FAILED = "failed"
-    """A stage could not do its part."""
+    """A stage could not do its work."""
     NOT_FINITE = "not-finite"
     """A value was not finite."""
     DIFFERS = "differs"
-    """Rows did not get the same gradient."""
+    """Rows computed different gradients."""
     PLACEMENT = "placement"
-    """The stages move to other nodes, or to more of them."""
+    """The stages move to other nodes, or to more nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aborted:
-    """The epoch ended before its step did; the next epoch runs the step again."""
+    """The epoch ended before its step. The next epoch runs the step again."""
 
     epoch: int
     step: int
@@ -160,8 +159,7 @@ class Aborted:
 
 @dataclass(frozen=True, kw_only=True)
 class SeatLost:
-    """A host is gone, and its epoch goes on. If this happens in a step, other rows compute what its row had
-    to compute."""
+    """A host is gone, and its epoch continues. During a step, other rows take over the work of its row."""
 
     epoch: int
     step: int
@@ -170,24 +168,24 @@ class SeatLost:
     stage: int
     reason: str
     groups: tuple[int, ...]
-    """The gradient groups that its row had in the step that runs; none between two steps."""
+    """The gradient groups of its row in the running step; empty between two steps."""
     portions: tuple[Portion, ...] = ()
-    """Which groups each row computes from now on."""
+    """The groups that each row computes from now on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeatOffered:
-    """A node and its neighbours are about to open the links of an empty seat."""
+    """A node and its neighbours will open the links of an empty seat."""
 
     nodes: tuple[str, ...]
-    """The node that has each seat or is about to have it, row after row; "" for an empty seat."""
+    """The node that has or will have each seat, row after row; "" for an empty seat."""
     addresses: tuple[str, ...]
     rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeatFilled:
-    """A node that followed the run has an empty seat of the epoch, from `step` on."""
+    """A node that followed the run has taken an empty seat of the epoch, from `step` on."""
 
     epoch: int
     step: int
@@ -195,14 +193,14 @@ class SeatFilled:
     row: int
     stage: int
     nodes: tuple[str, ...]
-    """Which node has each seat, row after row; "" for an empty seat."""
+    """The node in each seat, row after row; "" for an empty seat."""
     addresses: tuple[str, ...]
     rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
-    """The node has left the run; close its session after sending `Finish`."""
+    """The node has left the run: close its session after sending `Finish`."""
 
     node_id: str
     reason: str
@@ -214,13 +212,13 @@ class Announce:
 
     text: str
     about: str = ""
-    """The node that has lost its stage for what the line says, is shut out, or stays only because no other
-    can take its stage."""
+    """The node that lost its stage for this reason, is shut out, or stays only because no other node can take
+    its stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The run is over and all sessions close. `failed`: it did not end as planned."""
+    """The run is over, and all sessions close. `failed`: whether it ended before its time."""
 
     reason: str
     failed: bool
@@ -250,7 +248,7 @@ Action = (
 
 
 def epoch_over(nodes: Iterable[str], epoch: int, reason: str) -> list[Action]:
-    """The nodes go back to waiting for a stage."""
+    """The nodes wait for a stage again."""
     return [Send(node_id=node, message=Abort(epoch=epoch, reason=reason)) for node in nodes]
 
 
@@ -265,10 +263,11 @@ def finish_all(nodes: Iterable[str], finish: Finish) -> list[Action]:
 
 
 def goodbye(reason: str, *, failed: bool, done: bool, soon: bool = False) -> Finish:
-    """The last message of a run. If steps are left, nodes wait for it as long as their owners allow.
+    """The last message of a run. If steps are left, nodes wait for it to resume as long as their owners
+    allow.
 
-    Those that do not wait end with an error even if the run was only stopped: then whatever supervises them
-    (systemd, a Job) restarts them, and they are there when the run resumes.
+    Nodes that do not wait end with an error even if the run was only stopped. Then a supervisor (systemd, a
+    Job) restarts them, and they are there when the run resumes.
     """
     reason = without_folders(reason)
     if done:
@@ -296,7 +295,7 @@ def let_go(node_id: str) -> list[Action]:
 
 def costs_last(actions: Sequence[Action]) -> Sequence[Action]:
     """Put the begin of the next step first, so that nodes compute while the costs of this step are summed."""
-    if not actions:  # as after nearly every vote
+    if not actions:  # the case for nearly every vote
         return actions
     at = next((at for at, action in enumerate(actions) if isinstance(action, StepDone)), None)
     if at is None or not all(isinstance(action, Send) for action in actions[at + 1 :]):

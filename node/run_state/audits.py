@@ -2,13 +2,12 @@
 Pure.
 
 With every vote, a node sends digests of what it computed for each group: of the tensors that it sent and
-received, and of its packed gradient. In some steps, which no node can predict, another row also computes
-one of a row's groups. From the same inputs, nodes of the same kind compute the same bits. So the first
+received, and of its packed gradient. In some steps, which no node can predict, another row also computes one
+of a row's groups. From the same inputs, nodes of the same kind compute the same bits. So the first
 difference, in the order of the computation, is between two nodes of one stage, and one of them is wrong.
 
 A node whose values are all wrong is found in an audited step if its row is one of the two. A digest covers
-what a node computed: a node that computes correctly and then sends other gradients between rows is not
-found.
+what a node computed: a node that computes correctly and then sends other gradients between rows is not found.
 """
 
 import hmac
@@ -27,7 +26,7 @@ class Audit:
 
     group: int
     rows: tuple[int, ...]
-    """The row whose group it is, then those that compute it only to check."""
+    """The row that the group belongs to, then the rows that compute it only as a check."""
 
     def extra(self, row: int) -> tuple[int, ...]:
         """The groups that a row computes to check another."""
@@ -36,30 +35,30 @@ class Audit:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Nodes of one stage computed different values from the same inputs, so not all of them are right."""
+    """Nodes of one stage computed different values from the same inputs, so at least one is wrong."""
 
     step: int
     group: int
     what: str
-    """The value, the same words in every attempt at the step."""
+    """The value in words, which are the same in every attempt at the step."""
     said: Mapping[str, bytes]
-    """The digest of the value, by node."""
+    """The value's digest, by node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contradiction:
-    """Two neighbours report different digests of a tensor that went from one to the other, so one of them
-    lies."""
+    """Two neighbours report different digests of a tensor that one sent to the other, so one report is
+    wrong."""
 
     receiver: str
     what: str
     step: int
     stage: int
-    """The sender's, and its row."""
+    """The sender's stage and row."""
     row: int
 
     def complaint(self, epoch: int) -> StepFailed:
-        """The receiver's, about the sender."""
+        """The receiver's complaint about the sender."""
         return StepFailed(
             epoch=epoch,
             step=self.step,
@@ -78,35 +77,35 @@ class Auditor:
     ) -> None:
         """
         Args:
-            rate: share of steps with an audit.
-            secret: known to the coordinator alone, so that nobody foresees which steps these are.
+            rate: the share of steps with an audit.
+            secret: known only to the coordinator, so that no node can predict these steps.
             boundaries: number of stages -> boundaries between chunks.
-            compares: newcomers are compared in their first steps, also at a rate of 0.
+            compares: newcomers are compared in their first steps, even at a rate of 0.
         """
         self._compares = compares
         self._rate = rate
         self._secret = secret
         self._boundaries = boundaries
         self.doubted: tuple[int, int] | None = None
-        """A step and one of its groups that is audited in any case, and by two more rows if there are any."""
+        """A step and one of its groups, which is always audited, by two more rows if there are any."""
         self.agreed: dict[str, dict[str, bytes]] = {}
-        """The newest audit's digests: for each value, the digest of each node, if all nodes reported the
+        """The newest audit's digests: for each value the digest of each node, if all nodes reported the
         same."""
 
     @property
     def is_on(self) -> bool:
-        """Whether every vote has digests, not only those of steps in which newcomers are compared."""
+        """Whether every vote has digests, not only votes in which newcomers are compared."""
         return self._rate > 0.0
 
     def draw(
         self, step: int, groups: Groups, kinds: Sequence[Hashable], new: Sequence[int] = ()
     ) -> Audit | None:
-        """What is audited in a step. It is the same each time that the step runs with this placement.
+        """The audit of a step, which is the same whenever the step runs with this placement.
 
         Args:
-            groups: of each row; none of a row that computes nothing.
-            kinds: of the hosts, row after row. Rows check each other if their nodes are of the same kinds.
-            new: rows that are compared with another in any case.
+            groups: the groups of each row; empty for a row that computes nothing.
+            kinds: the kinds of hosts, row after row. Rows check each other if their nodes' kinds are equal.
+            new: rows that are always compared with another row.
         """
         rows = [row for row, run in enumerate(groups) if run]
         if len(rows) == 1 or not (self._rate > 0.0 or (new and self._compares)):
@@ -138,7 +137,7 @@ class Auditor:
         Args:
             own: the groups of its row; empty if the step has no digests.
             extra: groups of another row that it computed.
-            has_loss: it has the head.
+            has_loss: whether it has the head.
         """
         wanted = {*own, *extra}
         if vote.digests.keys() != wanted:
@@ -161,7 +160,7 @@ class Auditor:
     def compare(
         self, audit: Audit, step: int, rows: Mapping[int, Sequence[tuple[str, Vote]]], loss_stage: int
     ) -> Difference | Contradiction | None:
-        """The first difference in the order of the computation; None if all report the same.
+        """The first difference in the order of the computation; None if all reports are equal.
 
         Args:
             rows: by audited row, the node and the vote of each stage.
@@ -231,7 +230,7 @@ def rows_alike(kinds: Sequence[Hashable], rows: int) -> list[list[int]]:
     """For each row, the rows whose nodes are of the same kinds, itself included.
 
     Args:
-        kinds: of the hosts, row after row.
+        kinds: the kinds of hosts, row after row.
     """
     stages = len(kinds) // rows
     of_rows = [tuple(kinds[row * stages : (row + 1) * stages]) for row in range(rows)]

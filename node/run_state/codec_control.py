@@ -1,7 +1,7 @@
 """Which codecs the links of an epoch use, if the run file leaves that to the coordinator. Pure.
 
-A step that runs again uses the codecs with which it first ran, whatever is measured then. It gets others
-only with another number of stages, which changes the step's bits anyway.
+A repeated step uses the codecs with which it first ran, whatever is measured since. It gets others only with
+another number of stages, which changes the step's bits anyway.
 """
 
 import functools
@@ -18,7 +18,7 @@ from wire.codecs.formats import ladder
 
 
 class CodecControl:
-    """The codec plans of a run's steps: those on record, and the one with which the next epoch begins."""
+    """The codec plans of a run's steps: recorded plans, and the plan with which the next epoch begins."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class CodecControl:
     ) -> None:
         """
         Args:
-            rungs: as for `plan_codecs`; empty: the run's codecs are not planned.
-            first: number of boundaries -> the plan until links are measured.
+            rungs: as for `plan_codecs`; empty if the run's codecs are not planned.
+            first: number of boundaries -> the plan to use until links are measured.
             boundaries: number of stages -> boundaries between chunks.
-            history: the plans on record.
+            history: the recorded plans.
             newest: the first step that has never been committed.
         """
         self._rungs = tuple(rungs)
@@ -46,7 +46,7 @@ class CodecControl:
         self._hosts: tuple[str, ...] = ()
 
     def begin(self, epoch: Epoch) -> list[Action]:
-        """Give the epoch, which is about to restore, the codecs of its step. They are on record before a node
+        """Give the epoch, which is about to restore, the codecs of its step. They are recorded before a node
         receives them."""
         if not self._rungs:
             return []
@@ -70,23 +70,23 @@ class CodecControl:
         self._newest = max(self._newest, step + 1)
 
     def measured(self, epoch: Epoch, lines: Lines, seconds: float) -> None:
-        """The newest step of this epoch took `seconds` a microbatch."""
+        """The newest step of this epoch took `seconds` per microbatch."""
         plan = epoch.codecs
         if plan is None or self._repeats(epoch.step) or lines.boundaries != plan.boundaries:
             return
         if self._rates is None or self._rates.current != plan or self._hosts != epoch.hosts:
-            # Other machines or other lines: what was learned of the earlier ones says nothing of these.
+            # The machines or lines have changed, so earlier measurements do not apply.
             self._rates, self._hosts = RateControl(self._rungs, plan), epoch.hosts
         if self._wanted is None:
             self._wanted = self._rates.step_done(lines, seconds)
 
     def recorded_change(self, epoch: Epoch, step: int) -> bool:
-        """Whether this step has run before, with other codecs than this epoch's."""
+        """Whether this step ran before with other codecs than this epoch's."""
         known = None if epoch.codecs is None else self.history.at(step)
         return known is not None and known != epoch.codecs
 
     def may_gain(self, epoch: Epoch, step: int) -> bool:
-        """Whether other codecs are worth another epoch that begins with this step."""
+        """Whether other codecs justify a new epoch that begins with this step."""
         return epoch.codecs is not None and self._wanted is not None and not self._repeats(step)
 
     def _repeats(self, step: int) -> bool:

@@ -1,17 +1,17 @@
-"""What is held against nodes, and what happens after a step has failed. Pure.
+"""Tracks nodes' faults, and decides what happens after a step has failed. Pure.
 
 A failed step runs again. The cases differ in the nodes that run it:
 
 - If a stage keeps failing, a spare takes it.
-- A complaint between two nodes says that one of them is wrong, but not which. One of them gives up its
-  stage, so that the next complaint tells: a liar has then failed with several partners, an honest node
-  with one.
-- A value that is not finite, or far from those of recent steps, is computed again on another node. If it
-  is then in order, the first node was at fault. If not, the links run uncompressed, which tells a fault of
-  the codecs from divergence.
-- A message that no correct node sends is held only against its sender.
+- A complaint between two nodes shows that one of them is wrong, but not which. One of them gives up its
+  stage, so that the next complaint tells: a liar has then failed with several partners, an honest node with
+  one.
+- A value that is not finite, or far from those of recent steps, is computed again on another node. If it is
+  then correct, the first node was at fault. If not, the links run uncompressed, which tells a fault of the
+  codecs from divergence.
+- A message that no correct node sends counts only against its sender.
 
-Nothing that one node reports shuts out another one.
+No node's report shuts out another node.
 """
 
 import math
@@ -37,37 +37,36 @@ from wire.messages import (
 )
 
 MAX_RETRIES = 3
-"""How many attempts at one step may fail, with nobody dead, before the run stops."""
+"""The number of failed attempts at a step, without a death, after which the run stops."""
 MAX_STRIKES = 3
-"""How many refused messages, values refuted by a second node, or failed pairs put a node into quarantine."""
+"""The number of refused messages, refuted values, or failed pairs after which a node is shut out."""
 MIN_PARTNERS = 2
-"""With how many different nodes a node must have failed before complaints put it into quarantine."""
+"""The number of different nodes with which a node must have failed before complaints shut it out."""
 MEMORY_STEPS = 100
 """For this many steps, a node that gave up its stage gets one only if no other node is left."""
 LEAST_ENDS, MOST_ENDS = 3, 8
-"""How many ends of a node count together, at least and at most."""
+"""The least and the most ends of a node that count together."""
 UNLIKELY = 1e-4
-"""A node stands out if the chance of this many ends in such a short time, at the rate of all others, is at
-most this."""
+"""A node stands out if, at the rate of all others, the probability of this many ends in such a short time is
+at most this."""
 CALM_SECONDS = 600.0
-"""The rate of ends that counts as usual before the others' rate is known: one end in this many seconds of
-having a stage."""
+"""The usual rate of ends before the others' rate is known: one end in this many seconds of having a stage."""
 MOST_KNOWN = 4096
 """The most nodes that are remembered."""
 MOST_DOUBLED = 5
-"""How often `MEMORY_STEPS` doubles for a node that gives up its stage again and again."""
+"""How often `MEMORY_STEPS` can double for a node that gives up its stage repeatedly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why the epoch ends, and what follows."""
+    """Why the epoch ends, and what happens next."""
 
     kind: AbortKind
     reason: str
     note: str = ""
-    """A line for the operator, if there is more to say."""
+    """A line for the operator; empty if there is nothing to add."""
     culprit: str = ""
-    """The node that gives up its stage for what the line says."""
+    """The node that gives up its stage for this reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +80,18 @@ class GiveUp(Verdict):
 
     why: str
     remedy: str
-    """What the operator can do about it."""
+    """What the operator can do."""
 
 
 class Failures:
-    """Decides whether a failed step runs again or ends the run, and on which nodes. `RunMachine` asks it."""
+    """Decides whether a failed step runs again or ends the run, and on which nodes. `RunMachine` calls it."""
 
     def __init__(self) -> None:
         self._retries = 0
         self._at = -1
         """The newest step that failed."""
         self._suspect: tuple[int, str] | None = None
-        """The step that was not finite, and which of its values."""
+        """The step that was not finite, and its value that was not."""
 
     @property
     def suspect_step(self) -> int | None:
@@ -103,11 +102,11 @@ class Failures:
         """A stage failed in a step, but its node is alive.
 
         Args:
-            step: where the stage was: it may still have had to apply the step before. None: in the epoch's.
+            step: the stage's, which may still have had to apply the previous one. None: the epoch's.
         """
         at = epoch.step if step is None else max(epoch.step - 1, min(epoch.step, step))
         if at > self._at:
-            # Only the node itself knows that it has applied the step before, where the next followed at once.
+            # If steps follow without a pause, only the node itself knows that the previous one is applied.
             self._at, self._retries = at, 0
         self._retries += 1
         reason = f"{epoch.place_of(node_id)}: {message}"
@@ -123,7 +122,7 @@ class Failures:
         return RunAgain(kind=AbortKind.FAILED, reason=reason)
 
     def stage_given_up(self, epoch: Epoch, culprit: str, verdict: Verdict) -> RunAgain:
-        """A spare takes this node's stage, and has as many attempts."""
+        """A spare takes this node's stage, and has the same number of attempts."""
         self._retries = 0
         failed = f"step {epoch.step + 1} failed at {verdict.reason}"
         taker = "a spare takes" if epoch.rows == 1 else "other rows take"
@@ -136,7 +135,7 @@ class Failures:
         )
 
     def not_finite(self, epoch: Epoch, what: str) -> RunAgain | GiveUp:
-        """Other nodes found it too: run the step without compression. If it was, the run diverges."""
+        """Other nodes found it too: run the step without compression. If it already was, the run diverges."""
         if epoch.uncompressed:
             return GiveUp(
                 kind=AbortKind.NOT_FINITE,
@@ -153,7 +152,7 @@ class Failures:
         )
 
     def finite_uncompressed(self, epoch: Epoch) -> GiveUp:
-        """The step is finite without compression."""
+        """The step is finite without compression, so the codecs are at fault."""
         _, what = self._suspect or (epoch.step, "a tensor")
         return GiveUp(
             kind=AbortKind.NOT_FINITE,
@@ -164,7 +163,7 @@ class Failures:
         )
 
     def absurd(self, epoch: Epoch, doubt: Implausible) -> GiveUp:
-        """A node's norms have grown beyond all reason, and no other node can say whether they are true."""
+        """A node's norms have grown beyond all bounds, and no other node can confirm or refute them."""
         why = (
             f"step {epoch.step + 1} was not committed: {doubt.what}, as node {doubt.node_id} says, and no "
             "other node is left to compute it again"
@@ -173,17 +172,17 @@ class Failures:
         return GiveUp(kind=AbortKind.FAILED, reason=doubt.what, why=why, remedy=remedy)
 
     def committed(self, step: int) -> None:
-        """The votes of every stage on `step` were in order."""
+        """All votes on `step` were valid."""
         if self.suspect_step == step:
             self._suspect = None
 
     def forgive(self) -> None:
-        """Start counting again: a step is done, or a node is gone that caused the failures."""
+        """Reset the count: a step is done, or a node that caused the failures is gone."""
         self._retries = 0
 
 
 class Ending:
-    """Why a run ends. First the state that stages hold is saved if possible, then the run stops."""
+    """Why a run ends. If possible, the stages' state is saved before the run stops."""
 
     def __init__(self) -> None:
         self._tried = False
@@ -191,14 +190,14 @@ class Ending:
         self._given_up: GiveUp | None = None
         self._missing = ""
         self.soon = False
-        """Whether the run goes on in a moment."""
+        """Whether the run continues soon."""
 
     @property
     def due(self) -> bool:
         return self._asked is not None or self._given_up is not None
 
     def ask(self, reason: str, *, soon: bool = False) -> None:
-        """The operator ends the run. One that is to go on in a moment may still be ended for good."""
+        """The operator ends the run. A run that would continue soon may still be ended for good."""
         if self._asked is None or (self.soon and self._asked != reason):
             self._asked, self.soon = reason, soon
 
@@ -207,35 +206,35 @@ class Ending:
         self._given_up = verdict
 
     def missing(self, what: str) -> None:
-        """Part of the state that could not be had."""
+        """Part of the state could not be saved."""
         self._missing = f"; {what}"
 
     def saves_once(self) -> bool:
-        """Whether the nodes of the epoch that failed are placed again, to hand in what they hold: once."""
+        """Whether the nodes of the failed epoch are placed again, once, to hand in their state."""
         if not self.due or self._tried:
             return False
         self._tried = True
         return True
 
     def last_words(self, kept: str) -> tuple[str, bool]:
-        """Why the run ends, and whether it failed. `kept`: what is on disk."""
+        """Why the run ends, and whether it failed. `kept`: what is on disk, in words."""
         if self._given_up is not None:
             return f"{self._given_up.why}{self._missing}; {kept}: {self._given_up.remedy}", True
         return (self._asked or "") + (f"{self._missing}; {kept}" if self._missing else ""), False
 
 
 class Quarantine:
-    """Nodes that are shut out, and strikes that may lead to it."""
+    """Nodes that are shut out, and the strikes that lead to it."""
 
     def __init__(self) -> None:
         self.why: dict[str, str] = {}
         """Why each node is shut out."""
         self._strikes: Counter[str] = Counter()
         self._pairs: dict[frozenset[str], dict[int, int]] = {}
-        """Epochs, and their steps, in which one of two nodes said that the other breaks the protocol."""
+        """By pair, the epochs, and their steps, in which one node accused the other of a violation."""
 
     def strike(self, node_id: str, why: str) -> bool:
-        """Something that only this node can have caused. True if it is shut out for it."""
+        """Count a fault that only this node can have caused. Returns whether it is shut out for it."""
         self._strikes[node_id] += 1
         if node_id in self.why or self._strikes[node_id] < MAX_STRIKES:
             return False
@@ -243,16 +242,16 @@ class Quarantine:
         return True
 
     def convict(self, node_id: str, why: str) -> bool:
-        """Shut a node out for one fault that others have proven. False if it is out already."""
+        """Shut a node out for one proven fault. Returns False if it already is."""
         is_news = node_id not in self.why
         self.why.setdefault(node_id, why)
         return is_news
 
     def complaint(self, epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
-        """Count a complaint about a neighbour, once an epoch for each two nodes; gives who is shut out for
-        it.
+        """Count a complaint about a neighbour, once per epoch and pair. Returns the node that is shut out for
+        it, if any.
 
-        That is who failed with several nodes, and more often than any of them.
+        This is a node that failed with several nodes, and more often than any of them.
         """
         other = other_end(epoch, node_id, failure) if failure.kind is FailureKind.PEER else None
         if other is None:
@@ -276,7 +275,7 @@ class Quarantine:
         return sum(len(epochs) for pair, epochs in self._pairs.items() if node_id in pair)
 
     def _forget_before(self, step: int) -> None:
-        """Links of honest nodes fail too, now and then."""
+        """Drop old failures, because links of honest nodes fail occasionally too."""
         for pair, epochs in list(self._pairs.items()):
             self._pairs[pair] = {number: at for number, at in epochs.items() if at >= step}
             if not self._pairs[pair]:
@@ -288,23 +287,23 @@ class Blame:
 
     def __init__(self) -> None:
         self._replaced: dict[str, int] = {}
-        """The nodes that gave up a stage, and the step until which each gets one only if no other node is
+        """The nodes that gave up a stage. Until the given step, they get one only if no other node is
         left."""
         self._unsteady: set[str] = set()
-        """The nodes among them that only ended or left too often, and have not ended again since."""
+        """Those of them that only ended or left too often, and have not ended again since."""
         self._faults: dict[str, list[int]] = {}
-        """Steps at which each gave up a stage for being slow, or for ending in steps."""
+        """By node, the steps at which it gave up a stage for being slow, or for ending in steps."""
         self._heeded: dict[str, int] = {}
-        """The node on whose word a neighbour gave up its stage, and the step."""
+        """By node whose complaint made a neighbour give up its stage, the step."""
         self._own: dict[str, list[int]] = {}
-        """Steps at which each failed by itself."""
+        """By node, the steps at which it failed by itself."""
         self._named: Counter[str] = Counter()
-        """The number of failures, since the newest change of hosts, in which each node had a part."""
+        """By node, the number of failures since the newest change of hosts in which it was involved."""
         self._at_work: frozenset[str] = frozenset()
         """The nodes that computed the newest finished step."""
 
     def done(self, nodes: Collection[str], step: int) -> None:
-        """These nodes have done a step."""
+        """These nodes have completed a step."""
         self._at_work = frozenset(nodes)
         self._named.clear()
         for node, steps in list(self._own.items()):
@@ -314,9 +313,9 @@ class Blame:
         self._heeded = {node: at for node, at in self._heeded.items() if step - at <= MEMORY_STEPS}
 
     def suspects(self, epoch: Epoch, node_id: str, failure: StepFailed) -> Sequence[str]:
-        """The nodes that may be at fault for what a stage reports, the most likely first. For a link this is
-        its other end, unless there is more against this one: another node has already gone on its word, it is
-        new and the other is not, or other failures were of its links too.
+        """The nodes that may be at fault for a stage's report, the most likely first. For a link that is its
+        other end, unless more speaks against the reporter: another node has already lost its stage on its
+        word, it is new and the other is not, or other failures involved its links too.
         """
         other = other_end(epoch, node_id, failure)
         ends = [node_id] if other is None else [other, node_id]
@@ -329,7 +328,7 @@ class Blame:
         )
 
     def replace(self, culprit: str, *, by: str, step: int) -> None:
-        """The node gives up its stage, for what `by` said."""
+        """The node gives up its stage because of a report by `by`."""
         self._replaced[culprit] = max(step + MEMORY_STEPS, self._replaced.get(culprit, 0))
         self._own.pop(culprit, None)
         self._unsteady.discard(culprit)
@@ -338,20 +337,20 @@ class Blame:
         self._named.clear()
 
     def set_back(self, node_id: str, step: int, *, ended: bool = False) -> int:
-        """For a number of steps from now on, the node gets a stage only if no other node is left.
+        """For some steps from now on, the node gets a stage only if no other node is left.
 
-        Returns that number: twice the number before, if that period is over and was recent, or 0 if the same
-        period only begins again.
+        Returns their number: twice the previous number if that period is over and was recent, or 0 if the
+        same period only restarts.
 
         Args:
-            ended: the reason is that the node ended or left.
+            ended: whether the reason is that the node ended or left.
         """
         if ended and node_id not in self._replaced and not self._own.get(node_id):
             self._unsteady.add(node_id)
         else:
             self._unsteady.discard(node_id)
         known = [at for at in self._faults.get(node_id, ()) if step - at <= MEMORY_STEPS * 2**MOST_DOUBLED]
-        # If so it had a stage because no other node was left.
+        # If so, it had a stage because no other node was left.
         again = bool(known) and self.is_set_back(node_id, step)
         self._faults[node_id] = [*known[: len(known) - again], step]
         steps = MEMORY_STEPS * 2 ** min(len(self._faults[node_id]) - 1, MOST_DOUBLED)
@@ -359,11 +358,11 @@ class Blame:
         return 0 if again else steps
 
     def is_set_back(self, node_id: str, step: int) -> bool:
-        """Whether the node is to have a stage only if no other is left."""
+        """Whether the node gets a stage only if no other is left."""
         return self._replaced.get(node_id, -1) > step
 
     def inherit(self, node_id: str, before: str) -> None:
-        """From now on, hold against `node_id` what was held against the node `before`."""
+        """Move the faults of the node `before` to `node_id`."""
         if before in self._replaced:
             self._replaced[node_id] = self._replaced.pop(before)
         if before in self._unsteady:
@@ -371,11 +370,11 @@ class Blame:
         self._faults[node_id] = self._faults.pop(before, [])
 
     def keeps_failing(self, node_id: str) -> bool:
-        """Whether it failed by itself often of late, though the step was done each time."""
+        """Whether it has recently failed by itself often, although each step was completed."""
         return len(self._own.get(node_id, ())) >= 2 * MAX_RETRIES
 
     def exonerate(self, node_id: str) -> None:
-        """Another node in its place found the same."""
+        """Another node in its place had the same result, so it is not at fault."""
         self._replaced.pop(node_id, None)
 
     def blameless(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -383,13 +382,13 @@ class Blame:
         return [candidate for candidate in candidates if candidate.node_id not in self._replaced]
 
     def unsteady(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The nodes that have only ended or left too often, which may be chance; one more end counts against
+        """The nodes that have only ended or left too often, which may be chance. One more end counts against
         them. In a seat that would otherwise be empty, such a node costs others little."""
         return [candidate for candidate in candidates if candidate.node_id in self._unsteady]
 
     def usable(self, candidates: Sequence[Candidate], least: int) -> list[Candidate]:
-        """The nodes that have not recently given up a stage; if those are fewer than `least`, all others
-        follow."""
+        """The nodes that have not recently given up a stage. If there are fewer than `least`, the others are
+        appended."""
         blameless = self.blameless(candidates)
         if len(blameless) >= least:
             return blameless
@@ -402,28 +401,28 @@ class _Hosting:
 
     owner: str
     seconds: float = 0.0
-    """Seconds in total."""
+    """The total number of seconds."""
     since: float | None = None
-    """The time since when it hosts a stage, or when it last did."""
+    """When its current or its last hosting began."""
     ends: int = 0
     before_end: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=MOST_ENDS + 1))
-    """Seconds that it hosted before each of its newest ends, and since."""
+    """The seconds that it hosted before each of its newest ends, and since the last one."""
     failed_at: int = -1
     """The newest step in which it failed by itself."""
 
 
 class Departures:
-    """Finds nodes that end, leave or fail while they host a stage, far more often than others.
+    """Finds nodes that end, leave or fail much more often than others while they host a stage.
 
-    Counts are compared with the others' rate, so if all machines come and go, none stands out.
+    Counts are compared with the others' rate, so if all machines come and go, no node stands out.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Hosting] = {}
 
     def arrives(self, candidate: Candidate, present: Collection[str]) -> str | None:
-        """A node arrives. A new node continues the record of the newest node of the same owner that is gone.
-        Returns that node."""
+        """A node arrives. A new node continues the record of its owner's newest node that is gone. Returns
+        that node."""
         if candidate.node_id in self._nodes:
             return None
         owner = candidate.owner
@@ -487,9 +486,9 @@ def _chance(least: int, mean: float) -> float:
 
 
 def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
-    """The neighbour at the other end of the link that failed, if it was a neighbour's.
+    """The node at the other end of the failed link, if a link to a neighbour failed.
 
-    That is a node of the same row, or one of the same stage in another row.
+    It is a node of the same row, or a node of the same stage in another row.
     """
     if failure.kind not in (FailureKind.LINK, FailureKind.PEER):
         return None
@@ -497,7 +496,7 @@ def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
 
 
 def neighbour_at(epoch: Epoch, node_id: str, stage: int, row: int) -> str | None:
-    """The node of this place, if a link leads there from a node's own."""
+    """The node in this place, if a link leads there from the given node's place."""
     if node_id not in epoch.hosts:
         return None
     if row == epoch.replica_of(node_id):
@@ -508,28 +507,28 @@ def neighbour_at(epoch: Epoch, node_id: str, stage: int, row: int) -> str | None
 
 
 SLOW_SECONDS = 10.0
-"""After this many seconds beyond the usual time, the operator reads which node a step waits for."""
+"""After this many seconds beyond the usual time, the operator is told for which node a step waits."""
 STEP_PATIENCE = 30.0
 FIRST_PATIENCE = 120.0
 """The patience in an epoch's first step and while its state is loaded, when kernels are compiled and links
 warm up."""
 WORKING_PATIENCE, WORKING_TIMES = 2.0, 10.0
-"""For a node that reports that it works, patience is longer: this many times that for a node that does
-nothing, or this many times the usual step time."""
+"""A node that reports work has more patience: this multiple of an idle node's patience, or this multiple of
+the usual step time."""
 PATIENCE_TIMES = 3.0
-"""How many times longer than the others, or than usual steps, a node may take. The stages of a slow pipeline
+"""A node may take this multiple of the others' time, or of the usual step time. The stages of a slow pipeline
 answer in turn."""
 LATE_SECONDS = 900.0
-"""How long after the first answer several nodes without one count as late. One of them waits for another and
-complains itself within ten minutes (`node.stage.watchdog`, `node.stage.inbox`)."""
+"""How long after the first answer several nodes without one count as late. One of them waits for another, and
+reports it within ten minutes (`node.stage.watchdog`, `node.stage.inbox`)."""
 LATE_TIMES = 3.0
 REMEMBERED_STEPS = 9
 SLOW_TIMES, SLOW_LEAST = 2.0, 2.0
 """A node is slow in a step if it adds this many times the usual step time, and at least this many seconds."""
 SLOW_STEPS, LOOKED_AT = 4, 32
-"""A node is slow if it was slow in so many of at most so many consecutive steps."""
+"""A node is slow if it was slow in `SLOW_STEPS` of at most `LOOKED_AT` consecutive steps."""
 SLOWER_STEP = 1.005
-"""By at most this factor per step, the usual step time counts as longer."""
+"""The most by which the usual step time grows per step, as a factor."""
 MORE_SECONDS = {Phase.PLACING: 10.0, Phase.RESTORING: 30.0}
 """The seconds used instead of `SLOW_LEAST` in these phases: the previous epoch has to end, and kernels are
 compiled."""
@@ -540,7 +539,7 @@ LEAST_RATE = 250_000.0
 
 
 def transfer_seconds(size: int, rate: float) -> float:
-    """How many seconds a node may take to fetch or hand in `size` bytes, at a measured rate (0: unknown)."""
+    """The seconds for a node to fetch or hand in `size` bytes, at a measured rate (0: unknown)."""
     return 4 * size / max(rate, LEAST_RATE)
 
 
@@ -565,23 +564,23 @@ _DOING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Late:
-    """What to do about a step that does not continue."""
+    """What to do if a step does not continue."""
 
     nodes: Mapping[str, str] = field(default_factory=dict)
-    """The nodes that are too late, with a line for each."""
+    """The nodes that are late, with a line for each."""
     note: str | None = None
     """A line for the operator."""
     deadlock: tuple[str, StepFailed] | None = None
-    """A node and its neighbour say that each waits for the other: one of them is wrong."""
+    """A node and its neighbour report that each waits for the other, so one of them is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A node that delays the run again and again, although it answers before the deadlines."""
+    """A node that delays the run repeatedly, although it answers before the deadlines."""
 
     node_id: str
     times: float
-    """What it costs, as a multiple of the usual step time."""
+    """Its delay, as a multiple of the usual step time."""
     line: str
 
 
@@ -592,7 +591,7 @@ class _Pace:
     def __init__(self) -> None:
         self.newest: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self.reference = math.inf
-        """Like `newest`, but it becomes longer only a little in each step."""
+        """Like `newest`, but it grows only slowly from step to step."""
 
     def add(self, seconds: float) -> None:
         self.newest.append(seconds)
@@ -610,52 +609,52 @@ class _Phase:
     """Epoch, step, phase, and held-out passes done."""
     asked: tuple[str, ...]
     is_first: bool
-    """The first step of its epoch."""
+    """Whether it is the first step of its epoch."""
     began: float
     answers: dict[str, float] = field(default_factory=dict)
-    """When each answered, in seconds since it began."""
+    """By node, the seconds from the phase's start to its answer."""
     waited: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds by `TimeKind` that each spent, as it says."""
+    """By node, its seconds by `TimeKind`, as it reports."""
     loading: Sequence[float] = ()
-    """Seconds that each host may take to fetch its state, beside what is usual."""
+    """The seconds that each host may take to fetch its state, in addition to the usual time."""
 
 
 class Stragglers:
-    """Finds nodes that do not answer when others have, and nodes that answer late every time.
+    """Finds nodes that do not answer when others have, and nodes that always answer late.
 
-    It looks at the loading of state, at votes, and at the ends of steps. If one node of a pipeline does
-    nothing, no node can answer. Heartbeats report what nodes do: the node for which others wait, and which
-    waits for none, is the cause.
+    It watches the loading of state, votes, and the ends of steps. If one node of a pipeline does nothing, no
+    node can answer. Heartbeats report what nodes do: the cause is the node for which others wait, and which
+    waits for none.
 
-    Deadlines follow from what the others take, so a node cannot make its own deadlines longer.
+    Deadlines are based on the others' times, so a node cannot extend its own deadlines.
     """
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
-        """`seconds`: of the newest steps of an earlier coordinator."""
+        """`seconds`: the times of an earlier coordinator's newest steps."""
         self._does: dict[str, tuple[float, str]] = {}
-        """What each node recently spent most time on (a `TimeKind`, "" for nothing), and when it reported
-        so."""
+        """What each node recently spent most time on (a `TimeKind`; "" for nothing), and when it reported
+        that."""
         self._phase: _Phase | None = None
         self._first = self._last = 0.0
         self._answered = 0
         self._is_told = False
         self._before = sorted(seconds)[len(seconds) // 4] if seconds else 0.0
-        """The step times of an earlier coordinator; most of its steps may have had a slow node."""
+        """The usual step time of an earlier coordinator, most of whose steps may have had a slow node."""
         self._paces: dict[int, _Pace] = {}
-        """Step times, by number of stages."""
+        """Step times by number of stages."""
         self._spent: dict[str, tuple[int, Mapping[str, float]]] = {}
-        """Epoch and seconds by `TimeKind` of each node, as of its newest vote."""
+        """By node, the epoch and its seconds by `TimeKind`, as in its newest vote."""
         self._costs: dict[tuple[str, Phase], deque[tuple[float, float]]] = {}
-        """What each node cost the newest phases of a kind, and what it was allowed, in seconds."""
+        """What each node cost in the newest phases of a kind, and what it was allowed to cost, in seconds."""
         self.times: dict[str, float] = {}
-        """What slow nodes cost, as a multiple of the usual step time."""
+        """The delays of slow nodes, as multiples of the usual step time."""
 
     def relieved(self, slow: Slow) -> None:
-        """Others take this node's stage: remember how slow it was."""
+        """Other nodes take this node's stage: remember how slow it was."""
         self.times[slow.node_id] = slow.times
 
     def answered(self, node_id: str, message: NodeMessage, now: float) -> None:
-        """A node answers what the phase asks. Call it before the epoch receives it."""
+        """A node answers in this phase. Call it before the epoch receives the answer."""
         phase = self._phase
         if phase is None or node_id not in phase.asked or _ASKS.get(type(message)) is not phase.at[2]:
             return
@@ -691,7 +690,7 @@ class Stragglers:
             del self._costs[key]
 
     def slow(self, epoch: Epoch) -> list[Slow]:
-        """Hosts that hold up the run again and again, the slowest first."""
+        """Hosts that delay the run repeatedly, the slowest first."""
         slow = []
         for (node, phase), costs in self._costs.items():
             if not epoch.has(node) or len(costs) < SLOW_STEPS or not costs[-1][0]:
@@ -710,7 +709,7 @@ class Stragglers:
         return sorted(slow, key=lambda each: -each.times)
 
     def _judge(self, phase: _Phase, seconds: float) -> None:
-        """All have answered: what did each cost?"""
+        """All have answered: compute what each node cost."""
         kind, epoch = phase.at[2], phase.epoch
         usual = self._usual(epoch, slowly=True)
         early = _early(list(phase.answers.values()), len(phase.asked))
@@ -744,18 +743,18 @@ class Stragglers:
         )
 
     def _awaited(self, phase: _Phase, node: str, least: float) -> list[str]:
-        """The neighbours for which a node says that it waited so long in a step."""
+        """The neighbours for which a node reports that it waited at least `least` seconds in a step."""
         epoch, spent = phase.epoch, phase.waited.get(node, {})
         if not epoch.has(node):
-            return []  # it is gone since
+            return []  # it is gone
         row, stage = epoch.row(epoch.replica_of(node)), epoch.stage_of(node)
         long = [by for kind, by in _WAITS.items() if spent.get(kind, 0.0) > least]
         peers = epoch.column(stage) if spent.get(TimeKind.SYNC, 0.0) > least else ()
         return [*(row[(stage + by) % epoch.stages] for by in long), *(peer for peer in peers if peer != node)]
 
     def _worked_long(self, phase: _Phase, seconds: float, usual: float) -> dict[str, float]:
-        """Nodes whose own work is most of what a long step took; none if that is so for most of them: then
-        it is no node's fault."""
+        """Nodes whose own work took most of a long step. Empty if that applies to most nodes, because then no
+        node is at fault."""
         works = {
             node: sum(part for kind, part in spent.items() if kind not in WAITS)
             for node, spent in phase.waited.items()
@@ -767,20 +766,20 @@ class Stragglers:
         return epoch.stages in self._paces
 
     def _usual(self, epoch: Epoch, *, slowly: bool = False) -> float:
-        """The usual step time; 0 before a step is measured. `slowly`: as it was for a long time."""
+        """The usual step time; 0 before a step is measured. `slowly`: the long-term value."""
         if (pace := self._paces.get(epoch.stages)) is None:
             return self._before
         return (pace.reference if slowly else median(pace.newest)) * epoch.most_groups
 
     def says(self, node_id: str, kind: str, now: float) -> None:
-        """The node said what it spends its time on."""
+        """The node reported what it spends its time on."""
         self._does[node_id] = (now, kind)
 
     def look(self, epoch: Epoch | None, now: float, loading: Sequence[float] = ()) -> Late:
-        """Find the nodes that are too late. Call it often.
+        """Find nodes that are late. Call it often.
 
         Args:
-            loading: seconds that each host may take to fetch its state, beside what is usual.
+            loading: the seconds that each host may take to fetch its state, in addition to the usual time.
         """
         self.watch(epoch, now)
         phase = self._phase
@@ -826,7 +825,7 @@ class Stragglers:
         return Late(note=note)
 
     def _stuck(self, epoch: Epoch, now: float, usual: float) -> Late | None:
-        """The step waits for nodes that wait for nobody, or for two that wait for each other."""
+        """The step waits for nodes that wait for no other, or for two that wait for each other."""
         missing = [node for node in epoch.hosts if node not in epoch.answered]
         if len(missing) < 2:
             return None
@@ -834,7 +833,7 @@ class Stragglers:
         waited_for = set(waits.values())
         stuck = [node for node in missing if waits[node] is None and node in waited_for]
         if epoch.answered:
-            # Others have done all that these need, and they do not say that they wait for one another.
+            # Others have done all that these nodes need, and these do not report waiting for one another.
             stuck = [node for node in missing if node in stuck or self._is_alone(epoch, node, waits[node])]
         least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
         late = now - self._began - usual
@@ -843,7 +842,7 @@ class Stragglers:
             line = f"it did nothing in step {epoch.step + 1}, which waits for it: start it again"
             return Late(nodes=dict.fromkeys(idle, line))
         if usual and late > max(WORKING_PATIENCE * least, WORKING_TIMES * usual):
-            # Before a step was measured, nobody knows how long one takes.
+            # Before a step is measured, its usual time is unknown.
             if stuck:
                 line = f"step {epoch.step + 1} waits for it {late:.0f} s beyond what is usual: start it again"
                 return Late(nodes=dict.fromkeys(stuck, line))
@@ -859,12 +858,12 @@ class Stragglers:
         return 0.0 if self._phase is None else self._phase.began
 
     def _is_alone(self, epoch: Epoch, node: str, awaited: str | None) -> bool:
-        """Whether a node says, in this step, that it waits for nobody who has not answered."""
+        """Whether a node reports, in this step, that it waits for no node that has not answered."""
         at, kind = self._does.get(node, (0.0, ""))
         return at > self._began and kind != TimeKind.SYNC and (awaited is None or awaited in epoch.answered)
 
     def _waits_for(self, epoch: Epoch, node: str) -> str | None:
-        """The neighbour that this node says, in this step, that it waits for."""
+        """The neighbour for which this node reports that it waits in this step."""
         at, kind = self._does.get(node, (0.0, ""))
         if kind not in _WAITS or at <= self._began:
             return None
@@ -872,19 +871,19 @@ class Stragglers:
         return epoch.row(epoch.replica_of(node))[stage % epoch.stages]
 
     def _patience(self, epoch: Epoch, usual: float) -> float:
-        """Seconds that the last node may take after all others: more than others took, or steps take."""
+        """The seconds that the last node may take after all others: more than others took, or steps take."""
         least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
         answers = [] if self._phase is None else list(self._phase.answers.values())
         return max(least, PATIENCE_TIMES * max(usual, _early(answers, len(epoch.asked))))
 
 
 def _early(answers: Sequence[float], count: int) -> float:
-    """When the first third of so many nodes had answered: two thirds cannot make it later."""
+    """When the first third of the nodes had answered: the other two thirds cannot delay it."""
     return sorted(answers)[min((count - 1) // 3, len(answers) - 1)] if answers else 0.0
 
 
 def _deadlock(epoch: Epoch, other: str) -> StepFailed:
-    """What a node would report that waits for a neighbour, while the neighbour waits for it."""
+    """The report of a node that waits for a neighbour which waits for the node."""
     stage = epoch.stage_of(other)
     return StepFailed(
         epoch=epoch.number,

@@ -11,7 +11,7 @@ LOSSLESS = FP32.name
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutPass:
-    """One pass over held-out samples; the run file and the text fix them for the whole run."""
+    """A pass over held-out samples. The run file and the text determine the passes of a run."""
 
     number: int
     """The values of `wire.messages.Validate`."""
@@ -19,10 +19,10 @@ class HeldOutPass:
 
 
 def held_out_passes(config: RunConfig, samples: int) -> tuple[HeldOutPass, ...]:
-    """The passes over so many held-out samples: each batch with the run's codec, then with fp32.
+    """The passes over this many held-out samples: each batch with the run's codec, then with fp32.
 
-    One pass is enough if the codec is fp32. A codec with a sample cache packs changes of training samples
-    only.
+    One pass is enough if the codec is fp32, and for a codec with a sample cache, which only packs changes of
+    training samples.
     """
     pipeline, training = config.pipeline, config.training
     both = pipeline.forward_codec != LOSSLESS and not pipeline.remembers
@@ -43,16 +43,16 @@ class HeldOutSchedule:
         self._best = best
 
     def due(self, step: int, every: int, last: int, *, also: bool = False) -> bool:
-        """Whether the state of `step` is to be measured: every so many steps, that of the last step, and one
-        that is `also` wanted."""
+        """Whether to measure the state of `step`: every `every` steps, at the last step, and if `also` is
+        set."""
         if every < 1 or step < 1 or step in self._measured:
             return False
         return also or step % every == 0 or step >= last
 
     def record(self, step: int, uncompressed: float) -> bool:
-        """The loss of a step was measured; True if it is the least so far."""
+        """The loss of a step was measured. Returns whether it is the least so far."""
         self._measured.add(step)
-        is_best = uncompressed < self._best  # never, for one that is not a number
+        is_best = uncompressed < self._best  # False for NaN
         if is_best:
             self._best = uncompressed
         return is_best

@@ -1,8 +1,8 @@
-"""Which nodes hold which layers of the snapshots that stay on the nodes. Pure.
+"""Which nodes hold which layers of the snapshots that are kept on nodes. Pure.
 
 A snapshot is complete when every layer is on `COPIES` machines, or on all machines if there are fewer. The
-nodes of a stage hold its layers first, and other nodes are asked to fetch copies from them. Nodes report
-what is on their disks when they connect, and whenever it changes. A layer counts by its SHA-256.
+nodes of a stage hold its layers first, and other nodes are asked to fetch copies from them. Nodes report the
+files on their disks when they connect, and whenever these change. Layers are identified by their SHA-256.
 """
 
 from collections import Counter
@@ -14,9 +14,9 @@ from wire.messages import HeldLayer
 
 COPIES = 2
 MOST_UNDER_WAY = 3
-"""The most incomplete snapshots. If there are more, the oldest is given up."""
+"""The most incomplete snapshots. If there are more, the oldest is dropped."""
 PATIENCE = 60.0
-"""The seconds for a node to fetch a copy, besides the time for its bytes. After that, another node is
+"""The seconds for a node to fetch a copy, in addition to the time for its bytes. Then another node is
 asked."""
 LEAST_RATE = 62_500.0
 """The least expected rate of a copy, in bytes per second."""
@@ -25,30 +25,30 @@ LEAST_RATE = 62_500.0
 @dataclass
 class _Layer:
     makers: tuple[str, ...] = ()
-    """Nodes that hold the state itself; one of them must first report what the file is. In an object store,
-    the first one saves it."""
+    """Nodes that hold the state itself. One of them must first report the file. In an object store, the first
+    one saves it."""
     agreed: str = ""
-    """The SHA-256 that the file must have; empty while that is not agreed on."""
+    """The SHA-256 that the file must have; empty until it is agreed on."""
     said: dict[str, HeldLayer] = field(default_factory=dict)
-    """What makers reported about the file before that."""
+    """The makers' reports about the file before the agreement."""
     entry: UnitEntry | None = None
     files: dict[str, HeldLayer] = field(default_factory=dict)
-    """What each node reports about its copy, for nodes that have the agreed file."""
+    """The report of each node about its copy, for nodes that have the agreed file."""
     holders: set[str] = field(default_factory=set)
-    """The nodes for which the entry is true."""
+    """The nodes that have the agreed file."""
     asked: dict[str, float] = field(default_factory=dict)
     """Nodes that were asked for a copy, and when."""
     refused: dict[str, float] = field(default_factory=dict)
     """Nodes that could not store a copy, and when."""
 
     def enough(self, present: Collection[str], now: float) -> int:
-        """How many copies there should be, if these nodes are connected."""
+        """The number of copies that there should be if these nodes are connected."""
         able = [node for node in present if node in self.holders or not self._refuses(node, now)]
         return min(COPIES, max(1, len(able)))
 
     def next_holder(self, present: Sequence[str], load: Mapping[str, int], now: float) -> str | None:
-        """The node to ask for a copy: the one that holds least of this snapshot, and among equals the next in
-        the ring."""
+        """The node to ask for a copy: the one that holds the least of this snapshot, and among equals the
+        next one in the ring."""
         held = self.holders & set(present)
         if self.entry is None or not held:
             return None
@@ -70,14 +70,14 @@ class _Layer:
             self._weigh()
 
     def note(self, node_id: str, file: HeldLayer) -> None:
-        """The node has the file agreed on."""
+        """The node has the agreed file."""
         self.files.pop(node_id, None)
         self.files[node_id] = file
         self._weigh()
 
     def _weigh(self) -> None:
-        """The description of the file that most nodes report, because the first one may lie. Among equals
-        makers count first, then the earliest."""
+        """Use the description of the file that most nodes report, because the first node may lie. Among
+        equals, makers come first, then the earliest report."""
         files = [file for _, file in sorted(self.files.items(), key=lambda item: item[0] not in self.makers)]
         size = Counter(file.bytes for file in files).most_common(1)[0][0]
         weights = Counter(file.weights_sha256 for file in files if file.bytes == size and file.weights_sha256)
@@ -104,12 +104,12 @@ class _Snapshot:
     layers: dict[str, _Layer]
     complete: bool = False
     url: str = ""
-    """The folder in an object store that its layers are in; else nodes hold them."""
+    """The object store's folder with its layers; empty if nodes hold them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Ask a node to hold copies of these units."""
+    """A request to a node to hold copies of these units."""
 
     node_id: str
     step: int
@@ -117,7 +117,7 @@ class Ask:
 
 
 class LayerPlaces:
-    """All snapshots of one run that nodes hold, complete or incomplete. Times are on any monotonic clock."""
+    """All snapshots of a run that nodes hold, complete or not. Times are on any monotonic clock."""
 
     def __init__(self, units: Sequence[str]) -> None:
         self._units = tuple(units)
@@ -143,7 +143,7 @@ class LayerPlaces:
         return tuple(entry for entry in entries if entry is not None)
 
     def url(self, step: int) -> str:
-        """The folder in an object store that a snapshot is in; empty if nodes hold it."""
+        """The object store's folder of a snapshot; empty if nodes hold it."""
         return self._snapshots[step].url
 
     def holders(self, step: int, unit: str) -> tuple[str, ...]:
@@ -151,14 +151,14 @@ class LayerPlaces:
         return tuple(sorted(self._snapshots[step].layers[unit].holders))
 
     def missing(self, step: int, present: Collection[str]) -> tuple[str, ...]:
-        """Units of a snapshot that no node that is here holds."""
+        """The units of a snapshot that no present node holds."""
         if self.url(step):
             return ()
         layers = self._snapshots[step].layers
         return tuple(unit for unit in self._units if layers[unit].holders.isdisjoint(present))
 
     def is_whole(self, step: int, present: Collection[str], now: float) -> bool:
-        """Whether every layer is on as many machines as it should be."""
+        """Whether every layer is on enough machines."""
         return all(
             layer.entry is not None
             and layer.entry.weights_sha256
@@ -168,7 +168,7 @@ class LayerPlaces:
 
     @property
     def under_way(self) -> tuple[int, ...]:
-        """Steps of snapshots that are not complete, oldest first."""
+        """The steps of incomplete snapshots, oldest first."""
         return tuple(sorted(step for step, state in self._snapshots.items() if not state.complete))
 
     # ---- what happens
@@ -180,18 +180,18 @@ class LayerPlaces:
         holders: Mapping[str, Collection[str]],
         url: str = "",
     ) -> None:
-        """A complete snapshot of an earlier coordinator's. `holders` by unit, as far as known."""
+        """Add a complete snapshot of an earlier coordinator. `holders`: by unit, as far as known."""
         layers = {
             entry.unit: _Layer(entry=entry, holders=set(holders.get(entry.unit, ()))) for entry in entries
         }
         self._snapshots[step] = _Snapshot(layers, complete=True, url=url)
 
     def expect(self, step: int, makers: Mapping[str, Collection[str]], now: float, url: str = "") -> None:
-        """Nodes are about to save the state of `step`; an earlier attempt at it is forgotten.
+        """Nodes will save the state of `step`. An earlier attempt is dropped.
 
         Args:
-            makers: by unit, the nodes that have its state; the first one saves it.
-            url: the folder in an object store that they save it in; by default their own disks.
+            makers: by unit, the nodes that have its state. The first one saves it.
+            url: the object store's folder in which they save it; on their own disks by default.
         """
         layers = {
             unit: _Layer(tuple(makers[unit]), asked=dict.fromkeys(makers[unit], now)) for unit in self._units
@@ -201,7 +201,7 @@ class LayerPlaces:
             del self._snapshots[other]
 
     def held(self, node_id: str, file: HeldLayer) -> bool:
-        """A node has this file on its disk; whether it is a snapshot's."""
+        """A node has this file on its disk. Returns whether it belongs to a snapshot."""
         snapshot = self._snapshots.get(file.step)
         if snapshot is None or file.unit not in snapshot.layers:
             return False
@@ -243,7 +243,7 @@ class LayerPlaces:
         return wrong
 
     def others(self, node_id: str, step: int) -> dict[str, tuple[str, ...]]:
-        """A node saves no more in an object store: whom to ask instead, for units that are not there."""
+        """A node saves no more in an object store. Returns the nodes to ask instead, for missing units."""
         snapshot = self._snapshots.get(step)
         asked: dict[str, tuple[str, ...]] = {}
         if snapshot is None or not snapshot.url:
@@ -256,7 +256,7 @@ class LayerPlaces:
         return asked
 
     def is_wrong(self, node_id: str, file: HeldLayer) -> bool:
-        """Whether this node saved another layer than the one that was agreed on, as one of its makers."""
+        """Whether this node, one of the layer's makers, saved a file that differs from the agreed one."""
         snapshot = self._snapshots.get(file.step)
         layer = snapshot.layers.get(file.unit) if snapshot is not None and not snapshot.complete else None
         return (
@@ -267,7 +267,7 @@ class LayerPlaces:
         )
 
     def lost(self, node_id: str, step: int, unit: str, now: float) -> None:
-        """The node's copy is damaged or missing, or it has no room for one: for a while others are asked."""
+        """The node's copy is damaged or missing, or does not fit on its disk: ask others for a while."""
         snapshot = self._snapshots.get(step)
         if snapshot is not None and (layer := snapshot.layers.get(unit)) is not None:
             layer.forget(node_id)
@@ -275,7 +275,7 @@ class LayerPlaces:
             layer.refused[node_id] = now
 
     def doubted(self, node_id: str, step: int, unit: str) -> bool:
-        """Another node got no good copy from this one, which is to look at its own: whether it held one."""
+        """Another node got no good copy from this one, which checks its own. Returns whether it held one."""
         snapshot = self._snapshots.get(step)
         if snapshot is None or node_id not in snapshot.layers[unit].holders:
             return False
@@ -283,20 +283,20 @@ class LayerPlaces:
         return True
 
     def completed(self, step: int) -> None:
-        """The manifest of `step` is on disk; older ones under way are no longer needed."""
+        """The manifest of `step` is on disk. Older incomplete snapshots are no longer needed."""
         self._snapshots[step].complete = True
         for other in [old for old, state in self._snapshots.items() if old < step and not state.complete]:
             del self._snapshots[other]
 
     def drop(self, step: int) -> None:
-        """The snapshot no longer counts."""
+        """The snapshot is no longer used."""
         self._snapshots.pop(step, None)
 
     def asks(self, present: Sequence[str], now: float) -> list[Ask]:
-        """Copies that are wanted: of all snapshots under way and of the newest complete one.
+        """Requests for copies of all incomplete snapshots and of the newest complete one.
 
         Args:
-            present: nodes that are connected, hosts in the order of their stages first.
+            present: connected nodes, hosts first, in the order of their stages.
         """
         newest = self.complete[-1:]
         wanted: dict[tuple[int, str], list[str]] = {}
@@ -317,7 +317,7 @@ class LayerPlaces:
     # ---- inside
 
     def _load(self, snapshot: _Snapshot, present: Sequence[str]) -> dict[str, int]:
-        """Bytes of the snapshot that each node holds, makes or was asked for."""
+        """The bytes of the snapshot that each node holds, makes or was asked for."""
         load = dict.fromkeys(present, 0)
         for layer in snapshot.layers.values():
             size = layer.entry.bytes if layer.entry is not None else 0

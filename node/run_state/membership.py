@@ -13,9 +13,9 @@ from node.run_state.stage_assignment import Candidate, prefetch_order
 from wire.messages import Prefetch
 
 ANSWER_SECONDS = 2.0
-"""A node that a neighbour does not hear has this long to answer, and as long as it was silent lately."""
+"""The seconds to answer, beside its longest recent silence, for a node that a neighbour does not hear."""
 PACE_KEPT = 0.98
-"""The share of a node's longest silence that still counts after each further message."""
+"""The factor by which a node's longest silence shrinks after each further message."""
 
 
 @dataclass
@@ -27,17 +27,17 @@ class Member:
     process_nonce: int
     last_heard: float
     rate: float = 0.0
-    """Bytes a second from the coordinator; 0 if unknown."""
+    """Bytes per second from the coordinator; 0 if unknown."""
     disconnected_at: float | None = None
     pace: float = 0.0
-    """The longest that it said nothing lately."""
+    """Its recent longest silence in seconds."""
     suspected_at: float = -math.inf
-    """When a neighbour did not hear it, the newest time."""
+    """When a neighbour last did not hear it."""
     asked_at: float | None = None
-    """When it was asked whether it lives; None: it has said something since."""
+    """When it was asked whether it is alive; None if it has sent something since."""
     leaving: bool = False
     prepared_at: float = -inf
-    """When it last said that it cannot take a place yet."""
+    """When it last reported that it cannot take a place yet."""
 
 
 class Roster:
@@ -46,13 +46,13 @@ class Roster:
     def __init__(self, *, silent_seconds: float, reconnect_seconds: float) -> None:
         self.members: dict[str, Member] = {}
         self.stages: dict[str, int] = {}
-        """The newest stage that each node hosted, also of nodes that are gone: they may come back with the
+        """The newest stage that each node hosted. It includes nodes that are gone, which may return with the
         files of that stage."""
         self._silent_seconds = silent_seconds
         self._reconnect_seconds = reconnect_seconds
 
     def arrived(self, offer: Candidate, *, address: str, process_nonce: int, rate: float, now: float) -> None:
-        """A node connected, for the first time or again; its first offer stands."""
+        """A node connected, for the first time or again. Its first offer stays."""
         member = self.members.get(offer.node_id)
         if member is None:
             member = Member(address=address, offer=offer, process_nonce=process_nonce, last_heard=now)
@@ -68,7 +68,7 @@ class Roster:
             member.last_heard, member.asked_at = now, None
 
     def suspect(self, node_id: str, now: float) -> bool:
-        """A neighbour does not hear a member. Whether that is to be asked whether it lives."""
+        """A neighbour does not hear a member. Returns whether to ask the member if it is alive."""
         member = self.members[node_id]
         member.suspected_at = now
         if member.disconnected_at is not None or member.asked_at is not None:
@@ -77,8 +77,8 @@ class Roster:
         return True
 
     def silenced(self, node_id: str, now: float) -> str | None:
-        """Why a member counts as dead where others can do its work: a neighbour does not hear it, and neither
-        does the coordinator. None if it does not."""
+        """Why a member counts as dead if others can do its work: neither a neighbour nor the coordinator
+        hears it. None if it counts as alive."""
         member = self.members[node_id]
         if member.disconnected_at is not None:
             is_new = abs(member.disconnected_at - member.suspected_at) <= self._reconnect_seconds
@@ -102,7 +102,7 @@ class Roster:
                 member.disconnected_at = min(member.disconnected_at + seconds, now)
 
     def overdue(self, now: float) -> dict[str, str]:
-        """The nodes that count as dead from now on, with the reason."""
+        """The nodes that count as dead from now on, with the reason for each."""
         dead: dict[str, str] = {}
         for node_id, member in self.members.items():
             gone = member.disconnected_at
@@ -113,7 +113,7 @@ class Roster:
         return dead
 
     def candidates(self) -> list[Candidate]:
-        """The nodes that could host a stage: those that are connected and not leaving."""
+        """The nodes that could host a stage: connected ones that are not leaving."""
         return [
             member.offer
             for member in self.members.values()
@@ -128,7 +128,7 @@ class Roster:
                 self.stages[node_id] = place % stages
 
     def kinds(self, hosts: Sequence[str]) -> list[Hashable]:
-        """For each host, what the bits of its results depend on; nothing for ""."""
+        """By host, what the bits of its results depend on; nothing for ""."""
         offers = [self.members[node].offer if node else None for node in hosts]
         return ["" if offer is None else (offer.kind, offer.devices) for offer in offers]
 
@@ -141,20 +141,20 @@ class Roster:
         return [node_id for node_id in nodes if self.members[node_id].leaving]
 
     def dispensable(self, epoch: Epoch) -> bool:
-        """Whether hosts want to leave, and every stage has another host that stays and is connected."""
+        """Whether hosts want to leave while every stage has another connected host that stays."""
         going = self.leaving(epoch.hosts)
         stays = {node for node in epoch.hosts if node not in going and self.connected([node])}
         return bool(going) and all(not stays.isdisjoint(epoch.column(stage)) for stage in range(epoch.stages))
 
     def connected(self, nodes: Iterable[str]) -> bool:
-        """Whether all of these members are connected at this moment."""
+        """Whether all of these members are connected now."""
         return all(self.members[node_id].disconnected_at is None for node_id in nodes)
 
 
 def loading_seconds(
     epoch: Epoch | None, roster: Roster, sizes: Callable[[int], Sequence[int]]
 ) -> list[float]:
-    """How long each host of the epoch may take to fetch its state.
+    """The seconds that each host of the epoch may take to fetch its state.
 
     Args:
         sizes: number of stages -> bytes of each stage's state.
@@ -167,7 +167,7 @@ def loading_seconds(
 
 def prefetch_first(nodes: Iterable[str], roster: Roster, units: Sequence[Sequence[str]]) -> list[Action]:
     """Before a run's first epoch, let `nodes` fetch the checkpoint's weights of the stages that they will get
-    in the order in which they joined.
+    in the order of joining.
 
     Args:
         units: the layer units of each stage.
@@ -187,10 +187,10 @@ def prefetch(
     newest: int,
     units: Callable[[int], Sequence[Sequence[str]]],
 ) -> list[Action]:
-    """Have the spares among `nodes` fetch the newest snapshot, each the stage it would most likely take.
+    """Let the spares among `nodes` fetch the newest snapshot, each the stage that it would most likely take.
 
     Args:
-        newest: the snapshot's step; 0 when there is none.
+        newest: the snapshot's step; 0 if there is none.
         units: number of stages -> the layer units of each.
     """
     if epoch is None or newest == 0:

@@ -1,4 +1,4 @@
-"""What the run's state machine starts from: the settings of the run file, and the past from the database."""
+"""The input of the run's state machine: settings from the run file, and the past from the database."""
 
 import functools
 import math
@@ -34,43 +34,43 @@ class RunPlan:
 
     stages: int
     groups: int = 1
-    """Gradient groups of a step."""
+    """The gradient groups of a step."""
     most_rows: int = 1
-    """Replicas of the pipeline, if there are nodes for them; at most `groups`."""
+    """The most replicas of the pipeline, if there are nodes for them; at most `groups`."""
     min_stages: int
-    """With fewer nodes than this the run pauses."""
+    """With fewer nodes, the run pauses."""
     total_steps: int
     undecided: bool = False
-    """Something follows from which nodes are there when stages could be placed for the first time, and is
-    decided before they are (`actions.Decide`)."""
+    """Whether a decision depends on the nodes that are present when stages can first be placed, and must be
+    made before that (`actions.Decide`)."""
     first_weights: bool = False
-    """Stages begin with weights of a checkpoint, which nodes may fetch before they have a stage."""
+    """Whether stages begin with a checkpoint's weights, which nodes may fetch before they have a stage."""
     weights_from: float = math.inf
-    """Snapshots of this step and of later ones have weights alone."""
+    """The first step whose snapshot has only weights, as all later ones."""
     rounds_from: int | None = None
-    """The first step that is a round of local steps; None if none is."""
+    """The first step that is a round of local steps; None if there are none."""
     snapshot_every: int
-    """Steps; 1 if snapshots are by time."""
+    """The steps between snapshots; 1 if snapshots are by time."""
     snapshot_seconds: float = 0.0
-    """Seconds between snapshots; 0 if they are by steps."""
+    """The seconds between snapshots; 0 if they are by steps."""
     valid_every: int = 0
-    """Steps between measurements of the held-out loss; 0 for none."""
+    """The steps between measurements of the held-out loss; 0 for none."""
     held_out: tuple[HeldOutPass, ...] = ()
     """The passes of a measurement."""
     label_weight: float = 1.0
     """The label weight of all held-out samples (`node.model.labels`)."""
     unlabelled: Container[int] = ()
-    """Steps, known before their votes come, none of whose tokens counts as a label."""
+    """Steps without labels that count, as far as known before their votes."""
     microbatch: int = 1
-    """Samples in a microbatch."""
+    """The samples in a microbatch."""
     keep_best: bool = True
     silent_seconds: float
     reconnect_seconds: float
-    """How long a node whose connection broke may take to come back before it counts as dead."""
+    """How long a node whose connection broke may take to return before it counts as dead."""
     regroup_seconds: float
-    """How long to wait for a missing node before its stage, or the whole split, changes hands."""
+    """How long to wait for a missing node before its stage, or the complete split, is assigned again."""
     follows: bool = False
-    """Whether a node that holds a stage's state needs no more than summed gradients to follow the run."""
+    """Whether a node with a stage's state needs only gradient sums to follow the run."""
     units: Callable[[int], Sequence[Sequence[str]]]
     """Number of stages -> the layer units of each stage."""
     unit_numbers: UnitNumbers
@@ -79,15 +79,15 @@ class RunPlan:
     sharing: Sharing = lambda _: None
     remedies: Remedies = lambda *_: ()
     codecs: Callable[[StepHistory[CodecPlan], int], CodecControl] = no_codecs
-    """(plans on record, the first step never committed) -> what plans the codecs of links."""
+    """(recorded plans, the first step never committed) -> the control of the links' codecs."""
     storages: Callable[[StepHistory[StoragePlan], StageBytes], StorageControl] = no_choice
-    """(plans on record, what stages need where nothing is chosen) -> what chooses stages' storages."""
+    """(recorded plans, the stages' needs without a choice) -> the control of the stages' storages."""
     audit_rate: float = 0.0
-    """Share of steps in which a gradient group is computed by two rows."""
+    """The share of steps in which two rows compute the same gradient group."""
     audit_secret: bytes = b""
-    """Nobody else knows it: it says which steps these are."""
+    """A secret that determines these steps."""
     compares_newcomers: bool = False
-    """Whether like rows compute the same bits, so that a newcomer's can be compared."""
+    """Whether equal rows compute the same bits, so that a newcomer's can be compared."""
     boundaries: Callable[[int], int] = lambda stages: stages - 1
     """Number of stages -> boundaries between chunks."""
     state_bytes: Callable[[int], Sequence[int]] = lambda stages: (0,) * stages
@@ -110,21 +110,21 @@ class Past:
     best: float = math.inf
     """The least of these losses."""
     codecs: StepHistory[CodecPlan] = field(default_factory=StepHistory)
-    """The plans of codecs on record."""
+    """The recorded plans of codecs."""
     storages: StepHistory[StoragePlan] = field(default_factory=StepHistory)
-    """The plans of storages on record."""
+    """The recorded plans of storages."""
     splits: StepHistory[tuple[int, ...]] = field(default_factory=StepHistory)
-    """The splits on record."""
+    """The recorded splits."""
     shown: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a block on nodes that earlier steps have shown."""
+    """By node, the seconds of a block that earlier steps have shown."""
     moves: int = 0
-    """Plans of places on record."""
+    """The number of recorded plans of places."""
     scales: LossScales | None = None
-    """The scales of the loss, in a run that computes in float16. They change as the run goes on."""
+    """The loss scales of a run in float16. They change during the run."""
     newest: tuple[PastStep, ...] = ()
     """The newest committed steps, oldest first."""
     later: Mapping[int, PastStep] = field(default_factory=dict)
-    """Committed steps after the newest snapshot, which run again; empty where they may differ."""
+    """Committed steps after the newest snapshot, which run again; empty if they may differ."""
 
     def scale_of(self, step: int) -> LossScale | None:
         """The scale of the loss in a step. All steps before it must be committed."""
@@ -137,9 +137,9 @@ RECONNECT_SECONDS = 1.0
 def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: float = 1.0) -> RunPlan:
     """
     Args:
-        windows: samples of one pass over the text.
-        held_out: held-out samples to measure the loss on, and
-        label_weight: theirs.
+        windows: the number of samples in one pass over the text.
+        held_out: the number of held-out samples for measuring the loss.
+        label_weight: the label weight of these samples.
     """
     pipeline, settings = config.pipeline, config.coordinator
     every = config.run.snapshot_every
@@ -163,7 +163,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         reconnect_seconds=RECONNECT_SECONDS,
         regroup_seconds=settings.regroup_seconds,
         min_stages=pipeline.min_stages or pipeline.stages,
-        # The gradient of a weight that two stages share is complete in the run alone.
+        # The gradient of a weight that two stages share is only complete after an exchange in the run.
         follows=pipeline.groups > 1
         and (not config.sums_tied_gradients or pipeline.stages == 1 or head_first(config, pipeline.stages)),
         units=functools.cache(functools.partial(stage_units, config)),
@@ -183,9 +183,9 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
 
 
 def step_plan(config: RunConfig) -> StepPlan:
-    """Gives the clip coefficient and learning rate of a step from its gradient norm.
+    """Compute the clip coefficient and learning rate of a step from its gradient norm.
 
-    The local steps of a round clip their own gradients; how they changed the weights is not clipped.
+    The local steps of a round clip their own gradients. Their changes of the weights are not clipped.
     """
     training = config.training
 
@@ -206,7 +206,7 @@ def _neighbours(config: RunConfig, stage: int, stages: int) -> tuple[int, ...]:
 
 
 def as_told(config: RunConfig) -> RunConfig:
-    """The config that nodes get. Of where files are here, and of its prompts, they need to know nothing."""
+    """The config that nodes get. It leaves out this machine's paths and the prompts."""
     data, model = config.data, config.model
     there = replace(
         data,

@@ -8,26 +8,26 @@ from node.run_state.epoch import Epoch
 from node.run_state.run_plan import RunPlan
 
 HASHES = "#hashes"
-"""The name, among the layers that a node must hand in, for its report of hashes. No layer has this name."""
+"""The name of a node's report of hashes among the layers that it must hand in. No layer has this name."""
 MAX_ASKED = 2
-"""How many snapshots may be uploaded at a time. On slower links some are skipped. Each costs its nodes a copy
-of their state."""
+"""The most snapshots that are uploaded at a time. On slow links, some are skipped. Each costs its nodes a
+copy of their state."""
 
 
 PATIENCE = 60.0
-"""The seconds for a node to hand in its layers, besides the time for their bytes."""
+"""The seconds for a node to hand in its layers, in addition to the time for their bytes."""
 ALONE_TIMES = 15.0
-"""How many times longer the run waits if no node has handed in anything, because it may not be the nodes'
+"""The factor by which the run waits longer if no node has handed in anything, which may not be the nodes'
 fault."""
 PATIENCE_TIMES = 4.0
-"""How many times longer than the last time a node may take."""
+"""The multiple of its last time that a node may take."""
 LEAST_UPLOAD_RATE = 62_500.0
-"""The bytes per second with which a node's layers are expected to come before anything is measured."""
+"""The assumed bytes per second of a node's layers before anything is measured."""
 CHEAP_SECONDS, BEST_PAUSE = 5.0, 10.0
-"""A new best state is saved at once if a snapshot takes at most this many seconds, or if this many times its
-duration has passed since the last one."""
+"""A new best state is saved immediately if a snapshot takes at most this many seconds, or if this multiple of
+its duration has passed since the last one."""
 SLOW_SECONDS = 10.0
-"""After this many seconds the operator reads for which nodes a pending snapshot waits."""
+"""After this many seconds, the operator is told for which nodes a pending snapshot waits."""
 
 
 @dataclass
@@ -45,31 +45,31 @@ class SnapshotSchedule:
     """One run's snapshots, each named by the number of committed steps."""
 
     def __init__(self, *, every: int, newest: int, seconds: float = 0.0) -> None:
-        """`every`: steps between snapshots; or, with `seconds`, that time."""
+        """`every`: the steps between snapshots. With `seconds`, that time counts instead."""
         self.newest = newest
-        """The newest one that is complete and on disk; 0 before there is one."""
+        """The newest snapshot that is complete and on disk; 0 before there is one."""
         self.awaited = False
-        """The run waits until the snapshot asked for last is stored."""
+        """Whether the run waits until the newest requested snapshot is stored."""
         self._every = every
         self._seconds = seconds
         self._last: float | None = None
-        """When the last one was asked for, or the first step ended."""
+        """When the last one was requested, or the first step ended."""
         self._asked: list[_Asked] = []
-        """What the epoch asked for and is not stored yet."""
+        """The snapshots that the epoch requested and that are not stored yet."""
         self._took: dict[str, float] = {}
-        """Seconds that each node's last layers took."""
+        """By node, the seconds that its last layers took."""
         self._lasted = 0.0
-        """Seconds that the last one took of which all layers were handed in."""
+        """The seconds of the last snapshot of which all layers were handed in."""
         self._best_waits = False
-        """A best state was not saved: the next one that is taken is measured."""
+        """Whether a best state was not saved, so that the next snapshot's state is measured."""
         self._measured = 0
-        """The step of the newest one that is measured for that."""
+        """The newest step that is measured for that reason."""
         self._is_told = False
         self._requested = False
         self._again: set[int] = set()
-        """Steps whose snapshots were not taken, and are to be when the run comes there again."""
+        """Steps whose snapshots were not taken, and will be when the run reaches them again."""
         self._damaged = 0
-        """A damaged snapshot with no older intact one to fall back on; 0 for none."""
+        """The step of a damaged snapshot without an older intact one to return to; 0 for none."""
 
     @property
     def idle(self) -> bool:
@@ -77,11 +77,11 @@ class SnapshotSchedule:
         return not self._asked
 
     def request(self) -> None:
-        """Take the next possible one, due or not."""
+        """Take the next possible snapshot, due or not."""
         self._requested = True
 
     def due(self, step: int, now: float) -> bool:
-        """Whether the run file asks for one after this step, or nodes differed on its state."""
+        """Whether the run file requires one after this step, or nodes differed on its state."""
         if step in self._again:
             return True
         if not self._seconds:
@@ -91,27 +91,27 @@ class SnapshotSchedule:
         return now - self._last >= self._seconds
 
     def again(self, step: int) -> None:
-        """The run goes back to before this step, and takes its snapshot when it is there again."""
+        """The run returns to before this step. Take its snapshot when it is reached again."""
         self._again.add(step)
 
     def wanted(self, step: int, now: float) -> bool:
-        """Whether to take one now, while the next steps run."""
+        """Whether to take one now, during the next steps."""
         if not self.due(step, now) and not self._requested:
             return False
         return self.newest < step and len(self._asked) < MAX_ASKED
 
     def wanted_or_due(self, step: int, now: float) -> bool:
-        """Whether one is asked for after this step, also where it cannot be taken now."""
+        """Whether one is requested after this step, even if it cannot be taken now."""
         return self.due(step, now) or self._requested
 
     def room(self, step: int) -> bool:
-        """Whether the state of `step` can be saved beside the next steps, and is not yet."""
+        """Whether the state of `step` can be saved during the next steps, and is not saved yet."""
         taken = any(asked.step == step for asked in self._asked)
         return self.newest < step and not taken and len(self._asked) < MAX_ASKED
 
     def saves_best(self, step: int, now: float) -> bool:
-        """A new best was measured: whether to save it now. Over lines too slow for that the next due snapshot
-        is measured, which may be the best of those that are kept."""
+        """A new best loss was measured. Returns whether to save the state now. On lines that are too slow,
+        the next due snapshot is measured instead, which may be the best one that is kept."""
         if self.newest >= step or any(asked.step == step for asked in self._asked):
             return False
         took = max([self._lasted, *(now - asked.at for asked in self._asked)])
@@ -121,7 +121,7 @@ class SnapshotSchedule:
         return at_once
 
     def is_measured(self, step: int) -> bool:
-        """Whether the held-out loss of this step's state is wanted because its snapshot may be the best."""
+        """Whether to measure the held-out loss of this step's state, because its snapshot may be the best."""
         return step > 0 and step == self._measured
 
     def reachable(self, step: int) -> bool:
@@ -137,8 +137,8 @@ class SnapshotSchedule:
         await_it: bool,
         now: float,
     ) -> None:
-        """One is being taken, `layers` and their bytes by node; with `await_it` the run waits until it is
-        stored."""
+        """A snapshot is being taken, with `layers` and their bytes by node. With `await_it`, the run waits
+        until it is stored."""
         missing = {node: set(units) for node, units in layers.items()}
         self._asked.append(_Asked(step, now, missing, sizes))
         self._is_told = False
@@ -152,11 +152,11 @@ class SnapshotSchedule:
 
     def take(self, epoch: Epoch, plan: RunPlan, now: float, *, await_it: bool) -> list[Action]:
         """Take one of the state that every stage holds now, as `ask` says."""
-        # Rows take turns: each has the whole state, and a snapshot costs its nodes a copy and upload.
+        # Rows take turns: each has the complete state, and a snapshot costs its nodes a copy and an upload.
         rows = epoch.proven_rows
         replica = rows[epoch.step // plan.snapshot_every % len(rows)]
         nodes = epoch.row(replica)
-        # All say what they hold; one row hands it in.
+        # All report what they hold, and one row hands it in.
         layers: dict[str, Collection[str]] = {node: (HASHES,) for node in epoch.hosts}
         for node, units in zip(nodes, plan.units(epoch.stages), strict=True):
             layers[node] = (HASHES, *units)
@@ -166,7 +166,7 @@ class SnapshotSchedule:
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot(replica)]
 
     def lost(self, node_id: str) -> list[int]:
-        """A node is gone. Gives the snapshots of which it has not handed in its layers."""
+        """A node is gone. Returns the snapshots for which it has not handed in its layers."""
         missing = [(asked.step, asked.missing.pop(node_id, set())) for asked in self._asked]
         return [step for step, units in missing if units - {HASHES}]
 
@@ -176,9 +176,8 @@ class SnapshotSchedule:
         self._asked = [asked for asked in self._asked if asked.step > self.newest]
 
     def refused(self, step: int) -> bool:
-        """A node handed in what is no layer of this one: another snapshot is taken as soon as possible.
-
-        False if this one is not under way.
+        """A node handed in something that is not a layer of this snapshot. Take another one as soon as
+        possible. Returns False if this one is not in progress.
         """
         if not any(asked.step == step for asked in self._asked):
             return False
@@ -196,7 +195,7 @@ class SnapshotSchedule:
                 self._look_done(asked, node, now)
 
     def hashes_said(self, step: int, node_id: str, now: float) -> None:
-        """A node has said what it holds after `step` steps."""
+        """A node has reported its hashes after `step` steps."""
         for asked in self._asked:
             if asked.step == step and node_id in asked.missing:
                 asked.missing[node_id].discard(HASHES)
@@ -220,7 +219,7 @@ class SnapshotSchedule:
             self._lasted = now - asked.at
 
     def overdue(self, now: float) -> tuple[dict[str, str], str | None]:
-        """Nodes that had time enough to hand in their layers, with a line for each; a note for the
+        """Nodes that had enough time to hand in their layers, with a line for each, and a line for the
         operator."""
         late: dict[str, str] = {}
         note = None
@@ -241,9 +240,10 @@ class SnapshotSchedule:
         return PATIENCE + size / LEAST_UPLOAD_RATE
 
     def damaged(self, step: int, whole: int) -> None:
-        """The snapshot of `step` is damaged; `whole` is the newest intact one, 0 for none.
+        """The snapshot of `step` is damaged. `whole`: the newest intact one; 0 for none.
 
-        If it was the newest, take another after the next step: until then a failure costs many steps.
+        If it was the newest, take another one after the next step, because until then a failure costs many
+        steps.
         """
         if step != self.newest:
             return
@@ -252,14 +252,14 @@ class SnapshotSchedule:
         self._requested = True
 
     def epoch_over(self) -> None:
-        """Uploads of the epoch may never complete."""
+        """The epoch is over, so its uploads may never complete."""
         self.awaited = False
         self._asked.clear()
 
     def saved_state(self) -> str:
-        """What is on disk, for the operator of a run that ends."""
+        """What is on disk, in words for the operator of a run that ends."""
         if not self.newest:
             return "no snapshot is complete yet"
         if self.newest == self._damaged:
-            return f"the snapshot of step {self.newest} is damaged and no older one is whole"
+            return f"the snapshot of step {self.newest} is damaged and no older one is intact"
         return f"the snapshot of step {self.newest} is intact"

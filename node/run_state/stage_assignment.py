@@ -1,4 +1,4 @@
-"""Assign the stages of the next epoch to nodes, and choose what spares prefetch. Pure."""
+"""Assigns the stages of the next epoch to nodes, and chooses what spares prefetch. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from node.tuning.memory_plan import least_stage_bytes
 from wire.errors import RunError
 
 StageBytes = Callable[[int, Devices], Sequence[int]]
-"""(stages, a node's devices) -> bytes that each stage needs on every device, first stage first."""
+"""(stages, a node's devices) -> the bytes that each stage needs on every device, first stage first."""
 Sharing = Callable[[Devices], str | None]
 """A node's devices -> why they cannot share the run's blocks or microbatches, or None."""
 Remedies = Callable[[int, Devices, int], Sequence[str]]
-"""(stages, a node's devices, bytes of each) -> settings of the run file with which they host a stage."""
+"""(stages, a node's devices, bytes of each) -> settings of the run file with which they can host a stage."""
 ONE = Devices()
 _KINDS_REMEMBERED = 64
 
 
 def stage_needs(config: RunConfig, windows: int) -> StageBytes:
-    """What a run's stages need at least on each kind of node; of these, the newest few are cached.
+    """The least that a run's stages need on each kind of node. The newest few results are cached.
 
     Args:
-        windows: samples of one pass over the text.
+        windows: the number of samples in one pass over the text.
     """
 
     @lru_cache(_KINDS_REMEMBERED)
@@ -56,11 +56,11 @@ class Candidate:
     memory_bytes: int
     devices: Devices = ONE
     kind: str = ""
-    """What the bits of its results depend on, beside the number of devices."""
+    """What the bits of its results depend on, besides the number of devices."""
     flops: float = 0.0
-    """The rate of matrix multiplication that it has measured, in operations per second; 0 if unknown."""
+    """Its measured operations per second in matrix products; 0 if unknown."""
     owner: str = ""
-    """What its owner calls it; "" if unknown."""
+    """The name that its owner chose; "" if unknown."""
 
 
 def assign(
@@ -74,14 +74,14 @@ def assign(
 ) -> tuple[str, ...] | None:
     """A grid of `rows` rows, one node for each place, or None if there is no such assignment.
 
-    While the number of stages stays the same nodes keep their stages, and whole rows stay together; when it
-    changes they keep their order along the pipeline. Newcomers fill the gaps in order of arrival. No node
-    gets a stage that does not fit in its memory; nodes swap stages where only that helps.
+    While the number of stages stays the same, nodes keep their stages, and complete rows stay together. When
+    it changes, nodes keep their order along the pipeline. Newcomers fill the gaps in the order of arrival. No
+    node gets a stage that does not fit in its memory. Nodes swap stages only if nothing else helps.
     """
     present = {candidate.node_id for candidate in candidates}
     needs = {devices: stage_bytes(stages, devices) for devices in {c.devices for c in candidates}}
     offers = [(c.node_id, c.memory_bytes, needs[c.devices]) for c in candidates]
-    # Most stages need the same: look once for all of them which nodes fit.
+    # Most stages need the same, so look once for all of them which nodes fit.
     kinds = list(needs.values())
     alike = [tuple(need[stage] for need in kinds) for stage in range(stages)]
     known = {
@@ -92,7 +92,7 @@ def assign(
     fitting = [known[kind] for kind in alike] * rows
     sets = {kind: set(nodes) for kind, nodes in known.items()}
     able = [sets[kind] for kind in alike] * rows
-    # A node that has a place keeps one, so what was passed over once need not be looked at again.
+    # A node that has a place keeps one, so nodes that were skipped once need not be checked again.
     left = {kind: iter(nodes) for kind, nodes in known.items()}
     waiting = [left[kind] for kind in alike] * rows
     taken: set[str] = set()
@@ -140,14 +140,14 @@ def useless(
     remedies: Remedies = lambda *_: (),
 ) -> str | None:
     """Why a node can host no stage: its devices cannot share one, or the smallest does not fit. None if it
-    can.
+    can host one.
 
     Args:
         counts: possible numbers of stages.
-        why_not: as `sharing` gives.
-        remedies: says what of the run file to change; in general words without it.
+        why_not: as from `sharing`.
+        remedies: returns what to change in the run file; without it, the advice is general.
     """
-    # First: there is no estimate for what does not divide evenly.
+    # First, because there is no estimate if the devices cannot share evenly.
     if (line := why_not(candidate.devices)) is not None:
         return line
     if candidate.memory_bytes == 0:
@@ -189,8 +189,8 @@ class StageAssigner:
         """
         Args:
             previous: the newest grid, row after row.
-            most_rows: rows of the grid if there are nodes for them.
-            follows: nodes can follow the run and take empty seats while steps go on.
+            most_rows: the most rows of the grid, if there are nodes for them.
+            follows: whether nodes can follow the run and take empty seats during steps.
         """
         self.rows = previous_rows
         """The rows of the newest grid."""
@@ -205,14 +205,14 @@ class StageAssigner:
         self._holders: list[str | None] = [node or None for node in previous]
         """The newest grid; None for a node that is gone for good."""
         self._regroup_at: float | None = None
-        """When the stages of missing nodes go to others, or the model is split over fewer nodes."""
+        """When the stages of missing nodes are assigned to others, or the model is split over fewer nodes."""
         self._grows = False
-        """The next grid takes newcomers in: what they need is on disk."""
+        """Whether the next grid includes newcomers, because what they need is on disk."""
         self._told: str | None = None
-        """The newest shortage reported since the last placement."""
+        """The newest shortage that was reported since the last placement."""
 
     def vacate(self, node_id: str, now: float) -> bool:
-        """The node is gone: its stage is free at once, the split stays for a while. False if it had none."""
+        """The node is gone: its stage is free now, and the split stays for a while. False if it had none."""
         if node_id not in self._holders:
             return False
         self._holders = [None if node == node_id else node for node in self._holders]
@@ -238,29 +238,29 @@ class StageAssigner:
             return False
         self._holders = holders = self._without(node_id)
         stages = len(holders) // self.rows
-        # A split into fewer stages than asked for is planned again, perhaps at once.
+        # A split into fewer stages than required is planned again, perhaps immediately.
         self._regroup_at = now if stages < self._stages else now + self._regroup_seconds
         return True
 
-    def can_exchange(self, one: str, other: str, candidates: Sequence[Candidate]) -> bool:
-        """Whether each of two hosts fits where the other is."""
-        holders = self._exchanged(one, other)
+    def can_exchange(self, first: str, other: str, candidates: Sequence[Candidate]) -> bool:
+        """Whether each of two hosts fits in the other's place."""
+        holders = self._exchanged(first, other)
         hosts = [candidate for candidate in candidates if candidate.node_id in holders]
         stages = len(holders) // self.rows
         grid = assign(holders, hosts, stages, self._stage_bytes, rows=self.rows, previous_rows=self.rows)
         return grid == tuple(holders)
 
-    def exchange(self, one: str, other: str, candidates: Sequence[Candidate]) -> None:
-        """The next grid has these two hosts in each other's places, if they fit there."""
-        if self.can_exchange(one, other, candidates):
-            self._holders = self._exchanged(one, other)
+    def exchange(self, first: str, other: str, candidates: Sequence[Candidate]) -> None:
+        """Exchange two hosts' places in the next grid, if they fit there."""
+        if self.can_exchange(first, other, candidates):
+            self._holders = self._exchanged(first, other)
 
-    def _exchanged(self, one: str, other: str) -> list[str | None]:
-        places = {one: other, other: one}
+    def _exchanged(self, first: str, other: str) -> list[str | None]:
+        places = {first: other, other: first}
         return [None if node is None else places.get(node, node) for node in self._holders]
 
     def regroup(self, now: float) -> None:
-        """Let the number of stages change at once, and newcomers in."""
+        """Let the number of stages change now, and let newcomers in."""
         self._regroup_at = now
         self._grows = True
 
@@ -272,13 +272,13 @@ class StageAssigner:
     def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[str, ...] | None:
         """The hosts of the next epoch, row after row (`rows`), or None while the run must wait.
 
-        While every stage has a node that held it in the newest grid, only such nodes: they go on from where
-        they are, and a newcomer would have to fetch what is on disk, which is older. `regroup` takes
-        newcomers in.
+        While every stage has a node that held it in the newest grid, only such nodes are chosen: they
+        continue from their state, while a newcomer would have to fetch an older state from disk. `regroup`
+        lets newcomers in.
 
-        Else as many stages as the run asks for, if possible; else the same nodes as before; else, once it is
-        time to regroup, as many stages as there are nodes for. Call it again when a node arrives, and
-        regularly.
+        Otherwise the grid has as many stages as the run requires, if possible; or else the same nodes as
+        before; or else, once it is time to regroup, as many stages as there are nodes for. Call it again when
+        a node arrives, and regularly.
         """
         present = {candidate.node_id for candidate in candidates}
         missing = [node for node in self._holders if node not in present]
@@ -309,8 +309,8 @@ class StageAssigner:
         )
 
     def with_more_rows(self, hosts: Sequence[str], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
-        """The grid of `hosts`, which is the newest one, with as many rows added as these nodes can host, each
-        host in its place; None if they cannot host any."""
+        """The newest grid, `hosts`, with as many rows added as these nodes can host, and each host in its
+        place; None if they cannot host any."""
         stages = len(hosts) // self.rows
         for rows in range(self._row_limit(candidates, stages), self.rows, -1):
             grid = assign(hosts, candidates, stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
@@ -319,22 +319,22 @@ class StageAssigner:
         return None
 
     def fits(self, candidate: Candidate, stage: int, stages: int) -> bool:
-        """Whether a node has room for this one of so many stages."""
+        """Whether this stage of `stages` fits in a node's memory."""
         room = candidate.memory_bytes
         return room == 0 or room >= self._stage_bytes(stages, candidate.devices)[stage]
 
     def seat(self, node_id: str, place: int) -> None:
-        """The newest grid has this node in an empty place, counted row after row."""
+        """Put this node into an empty place of the newest grid, counted row after row."""
         self._holders[place] = node_id
         if None not in self._holders:
             self._regroup_at = None
 
     def take(self, grid: tuple[str, ...], stages: int) -> None:
-        """The next epoch has this grid, row after row."""
+        """Use this grid, row after row, for the next epoch."""
         self._chosen(grid, stages)
 
     def shortage(self, candidates: Sequence[Candidate]) -> str | None:
-        """A line for the operator when there are enough nodes but not enough memory."""
+        """A line for the operator if there are enough nodes but not enough memory."""
         if len(candidates) < self._stages:
             return None
         if assign((), candidates, self._stages, self._stage_bytes) is not None:
@@ -349,7 +349,7 @@ class StageAssigner:
         return f"waiting for a node with more memory: {'; '.join(parts)}"
 
     def news(self, candidates: Sequence[Candidate]) -> str | None:
-        """As `shortage`, but each line only once."""
+        """Like `shortage`, but each line only once."""
         line = self.shortage(candidates)
         if line is None or line == self._told:
             return None
@@ -357,21 +357,21 @@ class StageAssigner:
         return line
 
     def useless(self, candidate: Candidate) -> str | None:
-        """As the function `useless`, for this run's possible splits."""
+        """Like the function `useless`, for this run's possible splits."""
         counts = range(self._min_stages, self._stages + 1)
         return useless(candidate, counts, self._stage_bytes, self._sharing, self._remedies)
 
     def _kept(self, holders: Sequence[str | None], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
-        """The grid of those alone that held their stages in the newest one; None if a stage has nobody.
+        """The grid of nodes that held their stages in the newest one; None if a stage has none.
 
-        Only where there may be several rows: a single row goes on as `choose` says.
+        Only where there may be several rows: a single row continues as `choose` describes.
         """
         if self.most_rows == 1 or len(holders) != self.rows * self._stages:
             return None
         by_stage = holders_by_stage(holders, self.rows, {c.node_id for c in candidates})
         rows = min(self.most_rows, *map(len, by_stage))
         if rows and self._follows:
-            # Rows that are broken stay: their nodes hold the state, and seats are filled while steps go on.
+            # Incomplete rows stay: their nodes hold the state, and seats are filled during steps.
             all_rows = min(self.most_rows, max(map(len, by_stage)))
             return tuple(node or "" for node in by_row(by_stage, all_rows))
         kept = set(by_row(by_stage, rows))
@@ -381,7 +381,7 @@ class StageAssigner:
         return assign(holders, stay, self._stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
 
     def _most(self, candidates: Sequence[Candidate], stages: int) -> tuple[str, ...] | None:
-        """The grid of as many rows as these nodes can host."""
+        """The grid with as many rows as these nodes can host."""
         for rows in range(self._row_limit(candidates, stages), 0, -1):
             grid = assign(
                 self._holders,
@@ -405,7 +405,7 @@ class StageAssigner:
         return nodes
 
     def _counts(self, nodes: int, *, due: bool, whole: bool) -> Sequence[int]:
-        """Numbers of stages to try, the best first."""
+        """The numbers of stages to try, the best first."""
         counts = [self._stages] if nodes >= self._stages else []
         if due:
             counts += range(min(nodes, self._stages - 1), self._min_stages - 1, -1)
@@ -417,14 +417,14 @@ class StageAssigner:
 def prefetch_order(stage: int, units_by_stage: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Layer units in the order in which the spare of a stage should fetch them.
 
-    Any stage may be the next to lose its node, so the others follow, round the ring.
+    Any stage may be the next to lose its node, so the other stages follow in the order of the ring.
     """
     stages = len(units_by_stage)
     return tuple(unit for offset in range(stages) for unit in units_by_stage[(stage + offset) % stages])
 
 
 def _where(devices: Devices) -> str:
-    """What a need is of; nothing for a single device."""
+    """The devices that a need applies to, in words; empty for a single device."""
     if devices.count == 1:
         return ""
     return f" on each of {devices.count} devices (tensor parallel {devices.tensor_parallel})"

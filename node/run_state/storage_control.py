@@ -1,7 +1,7 @@
-"""In which form stages store their activations, if the run file leaves that to the coordinator. Pure.
+"""How stages store their activations, if the run file leaves that to the coordinator. Pure.
 
-The choice is made when a run first has this number of stages, and then holds. So a step that runs again
-has the bits with which it first ran, and a node that takes over a stage stores like the node before it.
+The choice is made when a run first has this number of stages, and then stays. So a repeated step has the bits
+with which it first ran, and a node that takes over a stage stores like the node before it.
 """
 
 import functools
@@ -25,20 +25,20 @@ from node.tuning.storage_choice import (
 Choose = Callable[[Sequence[Sequence[Mapping[str, float]]]], StoragePlan]
 """As `node.tuning.storage_choice.plan_storages`."""
 NeedsOf = Callable[[int, Devices, StoragePlan | None], Sequence[int]]
-"""(stages, a node's devices, the plan they have, if it is known) -> bytes of each stage on every device."""
+"""(stages, a node's devices, their plan if known) -> the bytes of each stage on every device."""
 
 
 class StorageControl:
     """The storages of a run's steps: those on record, and the memory that stages need with them."""
 
     def __init__(self, choose: Choose | None, needs: NeedsOf, history: StepHistory[StoragePlan]) -> None:
-        """`choose` is None if the run file leaves nothing to choose."""
+        """`choose` is None if the run file leaves no choice."""
         self._choose = choose
         self._needs = needs
         self.history = history
 
     def begin(self, epoch: Epoch) -> list[Action]:
-        """Give the epoch, which is about to restore, the storages of its step. They are on record before a
+        """Give the epoch, which is about to restore, the storages of its step. They are recorded before a
         node receives them."""
         if self._choose is None:
             return []
@@ -52,15 +52,15 @@ class StorageControl:
         return records
 
     def stage_bytes(self, stages: int, devices: Devices) -> Sequence[int]:
-        """What stages need at least: with the storages of the newest record if it is of as many stages, else
-        with the fewest bits that are allowed."""
+        """The least that stages need: with the newest recorded storages if they have this number of stages,
+        otherwise with the fewest allowed bits."""
         plan = self.history.changes[-1][1] if self.history.changes else None
         known = plan is not None and len(plan.names) == stages
         return self._needs(stages, devices, plan if known else None)
 
 
 def no_choice(history: StepHistory[StoragePlan], plain: StageBytes) -> StorageControl:
-    """Create the control for a run whose storage is its run file's. `plain` gives what its stages need."""
+    """Create the control for a run with its run file's storage. `plain` returns its stages' needs."""
     return StorageControl(None, lambda stages, devices, plan: plain(stages, devices), history)
 
 
@@ -70,7 +70,7 @@ def storage_control(
     """Create the control for a run.
 
     Args:
-        windows: samples of one pass over the text.
+        windows: the number of samples in one pass over the text.
         plain: as for `no_choice`.
     """
     if not config.storage.allow:

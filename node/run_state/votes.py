@@ -1,11 +1,11 @@
-"""Check votes: a vote must speak only for its voter and have plausible values. Also decides what votes
-lead to. Pure.
+"""Checks votes: a vote must speak only for its voter and have plausible values. Also decides what votes lead
+to. Pure.
 
 A loss is plausible while it stays in a robust range of the newest steps, given by their median and median
-absolute deviation. A norm is compared with a reference that follows the run so slowly that no node can
-move it: one step may be far from it, many steps less far. Before there are enough steps, a unit's norm is
-compared with those of the whole model on record, or else with those of other stages. A lie inside these
-ranges is not found. A true value outside of them only costs that the step runs again on another node.
+absolute deviation. A norm is compared with a reference that follows the run so slowly that no node can move
+it: one step may be far from it, many steps less far. Before there are enough steps, a unit's norm is compared
+with recorded norms of the complete model, or else with those of other stages. A lie inside these ranges is
+not found. A true value outside of them only makes the step run again on another node.
 """
 
 import math
@@ -35,19 +35,19 @@ class FiniteUncompressed:
 
 @dataclass(frozen=True)
 class Implausible:
-    """Every vote is finite, but a value of this node is far from those of the steps before."""
+    """All votes are finite, but a value of this node is far from those of earlier steps."""
 
     node_id: str
     what: str
     is_trend: bool = False
-    """It is so in most of the newest steps, in which no other node has computed it."""
+    """Whether this is so in most of the newest steps, which no other node has computed."""
     is_absurd: bool = False
-    """No training goes on with such a trend."""
+    """Whether no training can continue with such a trend."""
 
 
 @dataclass(frozen=True)
 class NotReproduced:
-    """The state that was loaded does not give the recorded results again, so it is not the run's."""
+    """The loaded state does not reproduce the recorded results, so it is not the run's state."""
 
     what: str
     snapshot: int
@@ -89,11 +89,11 @@ UnitNumbers = Callable[[int], Sequence[frozenset[int]]]
 """A function of the number of stages that gives the numbers of each stage's layer units."""
 
 REMEMBERED = 32
-"""How many steps make up the range."""
+"""The number of steps that make up the range."""
 LEAST = 8
-"""How many steps there must be for a range."""
+"""The least number of steps for a range."""
 HISTORY_STEPS = 1024
-"""How many recorded steps a resumed run uses for its references."""
+"""The number of recorded steps that a resumed run uses for its references."""
 SPREAD = 8 * 1.4826
 """The width of the range in median absolute deviations; 1.4826 of them are a standard deviation of a normal
 distribution."""
@@ -111,7 +111,7 @@ ABSURD_TIMES = 1e12
 RISE, FALL, EARLY = math.log(2) / 250, math.log(2) / 25, math.log(10)
 """How far the logarithm of a reference moves in a step: up, down, and in the n-th step `EARLY` / n."""
 LEAST_CLIP, CLIPPED_STEPS = 0.01, 50
-"""A line is printed if gradients are clipped to less than this share in so many consecutive steps."""
+"""The operator is told if gradients are clipped to less than this share in this many consecutive steps."""
 OTHERS_TIMES = 1e6
 """In the first steps, a squared norm of up to this many times the largest of other stages is plausible."""
 LOSS_MARGIN = 1.0
@@ -123,21 +123,21 @@ differ."""
 REPEATED_LOSS, REPEATED_PART = 0.1, 0.05
 """A replayed step's loss may differ by at most this much, or by this share."""
 RECORDED = 1024
-"""How many steps' votes are remembered for replays."""
+"""The number of steps whose votes are remembered for replays."""
 FIRST_LOSS = 1e4
 """The largest plausible loss in the first steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastStep:
-    """What is on record about a committed step."""
+    """The record of a committed step."""
 
     loss: float
     grad_norm: float
-    """Before clipping, over the whole model."""
+    """The norm before clipping, of the complete model."""
     seconds: float
     norms: Mapping[int, float] = field(default_factory=dict)
-    """Squared, by layer unit; empty where the record does not have them."""
+    """Squared norms by layer unit; empty if they are not recorded."""
 
 
 class _Norms:
@@ -161,13 +161,13 @@ class _Norms:
         self.reference += moved
 
     def usual(self, *more: float) -> float:
-        """The median of the newest `LEAST`, `more` included."""
+        """The median of the newest `LEAST` values, including `more`."""
         return median([*self.newest, *more][-LEAST:])
 
     def margin(self, times: float, spread: float) -> float:
-        """How far a logarithm may be from the reference: `times`, or more where steps differ much.
+        """How far a logarithm may be from the reference: `times`, or more if steps differ much.
 
-        A steady growth is no such difference: what counts is how its steps differ from one another.
+        Steady growth does not count as difference: only how its steps differ from one another matters.
         """
         moves = [after - before for before, after in pairwise(self.newest)]
         deviation = _range(moves)[1] / math.sqrt(2) if moves else 0.0
@@ -182,25 +182,25 @@ class VoteHistory:
     ) -> None:
         """
         Args:
-            past: the newest steps of an earlier coordinator, oldest first. Where the record does not have
-                the norms of units: none is larger than the whole model's.
-            rounds_from: the first step that is a round, if any is. Its norms are of how weights changed, not
-                of gradients. `past` has steps of the kind that comes next.
+            past: the newest steps of an earlier coordinator, oldest first. If the norms of units are not
+                recorded, none is larger than the complete model's norm.
+            rounds_from: the first step that is a round, if any. Norms of rounds are those of weight changes
+                instead of gradients. `past` has steps of the kind that comes next.
         """
         self._rounds_from = rounds_from
         self._in_rounds: bool | None = None
         self._units = units
         self._model = _Norms()
-        """The norms of the whole model, in steps on record."""
+        """The recorded norms of the complete model."""
         self._norms: dict[int, _Norms] = {}
         self._clipped = 0
-        """Steps, one after the other, in which gradients were clipped to next to nothing."""
+        """The number of consecutive steps in which gradients were clipped to almost nothing."""
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
         self._loss_stages: dict[int, int] = {}
         """The stage that has the head, by number of stages."""
         self._step = -1
         self._confirmed: set[int] = set()
-        """Units whose norms another node confirmed to be far above the others'."""
+        """Units whose norms, far above the others', were confirmed by another node."""
         self._record: dict[int, tuple[Mapping[int, float], float]] = {}
         """Norms and loss of committed steps that may be replayed."""
         for step in past:
@@ -209,7 +209,7 @@ class VoteHistory:
             self._remember(step.norms, step.loss)
 
     def begins(self, step: int) -> None:
-        """The votes that come are of this step. Norms of the other kind of step say nothing of them."""
+        """Votes are for this step from now on. Norms of the other kind of step do not apply to it."""
         in_rounds = self._rounds_from is not None and step >= self._rounds_from
         if self._in_rounds not in (None, in_rounds):
             self._norms.clear()
@@ -223,14 +223,14 @@ class VoteHistory:
         return self._norms.keys()
 
     def on_record(self, step: int, norms: Mapping[int, float], loss: float) -> None:
-        """What a step gave, which may be replayed."""
+        """Record a step's results. The step may be replayed."""
         self._record.pop(step, None)
         self._record[step] = norms, loss
         if len(self._record) > RECORDED:
             del self._record[next(iter(self._record))]
 
     def not_reproduced(self, step: int, norms: Mapping[int, float], loss: float) -> str | None:
-        """What of a replayed step is far from what is on record of it; None if nothing."""
+        """Which value of a replayed step is far from the recorded one, in words; None if none is."""
         if step not in self._record:
             return None
         known, was = self._record[step]
@@ -244,7 +244,7 @@ class VoteHistory:
         return None
 
     def loss_stage(self, stages: int) -> int:
-        """The stage that says losses: it has the head, which is the last layer unit."""
+        """The stage that reports losses. It has the head, which is the last layer unit."""
         if stages not in self._loss_stages:
             units = self._units(stages)
             self._loss_stages[stages] = max(range(stages), key=lambda stage: max(units[stage]))
@@ -272,12 +272,12 @@ class VoteHistory:
         return None
 
     def implausible(self, hosts: Sequence[str], votes: Sequence[Vote]) -> Implausible | None:
-        """The finite vote that is far from those of the steps before, if there is one. `hosts` and `votes`
-        are by stage."""
+        """The finite vote that is far from those of earlier steps, if any. `hosts` and `votes` are by
+        stage."""
         if (odd := self._trend(hosts, votes)) is not None:
             return odd
         largest = [max(vote.norms.values(), default=0.0) for vote in votes]
-        # Of all stages but one, the largest is one of the two largest.
+        # The largest norm among all stages but one is among the two largest.
         first, second = (*sorted(largest, reverse=True)[:2], 0.0)[:2]
         for stage, vote in enumerate(votes):
             others = second if largest[stage] == first else first
@@ -291,7 +291,7 @@ class VoteHistory:
         return None
 
     def committed(self, step: int, norms: Mapping[int, float], loss: float, *, confirmed: bool) -> None:
-        """A step is committed. `confirmed`: though it was not plausible, as another node found the same."""
+        """A step is committed. `confirmed`: it was not plausible, but another node found the same."""
         if confirmed:
             others = median(norms.values()) if norms else 0.0
             self._confirmed.update(unit for unit, norm in norms.items() if norm > OTHERS_TIMES * others)
@@ -305,7 +305,7 @@ class VoteHistory:
                 unit_norms.reference = unit_norms.usual()
 
     def clipped(self, coefficient: float, norms: Mapping[int, float], hosts: Sequence[str]) -> str | None:
-        """A line for the operator once gradients are clipped to next to nothing in many steps running."""
+        """A line for the operator if gradients were clipped to almost nothing in many consecutive steps."""
         self._clipped = self._clipped + 1 if coefficient < LEAST_CLIP else 0
         if self._clipped != CLIPPED_STEPS:
             return None
@@ -332,12 +332,12 @@ class VoteHistory:
             known = self._model
         if len(known) >= LEAST:
             if norm <= 0 or math.log(norm) <= known.reference + math.log(NORM_TIMES):
-                return False  # the margin is not less, so need not be known
+                return False  # the margin is at least as large, so it need not be computed
             return math.log(norm) > known.reference + known.margin(NORM_TIMES, SPREAD)
         return others > 0 and norm > OTHERS_TIMES * others and unit not in self._confirmed
 
     def _trend(self, hosts: Sequence[str], votes: Sequence[Vote]) -> Implausible | None:
-        """A unit whose norms have left their reference in most of the newest steps, and others' have not."""
+        """A unit whose norms have left their reference in most of the newest steps while others' have not."""
         moved = []
         for vote in votes:
             known = {
@@ -353,7 +353,7 @@ class VoteHistory:
             for unit, move in units.items():
                 above, below = move - max(0.0, common), min(0.0, common) - move
                 if above <= math.log(TREND_TIMES) and below <= math.log(SHRUNK_TIMES):
-                    continue  # the margins are not less, so need not be known
+                    continue  # the margins are at least as large, so they need not be computed
                 norms = self._norms[unit]
                 grows = above > norms.margin(TREND_TIMES, SPREAD / 2)
                 if not grows and below <= norms.margin(SHRUNK_TIMES, SPREAD / 2):
@@ -374,8 +374,7 @@ class VoteHistory:
 
 
 def disagreement(votes: Mapping[str, Vote], columns: Sequence[Sequence[str]]) -> Disagreement | None:
-    """Nodes of one stage that did not get the same gradient, if there are any. `columns`: the nodes of each
-    stage."""
+    """Nodes of one stage that computed different gradients, if any. `columns`: the nodes of each stage."""
     for stage, column in enumerate(columns):
         first, *others = column
         if any(votes[node].norms != votes[first].norms for node in others):
@@ -385,8 +384,8 @@ def disagreement(votes: Mapping[str, Vote], columns: Sequence[Sequence[str]]) ->
 
 
 def summed_loss(losses: Mapping[int, float]) -> float:
-    """The step's loss, from the parts of its groups. These are added in order, so it does not depend on who
-    computed which."""
+    """The step's loss, from its groups' parts. They are added in order, so the sum does not depend on which
+    rows computed them."""
     total = 0.0
     for group in sorted(losses):  # `sum` rounds differently from Python 3.12 on
         total += losses[group]
@@ -394,14 +393,14 @@ def summed_loss(losses: Mapping[int, float]) -> float:
 
 
 def unscaled(vote: Vote, factor: float) -> Vote:
-    """With the norms of the loss's own gradients: `factor` is a power of two, so that no bit is lost."""
+    """The vote with the norms of the unscaled gradients. `factor` is a power of two, so no bit is lost."""
     if factor == 1.0:
         return vote
     return replace(vote, norms={unit: norm / factor**2 for unit, norm in vote.norms.items()})
 
 
 def _group_refusal(vote: Vote, has_loss: bool, groups: Collection[int]) -> str | None:
-    """Each group is counted once, by the row that computes it."""
+    """Why a vote's losses of groups are refused. Each group counts once, for the row that computes it."""
     if vote.loss is not None:
         return "it voted with a loss, and not with those of its groups"
     wanted = groups if has_loss else set()

@@ -1,11 +1,11 @@
-"""Find which node's values are wrong: not finite, not plausible, or not the same in all rows. Pure.
+"""Finds the node whose values are wrong: not finite, not plausible, or different between rows. Pure.
 
-The step runs again without the node that is the most likely cause. What the commit says then refutes what
-other nodes reported before. If one node contradicts another, neither is refuted, and a third node computes
-the same: a node of another row or, once the state is on disk, a spare or a node of the same row that
-changes places with one of the two. If there are only two nodes, the step still runs again, because a card
-that fails at random does not fail twice in the same way. If their gradients still differ, the run ends,
-because there is no reason to choose one.
+The step runs again without the node that is the most likely cause. The commit then refutes what other nodes
+reported before. If one node contradicts another, neither is refuted, and a third node computes the same: a
+node of another row or, once the state is on disk, a spare or a node of the same row that changes places with
+one of the two. If there are only two nodes, the step still runs again, because a card that fails at random
+does not fail twice in the same way. If their gradients still differ, the run ends, because there is no reason
+to choose either.
 """
 
 from collections import Counter
@@ -26,39 +26,39 @@ Norms = Mapping[int, float]
 
 @dataclass
 class _Doubt:
-    """A step with a value that is not finite or not plausible, or not the same in all rows, and what was done
-    to find the cause."""
+    """A step with a value that is not finite, not plausible, or different between rows, and what was done to
+    find the cause."""
 
     step: int
     stages: int
     retried: set[int] = field(default_factory=set)
     """Stages that another node has computed again."""
     left_out: set[str] = field(default_factory=set)
-    """With several rows: nodes without which the step ran again."""
+    """With several rows, the nodes without which the step ran again."""
     replaced: str = ""
     """The node that gave up the stage that was retried last."""
     stage: int = -1
     """The stage that was retried last."""
     norms: dict[int, dict[str, Norms]] = field(default_factory=dict)
-    """The newest norms from each node of a stage, if rows did not agree."""
+    """The newest norms from each node of a stage, if rows disagreed."""
     computed: dict[str, dict[str, set[bytes]]] = field(default_factory=dict)
-    """What nodes said in audits that found a difference: digests by value and node."""
+    """Nodes' reports in audits that found a difference: digests by value and node."""
     wrong: dict[str, str] = field(default_factory=dict)
-    """The nodes that an audit found to be wrong, with a line for each."""
+    """The nodes that an audit proved wrong, with a line for each."""
     third_for: str = ""
-    """The node whose place a third one takes, so that three nodes have computed the same."""
+    """The node whose place a third node takes, so that three nodes have computed the same."""
     exchanged: str = ""
-    """The node that changes places with that one; empty if it is a spare."""
+    """The node that changes places with that node; empty if it is a spare."""
 
     def suspects(self, epoch: Epoch, node_id: str, *, neighbours: bool) -> list[str]:
-        """Nodes whose stage others are to compute again: the one that reports, those of its stage in other
+        """Nodes whose stage others should compute again: the one that reports, those of its stage in other
         rows, whose gradients are in its sum, then those that send to it."""
         stage, row = epoch.stage_of(node_id), epoch.row(epoch.replica_of(node_id))
         near = [row[at] for at in sorted(epoch.neighbours(node_id)) if row[at]] if neighbours else []
         if epoch.rows == 1:
             return [node for node in (node_id, *near) if epoch.stage_of(node) not in self.retried]
         column = [node for node in epoch.column(stage) if node != node_id]
-        # Newcomers first, wherever they are: what they hold is known least.
+        # Newcomers first, in any place, because least is known about their state.
         new = [node for node in epoch.hosts if node in epoch.newcomers]
         return [node for node in dict.fromkeys((*new, node_id, *column, *near)) if node not in self.left_out]
 
@@ -83,12 +83,12 @@ class _Doubt:
         return wrong
 
     def note_norms(self, epoch: Epoch) -> None:
-        """All have voted, and rows do not agree."""
+        """All have voted, and rows disagree."""
         for node in epoch.hosts:
             self.norms.setdefault(epoch.stage_of(node), {})[node] = epoch.votes[node].norms
 
     def odd_norms(self, newcomers: Collection[str]) -> list[str]:
-        """Nodes that most of the known nodes of their stage contradict, and newcomers that all of these
+        """Nodes that most of their stage's known nodes contradict, and newcomers that all of these
         contradict."""
         odd = []
         for by_node in self.norms.values():
@@ -102,7 +102,7 @@ class _Doubt:
         return odd
 
     def note_computed(self, by_value: Mapping[str, Mapping[str, bytes]]) -> None:
-        """What nodes said in an audit of this step: digests by value and node. Finds who is wrong."""
+        """Take nodes' reports in an audit of this step: digests by value and node. Finds out who is wrong."""
         for what, digests in by_value.items():
             known = self.computed.setdefault(what, {})
             for node, digest in digests.items():
@@ -123,31 +123,31 @@ class CallThird:
 
 @dataclass(frozen=True, kw_only=True)
 class Refuted:
-    """A node was wrong, or at least held a wrong value."""
+    """A node was wrong, or at least had a wrong value."""
 
     node_id: str
     why: str
     at_fault: bool
-    """It gave the wrong value itself: of a sum, other rows may have sent it a part."""
+    """Whether it caused the wrong value itself: for a sum, other rows may have sent it a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """One of two nodes that differed is gone, and the step is committed as the other one computed it."""
+    """One of two nodes that differed is gone, and the step is committed as the other node computed it."""
 
     note: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Undecided:
-    """One of two nodes is wrong, and no third can say which. The step is committed."""
+    """One of two nodes is wrong, and no third node can tell which. The step is committed."""
 
     note: str
-    """For the operator; empty if these two were named before."""
+    """A line for the operator; empty if these two were named before."""
 
 
 class WrongValues:
-    """The doubts about the current step, one at a time. `RunMachine` asks which node computes the step
+    """The doubts about the current step, one at a time. `RunMachine` asks which node should compute the step
     again."""
 
     def __init__(self, assigner: StageAssigner, roster: Roster, blame: Blame, auditor: Auditor) -> None:
@@ -157,16 +157,16 @@ class WrongValues:
         self._auditor = auditor
         self._doubt: _Doubt | None = None
         self._told: set[frozenset[str]] = set()
-        """Pairs that differ and that the operator knows of."""
+        """Pairs of nodes that differ and were reported to the operator."""
 
     def nothing_to_try(self, epoch: Epoch) -> None:
-        """The step is not run again without another node; who was left out last was not the cause."""
+        """The step does not run again without another node. The one left out last was not the cause."""
         doubt = self._of(epoch)
         self._blame.exonerate(doubt.replaced)
         doubt.replaced = ""
 
     def computed_twice(self, epoch: Epoch) -> bool:
-        """Whether more than one node has computed the doubtful value of the step that runs."""
+        """Whether more than one node has computed the doubtful value of the running step."""
         doubt = self._of(epoch)
         return epoch.rows > 1 or bool(doubt.retried)
 
@@ -182,8 +182,8 @@ class WrongValues:
         """Run the step again without a node that may be wrong; None if none is left to try, or no other.
 
         Args:
-            node_id: who reported the value.
-            neighbours: it may come from what neighbours sent.
+            node_id: the node that reported the value.
+            neighbours: whether the value may come from what neighbours sent.
         """
         self.nothing_to_try(epoch)
         doubt, others = self._of(epoch), self._blame.blameless(self._roster.candidates())
@@ -205,10 +205,10 @@ class WrongValues:
         odd: Disagreement | Difference,
         now: float,
     ) -> RunAgain | CallThird | Undecided | GiveUp | None:
-        """Nodes of one stage do not say the same: run the step again without the one that most contradict.
+        """Nodes of one stage disagree: run the step again without the node that most contradict.
 
-        Of two, none is the odd one: a third has to compute the same. None if the run cannot do without the
-        node.
+        Of two, neither is the odd one, so a third has to compute the same. None if the run cannot do without
+        the node.
         """
         if isinstance(odd, Disagreement):
             return self._norms_differ(epoch, odd, now)
@@ -227,7 +227,7 @@ class WrongValues:
         if not odd:
             if (third := self._call_third(epoch, case.said, case.what)) is not None:
                 return third
-            # Who says something else each time need not be wrong: a liar can change the sum of others.
+            # A node whose values change each time need not be wrong: a liar can change others' sums.
             differ = self._named(epoch, case.said)
             return GiveUp(
                 kind=AbortKind.DIFFERS,
@@ -271,9 +271,9 @@ class WrongValues:
         new: Sequence[str],
         now: float,
     ) -> RunAgain | None:
-        """Newcomers do not compute what those do that held the state before: the others go on without them.
+        """Newcomers' results differ from those of earlier holders of the state, which continue alone.
 
-        Nothing is held against them: what they were given may be wrong.
+        This does not count against newcomers, because the state that they got may be wrong.
         """
         gone = [node for node in new if self._leave_out(node, epoch.step, now)]
         if not gone:
@@ -287,9 +287,9 @@ class WrongValues:
         return RunAgain(kind=AbortKind.DIFFERS, reason=odd.what, note=note)
 
     def third_for_state(self, epoch: Epoch, nodes: Sequence[str], now: float) -> str:
-        """Another node takes the place of one of these, which differ on a state, to compute it too.
+        """Let another node take the place of one of these, which differ on a state, to compute it too.
 
-        Gives the line for the operator; empty if there is no third node of their kind.
+        Returns the line for the operator; empty if there is no third node of their kind.
         """
         for node_id in [node for node in reversed(nodes) if node in epoch.hosts]:
             alike = self._alike(node_id)
@@ -305,7 +305,7 @@ class WrongValues:
         return ""
 
     def cleared(self, nodes: Collection[str]) -> None:
-        """Others have confirmed what these nodes computed."""
+        """Other nodes have confirmed these nodes' results."""
         for node in nodes:
             self._blame.exonerate(node)
 
@@ -319,12 +319,12 @@ class WrongValues:
         return Undecided(note=note if is_news else "")
 
     def _named(self, epoch: Epoch, nodes: Collection[str]) -> str:
-        """For the operator."""
+        """The nodes with their places, for the operator."""
         ordered = sorted(nodes, key=epoch.hosts.index)
         return " and ".join(f"{node} ({epoch.place_of(node)})" for node in ordered)
 
     def make_room(self, epoch: Epoch, now: float) -> None:
-        """What the nodes hold is on disk, so the third node that was called can take its place."""
+        """The nodes' state is on disk, so the third node that was called can take its place."""
         doubt = self._doubt
         if doubt is None or doubt.step != epoch.step or doubt.third_for not in epoch.hosts:
             return
@@ -341,7 +341,7 @@ class WrongValues:
         *,
         only_spares: bool = False,
     ) -> CallThird | None:
-        """Call a third node of the kind of these two, once a step: a spare, else one of another stage."""
+        """Call a third node of these two nodes' kind, once per step: a spare, else one of another stage."""
         doubt, last = self._of(epoch), max(nodes, key=epoch.hosts.index)
         if doubt.third_for:
             return None
@@ -360,7 +360,7 @@ class WrongValues:
         return None
 
     def _alike(self, node_id: str) -> list[str]:
-        """The candidates that are of the kind of this node, itself included."""
+        """The candidates of this node's kind, including itself."""
         kinds = {offer.node_id: (offer.kind, offer.devices) for offer in self._roster.candidates()}
         return [node for node, kind in kinds.items() if kind == kinds.get(node_id)]
 
@@ -370,7 +370,7 @@ class WrongValues:
         return any(node in blameless and node not in epoch.hosts for node in nodes)
 
     def leave_out_one(self, suspects: Sequence[str], step: int, now: float, *, by: str) -> str | None:
-        """The first suspect that the run can do without gives up its stage, for what `by` said."""
+        """The first suspect that the run can do without gives up its stage because of a report by `by`."""
         others = self._blame.blameless(self._roster.candidates())
         for node_id in suspects:
             if self._assigner.hand_over(node_id, others, now):
@@ -382,9 +382,9 @@ class WrongValues:
         return self.leave_out_one([node_id], step, now, by=node_id) is not None
 
     def refuted(self, epoch: Epoch, now: float) -> list[Refuted | Alone]:
-        """The step is committed, which ends the doubt. Returns who was wrong in earlier attempts.
+        """The step is committed, which ends the doubt. Returns the nodes that were wrong in earlier attempts.
 
-        From the next epoch on, other nodes have their stages if there are any.
+        From the next epoch on, other nodes have their stages, if there are any.
         """
         doubt, step = self._doubt, epoch.step
         if doubt is None or doubt.step != step:
