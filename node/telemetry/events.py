@@ -368,12 +368,12 @@ class SeatLost(Event):
         """The event in one line, for display."""
         whose = f"stage {self.stage} of row {self.row} is empty: {self.reason}"
         if not self.groups:
-            return f"{whose}; steps go on"
+            return f"{whose}; training continues"
         takers = dict(zip(self.groups, self.takers, strict=True))
         each = [f"group {group} by row {row}" for group, row in takers.items() if row != WAITS]
         if waiting := [str(group) for group, row in takers.items() if row == WAITS]:
-            each.append(f"group{'s' if len(waiting) > 1 else ''} {', '.join(waiting)} by who is done first")
-        return f"{whose}; step {self.step} goes on, {', '.join(each)}"
+            each.append(f"group{'s' if len(waiting) > 1 else ''} {', '.join(waiting)} by the first free row")
+        return f"{whose}; step {self.step} continues, {', '.join(each)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,7 +456,7 @@ class StoragesPlanned(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class DiskRoom(Notice):
-    """The coordinator's disk is full and the run pauses, or the disk has room again."""
+    """The coordinator's disk is full and the run pauses, or the disk has space again."""
 
     event: ClassVar[str] = "disk-room"
     full: bool
@@ -525,7 +525,7 @@ class RunSummary:
     snapshot_path: str
     weights_sha256: str
     machines: tuple[str, ...] = ()
-    """Each machine's name, and in how many steps it took part."""
+    """Each machine's name, and the number of steps in which it took part."""
     since: int = 0
     """The number of steps that were done before."""
     again: int = 0

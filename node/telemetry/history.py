@@ -152,7 +152,7 @@ class HistoryWriter:
             self._highest_step = highest_step(directory)
         except RunError as error:
             self._broken = True
-            self._warn(f"{error}; events from now on are not recorded, the run goes on")
+            self._warn(f"{error}; events from now on are not recorded, and the run continues")
         self._path = directory / HISTORY_FILE
 
     def _add_costs(self, costs: events.StepCosts, now: float) -> None:
@@ -181,8 +181,8 @@ class HistoryWriter:
             if not self._told:
                 self._told = True
                 self._warn(
-                    f"{self._path} cannot be written ({error.strerror}); the run goes on, and its history "
-                    "once it can"
+                    f"{self._path} cannot be written ({error.strerror}); the run continues, and its history "
+                    "when it can"
                 )
             return
         self._told = False
@@ -511,19 +511,19 @@ def parse_line(line: bytes) -> Entry | None:
 
 
 def _entry(directory: Path, position: int, line: bytes) -> Entry | None:
-    """As `parse_line`, of a line before `position`. Raises RunError if a history begins with what is none;
-    what is damaged further on is reported."""
+    """Like `parse_line`, for a line before `position`. Raises RunError if a history does not begin with an
+    event; later damage is reported."""
     entry = parse_line(line)
     if entry is None and line.strip() and not _is_cut_or_unknown(line):
         if position == len(line):
             raise RunError(
-                f"the history in {directory} is damaged at its first line, which holds no event: bring back "
-                f"{HISTORY_FILE}, or remove it, which loses what is past"
+                f"the history in {directory} is damaged at its first line, which has no event: restore "
+                f"{HISTORY_FILE}, or remove it and lose the earlier events"
             )
         if directory not in _DAMAGED:
             _DAMAGED.add(directory)
             log.warning(
-                "the history in %s is damaged at byte %d: what cannot be read is left out",
+                "the history in %s is damaged at byte %d: unreadable lines are left out",
                 directory,
                 position - len(line),
             )
@@ -531,7 +531,7 @@ def _entry(directory: Path, position: int, line: bytes) -> Entry | None:
 
 
 def _is_cut_or_unknown(line: bytes) -> bool:
-    """Whether a line may be what a crash left of an event, or an event of another version."""
+    """Whether a line may be an event that a crash cut short, or one of another version."""
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError):

@@ -234,7 +234,7 @@ def test_a_full_disk_is_reported_once_and_history_is_written_later(
         writing.open()
         writing.say(*step(1))
         (warning,) = writing.warnings
-        assert "No space left on device" in warning and "the run goes on" in warning
+        assert "No space left on device" in warning and "the run continues" in warning
     assert list(read_history(tmp_path)) == []
     writing.say(*step(2))
     done = [entry.event.step for entry in read_history(tmp_path) if isinstance(entry.event, events.StepDone)]
