@@ -199,7 +199,7 @@ def run_file(chosen: FirstRun) -> str:
     lines = [
         f"# {chosen.explanation.parameters / 1e6:.3g} million parameters, {config.pipeline.stages} machines;",
         f"# a step takes about {seconds:.3g} s, set by {chosen.totals.floor.binds}.",
-        "# `thinwire config explain` shows every value and what it comes to.",
+        "# `thinwire config explain` shows every value and what the run costs.",
     ]
     if split:
         lines.append(

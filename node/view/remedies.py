@@ -104,7 +104,7 @@ def same_bytes_less_loss(
         return None
     return (
         f"`{known.SUCCESSOR}` forward takes the bytes of `{known.name}` ({bits:.2f} and "
-        f"{present.bits_per_element:.2f} bits an element), packs beside the rest of a step here and cost "
+        f"{present.bits_per_element:.2f} bits per element), packs beside the rest of a step here and cost "
         f"{codec_format(known.SUCCESSOR).loss_forward} in loss, where `{known.name}` cost "
         f"{known.loss_forward}: `thinwire set RUN_DIR pipeline.forward_codec={known.SUCCESSOR}`"
     )
@@ -119,7 +119,7 @@ def _best(remedies: Iterable[Remedy | None]) -> Remedy | None:
 def _with(
     flows: Sequence[FlowView], name: str, model: StepModel, codec_bits: Mapping[str, float]
 ) -> Remedy | None:
-    """Use codec `name` for those of the flows that it makes smaller."""
+    """Use codec `name` for the flows that become smaller."""
     bits = codec_bits.get(name, 0.0)
     smaller = [flow for flow in flows if 0 < bits < flow.bits_per_element]
     if not smaller:

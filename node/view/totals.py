@@ -156,7 +156,7 @@ def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str |
     for key, what in (("forward_codec", "activation"), ("backward_codec", "gradient")):
         before, after = (getattr(explained.config.pipeline, key) for explained in (explanation, other))
         if before != after:
-            bits = f"{_bits(other, what):.2f} bits an element, {before} {_bits(explanation, what):.2f}"
+            bits = f"{_bits(other, what):.2f} bits per element, {before} {_bits(explanation, what):.2f}"
             parts.append(f"pipeline.{key} = {after} ({bits})")
     seconds = [step_seconds(explained, machines) for explained in (explanation, other)]
     known = codec_format(explanation.config.pipeline.forward_codec)

@@ -375,7 +375,7 @@ def test_a_codec_in_the_same_bytes_at_no_cost_in_loss_is_named_where_it_packs_be
     stages = [replace(stage(n, forward=0.2, backward=0.3), device=GPU) for n in range(2)]
     links = [link(0, 1, 5.0, 10.0, codec="tah"), link(1, 0, 5.0, 10.0)]
     text = says(seen(stages, links))
-    assert "`trellis-4.41` forward takes the bytes of `tah` (4.41 and 4.42 bits an element)" in text
+    assert "`trellis-4.41` forward takes the bytes of `tah` (4.41 and 4.42 bits per element)" in text
     assert "`tah` cost 1.4 %: `thinwire set RUN_DIR pipeline.forward_codec=trellis-4.41`" in text
     # Not with another codec, nor where a core packs it too slowly.
     assert "trellis" not in says(seen(stages, [link(0, 1, 5.0, 10.0), links[1]]))
