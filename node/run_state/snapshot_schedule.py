@@ -261,5 +261,5 @@ class SnapshotSchedule:
         if not self.newest:
             return "no snapshot is complete yet"
         if self.newest == self._damaged:
-            return f"the snapshot of step {self.newest} is damaged and no older one is intact"
+            return f"the snapshot of step {self.newest} is damaged and no older one is usable"
         return f"the snapshot of step {self.newest} is intact"

@@ -223,7 +223,7 @@ def test_a_run_whose_only_snapshot_is_damaged_ends_and_is_not_resumed(
         assert second.wait_exit() == 1
         (finished,) = second.all(RunFinished)
         assert finished.failed and "intact" not in finished.reason
-        assert f"the snapshot of step {newest} is damaged and no older one is intact" in finished.reason
+        assert f"the snapshot of step {newest} is damaged and no older one is usable" in finished.reason
         run.assert_quiet()
         for _ in range(2):
             again = run.command("resume", str(run.run_dir))
