@@ -425,7 +425,7 @@ async def test_the_newer_of_two_processes_of_a_node_stays(tmp_path: Path) -> Non
     ("reason", "told"),
     [
         ("cpu ran out of memory at stage 0 of 1", "it ended: cpu ran out of memory at stage 0 of 1"),
-        ("", "it ended, and did not say why"),
+        ("", "it ended without a reason"),
     ],
 )
 async def test_an_ending_node_is_released_at_once_and_its_reason_reported(
