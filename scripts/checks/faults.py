@@ -387,10 +387,11 @@ results are compared. With 12 groups for four rows that is a quarter of a row's 
 single death costs. Real processes lose more than the simulation says
 ([network.md](../scripts/results/network.md)).
 
-Choose several times as many groups as rows, and a number that one row less can share evenly too: 12 or 24
-groups for four rows, of which three rows take four or eight each. Many rows need at least eight groups each,
-because the last group that is computed again holds up all of them. If nodes die every few minutes, most of
-the loss comes from rows that wait for a seat, until a node is back and has caught up.
+Choose many times as many groups as rows, and a number that one row less can share evenly too: 24, 36 or 48
+groups for four rows, of which three rows take 8, 12 or 16 each. What is computed again or compared is at
+least a group, and the last of them holds up all rows, so many rows need at least eight groups each. If
+nodes die every few minutes, most of the loss comes from rows that wait for a seat, until a node is back and
+has caught up.
 
 {_one_row()}"""
 
