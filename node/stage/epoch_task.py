@@ -362,9 +362,6 @@ class EpochTask:
         return (*(Peer(own, stage) for stage in near), *(Peer(row, self.stage) for row in rows))
 
     async def _begin(self, begin: Begin) -> None:
-        newest, vote = self._newest, self._vote
-        if newest is not None and newest.step == begin.step:
-            begin = newest
         if self.placement.enters and not self._has_seat:
             self._has_seat = True
             await self._services.settle()
@@ -372,6 +369,10 @@ class EpochTask:
                 raise RunError(
                     f"it does not hold the state of step {begin.step}, which it should have followed"
                 )
+        # Only now: others may have died while the state settled.
+        newest, vote = self._newest, self._vote
+        if newest is not None and newest.step == begin.step:
+            begin = newest
         if vote is None or vote.step != begin.step:
             await self._run_step(begin)
         elif vote.generation != begin.generation:

@@ -331,6 +331,40 @@ async def test_a_node_that_enters_takes_tensors_while_it_applies_the_steps_befor
     await asyncio.wait([running], timeout=SECONDS)
 
 
+async def test_work_that_comes_while_a_node_applies_the_steps_before_is_its_first_step() -> None:
+    """Otherwise it computes the groups it was given first, and waits for the sums of a row that is gone."""
+    stage, began, applies = Stage(), asyncio.Event(), asyncio.Event()
+    stage.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3, groups=2))
+    stage.state_step = 3
+    node = Node(stage)
+
+    async def settle() -> None:
+        began.set()
+        await applies.wait()
+
+    def run_step(*arguments: Any) -> Vote:
+        change = arguments[-1]
+        stage.log.append(change.work.groups)
+        return Vote(epoch=4, step=3, norms={1: 2.0}, loss=None, generation=change.generation)
+
+    node.settle, stage.run_step = settle, run_step  # type: ignore[method-assign]
+    rows = tuple(PlacedRow(node=STAGES[1], groups=(group,)) for group in (0, 1))
+    task = EpochTask(replace(PLACEMENT, rows=rows, enters=True), node)
+    running = asyncio.create_task(task.run())
+    talk = Talk(node, task)
+    await talk.hear()
+    assert isinstance(await talk.ask(Restore(epoch=4, step=3)), Ready)
+    task.submit(Begin(epoch=4, step=3))
+    await began.wait()
+    task.submit(Begin(epoch=4, step=3, generation=1, portions=(Portion(0, (0, 1)),)))
+    applies.set()
+    vote = await talk.hear()
+    assert isinstance(vote, Vote) and vote.generation == 1
+    assert stage.log[-1] == (0, 1) and (0,) not in stage.log
+    running.cancel()
+    await asyncio.wait([running], timeout=SECONDS)
+
+
 async def test_a_commit_that_carries_the_next_step_is_answered_by_its_vote() -> None:
     async with epoch() as talk:
         await talk.begun()
