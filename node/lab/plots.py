@@ -108,7 +108,7 @@ def _loss(axes: "Axes", cells: Sequence[Cell], colours: Mapping[str, str]) -> No
             label = pair if number == 0 else None
             axes.plot(seconds, losses, color=colours[pair], linewidth=1.2, label=label)
     axes.set_xlabel("seconds of training")
-    axes.set_ylabel("loss, nats a token")
+    axes.set_ylabel("loss, nats per token")
 
 
 def _rate_axis(axes: "Axes", cells: Sequence[Cell]) -> None:

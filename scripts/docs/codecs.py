@@ -26,7 +26,7 @@ def codec_speed() -> str:
         ]
         for row in report["results"]
     ]
-    headings = ("encode, CPU ns an element", "decode, CPU ns an element", "bits an element", "relative error")
+    headings = ("encode, CPU ns per element", "decode, CPU ns per element", "bits per element", "relative error")
     shape = " x ".join(map(str, report["shape"]))
     threads = f"{report['threads']} thread" + ("s" if report["threads"] > 1 else "")
     caption = (

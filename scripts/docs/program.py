@@ -108,7 +108,7 @@ def codec_sizes() -> str:
         always, first = remembering.packed_bytes(SIZED_SHAPE), remembering.first_pass_bytes(SIZED_SHAPE)
         size = f"{_bits(always):.3f}, in the first pass {_bits(first):.3f}"
         rows.append([f"`aqsgd-{bits}`", size])
-    return markdown([("codec", "left"), ("bits an element", "right")], rows)
+    return markdown([("codec", "left"), ("bits per element", "right")], rows)
 
 
 CONSTANT_SHAPES = ((8,), (64,), (16, 16), (33, 31), (64, 96), (128, 256))
