@@ -26,7 +26,12 @@ def codec_speed() -> str:
         ]
         for row in report["results"]
     ]
-    headings = ("encode, CPU ns per element", "decode, CPU ns per element", "bits per element", "relative error")
+    headings = (
+        "encode, CPU ns per element",
+        "decode, CPU ns per element",
+        "bits per element",
+        "relative error",
+    )
     shape = " x ".join(map(str, report["shape"]))
     threads = f"{report['threads']} thread" + ("s" if report["threads"] > 1 else "")
     caption = (
