@@ -674,6 +674,8 @@ class Coordinator:
         most = steps_at_once(part, size * len(groups or range(count)) // count, self.config.model.sequence)
         past, most = (len(self._held_out), 1) if held_out else (self.config.run.steps * size, most)
         useless = epoch is None or not epoch.may_fetch(node_id, part)
+        # Each group once: a member must neither end the run nor fill its memory.
+        useless |= len(set(groups)) < len(groups) or not set(groups) <= set(range(count))
         if useless or steps > most or wanted[-1] * size >= past:
             raise ProtocolViolationError(f"{node_id} does not need that batch of step {step}")
         if held_out:

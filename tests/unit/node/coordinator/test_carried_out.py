@@ -258,6 +258,18 @@ async def test_samples_that_cannot_be_read_end_the_run(
         assert (run.coordinator.bug is error) is bug
 
 
+async def test_groups_that_do_not_exist_or_come_twice_are_refused(tmp_path: Path) -> None:
+    async with scene(tmp_path, replace(CONFIG, pipeline=replace(CONFIG.pipeline, groups=2))) as run:
+        node = run.peer("a")
+        await node.into_step()
+        parts = [await run.coordinator.batch("a", 0, part=BatchPart.INPUTS, groups=(one,)) for one in (0, 1)]
+        assert await run.coordinator.batch("a", 0, part=BatchPart.INPUTS, groups=(0, 1)) == b"".join(parts)
+        for groups in ((2,), (0, 10**9), (1, 1), (0,) * 10**6):
+            with pytest.raises(ProtocolViolationError):
+                await run.coordinator.batch("a", 0, part=BatchPart.INPUTS, groups=groups)
+        assert run.coordinator.bug is None and not run.running.done()
+
+
 @pytest.mark.parametrize(
     ("texts", "names"),
     [({"path": "a/text"}, {"path": "text"}), ({"sources": ("b", "c/d")}, {"sources": ("b", "d")})],
