@@ -14,7 +14,7 @@ from node.display.terminal import LIVE_LINE
 from wire.errors import UserError, escaped, nearest
 
 MOST_NUMBER = 1e9
-"""The largest number that an option accepts, in whatever unit."""
+"""The largest number that an option accepts, in its own unit."""
 
 
 class UsageError(UserError):

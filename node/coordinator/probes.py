@@ -113,7 +113,7 @@ class ProbeDesk:
 
 
 def pairs_to_measure(addresses: Mapping[str, str]) -> list[Pair]:
-    """Pairs that may become neighbours and of which one can dial the other, in the order to measure them."""
+    """Pairs that may become neighbours, in the order to measure them. One of the two can dial the other."""
     nodes = sorted(addresses, key=_mark)
     if len(nodes) <= ALL_PAIRS:
         pairs: Sequence[Pair] = list(combinations(nodes, 2))

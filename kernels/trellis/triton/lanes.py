@@ -397,7 +397,7 @@ def encode(
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Buffers for `slots` encodings of a grid, of which `at_once` are computed together."""
+    """Buffers for `slots` encodings of a grid. `at_once` encodings are computed together."""
 
     where: Grid
     at_once: int
