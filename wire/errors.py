@@ -146,6 +146,10 @@ class LinkLostError(LinkError):
     """The connection is gone and did not come back in time."""
 
 
+class LinkClosedError(LinkError):
+    """This process closed the link: the epoch is over, or the seat at its other end has another node."""
+
+
 class RunError(ThinwireError):
     """The run cannot continue. Its newest snapshot is intact."""
 

@@ -25,7 +25,14 @@ from wire.byte_stream import BulkClient, ClientCall, ClientStream, StreamDropped
 from wire.channels import BulkChannel, LinkIdentity, open_channel
 from wire.connection import NO_FRAMES, Connection, now, wait_until
 from wire.delivery import SLOW_TIMES
-from wire.errors import LinkError, LinkLostError, ProtocolViolationError, RefusalCode, Refused, ThinwireError
+from wire.errors import (
+    LinkClosedError,
+    LinkLostError,
+    ProtocolViolationError,
+    RefusalCode,
+    Refused,
+    ThinwireError,
+)
 from wire.figures import LinkFigures
 from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.pacing import Backoff
@@ -261,7 +268,7 @@ class Link(ABC):
         if self.lost.done():
             raise self.lost.result()
         if self._over.is_set():
-            raise LinkError(f"the link to {self._peer} was closed here")
+            raise LinkClosedError(f"the link to {self._peer} was closed here")
 
     def _make_connection(self, attempt: int, silent_seconds: float | None = None) -> Connection:
         connection = Connection(self._state, attempt, self._connection_changed, silent_seconds)

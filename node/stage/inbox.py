@@ -19,7 +19,7 @@ from torch import Tensor
 from node.model.labels import BatchPart
 from node.schedule.gradient_groups import StepWork
 from node.schedule.routing import source_stage, target_stage
-from wire.errors import LinkError, LinkLostError
+from wire.errors import LinkClosedError, LinkError, LinkLostError
 from wire.spec import TensorKey
 
 STALL_SECONDS = 600.0
@@ -321,6 +321,10 @@ class LinksIO:
     ) -> None:
         try:
             link.send(key, payload, elements)
+        except LinkClosedError:
+            # The coordinator knows: the epoch is over, or another node has that seat now. What this tensor
+            # was for is computed and sent again, or no longer needed.
+            pass
         except LinkError as error:
             # A lost link to another row was reported; the coordinator may know that the other end has died.
             is_known = to_row and isinstance(error, LinkLostError)

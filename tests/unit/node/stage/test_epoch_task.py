@@ -24,6 +24,7 @@ from tests.support.services import FakeServices
 from wire.errors import (
     CacheMismatchError,
     DeviceLostError,
+    LinkClosedError,
     LinkError,
     LinkLostError,
     NonFiniteError,
@@ -634,8 +635,11 @@ async def test_a_bad_tensor_in_sound_frames_is_held_against_its_sender(
 
 
 class ClosedLink:
+    def __init__(self, error: LinkError) -> None:
+        self.error = error
+
     def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None:
-        raise LinkError("the link was closed here")
+        raise self.error
 
     def after_delivery(self, call: Callable[[], None]) -> None:
         pass
@@ -656,11 +660,16 @@ async def test_late_sends_of_an_epoch_do_not_disturb_the_next() -> None:
         await asyncio.sleep(0)
 
     async with epoch() as talk:
-        talk.node.links = {peer: ClosedLink() for peer in BESIDE}
+        link = ClosedLink(LinkClosedError("closed here"))
+        talk.node.links = dict.fromkeys(BESIDE, link)
         await talk.begun()
         await talk.ask(Begin(epoch=4, step=0))
+        # Another node has the seat at the other end, which is not this node's trouble.
         await send()
-        with pytest.raises(StepInterrupted, match="the link was closed here"):
+        talk.node.inbox.check()
+        link.error = LinkLostError("it did not come back")
+        await send()
+        with pytest.raises(StepInterrupted, match="it did not come back"):
             talk.node.inbox.check()
     talk.node.inbox.reset()  # as the next epoch begins
     await send()
