@@ -17,12 +17,9 @@ from scripts.docs.markdown import (
 from scripts.report import RESULTS, markdown
 
 STORED_ACTIVATIONS = RESULTS / "stored_activations.json"
-OPTIMIZER = RESULTS / "optimizer.json"
 COAT_FIXED, COAT_BY_FFN = 8.5, 2.0
 """U of what COAT keeps by AGoQ's table 1: of width H, and as many times F / H (the inputs of SwiGLU and of
 the last product, 6 U and 2 U for F = 4 H)."""
-OURS = "AdamW e4m3, fp32 weights and gradients"
-"""The row that is comparable with the other packages: one parameter and its gradient in fp32."""
 
 
 def inside_a_node() -> str:

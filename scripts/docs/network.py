@@ -13,10 +13,7 @@ from scripts.experiments.paper_tables import tables_beside
 from scripts.report import RESULTS, markdown
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
-PLANNERS = RESULTS / "planners.json"
-FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
-RELAY = RESULTS / "relay.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
 STATE_RATES = RESULTS / "state_rates.json"
 FAST, LINKS = RESULTS / "pipeline_fast.json", RESULTS / "links.json"
@@ -158,75 +155,6 @@ def _share(row: dict[str, Any]) -> str:
     """Efficiency with the set times; in brackets with those that the stages measured."""
     measured = row.get("share_of_measured")
     return f"{row['share']:.2f}" + ("" if measured is None else f" ({measured:.2f})")
-
-
-def planners() -> str:
-    """What exact planners win over the simplest way."""
-    report = read_report(PLANNERS)
-    rows = [
-        [f"memory: {row['case']}, {row['gb']} GB", "seconds of a microbatch", f"{row['gain']:.3f}", ""]
-        for row in report["memory"]
-        if row["planned_over_all_kept"] > 1
-    ]
-    rows += [
-        [
-            f"{row['groups']} gradient groups over {row['rows']} rows, {row['draws']} draws",
-            "bytes of sums",
-            f"{row['bytes_mean']:.3f}",
-            f"{row['bytes_most']:.3f}",
-        ]
-        for row in report["group_sharing"]
-    ]
-    columns = [("case", "left"), ("what", "left"), ("simple / planned", "right"), ("most", "right")]
-    return f"{markdown(columns, rows)}\n\n{report['hardware']}; commit {report['commit'][:12]}."
-
-
-def four_links() -> str:
-    """Codec auto against fixed ones on unlike links."""
-    report = read_report(FOUR_LINKS)
-    best = min(one["step_seconds"] for one in report["results"] if one["codec"] != "auto")
-    trained = report["losses"] or {"held_out": {}}
-    learned = ""
-    if trained["held_out"]:
-        learned = (
-            "Loss by seed of a small model with these codecs at its boundaries, after "
-            f"{trained['steps']} steps of {trained['batch']} windows; without codecs "
-            f"{_losses_of(trained['held_out'], 'none')} ({spaced(trained['hardware'])}, torch "
-            f"{trained['torch']}, commit {commit(trained)}). "
-        )
-    rows = [
-        [
-            f"`{one['codec']}`",
-            f"{one['step_seconds']:.2f} ({min(one['steps']):.2f} to {max(one['steps']):.2f})",
-            f"{best / one['step_seconds']:.2f}",
-            *([_losses_of(trained["held_out"], one["codec"])] if learned else []),
-            _bits_of(one["activation_codecs"]),
-            _bits_of(one["gradient_codecs"]),
-        ]
-        for one in report["results"]
-    ]
-    columns = [("codec", "left"), ("s a step", "right"), ("speed over the best fixed one's", "right")]
-    columns += [("held-out loss", "right")] if learned else []
-    columns += [("activations by link", "left"), ("gradients by link", "left")]
-    rates = ", ".join(f"{rate:g}" for rate in report["rates_mbit"])
-    caption = (
-        f"Links of {rates} Mbit/s and {report['round_trip_ms']:g} ms, {report['microbatches']} microbatches "
-        f"of {report['elements']:,} elements, blocks that wait {1000 * report['compute_seconds']:.0f} ms "
-        f"a microbatch in place of computing. Median of {len(report['results'][0]['steps'])} steps, in "
-        f"brackets the least and the most. {learned}{report['runs']} run, {spaced(report['hardware'])}, "
-        f"torch {report['torch']}, commit {commit(report)}."
-    )
-    return f"{markdown(columns, rows)}\n\n{caption}"
-
-
-def _losses_of(held_out: Mapping[str, Sequence[float]], name: str) -> str:
-    """By seed; codecs that are far slower than others have none."""
-    return ", ".join(f"{loss:.3f}" for loss in held_out.get(name, ())) or "-"
-
-
-def _bits_of(codecs: Sequence[str]) -> str:
-    """Of each link, or once if all are the same."""
-    return f"`{codecs[0]}`" if len(set(codecs)) == 1 else ", ".join(f"`{codec}`" for codec in codecs)
 
 
 def reach() -> str:
@@ -385,6 +313,4 @@ TABLES: Tables = {
     "lab_floor": lab_floor,
     "throughput": throughput,
     "pipeline_floor": pipeline_floor,
-    "planners": planners,
-    **if_recorded(FOUR_LINKS, "four_links", four_links),
 }

@@ -1,4 +1,4 @@
-"""Tables of Muon beside AdamW: loss by codecs, the time of a step, and what both come to on slow lines."""
+"""Tables of Muon beside AdamW: loss by codecs, a step's bounds, and what both come to on slow lines."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from scripts.docs.markdown import Tables, commits, if_recorded, read_report
 from scripts.report import RESULTS, markdown
 from wire.codecs.formats import codec_format
 
-LOSSES, STEPS = RESULTS / "optimizers.json", RESULTS / "muon.json"
+LOSSES = RESULTS / "optimizers.json"
 SMALL = RESULTS / "muon_small.json"
 EARLIER = RESULTS / "convergence.json"
 """Has AdamW's runs of more seeds, of the same text and first weights."""
@@ -234,81 +234,6 @@ def fastest(rate: int) -> tuple[float, Run, float]:
     return _seconds(report, first, model, rate), others[seconds.index(least)], least
 
 
-def steps() -> str:
-    """What a step of Muon takes beside AdamW's."""
-    report = read_report(STEPS)
-    rows = []
-    for model in report["models"]:
-        adamw = model["steps"][0]["milliseconds"]
-        passes = model["block_passes_milliseconds"]
-        for step in model["steps"]:
-            took, alone = step["milliseconds"], step.get("milliseconds_without_waits")
-            rows.append(
-                [
-                    model["model"],
-                    step["way"],
-                    f"{took:.2f}",
-                    f"{alone:.2f}" if alone else "",
-                    f"{took / adamw:.2f}",
-                    f"{took / passes:.1%}",
-                    f"{took / (4 * passes):.1%}",
-                    f"{step['moment_bytes_a_parameter']:.2f}",
-                    f"{step['scratch_bytes'] / 1e6:.0f}",
-                ]
-            )
-    columns = [("model", "left"), ("optimizer", "left"), ("step, ms", "right")]
-    columns += [("without waits for the host, ms", "right"), ("times AdamW's", "right")]
-    columns += [(f"of {report['tokens'] * times:,} tokens' passes", "right") for times in (1, 4)]
-    columns += [("moments, bytes a parameter", "right"), ("scratch, MB", "right")]
-    return (
-        f"{markdown(columns, rows)}\n\nAll parameters of a model in one process. Passes: forward and "
-        f"backward of the blocks in bfloat16, measured of one block, and {report['tokens']:,} tokens. "
-        f"Medians of {report['runs']}; {report['hardware']}, torch {report['versions']['torch']}, Triton "
-        f"{report['versions']['triton']}, commit {commits(report, report['models'])}. Newton-Schulz's "
-        f"iteration by our kernels takes of the time of torch's batched products: {_iterations(report)}."
-    )
-
-
-def bounds() -> str:
-    """By arithmetic: what an optimizer's step can take at the least, by the width of a model."""
-    rows = []
-    for width, inner in ((768, 2048), (2048, 8192), (4096, 14336)):
-        square, oblong = (_operations(width, longer, 1) for longer in (width, inner))
-        weights = 4 * width * width + 3 * width * inner
-        each = (4 * square + 3 * oblong) / weights
-        adamw = ADAMW_BYTES / BYTES_A_SECOND
-        row = [f"{width:,}", f"{inner:,}", f"{5 * each:,.0f}"]
-        row += [f"{count * each / OPERATIONS_A_SECOND / adamw:.1f}" for count in (5, 3)]
-        for tokens in (65536, 262144):
-            row += [f"{count * each / (6 * tokens):.1%}" for count in (5, 3)]
-        rows.append(row)
-    columns = [("width", "right"), ("inner width", "right"), ("operations a weight", "right")]
-    columns += [("times AdamW's step", "right"), ("with 3 iterations", "right")]
-    for tokens in (65536, 262144):
-        columns += [(f"of the passes of {tokens:,} tokens", "right"), ("with 3 iterations", "right")]
-    return (
-        f"{markdown(columns, rows)}\n\nOf a block's matrices, 4 of width x width and 3 of width x inner "
-        "width: the products of the iterations alone, symmetric ones at half the work, with tensor cores at "
-        f"their peak of {OPERATIONS_A_SECOND / 1e12:.0f} TFLOP/s, over what AdamW in float32 reads and "
-        f"writes, {ADAMW_BYTES} bytes a weight at {BYTES_A_SECOND / 1e12:.1f} TB/s, as an H200 has both. "
-        "Passes take six operations a weight and token, at the same rate."
-    )
-
-
-def _operations(rows: int, columns: int, iterations: int) -> int:
-    """Of a matrix whose rows are the shorter side."""
-    return iterations * (3 * rows * rows * columns + rows**3)
-
-
-def _iterations(report: Run) -> str:
-    """Our kernels' share of torch's time, by shape."""
-    times: dict[str, list[float]] = {}
-    for row in report["iterations"]:
-        # Torch's comes first, then that of the tiles in use.
-        times.setdefault(" x ".join(map(str, row["shape"])), []).append(row["milliseconds"])
-    return ", ".join(f"{own / torch:.2f} at {shape}" for shape, (torch, own, *_) in times.items())
-
-
 def _pair(run: Run) -> tuple[str, str]:
     return run["forward"], run["backward"]
 
@@ -368,10 +293,40 @@ def _bits(name: str, model: ModelSection) -> float:
     return 8 * codec_format(name).packed_bytes(shape) / math.prod(shape)
 
 
+def bounds() -> str:
+    """By arithmetic: what an optimizer's step can take at the least, by the width of a model."""
+    rows = []
+    for width, inner in ((768, 2048), (2048, 8192), (4096, 14336)):
+        square, oblong = (_operations(width, longer, 1) for longer in (width, inner))
+        weights = 4 * width * width + 3 * width * inner
+        each = (4 * square + 3 * oblong) / weights
+        adamw = ADAMW_BYTES / BYTES_A_SECOND
+        row = [f"{width:,}", f"{inner:,}", f"{5 * each:,.0f}"]
+        row += [f"{count * each / OPERATIONS_A_SECOND / adamw:.1f}" for count in (5, 3)]
+        for tokens in (65536, 262144):
+            row += [f"{count * each / (6 * tokens):.1%}" for count in (5, 3)]
+        rows.append(row)
+    columns = [("width", "right"), ("inner width", "right"), ("operations a weight", "right")]
+    columns += [("times AdamW's step", "right"), ("with 3 iterations", "right")]
+    for tokens in (65536, 262144):
+        columns += [(f"of the passes of {tokens:,} tokens", "right"), ("with 3 iterations", "right")]
+    return (
+        f"{markdown(columns, rows)}\n\nOf a block's matrices, 4 of width x width and 3 of width x inner "
+        "width: the products of the iterations alone, symmetric ones at half the work, with tensor cores at "
+        f"their peak of {OPERATIONS_A_SECOND / 1e12:.0f} TFLOP/s, over what AdamW in float32 reads and "
+        f"writes, {ADAMW_BYTES} bytes a weight at {BYTES_A_SECOND / 1e12:.1f} TB/s, as an H200 has both. "
+        "Passes take six operations a weight and token, at the same rate."
+    )
+
+
+def _operations(rows: int, columns: int, iterations: int) -> int:
+    """Of a matrix whose rows are the shorter side."""
+    return iterations * (3 * rows * rows * columns + rows**3)
+
+
 TABLES: Tables = {
     **if_recorded(LOSSES, "optimizer_losses", losses),
     **({"optimizer_lines": lines} if LOSSES.exists() and any(_reaching(read_report(LOSSES))) else {}),
     **if_recorded(SMALL, "optimizer_small", small),
-    **if_recorded(STEPS, "optimizer_steps", steps),
     "optimizer_bounds": bounds,
 }

@@ -11,7 +11,6 @@ MEMORY_PLAN = RESULTS / "memory_plan.json"
 SMALL_PLANS = RESULTS / "small_plans.json"
 TARGETS = RESULTS / "targets.json"
 MEMORY_ROWS = RESULTS / "memory_rows.json"
-FALLBACKS, PLAIN_TESTS = RESULTS / "fallbacks.json", RESULTS / "gpu_fallbacks.json"
 CAPPED = RESULTS / "capped_runs.json"
 
 
@@ -163,50 +162,6 @@ def targets() -> str:
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
 
 
-def fallbacks() -> str:
-    """What plain torch takes in place of kernels."""
-    report = read_report(FALLBACKS)
-    lines = [
-        [
-            row["part"],
-            row["work"],
-            f"{1e3 * row['seconds']:.2f}",
-            f"{1e3 * row['plain_seconds']:.2f}",
-            f"{row['plain_seconds'] / row['seconds']:.1f}",
-        ]
-        for row in report["rows"]
-    ]
-    columns = [("part", "left"), ("work", "left"), ("kernels, ms", "right"), ("plain, ms", "right")]
-    columns += [("times as long", "right")]
-    shapes = report["shapes"]
-    caption = (
-        f"Of {shapes['tokens']:,} tokens, {shapes['hidden']:,} wide, {shapes['inner']:,} inside; losses over "
-        f"{shapes['vocabulary']:,} tokens of the vocabulary. Medians of {report['runs']} calls, each by "
-        f"itself. {report['hardware']}, torch {report['torch']}, Triton {report['triton']}, commit "
-        f"{commit(report)}. {report.get('note', '')}"
-    )
-    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
-
-
-def plain_tests() -> str:
-    """The tests on a GPU without the kernels of one part (scripts/checks/gpu_tests.py)."""
-    report = read_report(PLAIN_TESTS)
-    lines = []
-    for part, found in report["plain"].items():
-        outcomes = found["outcomes"]
-        failed = outcomes.get("failure", 0) + outcomes.get("error", 0)
-        counts = outcomes.get("passed", 0), failed, outcomes.get("skipped", 0)
-        lines.append([part, *map(str, counts), ", ".join(found.get("without_report", []))])
-    columns = [("without the kernels of", "left"), ("passed", "right"), ("failed", "right")]
-    columns += [("left out", "right"), ("not run", "left")]
-    caption = (
-        "Left out are tests of the kernels themselves: their launches, graphs of them, and that nothing "
-        f"waits for the GPU. {report['hardware']}, torch {report['versions']['torch']}, commit "
-        f"{commit(report)}."
-    )
-    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
-
-
 def capped_runs() -> str:
     """Runs on nodes that are capped in memory (scripts/experiments/capped_run.py)."""
     report = read_report(CAPPED)
@@ -263,7 +218,5 @@ TABLES: Tables = {
     **if_recorded(LARGEST_MODEL, "largest_model", largest_model),
     **if_recorded(SMALL_PLANS, "small_plans", small_plans),
     **if_recorded(TARGETS, "targets", targets),
-    **if_recorded(FALLBACKS, "fallbacks", fallbacks),
-    **if_recorded(PLAIN_TESTS, "plain_tests", plain_tests),
     **if_recorded(CAPPED, "capped_runs", capped_runs),
 }

@@ -13,7 +13,6 @@ from pathlib import Path
 from scripts.docs import (
     codecs,
     fine_tuning,
-    large_models,
     losses,
     memory,
     network,
@@ -37,7 +36,6 @@ SUBJECTS = (
     losses,
     memory,
     network,
-    large_models,
     optimizers,
     passes,
     rows,
