@@ -1,20 +1,13 @@
-"""Bits and speed of the Triton kernels on this GPU: `python -m scripts.bench.gpu_codecs --out PATH`.
+"""Speed of the Triton kernels on this GPU: `python -m scripts.bench.gpu_codecs --out PATH`.
 
-First compares every kernel's bits with the CPU reference (`gpu_codecs.parts`); failures are printed and
-counted, and the rest continues. Then times the kernels against a copy on the device (`gpu_codecs.timing`),
-and tries other launch settings (`gpu_codecs.sweep`).
-
-`--sanitize --out scripts/results/sanitizer.json` instead runs a few small tensors of every codec, `trellis`
-too, under compute-sanitizer, and records its findings (`gpu_codecs.sanitizer`).
-
-The checks run in parts, one process each, because compiling takes most of the time."""
+Times the kernels against a copy on the device (`gpu_timing`), and tries other launch settings, whose bits it
+compares with the CPU's. tests/gpu/test_gpu_codecs.py compares the bits of the usual ones.
+"""
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -25,39 +18,22 @@ import torch
 
 from kernels.common.dispatch import Launch
 from node.lab.results import commit
-from scripts.bench.gpu_timing import SHAPES, graph_seconds, time_size
-from scripts.checks import sanitizer
-from scripts.checks.gpu_codecs import Checks, check_fixed, check_graph, check_tah
-from scripts.checks.gpu_kernels import calls, cases, sample
-from scripts.checks.sanitizer import SANITIZED, run_sanitized
+from scripts.bench.gpu_timing import SHAPES, calls, graph_seconds, sample, time_size
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Check and time the Triton kernels on this GPU.")
-    parser.add_argument("--out", type=Path, help="where the report goes, as JSON")
+    parser = argparse.ArgumentParser(description="Time the Triton kernels on this GPU.")
+    parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
     parser.add_argument("--runs", type=int, default=25, help="timed replays of each, at least 20")
-    parser.add_argument("--part", choices=(*PARTS, *SANITIZED), help="only these checks, here")
-    parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-sweep", action="store_true")
-    parser.add_argument("--sanitize", action="store_true", help="run small tensors under compute-sanitizer")
-    parser.add_argument("--seconds", type=float, default=85.0, help="that --sanitize may take")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
-    if arguments.part:
-        return 1 if run_part(arguments.part).failed else 0
-    if arguments.out is None or arguments.runs < 20:
-        parser.error("--out is needed, and --runs of at least 20")
+    if arguments.runs < 20:
+        parser.error("a median of fewer than 20 replays says little: use --runs 20 or more")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.sanitize:
-        program = sanitizer.find()
-        if program is None:
-            parser.error("compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin")
-        return _sanitize(program, arguments.seconds, arguments.out)
 
     import triton
 
@@ -72,7 +48,6 @@ def main() -> int:
         "graphs": True,
     }
     started = time.monotonic()
-    report["checks"] = {} if arguments.no_checks else check_all(PARTS, 150.0)
     report["times"] = []
     for size in SHAPES:
         report["times"] += time_size(size, arguments.runs)
@@ -96,112 +71,10 @@ def main() -> int:
                 f"{row['copy_bytes_per_second'] / 1e12:.2f} TB/s, target {row['target']}: "
                 f"{row['kernels_microseconds']}"
             )
-    failures = sum(part["failures"] for part in report["checks"].values())
-    failures += sum("failed" in row or row.get("bits_equal") is False for row in report.get("sweep", []))
+    failures = sum("failed" in row or row.get("bits_equal") is False for row in report.get("sweep", []))
     failures += sum("failed" in row for row in report["times"])
     print(f"{failures} failures, {report['seconds']:.0f} s, report in {arguments.out}")
     return 1 if failures else 0
-
-
-def _sanitize(program: str, seconds: float, out: Path) -> int:
-    """Record what compute-sanitizer reports for the small tensors. Return 1 on any error."""
-    import triton
-
-    started = time.monotonic()
-    report = {
-        "commit": commit(),
-        "hardware": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        **sanitizer.sanitize(program, seconds),
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    for row in report["parts"]:
-        print({key: value for key, value in row.items() if key != "last"}, row.get("last", ""))
-    wrong = sum(map(sanitizer.bad, report["parts"]))
-    print(f"{wrong} runs with something wrong, {report['seconds']:.0f} s, report in {out}")
-    return 1 if wrong else 0
-
-
-PROGRAM = (sys.executable, "-m", "scripts.bench.gpu_codecs")
-PARTS = ("tah-bf16", "tah-fp32", "tah-fp16", "fixed-flat", "fixed-dtypes", "fixed-odd", "graph")
-
-
-def run_part(part: str) -> Checks:
-    checks = Checks()
-    few = [Launch(16, 1), Launch(32, 4)]
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-    if part.startswith("tah-"):
-        variants = [{"launch": few[0], "look_up": True}, {"launch": few[1], "look_up": False}]
-        for name, x in cases(dtypes[part[4:]]):
-            checks.guard(f"tah {name}", lambda name=name, x=x: check_tah(checks, name, x, 2.0, variants))
-            if name in ("mixed", "width 200") and part == "tah-fp32":
-                for tau in (0.0, 4.0, float("inf")):
-                    checks.guard(
-                        f"tah {name} tau {tau}",
-                        lambda name=name, x=x, tau=tau: check_tah(checks, name, x, tau, variants[:1]),
-                    )
-    elif part == "fixed-flat":
-        for width in range(2, 11):
-            for name, x in cases(torch.bfloat16):
-                if x.shape[-1] % 64 == 0 and x.is_contiguous():
-                    launches = few if width in (4, 8) else few[:1]
-                    checks.guard(
-                        name, lambda n=name, x=x, w=width, s=launches: check_fixed(checks, n, x, w, 1.0, s)
-                    )
-    elif part in ("fixed-dtypes", "fixed-odd"):
-        for dtype in dtypes.values():
-            for name, x in cases(dtype):
-                flat = x.shape[-1] % 64 == 0 and x.is_contiguous()
-                if flat == (part == "fixed-dtypes"):
-                    for width, constant in ((4, 1.0), (9, 3.0)):
-                        checks.guard(
-                            name,
-                            lambda n=name, x=x, w=width, c=constant: check_fixed(checks, n, x, w, c, few[:1]),
-                        )
-    elif part == "graph":
-        check_graph(checks)
-    elif part in SANITIZED:
-        run_sanitized(part, checks)
-        print(f"{part}: {checks.cases} cases")
-    print(f"{part}: {checks.done} checks, {len(checks.failed)} failed", flush=True)
-    return checks
-
-
-def check_all(parts: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    """Run every part in its own process, in parallel."""
-    started = time.monotonic()
-    children = {
-        part: subprocess.Popen(
-            [*PROGRAM, "--part", part],
-            env={**os.environ, "OMP_NUM_THREADS": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for part in parts
-    }
-    found = {}
-    for part, child in children.items():
-        try:
-            output, _ = child.communicate(timeout=max(1.0, seconds - (time.monotonic() - started)))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-            output += f"\nFAILED: {part} took more than {seconds} s"
-        failures = output.count("FAILED:")
-        if child.returncode not in (0, 1) and not failures:
-            failures = 1
-        print(f"--- {part} (exit {child.returncode})\n{output[-3500:]}", flush=True)
-        found[part] = {
-            "failures": failures,
-            "exit": child.returncode,
-            "last": output.strip().splitlines()[-1:],
-        }
-    print(f"checks took {time.monotonic() - started:.0f} s", flush=True)
-    return found
 
 
 def sweep(runs: int, deadline: float) -> list[dict[str, Any]]:

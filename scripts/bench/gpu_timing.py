@@ -13,10 +13,57 @@ from typing import Any
 
 import torch
 
-from scripts.checks.gpu_kernels import calls, sample
+from wire.codecs import tah as tah_codec
+from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import FixedFormat
 
 SHAPES = {"large": (8192, 4096), "small": (2, 4096, 2048)}
 TARGETS = {"fixed encode": 0.85, "fixed decode": 0.85, "tah encode": 0.60, "tah decode": 0.75}
+
+
+def sample(shape: tuple[int, ...], seed: int, spikes: float = 1e-4) -> torch.Tensor:
+    """Normal values, a share `spikes` of them 30 times larger; at 1e-4 one tile in 160 is an outlier tile."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device="cuda")
+    return torch.where(torch.rand(shape, generator=generator, device="cuda") < spikes, x * 30, x)
+
+
+def calls(
+    name: str, x: torch.Tensor, **options: Any
+) -> tuple[tuple[Callable[[], Any], Callable[[], Any]], torch.Tensor, torch.Tensor]:
+    """Functions that encode and decode x, the packed payload and the decoded tensor."""
+    from kernels.fixed import triton as triton_fixed
+    from kernels.tah.triton import decode as triton_tah_decode
+    from kernels.tah.triton import encode as triton_tah
+
+    exponent = torch.zeros(1, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(x)
+    encode_options, decode_options = options.get("encode", {}), options.get("decode", {})
+    if name == "tah":
+        samples, tiles = tah_codec.samples_and_tiles(tuple(x.shape))
+        layout = tah_codec._layout(tuple(x.shape))
+        payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
+        parts = layout.views(payload)
+        split = {"samples": samples, "four_bit": tah_codec.four_bit_tiles(tiles)}
+        return (
+            (
+                lambda: triton_tah.encode(x, *parts, exponent, **split, tau=tah_codec.TAU, **encode_options),
+                lambda: triton_tah_decode.decode(*parts, out, exponent, **split, **decode_options),
+            ),
+            payload,
+            out,
+        )
+    layout = FixedCodec(FixedFormat(int(name[6:])))._layout(tuple(x.shape))
+    payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
+    parts = layout.views(payload)
+    return (
+        (
+            lambda: triton_fixed.encode(x, *parts, exponent, constant=1.0, **encode_options),
+            lambda: triton_fixed.decode(*parts, out, exponent, constant=1.0, **decode_options),
+        ),
+        payload,
+        out,
+    )
 
 
 def graph_seconds(works: list[Callable[[], Any]], runs: int) -> list[float]:

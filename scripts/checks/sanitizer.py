@@ -1,66 +1,119 @@
-"""Run the parts of `gpu_codecs.sanitized` under compute-sanitizer in parallel and summarize its output.
+"""Run codecs on small tensors under compute-sanitizer: `python -m scripts.checks.sanitizer [--out PATH]`.
 
 Every part first runs without the sanitizer, which compiles its kernels and checks their bits, then under
 memcheck, then, if there is time, under racecheck.
 
 A sanitizer is slow, so the tensors are few and small, but take every path.
 
-Results are compared with the CPU's bit for bit, in buffers between poisoned guards. Scratch buffers of
-`trellis` have guards too, unless every tensor is an allocation of its own, whose ends the sanitizer knows.
+Results are compared with the CPU's bit for bit, in buffers between poisoned guards. Scratch buffers have
+guards too, unless every tensor is an allocation of its own, whose ends the sanitizer knows.
 Each of the three parts runs in a process of its own.
 """
 
+import argparse
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from kernels.common.dispatch import Launch
-from scripts.checks.gpu_codecs import Checks, check_fixed, check_tah
-from scripts.checks.gpu_kernels import Guarded, GuardedScratch, bits, cases, on_gpu
+from node.lab.results import commit
+from scripts.report import RESULTS, one_line, write
 from wire.codecs.header import EXPONENT, HEADER_BYTES
 from wire.codecs.registry import codec
-from wire.codecs.trellis import TrellisCodec
 from wire.spec import TensorSpec
 
 SANITIZED = ("sanitized-tah", "sanitized-fixed", "sanitized-trellis")
 OWN_ALLOCATIONS = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 """Environment variable that switches torch's caching allocator off: every tensor is its own allocation."""
-LAUNCHES = (Launch(16, 1), Launch(32, 4))
-_PATHS = ("mixed", "outliers", "width 200", "every other row", "wide", "zeros")
-# Another dtype compiles all kernels again, so it takes fewer paths.
-_SHORT = ("mixed", "width 200", "vector", "fp16's range")
+GUARD = 256
+POISON = 0xA5
 
 
-def run_sanitized(part: str, checks: Checks) -> None:
-    """Run one of `SANITIZED`."""
+class Checks:
+    def __init__(self) -> None:
+        self.done = 0
+        self.cases = 0
+        self.failed: list[str] = []
+
+    def that(self, good: bool, what: str) -> None:
+        self.done += 1
+        if not good:
+            self.failed.append(what)
+            print("FAILED:", what, flush=True)
+
+    def guard(self, what: str, work: Callable[[], None]) -> None:
+        """Run `work`; count an exception as a failure, show its last lines and go on."""
+        self.cases += 1
+        try:
+            work()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as problem:  # the other checks still run
+            lines = traceback.format_exception(problem)
+            self.that(False, f"{what}: {one_line(problem, 600)}\n{''.join(lines)[-1500:]}")
+
+
+def cases_of(part: str) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Name, tensor on the CPU and codec of every case of one of `SANITIZED`."""
     if part == "sanitized-trellis":
-        for name, x, rate in trellis_cases():
-            check_trellis(checks, name, x, rate)
+        yield from trellis_cases()
         return
-    for dtype, paths, launches, widths in (
-        (torch.bfloat16, _PATHS, LAUNCHES, (4, 8, 10)),
-        (torch.float32, _SHORT, LAUNCHES[:1], (9,)),
-        (torch.float16, _SHORT, LAUNCHES[1:], (3,)),
+    # Another dtype compiles all kernels again, so it takes fewer tensors.
+    for dtype, names, widths in (
+        (torch.bfloat16, ("mixed", "outliers", "width 200", "every other row", "wide", "zeros"), (4, 8, 10)),
+        (torch.float32, ("mixed", "width 200", "vector"), (9,)),
+        (torch.float16, ("mixed", "width 200", "vector", "fp16's range"), (3,)),
     ):
-        for name, x in cases(dtype):
-            if name not in paths:
-                continue
-            if part == "sanitized-tah":
-                variants: list[dict[str, Any]] = [{"launch": launch} for launch in launches]
-                check_tah(checks, name, x, 2.0, variants)
-            else:
-                for width in widths:
-                    check_fixed(checks, name, x, width, 1.0, list(launches[:1]))
+        for name, x in tile_cases(dtype):
+            if name in names:
+                for rate in ("tah",) if part == "sanitized-tah" else (f"fixed-{width}" for width in widths):
+                    yield name, x, rate
+
+
+def tile_cases(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors on the CPU that take every path through the kernels of tiles."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    mixed = normal(2, 50, 256)
+    mixed[0, 0, :64] = 0
+    mixed[0, 1, :64] = 1.5
+    mixed[0, 2] *= 1e-3
+    mixed[0, 3, 64:128] *= 1e-6
+    mixed[1, 4:9] *= torch.logspace(-7, -1, 5)[:, None]
+    mixed[1, ::3, 70] = 100
+    mixed[1, 11, 255] = -300
+    found = {
+        "mixed": mixed,
+        "outliers": torch.eye(64).repeat(3, 1) + normal(192, 64) * 0.01,
+        "width 200": normal(3, 64, 200) ** 3,
+        "every other row": normal(31, 128)[::2],
+        "vector": normal(1000),
+        "zeros": torch.zeros(5, 64),
+    }
+    for name, x in found.items():
+        # Keep the strides of a view: its layout is part of the test.
+        yield name, x if dtype == torch.float32 else x.to(dtype)
+    if dtype == torch.float16:
+        wide = normal(20, 128) * torch.logspace(-7, 4, 20)[:, None]
+        yield "fp16's range", wide.clamp(-65504, 65504).half()
+    else:
+        yield "wide", (normal(40, 64) * torch.logspace(-38, 37, 40)[:, None]).to(dtype)
 
 
 def trellis_cases() -> Iterator[tuple[str, torch.Tensor, str]]:
@@ -88,15 +141,74 @@ def trellis_cases() -> Iterator[tuple[str, torch.Tensor, str]]:
     yield "subnormal", normal(13, 64) * 1e-43, "trellis-4.41"
 
 
+def on_gpu(x: torch.Tensor) -> torch.Tensor:
+    """The same values and strides on the GPU."""
+    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    store = torch.full((x.storage_offset() + span,), float("nan"), dtype=x.dtype, device="cuda")
+    view = store.as_strided(x.shape, x.stride(), x.storage_offset())
+    return view.copy_(x)
+
+
+class Guarded:
+    """A payload between guards, poisoned, on the GPU."""
+
+    def __init__(self, nbytes: int, device: str = "cuda") -> None:
+        self.whole = torch.full((nbytes + 2 * GUARD,), POISON, dtype=torch.uint8, device=device)
+        self.payload = self.whole[GUARD : GUARD + nbytes]
+
+    def intact(self) -> bool:
+        return bool((self.whole[:GUARD] == POISON).all() and (self.whole[-GUARD:] == POISON).all())
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8).cpu()
+
+
+class GuardedScratch(TorchFunctionMode):
+    """Surround the tensors that torch.empty, torch.zeros and torch.empty_like make on `device` with guards.
+
+    Tensors that are not zeroed are poisoned, so that results cannot depend on earlier contents.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+        self._whole: list[torch.Tensor] = []
+
+    @property
+    def made(self) -> int:
+        return len(self._whole)
+
+    def intact(self) -> bool:
+        return all(
+            bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all())
+            for whole in self._whole
+        )
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func not in (torch.empty, torch.zeros, torch.empty_like) or made.device.type != self._device:
+            return made
+        whole = torch.full((made.nbytes + 2 * GUARD,), POISON, dtype=torch.uint8, device=made.device)
+        self._whole.append(whole)
+        room = whole[GUARD : GUARD + made.nbytes].view(made.dtype).view(made.shape)
+        return room.zero_() if func is torch.zeros else room
+
+
 def guarded(device: str) -> AbstractContextManager[GuardedScratch | None]:
     """Guards around scratch buffers, if the sanitizer cannot see a write behind them."""
     return nullcontext() if os.environ.get(OWN_ALLOCATIONS) else GuardedScratch(device)
 
 
-def check_trellis(checks: Checks, name: str, x: torch.Tensor, rate: str, device: str = "cuda") -> None:
+def check_codec(checks: Checks, name: str, x: torch.Tensor, rate: str, device: str = "cuda") -> None:
     """Encode and decode x of the CPU on `device`; check for the CPU's bits and for writes outside."""
     which, spec = codec(rate), TensorSpec(x.dtype, tuple(x.shape))
-    assert isinstance(which, TrellisCodec)
     expected = which.encode(x)
     decoded = which.decode(expected, spec)
     what = f"{rate} {name} {x.dtype}"
@@ -111,7 +223,7 @@ def check_trellis(checks: Checks, name: str, x: torch.Tensor, rate: str, device:
         checks.that(torch.equal(made.payload.cpu(), expected[HEADER_BYTES:]), f"{what}: encode differs")
         checks.that(made.intact(), f"{what}: encode wrote outside")
         if scratch is not None:
-            checks.that(scratch.made > 0 and scratch.intact(), f"{what}: encode wrote outside its scratch")
+            checks.that(scratch.intact(), f"{what}: encode wrote outside its scratch")
         target = Guarded(x.numel() * x.element_size(), device)
         out = target.payload.view(x.dtype).view(x.shape)
         with guarded(device) as scratch:
@@ -124,7 +236,7 @@ def check_trellis(checks: Checks, name: str, x: torch.Tensor, rate: str, device:
     checks.guard(what, work)
 
 
-PROGRAM = (sys.executable, "-m", "scripts.bench.gpu_codecs")
+PROGRAM = (sys.executable, "-m", "scripts.checks.sanitizer")
 PLACES = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 MEMCHECK, RACECHECK = "memcheck", "racecheck"
 _OPTIONS = {
@@ -218,3 +330,44 @@ def outcome(tool: str | None, status: int | None, said: str) -> dict[str, Any]:
 def bad(row: dict[str, Any]) -> bool:
     """Whether the run failed, found errors or did not finish."""
     return bool(row["failed"] or row["exit"] != 0 or row.get("errors", 0) != 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run codecs on small tensors under compute-sanitizer.")
+    parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.json")
+    parser.add_argument("--seconds", type=float, default=85.0, help="that all of it may take")
+    parser.add_argument("--part", choices=SANITIZED, help="only these tensors, here, without the sanitizer")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
+    if arguments.part:
+        checks = Checks()
+        for case in cases_of(arguments.part):
+            check_codec(checks, *case)
+        print(f"{arguments.part}: {checks.cases} cases")
+        print(f"{arguments.part}: {checks.done} checks, {len(checks.failed)} failed", flush=True)
+        return 1 if checks.failed else 0
+    if (program := find()) is None:
+        parser.error("compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin")
+    import triton
+
+    started = time.monotonic()
+    report = {
+        "commit": commit(),
+        "hardware": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        **sanitize(program, arguments.seconds),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    write(arguments.out, report)
+    for row in report["parts"]:
+        print({key: value for key, value in row.items() if key != "last"}, row.get("last", ""))
+    wrong = sum(map(bad, report["parts"]))
+    print(f"{wrong} runs with something wrong, {report['seconds']:.0f} s, report in {arguments.out}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,6 @@
 """Tables of the codecs' speed, size and error, from recorded benchmarks."""
 
 import math
-import re
 
 from scripts.docs.markdown import Tables, commit, read_report, spaced
 from scripts.report import RESULTS, markdown
@@ -60,13 +59,10 @@ def gpu_codec_speed() -> str:
     ]
     columns = [("shape", "left"), ("codec", "left"), ("way", "left")]
     columns += [("microseconds", "right"), ("of a copy's bandwidth", "right"), ("aim", "right")]
-    said = [re.search(r"(\d+) checks, (\d+) failed", part["last"][-1]) for part in report["checks"].values()]
-    checks, failed = (sum(int(one[place]) for one in said if one) for place in (1, 2))
     caption = (
         f"{report['dtype']}, CUDA graphs, {report['hardware']}, median of {report['runs']} runs, "
         f"torch {report['torch']}, Triton {report['triton']}, commit {commit(report)}. Bandwidth "
-        "counts the bytes that must move; the copy is device to device, timed in the same run. Before, "
-        f"{checks} checks of bits and guards, {failed} failed."
+        "counts the bytes that must move; the copy is device to device, timed in the same run."
     )
     return markdown(columns, rows) + "\n\n" + caption
 
@@ -90,17 +86,6 @@ def gpu_codec_kernels() -> str:
         f"same run, commit {commit(report)}."
     )
     return markdown(columns, rows) + "\n\n" + caption
-
-
-def trellis_bits() -> str:
-    """Sentence on the tensors that scripts/bench/gpu_trellis.py compared with the CPU's."""
-    report = read_report(GPU_TRELLIS)
-    where = f"{report['hardware']}, commit {commit(report)}"
-    if "bits" not in report:
-        # Older reports have no count; the script times nothing if a tensor differs.
-        return f"It times nothing if any bit differs; how many tensors it compared is not recorded ({where})."
-    bits = report["bits"]
-    return f"{bits['compared']} tensors compared, {bits['different']} differ ({where})."
 
 
 def trellis_speed() -> str:
@@ -161,7 +146,7 @@ def trellis_cpu() -> str:
 
 
 def sanitizer() -> str:
-    """Results of `scripts/bench/gpu_codecs.py --sanitize`: one sentence per tool."""
+    """Results of `scripts/checks/sanitizer.py`: one sentence per tool."""
     if not SANITIZER.exists():
         return "No run under compute-sanitizer is recorded."
     report = read_report(SANITIZER)
@@ -188,7 +173,6 @@ TABLES: Tables = {
     "codec_speed": codec_speed,
     "gpu_codec_speed": gpu_codec_speed,
     "gpu_codec_kernels": gpu_codec_kernels,
-    "trellis_bits": trellis_bits,
     "trellis_speed": trellis_speed,
     "trellis_cpu": trellis_cpu,
     "sanitizer": sanitizer,

@@ -1,6 +1,6 @@
 """The Triton kernels on a GPU: the CPU's bits for any launch, no waiting, graphs, no write outside.
 
-`scripts/bench/gpu_codecs.py` checks many more shapes, and speed.
+`scripts/checks/sanitizer.py` runs more values under compute-sanitizer; `scripts/bench/gpu_codecs.py` times.
 """
 
 from collections.abc import Callable, Iterator

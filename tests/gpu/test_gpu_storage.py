@@ -1,6 +1,6 @@
 """Stored tensors on a GPU: the CPU's bits, gradients near the plain block's, the same bits twice, no waiting.
 
-`scripts/bench/stored_activations.py` checks more shapes, and measures memory and speed.
+`scripts/bench/stored_activations.py` measures memory and speed.
 """
 
 import pytest

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from scripts.checks import sanitizer
-from scripts.checks.gpu_codecs import Checks
-from scripts.checks.gpu_kernels import GUARD, POISON, GuardedScratch
+from scripts.checks.sanitizer import GUARD, POISON, Checks, GuardedScratch
 from wire.codecs.trellis import TrellisCodec
 
 SAID = {
@@ -37,25 +36,27 @@ def test_scratch_has_guards_on_its_device_alone() -> None:
 
 
 def few() -> list[tuple[str, torch.Tensor, str]]:
-    return [case for case in sanitizer.trellis_cases() if case[1].numel() < 9000]
+    return [
+        case for part in sanitizer.SANITIZED for case in sanitizer.cases_of(part) if case[1].numel() < 9000
+    ]
 
 
-def test_trellis_is_what_it_is_between_guards() -> None:
+def test_codecs_are_what_they_are_between_guards() -> None:
     checks = Checks()
     names = [name for name, _, _ in few()]
-    assert {"odd", "outliers", "not contiguous", "zeros", "one element"} <= set(names)
+    assert {"odd", "outliers", "not contiguous", "zeros", "one element", "every other row"} <= set(names)
+    assert {"tah", "fixed-4", "fixed-9", "fixed-3", "trellis-2"} <= {rate for *_, rate in few()}
     for name, x, rate in few():
-        sanitizer.check_trellis(checks, name, x, rate, device="cpu")
-    # But for scratch that the CPU's encoder does not ask torch for.
-    assert [said for said in checks.failed if "its scratch" not in said] == []
+        sanitizer.check_codec(checks, name, x, rate, device="cpu")
+    assert checks.failed == []
     assert checks.cases == len(names) and checks.done == 7 * len(names)
 
 
 def test_allocations_have_no_guards_that_hide_overruns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(sanitizer.OWN_ALLOCATIONS, "1")
     checks = Checks()
-    name, x, rate = few()[1]
-    sanitizer.check_trellis(checks, name, x, rate, device="cpu")
+    name, x, rate = next(sanitizer.trellis_cases())
+    sanitizer.check_codec(checks, name, x, rate, device="cpu")
     assert checks.failed == [] and checks.done == 5
 
 
@@ -74,12 +75,12 @@ def test_a_write_outside_is_found(way: str, side: int, monkeypatch: pytest.Monke
         return made
 
     checks = Checks()
-    name, x, rate = few()[1]
-    sanitizer.check_trellis(checks, name, x, rate, device="cpu")
+    name, x, rate = next(case for case in sanitizer.trellis_cases() if case[0] == "odd")
+    sanitizer.check_codec(checks, name, x, rate, device="cpu")
     ran = len([said for said in checks.failed if "wrote outside" in said and "scratch" not in said])
     assert ran == 0
     monkeypatch.setattr(TrellisCodec, way, careless)
-    sanitizer.check_trellis(checks, name, x, rate, device="cpu")
+    sanitizer.check_codec(checks, name, x, rate, device="cpu")
     said = [one for one in checks.failed if one.endswith("code wrote outside")]
     assert len(said) == 1 and ("encode" if way == "_pack" else "decode") in said[0]
 
