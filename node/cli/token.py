@@ -6,7 +6,6 @@ admitted stay. Evicting a node closes its token: it admits no more nodes, but it
 
 import argparse
 import json
-import re
 import shlex
 import sys
 import time
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node.cli.parser import UsageError
+from node.telemetry.format import parse_duration
 from wire.identity.names import node_id_of
 from wire.identity.token import LONGEST_TTL, MOST_USES
 
 if TYPE_CHECKING:
     from wire.identity.token import TokenRecord
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_NODES = 3
 """How many nodes per token the list names; `--json` names all."""
 
@@ -43,14 +42,11 @@ def add_parser(commands: Any) -> None:
 
 
 def parse_ttl(text: str) -> timedelta:
-    """Parse a duration such as `30s`, `90m`, `24h` or `7d`. Raises UsageError."""
-    match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
-    span = timedelta(seconds=int(match[1]) * _UNITS[match[2]]) if match else timedelta(0)
-    if not timedelta(0) < span <= LONGEST_TTL:
-        raise UsageError(
-            f"--ttl must be a whole number with s, m, h or d, above 0 and at most 366d, got {text!r}"
-        )
-    return span
+    """Parse a token's lifetime, such as `30s`, `90m`, `24h` or `7d`. Raises UsageError."""
+    seconds = parse_duration(text) or 0.0
+    if not 0 < seconds <= LONGEST_TTL.total_seconds():
+        raise UsageError(f"--ttl must be a time such as 90m, 24h or 7d, at most 366d, got {text!r}")
+    return timedelta(seconds=seconds)
 
 
 def _create(args: argparse.Namespace) -> int:

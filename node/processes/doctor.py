@@ -1,7 +1,6 @@
 """Checks a machine before it joins a run. Each failed check says what to do."""
 
 import asyncio
-import importlib.metadata
 import json
 import os
 import platform
@@ -10,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -34,8 +33,6 @@ MIN_MEMORY_BYTES = 1_000_000_000
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 """One of Linux's TCP settings."""
-OUR_PACKAGES = ("kernels", "wire", "node") if __name__.startswith("node.") else (__name__.partition(".")[0],)
-"""The program's top-level packages: three in a checkout, one in an installed wheel."""
 LAB_GUIDE = Path(__file__).parents[2] / "deploy" / "lab" / "README.md"
 """A guide in `deploy`, which is beside the packages in a wheel and in a checkout."""
 CONTACT_SECONDS = 5.0
@@ -84,7 +81,6 @@ def examine(*, token: str | None = None, state_dir: Path | None = None) -> list[
         check_event_loop(),
         check_torch(),
         *check_device(),
-        check_packages(package_owners()),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
         *check_congestion_control(CONGESTION_CONTROL),
         *check_slow_start(SLOW_START),
@@ -261,40 +257,6 @@ def check_results(device: "torch.device", kind: Kind) -> Check:
         return warn(f"{device} results", words_of(failed), fix)
     detail = "codecs, layers and attention agree with their references"
     return ok(f"{device} results", detail)
-
-
-def package_owners() -> dict[str, list[str]]:
-    """The distributions that install packages with our names, by package.
-
-    `importlib.metadata.packages_distributions` returns this for all packages, but takes eight times as long.
-    """
-    owners: dict[str, list[str]] = {}
-    for distribution in importlib.metadata.distributions():
-        declared = (distribution.read_text("top_level.txt") or "").split()
-        record = "\n" + ("" if declared else distribution.read_text("RECORD") or "")
-        names = [
-            name
-            for name in OUR_PACKAGES
-            if name in declared or f"\n{name}/" in record or f"\n{name}.py," in record
-        ]
-        owner = distribution.metadata["Name"] if names else ""
-        for name in names:
-            owners.setdefault(name, []).append(owner)
-    return owners
-
-
-def check_packages(owners: Mapping[str, list[str]]) -> Check:
-    """Whether another distribution installs packages of our names. `owners`: package to distributions."""
-    clashes = {name: sorted(set(owners.get(name, [])) - {"thinwire"}) for name in OUR_PACKAGES}
-    clashing = [f"{', '.join(others)} also ships {name!r}" for name, others in clashes.items() if others]
-    if not clashing:
-        detail = f"no other package installs {' or '.join(OUR_PACKAGES)}"
-        return ok("packages", detail)
-    return warn(
-        "packages",
-        "; ".join(clashing),
-        "install thinwire in its own virtual environment, or one package may import the other's code",
-    )
 
 
 def check_open_files(limits: tuple[int, int]) -> Check:

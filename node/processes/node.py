@@ -19,14 +19,7 @@ import torch
 from node.config.join_options import JoinOptions
 from node.display.terminal import on_ending_signals, say
 from node.display.volunteer import VolunteerScreen
-from node.processes.doctor import (
-    Status,
-    check_open_files,
-    check_packages,
-    check_python,
-    check_torch,
-    package_owners,
-)
+from node.processes.doctor import Status, check_open_files, check_python, check_torch
 from node.processes.enrol import enrol
 from node.processes.locks import StateDirectory, claim
 from node.processes.patience import Patience, answered
@@ -105,7 +98,6 @@ def _check_machine() -> None:
     checks = [
         check_python(),
         check_torch(),
-        check_packages(package_owners()),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
     ]
     for check in checks:

@@ -371,7 +371,7 @@ def test_what_the_image_copies_installs_and_trains(tmp_path: Path) -> None:
         return done.stdout
 
     checks = {check["name"]: check for check in json.loads(output("doctor", "--json"))["checks"]}
-    assert checks["packages"]["status"] == "ok"
+    assert checks["python"]["status"] == "ok"
     assert (site / "thinwire/deploy/lab/README.md").is_file(), "doctor sends people there"
     assert 'name = "demo"' in output("config", "explain", "demo")
     data, run = str(site / "thinwire/wire"), str(tmp_path / "run")

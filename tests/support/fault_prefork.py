@@ -24,7 +24,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -324,7 +323,6 @@ def _import_everything() -> None:
     import node.processes.node
     import node.stage.worker
     from node.config.schema import RunConfig
-    from node.processes import doctor
     from node.run_file import loader
     from node.stage import machine_info
     from wire.identity.credentials import key_to_pem, make_csr
@@ -332,9 +330,7 @@ def _import_everything() -> None:
     for name in USED_LATER:
         importlib.import_module(name)
     node.cli.main.build_parser()  # imports every command
-    # What every process would read and import first: its packages, a run's settings, how to sign a request.
-    node.processes.node.package_owners = cache(doctor.package_owners)
-    node.processes.node.package_owners()
+    # What every process would read and import first: a run's settings, how to sign a request.
     loader.from_json(loader.to_json(RunConfig()))
     make_csr(key_to_pem(ec.generate_private_key(ec.SECP256R1())))
     # Hundreds of nodes start: each would multiply large matrices for a quarter of a second.

@@ -221,6 +221,7 @@ def test_a_run_is_never_overwritten(run_dir: Path, tmp_path: Path) -> None:
     [
         ("30s", timedelta(seconds=30)),
         ("90m", timedelta(minutes=90)),
+        ("1.5h", timedelta(minutes=90)),
         ("24h", timedelta(days=1)),
         ("7d", timedelta(7)),
     ],
@@ -229,9 +230,9 @@ def test_token_lifetimes(text: str, span: timedelta) -> None:
     assert parse_ttl(text) == span
 
 
-@pytest.mark.parametrize("text", ["", "5", "h", "-1h", "0s", "1.5h", "367d", "999999999d", "1w", "١h"])
+@pytest.mark.parametrize("text", ["", "5", "h", "-1h", "0s", "367d", "999999999d", "1w", "١h"])
 def test_lifetimes_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="--ttl must be a whole number with s, m, h or d"):
+    with pytest.raises(UserError, match="--ttl"):
         parse_ttl(text)
 
 

@@ -1,7 +1,6 @@
 """The doctor's findings, each with what to do about it."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import resource
@@ -22,14 +21,12 @@ from node.processes.doctor import (
     MIN_FREE_BYTES,
     MIN_OPEN_FILES,
     MIN_WRITE_RATE,
-    OUR_PACKAGES,
     Check,
     Status,
     check_congestion_control,
     check_disk,
     check_event_loop,
     check_open_files,
-    check_packages,
     check_python,
     check_slow_start,
     check_token,
@@ -38,7 +35,6 @@ from node.processes.doctor import (
     judge_disk,
     judge_gpu,
     judge_torch,
-    package_owners,
 )
 from node.processes.reach_check import judge_precision
 from node.stage import machine_info
@@ -59,9 +55,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_failed_check_says_what_to_do(tmp_path: Path) -> None:
     checks = examine(token="tw1_truncated", state_dir=tmp_path)
-    assert {"python", "torch", "memory", "packages", "open files", "disk", "token"} <= {
-        c.name for c in checks
-    }
+    assert {"python", "torch", "memory", "open files", "disk", "token"} <= {c.name for c in checks}
     for check in checks:
         assert bool(check.fix) == (check.status is not Status.OK), check
         assert "\n" not in check.detail + check.fix
@@ -95,42 +89,6 @@ def test_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_torch_versions(version: str, status: Status) -> None:
     assert judge_torch(version).status is status
-
-
-def test_a_package_of_our_name_from_elsewhere_is_named() -> None:
-    ours = {"kernels": ["thinwire"], "wire": ["thinwire", "thinwire"], "node": ["thinwire"]}
-    assert check_packages(ours).status is Status.OK
-    assert check_packages({}).status is Status.OK
-    found = check_packages({**ours, "kernels": ["thinwire", "kernels"]})
-    assert found.status is Status.WARN
-    assert "kernels also ships 'kernels'" in found.detail
-    assert "its own virtual environment" in found.fix
-
-
-def test_owners_of_packages_are_those_that_python_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By declared names or by recorded files; a file or folder inside another package is none of ours."""
-    files = {
-        "declares-1.0.dist-info": {"top_level.txt": "wire\nother\n", "RECORD": "other.py,,\n"},
-        "records-1.0.dist-info": {"RECORD": "bin/x,,\nkernels/__init__.py,,\nnode.py,,\n"},
-        "neither-1.0.dist-info": {"RECORD": "nodes/wire/__init__.py,,\nx/node.py,,\nwired.py,,\n"},
-        "bare-1.0.dist-info": {},
-    }
-    for directory, held in files.items():
-        (tmp_path / directory).mkdir()
-        name = directory.partition("-")[0]
-        for file, text in {"METADATA": f"Name: {name}\nVersion: 1.0\n", **held}.items():
-            (tmp_path / directory / file).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    owners = package_owners()
-    everything = importlib.metadata.packages_distributions()
-    assert {name: set(found) for name, found in owners.items()} == {
-        name: set(everything[name]) for name in OUR_PACKAGES if name in everything
-    }
-    assert {"declares", "records"} <= {name for found in owners.values() for name in found}
-    assert "also ships" in check_packages(owners).detail
-    assert owners["kernels"][0] == owners["node"][0] == "records"
 
 
 @pytest.mark.parametrize(
