@@ -41,27 +41,6 @@ def on_ending_signals(call: Callable[[signal.Signals], object]) -> Iterator[None
             loop.remove_signal_handler(number)
 
 
-class Screen:
-    """Writes to stdout until that fails, then reports it once on stderr and drops output."""
-
-    def __init__(self, subject: str) -> None:
-        """`subject`: what continues without output, such as "the run"."""
-        self._subject = subject
-        self._lost = False
-
-    def attempt(self, write: Callable[[], object]) -> None:
-        """Call `write`. OSError ends the output; other errors propagate."""
-        if self._lost:
-            return
-        try:
-            write()
-        except OSError as error:
-            self._lost = True
-            discard(sys.stdout)
-            reason = error.strerror or error
-            say(f"thinwire: cannot write output ({reason}): {self._subject} continues without it")
-
-
 def take_any_text(*streams: TextIO) -> None:
     """Make streams write characters that their encoding lacks as escapes instead of failing."""
     for stream in streams:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from node.display.terminal import LIVE_LINE, Screen
+from node.display.terminal import LIVE_LINE, lasting
 from node.telemetry.format import clock_text, printable
 
 TICK_SECONDS = 1.0
@@ -28,7 +28,7 @@ class VolunteerScreen:
         self._clock = clock
         terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._live = (terminal if live is None else live) and not json_lines
-        self._screen = Screen("this node")
+        self._out = lasting(sys.stdout)
         self._told = ""
         self._tell_again = 0.0
         self._repeat = FIRST_REPEAT_SECONDS
@@ -105,11 +105,8 @@ class VolunteerScreen:
             LIVE_LINE.shown = False
 
     def _write(self, text: str) -> None:
-        def attempt() -> None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-        self._screen.attempt(attempt)
+        self._out.write(text)
+        self._out.flush()
 
 
 def _columns() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from node import program
-from node.display.terminal import Screen, ending_signals
+from node.display.terminal import ending_signals
 from node.run_file.loader import recipe
 from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted, from_json
 from wire import event_loop
@@ -45,7 +45,7 @@ def run_demo(
     """Run `demo_file` in `run_dir` and return the coordinator's exit code.
 
     Args:
-        emit: shows each of the coordinator's events. It is not called again after an OSError.
+        emit: shows each of the coordinator's events, as those of `make_renderer`, which raise nothing.
         overrides: `section.key=value`, applied to the run file.
         command: starts the program; tests replace it.
 
@@ -64,8 +64,7 @@ class _Demo:
         self, run_dir: Path, emit: Callable[[Event], None], overrides: Sequence[str], command: Sequence[str]
     ) -> None:
         self._run_dir = run_dir
-        self._show = emit
-        self._screen = Screen("the run")
+        self._emit = emit
         self._overrides = overrides
         self._command = command
         self._children: dict[str, Process] = {}
@@ -93,9 +92,6 @@ class _Demo:
             raise failures.exceptions[0] from None
         finally:
             await self._stop()
-
-    def _emit(self, event: Event) -> None:
-        self._screen.attempt(lambda: self._show(event))
 
     async def _drive(self, group: asyncio.TaskGroup) -> int:
         """Start the coordinator and the nodes, and wait for all of them."""
