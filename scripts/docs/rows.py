@@ -1,6 +1,8 @@
 """Tables of rows of nodes that share a step."""
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from statistics import median
 from textwrap import fill
 from typing import Any
@@ -11,6 +13,7 @@ from scripts.report import RESULTS, markdown
 
 ROWS, ROW_WAITS, SOAK_ROWS = (RESULTS / f"{name}.json" for name in ("rows", "row_waits", "soak_rows"))
 CHURN, PACED_CHURN = RESULTS / "churn.json", RESULTS / "paced_churn.json"
+UNSCALED_CHURN = RESULTS / "paced_churn_unscaled.json"
 
 
 def rows() -> str:
@@ -99,18 +102,15 @@ def soak_rows() -> str:
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
 
 
-def paced_churn() -> str:
+def paced_churn(path: Path) -> str:
     """Goodput while nodes are killed (scripts/experiments/paced_churn.py), beside that of the simulation."""
-    return paced_churn_of(read_report(PACED_CHURN), read_report(CHURN))
-
-
-def paced_churn_of(report: dict[str, Any], simulation: dict[str, Any]) -> str:
-    """The table of one report."""
+    report, simulation = read_report(path), read_report(CHURN)
     simulated = {(case["grid"], case["a_node_dies"]): case for case in simulation["cases"] if case["goes_on"]}
     cells = [cell for cell in report["cells"] if "goodput" in cell]
     lines = []
     for cell in cells:
-        case = simulated[cell["grid"], cell["a_node_dies"]]
+        groups = "" if report["groups"] == 12 else f", {report['groups']} groups"
+        case = simulated[cell["grid"] + groups, cell["a_node_dies"]]
         deadly = cell["deaths"] > 0
         lines.append(
             [
@@ -169,5 +169,8 @@ TABLES: Tables = {
     **if_recorded(ROWS, "rows", rows),
     **if_recorded(ROW_WAITS, "row_waits", row_waits),
     "soak_rows": soak_rows,
-    **if_recorded(PACED_CHURN, "paced_churn", paced_churn),
+    **{
+        name: partial(paced_churn, path)
+        for name, path in (("paced_churn", PACED_CHURN), ("paced_churn_unscaled", UNSCALED_CHURN))
+    },
 }

@@ -461,6 +461,7 @@ CASES = {
     # Groups that four rows and three share evenly.
     "8 x 4": Case(stages=8, rows=4, groups=12, step=20.0, sync=2.0),
     "8 x 4, 24 groups": Case(stages=8, rows=4, groups=24, step=20.0, sync=2.0),
+    "8 x 4, 36 groups": Case(stages=8, rows=4, groups=36, step=20.0, sync=2.0),
     "8 x 4, 48 groups": Case(stages=8, rows=4, groups=48, step=20.0, sync=2.0),
     "4 x 4": Case(stages=4, rows=4, groups=12, step=20.0, sync=2.0),
     "2 x 4": Case(stages=2, rows=4, groups=12, step=20.0, sync=2.0),
