@@ -483,9 +483,11 @@ class Epoch:
         ]
 
     def emptied(self, seat: Seat) -> list[Action]:
-        """A seat is empty now: nodes that enter do not wait for links to it."""
-        near = self._linked_seats(seat)
-        return [self._renews(node, seat) for node, at in self.entering.items() if at in near]
+        """A seat is empty now: nodes that open their links do not wait for one to it."""
+        near, opens = self._linked_seats(seat), self.entering
+        if self.phase in (Phase.PLACING, Phase.RESTORING):
+            opens = {**opens, **self._seats}
+        return [self._renews(node, seat) for node, at in opens.items() if at in near]
 
     def _linked_seats(self, seat: Seat) -> list[int]:
         """Seats whose nodes have links to the node of this one."""
@@ -658,7 +660,9 @@ class Epoch:
             case Phase.PLACING:
                 return [self._placement(node_id)]
             case Phase.RESTORING:
-                return [self._restore]
+                # Others may have died since it was placed: it does not wait for links to them.
+                placement = replace(self._placement(node_id), renewed=tuple(self.vacant))
+                return [placement, self._restore] if self.vacant else [self._restore]
             case Phase.STEPPING:
                 missed.append(self._step_message(node_id))
             case Phase.APPLYING:
@@ -672,11 +676,16 @@ class Epoch:
     # ---- what comes in
 
     def placed(self, node_id: str, placed: Placed) -> bool:
-        """Whether all have said what they hold, so that `restore` is next."""
+        """A host says what it holds. Returns whether all have, so that `restore` is next."""
         if self.phase is not Phase.PLACING or node_id not in self._seats:
             return False
         self._placed[node_id] = placed
-        if len(self._placed) < len(self.hosts):
+        return self.all_placed()
+
+    def all_placed(self) -> bool:
+        """Choose the state that the epoch begins with, if all hosts have said what they hold, and none has
+        been chosen. Returns whether it is chosen now."""
+        if self.phase is not Phase.PLACING or len(self._placed) < len(self.hosts):
             return False
         # Stages that can agree go on from where they are; otherwise all go back to what is on disk,
         # which starts a new lineage: with other stages or links the same steps may end in other bits.
@@ -729,8 +738,9 @@ class Epoch:
         self._restore = replace(self._restore, storages=plan.names)
 
     def ready(self, node_id: str) -> list[Action]:
-        if not self._all_answered(node_id, Phase.RESTORING):
-            return []
+        return self._restored() if self._all_answered(node_id, Phase.RESTORING) else []
+
+    def _restored(self) -> list[Action]:
         self.phase = Phase.IDLE
         nodes = tuple(self.grid)
         return [RecordRestored(epoch=self.number, step=self.step, nodes=nodes, groups=self.groups)]
@@ -790,12 +800,14 @@ class Epoch:
         return outcome
 
     def can_lose(self, node_id: str) -> bool:
-        """Whether the epoch goes on without this host: its steps have begun, and a row is whole without
-        it."""
-        has_begun = self.phase not in (Phase.PLACING, Phase.RESTORING) and not self.uncompressed
+        """Whether the epoch goes on without this host: in any phase, if a row is whole without it.
+
+        If none is, the epoch ends. Survivors that hold all stages together make whole rows of the next one,
+        which a step could not go on without.
+        """
         row = self.replica_of(node_id)
         others = [other for other in self.whole_rows if other != row]
-        if not has_begun or not others:
+        if self.uncompressed or not others:
             return False
         return self.phase is not Phase.STEPPING or self._shared.can_give(others, self.groups_of(row))
 
@@ -817,7 +829,8 @@ class Epoch:
         """Go on without a host that is gone, and that the epoch `can_lose`.
 
         Within a step, returns the outcome if all other hosts have voted. Otherwise whole rows compute the
-        groups of its row.
+        groups of its row. Before the first step, returns what follows if all others have restored; in
+        `PLACING`, ask `all_placed`.
         """
         row, asked = self.replica_of(node_id), self.asked
         vote = self.votes.pop(node_id, None)
@@ -830,7 +843,10 @@ class Epoch:
         self._count_hosts()
         self.generation += 1
         self._answered.discard(node_id)
+        self._placed.pop(node_id, None)
         match self.phase:
+            case Phase.RESTORING if len(self._answered) == len(self.hosts):
+                return self._restored()
             case Phase.STEPPING:
                 return self._work_lost(row, vote, now)
             case Phase.APPLYING if len(self._answered) == len(self.hosts):

@@ -615,7 +615,7 @@ class _Phase:
     """By node, the seconds from the phase's start to its answer."""
     waited: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """By node, its seconds by `TimeKind`, as it reports."""
-    loading: Sequence[float] = ()
+    loading: Mapping[str, float] = field(default_factory=dict)
     """The seconds that each host may take to fetch its state, in addition to the usual time."""
 
 
@@ -716,7 +716,7 @@ class Stragglers:
         least = MORE_SECONDS.get(kind, SLOW_LEAST)
         may = {node: max(least, SLOW_TIMES * max(early, usual)) for node in phase.asked}
         if kind is Phase.RESTORING:
-            for node, extra in zip(phase.asked, phase.loading, strict=False):
+            for node, extra in phase.loading.items():
                 may[node] += extra
         late = {node: at - early for node, at in phase.answers.items() if at - early > may[node]}
         costs = {node: cost for node, cost in late.items() if not self._waited(phase, node, cost, late)}
@@ -775,7 +775,7 @@ class Stragglers:
         """The node reported what it spends its time on."""
         self._does[node_id] = (now, kind)
 
-    def look(self, epoch: Epoch | None, now: float, loading: Sequence[float] = ()) -> Late:
+    def look(self, epoch: Epoch | None, now: float, loading: Mapping[str, float]) -> Late:
         """Find nodes that are late. Call it often.
 
         Args:
@@ -800,10 +800,8 @@ class Stragglers:
             return Late()
         beyond = now - max(self._last, phase.began + usual)
         work = "load its state" if epoch.phase is Phase.RESTORING else f"end step {epoch.step + 1}"
-        late_nodes = set(missing) if loading else ()
-        extra = max((loading[at] for at, node in enumerate(epoch.hosts) if node in late_nodes), default=0.0)
-        if epoch.phase is not Phase.RESTORING:
-            extra = 0.0
+        is_loading = epoch.phase is Phase.RESTORING
+        extra = max((loading.get(node, 0.0) for node in missing), default=0.0) if is_loading else 0.0
         if len(missing) == 1:
             late = now - self._last
             if late > self._patience(epoch, usual) + extra:

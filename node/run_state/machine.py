@@ -455,12 +455,12 @@ class RunMachine:
 
     def _can_do_without(self, node_id: str) -> bool:
         epoch = self.epoch
-        has_begun = epoch is not None and epoch.phase not in (Phase.PLACING, Phase.RESTORING)
-        if epoch is None or not has_begun or not epoch.has(node_id):
+        if epoch is None or not epoch.has(node_id):
             return False
         if self.plan.follows and epoch.can_lose(node_id):
             return True
-        return self._assigner.can_hand_over(node_id, self._candidates())
+        has_begun = epoch.phase not in (Phase.PLACING, Phase.RESTORING)
+        return has_begun and self._assigner.can_hand_over(node_id, self._candidates())
 
     def _returns(self, node_id: str, number: int, now: float) -> list[Action]:
         """A node that was silent is back within the step: it has its seat again if it holds the state."""
@@ -591,11 +591,12 @@ class RunMachine:
     # ---- inside: steps
 
     def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
-        """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
         if (line := self._newcomers.astray(epoch, node_id, message, now)) is not None:
             return self._end_epoch(AbortKind.PLACEMENT, line) + self._try_place(now)
-        if not epoch.placed(node_id, message):
-            return []
+        return self._all_placed(epoch, now) if epoch.placed(node_id, message) else []
+
+    def _all_placed(self, epoch: Epoch, now: float) -> list[Action]:
+        """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
         if epoch.behind and self.plan.follows:
             # As after a death of the coordinator while a node entered.
             named = ", ".join(f"node {node}" for node in epoch.behind)
@@ -1131,7 +1132,9 @@ class RunMachine:
                 return actions + self._voted(epoch, outcome, now)
         assert isinstance(outcome, list), "only votes have another outcome"
         match phase:
-            case Phase.APPLYING:
+            case Phase.PLACING if epoch.all_placed():
+                return actions + self._all_placed(epoch, now)
+            case Phase.RESTORING | Phase.APPLYING:
                 return actions + self._progress(epoch, outcome, now)
             case Phase.VALIDATING:
                 return actions + outcome

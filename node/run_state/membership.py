@@ -153,16 +153,16 @@ class Roster:
 
 def loading_seconds(
     epoch: Epoch | None, roster: Roster, sizes: Callable[[int], Sequence[int]]
-) -> list[float]:
+) -> dict[str, float]:
     """The seconds that each host of the epoch may take to fetch its state.
 
     Args:
         sizes: number of stages -> bytes of each stage's state.
     """
     if epoch is None:
-        return []
-    stages = sizes(epoch.stages)
-    return [transfer_seconds(stages[epoch.stage_of(node)], roster.members[node].rate) for node in epoch.hosts]
+        return {}
+    stages, members = sizes(epoch.stages), roster.members
+    return {node: transfer_seconds(stages[epoch.stage_of(node)], members[node].rate) for node in epoch.hosts}
 
 
 def prefetch_first(nodes: Iterable[str], roster: Roster, units: Sequence[Sequence[str]]) -> list[Action]:

@@ -10,6 +10,7 @@ from functools import partial
 
 from node.run_state.actions import (
     Aborted,
+    AbortKind,
     Action,
     Announce,
     OpenSnapshot,
@@ -123,6 +124,8 @@ class World:
         self.events = 0
         self.lost = self.filled = 0
         """Seats that were emptied and filled while their epoch went on."""
+        self.lost_early = 0
+        """Of these, seats that were emptied before the epoch had restored."""
         self.machine: RunMachine | None = None
         self.start_coordinator()
 
@@ -182,7 +185,9 @@ class World:
             case RecordCommit():
                 self._record_commit(action)
             case RecordRestored():
-                assert action.epoch == self.disk.last_epoch and action.nodes == self.disk.hosts
+                assert action.epoch == self.disk.last_epoch
+                placed = zip(action.nodes, self.disk.hosts, strict=True)
+                assert all(node in ("", host) for node, host in placed), "or it has died since"
                 for node in self.nodes:
                     if node.node_id in action.nodes and self._is_in(node, action.epoch):
                         assert node.state_step == action.step, "an epoch begins with one state on all stages"
@@ -234,11 +239,15 @@ class World:
                 self.filled += 1
             case SeatLost():
                 self.lost += 1
+                self.lost_early += action.epoch not in self.restored
                 shared = [group for _, groups in action.portions for group in groups]
                 assert sorted(shared) == list(range(self.plan.groups)), "every group is somebody's"
                 assert set(action.groups) <= set(shared)
             case Aborted():
-                pass
+                ended = machine._epochs.ended
+                early = action.kind is AbortKind.LOST and action.epoch not in self.restored
+                if early and self.plan.follows and ended is not None and ended.number == action.epoch:
+                    assert ended.uncompressed or len(ended.whole_rows) < 2, "another row was whole"
 
     def _check_send(self, machine: RunMachine, message: CoordinatorMessage) -> None:
         match message:

@@ -116,6 +116,31 @@ class RunWorld(RuleBasedStateMachine):
         if (node := self.pick(which)).alive:
             node.die()
 
+    @rule(
+        which=INDEX,
+        phase=st.sampled_from([Phase.PLACING, Phase.RESTORING]),
+        returns=st.booleans(),
+        count=st.integers(0, 6),
+        seed=st.integers(0, 2**32),
+    )
+    def kill_before_the_first_step(
+        self, which: int, phase: Phase, returns: bool, count: int, seed: int
+    ) -> None:
+        """A host dies while nodes take their seats or load their state, and may come back at once."""
+        rng = random.Random(seed)
+        self.world.run_until(phase, rng)
+        self.world.run(count, rng)
+        epoch = self.world.machine.epoch if self.world.machine is not None else None
+        if epoch is None or epoch.phase not in (Phase.PLACING, Phase.RESTORING):
+            return
+        host = epoch.hosts[which % len(epoch.hosts)]
+        node = next(node for node in self.world.nodes if node.node_id == host)
+        node.die()
+        if returns:
+            node.start()
+        self.world.run(count, rng)
+        self.world.tick(1.5)
+
     @rule(which=INDEX)
     def give_up(self, which: int) -> None:
         if (node := self.pick(which)).running:
