@@ -14,8 +14,8 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None
         from kernels.fp8 import triton
 
         triton.accumulate_gradient(gradient, addend, draw)
-    elif addend.device.type == "cpu" and draw is not None:
-        cpu.accumulate_gradient(gradient, addend, draw.salt)
+    elif addend.device.type == "cpu":
+        cpu.accumulate_gradient(gradient, addend, None if draw is None else draw.salt)
     else:
         reference.accumulate_gradient(gradient, addend, draw)
 

@@ -1,13 +1,15 @@
-"""Sums in pieces on a CPU give the reference's bits, whatever the size, the values and the pieces."""
+"""Pieces on a CPU give the reference's bits, whatever their size and the values."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.common.random_bits import random_bits
 from kernels.fp8 import cpu, reference
 from kernels.fp8.reference import (
     BLOCK,
     NON_FINITE,
+    ROUNDED_BITS,
     Fp8Gradient,
     blocks,
     pack_gradient,
@@ -41,7 +43,7 @@ def check(codes: Tensor, exponents: Tensor) -> Fp8Gradient:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "PIECE_BLOCKS", 3)
+    monkeypatch.setattr(cpu, "PIECE", 3 * BLOCK)
 
 
 @each("ranks", [1, 2, 5])
@@ -69,12 +71,16 @@ def test_a_non_finite_block_does_not_affect_other_blocks(spoiled: int) -> None:
     assert (found.exponents == NON_FINITE).nonzero().flatten().tolist() == [spoiled]
 
 
-def test_every_code_is_read_as_torch_reads_it() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).repeat(2, 1)
-    codes[codes == 0x7F], codes[codes == 0xFF] = 0, 0  # not a number, which nothing stores
-    exponents = torch.tensor([[3, 3], [0, 0]], dtype=torch.int8)
-    check(codes, exponents)
-    values = codes[0].view(torch.float8_e4m3fn).float()
-    into = torch.empty(256)
-    cpu._decode(codes[0], torch.empty(256, dtype=torch.int16), into)
-    assert torch.equal((into * 256).view(torch.int32), values.view(torch.int32))
+@pytest.mark.parametrize("salt", [None, 7])
+@each("elements", [1, 3 * BLOCK, 3 * BLOCK + 1, 10 * BLOCK - 5])
+def test_additions_in_pieces_have_the_references_bits(elements: int, salt: int | None) -> None:
+    values = torch.randn(2, elements, generator=torch.Generator().manual_seed(elements))
+    values[1, elements // 2] = torch.inf
+    found, expected = poisoned(elements), poisoned(elements)
+    for gradient in found, expected:
+        pack_gradient(values[0], gradient)
+    noise = None if salt is None else random_bits(elements, salt, torch.device("cpu"), bits=ROUNDED_BITS)
+    pack_gradient(reference.unpack_gradient(expected) + values[1], expected, noise)
+    cpu.accumulate_gradient(found, values[1], salt)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.exponents, expected.exponents)
