@@ -73,10 +73,6 @@ class Launch:
     tiles: int
     warps: int
 
-    def statuses(self, scales: torch.Tensor) -> torch.Tensor:
-        """An uninitialized int32 for each program of a decoder. `scales` has one scale per tile."""
-        return scales.new_empty((scales.numel() + self.tiles - 1) // self.tiles, dtype=torch.int32)
-
 
 FIXED_ENCODE = Launch(tiles=128, warps=4)
 FIXED_FINISH = Launch(tiles=2048, warps=16)

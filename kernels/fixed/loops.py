@@ -29,7 +29,6 @@ from kernels.common.loops import (
     value_of_half,
 )
 from kernels.common.tiles import NON_FINITE, TILE
-from kernels.fixed import reference as fixed
 from kernels.fixed.reference import FixedSections
 
 # Hacker's Delight 7-3, as in `kernels.common.bitplanes`.
@@ -170,9 +169,7 @@ def _unpack(scales, planes, width, first, last, constant, near, far, limit, half
 
 
 def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Tensor:
-    """`kernels.fixed.reference.encode`. GPUs run the reference. Writes nothing if x is not finite."""
-    if x.device.type != "cpu":
-        return fixed.encode(x, out, constant=constant)
+    """`kernels.fixed.reference.encode`. Writes nothing if x is not finite."""
     words, width = bits_to_read(x), x.shape[-1]
     exponent = exponent_of(words, constant)
     if (power := int(exponent)) == NON_FINITE:
@@ -188,16 +185,7 @@ def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Ten
 
 
 def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constant: float) -> bool:
-    """`kernels.fixed.reference.decode` of scales that the caller has checked. GPUs run the reference.
-
-    Returns whether all codes are in the range -L to L. If not, `out` is meaningless.
-    """
-    if out.device.type != "cpu":
-        fixed.decode(sections, out, exponent, constant=constant)
-        all_ones = sections.planes[0] & sections.planes[1]
-        for plane in sections.planes[2:]:
-            all_ones.bitwise_and_(plane)
-        return not bool(all_ones.any())
+    """`kernels.fixed.reference.decode` of scales that the caller has checked."""
     near, far = two_factors(exponent)
     limit, half = np.float32(torch.finfo(out.dtype).max), out.dtype == torch.float16
     width, elements = out.shape[-1], bits_to_fill(out)

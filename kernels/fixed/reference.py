@@ -61,10 +61,11 @@ def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Ten
     return exponent
 
 
-def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constant: float) -> None:
+def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constant: float) -> bool:
     """Decode `sections` into `out` (`[..., C]`, contiguous, fp32, bf16 or fp16).
 
-    The caller must have checked that scales are finite and above zero.
+    The caller must have checked that scales are finite and above zero. Returns whether all codes are in the
+    range -L to L. If not, `out` is meaningless.
     """
     limit = _limit(sections.planes.shape[0])
     step = sections.scales.float()
@@ -77,6 +78,10 @@ def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constan
         return y.sub_(limit).mul_(step[block, None])
 
     restore(out, tiles, exponent, constant)
+    all_ones = sections.planes[0] & sections.planes[1]
+    for plane in sections.planes[2:]:
+        all_ones.bitwise_and_(plane)
+    return not bool(all_ones.any())
 
 
 def _limit(bits: int) -> float:

@@ -50,13 +50,14 @@ from kernels.common import devices, dispatch
 from kernels.common.devices import Kind
 from kernels.experts import ops as experts
 from kernels.experts import reference as experts_reference
-from kernels.fixed import ops as fixed
+from kernels.fixed import triton as fixed
 from kernels.fp8 import ops as fp8
 from kernels.fp8 import products
 from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
 from kernels.layers import ops as layers
 from kernels.orthogonal import ops as orthogonal
-from kernels.tah import ops as tah
+from kernels.tah.triton import decode as tah_decode
+from kernels.tah.triton import encode as tah_encode
 from kernels.trellis import ops as trellis
 from kernels.trellis.factors import Factors
 from kernels.trellis.grid import grid
@@ -116,17 +117,17 @@ def tah_case(dtype: torch.dtype, width: int) -> None:
     payload = payload_of(codec("tah"), x)
     sections = tah_codec._layout(shape).views(payload)
     samples, tiles = samples_and_tiles(shape)
-    split = samples, four_bit_tiles(tiles)
-    tah.encode(x, *sections, exponent, *split, tah_codec.TAU)
-    tah.decode(*sections, x, exponent, *split)
+    four = four_bit_tiles(tiles)
+    tah_encode.encode(x, *sections, exponent, samples=samples, four_bit=four, tau=tah_codec.TAU)
+    tah_decode.decode(*sections, x, exponent, samples=samples, four_bit=four)
 
 
 def fixed_case(dtype: torch.dtype, bits: int, width: int) -> None:
     which, x = FixedCodec(FixedFormat(bits)), drawn(4, width, dtype=dtype)
     payload = payload_of(which, x)
     sections, exponent = which._layout(tuple(x.shape)).views(payload), torch.zeros(1, dtype=torch.int32)
-    fixed.encode(x, *sections, exponent, 1.0)
-    fixed.decode(*sections, x, exponent, 1.0)
+    fixed.encode(x, *sections, exponent, constant=1.0)
+    fixed.decode(*sections, x, exponent, constant=1.0)
     if dtype == torch.float32:
         records = torch.zeros(4, -(-(len(payload) + HEADER_BYTES) // 128) * 128, dtype=torch.uint8)
         exponents = which._pack_rows(x, records, which.packed_bytes(TensorSpec(dtype, (width,))))

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from kernels.common.dispatch import Launch
-from kernels.fixed import ops as fixed_ops
 from kernels.fixed import reference as fixed
-from kernels.tah import ops as tah_ops
 from kernels.tah import reference as tah
-from tests.support.operators import check_operators
 from tests.support.poison import needs_kernels
 from wire.codecs import tah as tah_codec
 from wire.codecs.base import Layout
@@ -46,8 +43,15 @@ def split(shape: tuple[int, ...]) -> tuple[int, int]:
 def encoder(name: str, x: torch.Tensor, payload: torch.Tensor, exponent: torch.Tensor) -> Callable[[], None]:
     sections = sections_of(name, payload, tuple(x.shape))
     if name == "tah":
-        return lambda: tah_ops.encode(x, *sections, exponent, *split(tuple(x.shape)), tah_codec.TAU)
-    return lambda: fixed_ops.encode(x, *sections, exponent, 1.0)
+        from kernels.tah.triton import encode as triton_tah
+
+        samples, four_bit = split(tuple(x.shape))
+        return lambda: triton_tah.encode(
+            x, *sections, exponent, samples=samples, four_bit=four_bit, tau=tah_codec.TAU
+        )
+    from kernels.fixed import triton as triton_fixed
+
+    return lambda: triton_fixed.encode(x, *sections, exponent, constant=1.0)
 
 
 def decoder(
@@ -55,8 +59,13 @@ def decoder(
 ) -> Callable[[], torch.Tensor]:
     sections = sections_of(name, payload, tuple(out.shape))
     if name == "tah":
-        return lambda: tah_ops.decode(*sections, out, exponent, *split(tuple(out.shape)))
-    return lambda: fixed_ops.decode(*sections, out, exponent, 1.0)
+        from kernels.tah.triton import decode as triton_tah_decode
+
+        samples, four_bit = split(tuple(out.shape))
+        return lambda: triton_tah_decode.decode(*sections, out, exponent, samples=samples, four_bit=four_bit)
+    from kernels.fixed import triton as triton_fixed
+
+    return lambda: triton_fixed.decode(*sections, out, exponent, constant=1.0)
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -186,8 +195,3 @@ def test_a_graph_packs_what_its_input_holds_and_nothing_waits(name: str, no_wait
         packed = codec(name).encode(host)
         assert torch.equal(payload.cpu(), packed[64:])
         assert torch.equal(bits(out), bits(codec(name).decode(packed, TensorSpec(x.dtype, shape))))
-
-
-@pytest.mark.parametrize("name", ["tah", "fixed-8"])
-def test_operators_say_what_they_do(name: str) -> None:
-    check_operators(name, sample((4, 10, 128), torch.float32).cuda())

@@ -1,8 +1,10 @@
 """Tensors for the compiled loops of codecs, and buffers around which nothing may be written."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 _INTEGERS = {4: torch.int32, 2: torch.int16}
@@ -37,3 +39,8 @@ def check_decode(
             assert bool((guard.view(torch.uint8) == filling).all())
     for part, copy in zip(packed, before, strict=True):
         assert torch.equal(part.view(torch.uint8), copy.view(torch.uint8))
+
+
+def as_arrays(sections: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+    """Sections as arrays, those of fp16 as int16, as a codec's layout gives them to the loops."""
+    return [(part.view(torch.int16) if part.dtype == torch.float16 else part).numpy() for part in sections]

@@ -21,11 +21,9 @@ from numpy.typing import NDArray
 
 from kernels.common import dispatch
 from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
-from kernels.fixed import loops as fixed_loops
-from kernels.fixed import ops
 from kernels.fixed import reference as fixed
 from wire.codecs.base import Codec
-from wire.codecs.fixed import FixedCodec
+from wire.codecs.fixed import FixedCodec, plain
 from wire.codecs.formats import AqsgdFormat
 from wire.codecs.header import Header
 from wire.codecs.sample_cache import SampleCache
@@ -160,9 +158,11 @@ class AqsgdTensorCodec(Codec):
         change = torch.zeros(shape, dtype=torch.float32, device=payload.device)
         constant = self.parameters.constant
         if dispatch.has_kernels(payload.device, "fixed"):
-            ops.decode(*sections, change, exponent, constant)
+            from kernels.fixed import triton
+
+            triton.decode(*sections, change, exponent, constant=constant)
         elif int(exponent) != NON_FINITE:
-            fixed_loops.decode(sections, change, int(exponent), constant=constant)
+            plain(payload.device).decode(sections, change, int(exponent), constant=constant)
         return change
 
 

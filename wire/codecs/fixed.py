@@ -6,6 +6,7 @@ Payload: scales, fp16 | bit-planes, lowest first, one 64-bit word per tile. It h
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from kernels.common.tiles import (
     tiles_per_row,
 )
 from kernels.fixed import loops as fixed_loops
-from kernels.fixed import ops
 from kernels.fixed import reference as fixed
 from wire.codecs.base import ROW_BYTES, Codec, Layout
 from wire.codecs.formats import HEADER_BYTES, FixedFormat
@@ -56,16 +56,21 @@ class FixedCodec(Codec):
         layout.clear_gaps(payload)
         sections = fixed.FixedSections(*layout.views(payload))
         if dispatch.has_kernels(tensor.device, "fixed"):
+            from kernels.fixed import triton
+
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
-            ops.encode(tensor, *sections, exponent, self._constant)
+            triton.encode(tensor, *sections, exponent, constant=self._constant)
             return exponent
-        return fixed_loops.encode(tensor, sections, constant=self._constant)
+        encoded: torch.Tensor = plain(tensor.device).encode(tensor, sections, constant=self._constant)
+        return encoded
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         sections = fixed.FixedSections(*self._layout(out.shape).views(payload))
         if dispatch.has_kernels(out.device, "fixed"):
+            from kernels.fixed import triton
+
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
-            status = ops.decode(*sections, out, device_exponent, self._constant)
+            status = triton.decode(*sections, out, device_exponent, constant=self._constant)
             self._refuse(int(status.max()))
             return
         # Numpy, because torch would wake threads for these few bytes, which then keep their cores busy.
@@ -76,7 +81,7 @@ class FixedCodec(Codec):
             self._refuse(dispatch.NON_FINITE)
         if np.count_nonzero(scales <= 0):
             self._refuse(dispatch.BAD_SCALE)
-        if not fixed_loops.decode(sections, out, exponent, constant=self._constant):
+        if not plain(out.device).decode(sections, out, exponent, constant=self._constant):
             self._refuse(dispatch.BAD_CODE)
 
     def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
@@ -146,6 +151,11 @@ class FixedCodec(Codec):
             raise PackedMismatchError(f"a packed {self.name} tensor has a scale of zero or below: refused")
         if fault == dispatch.BAD_CODE:
             raise PackedMismatchError(f"a packed {self.name} tensor has a code beyond its range: refused")
+
+
+def plain(device: torch.device) -> Any:
+    """The module that encodes and decodes on a device without kernels."""
+    return fixed_loops if device.type == "cpu" else fixed
 
 
 @lru_cache(maxsize=256)

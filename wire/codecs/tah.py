@@ -19,7 +19,6 @@ from kernels.common.tiles import (
     TILE,
     tiles_per_row,
 )
-from kernels.tah import ops
 from kernels.tah import reference as tah
 from kernels.tah.loops import decode as tah_loops_decode
 from kernels.tah.loops import encode as tah_loops
@@ -69,34 +68,38 @@ class TahCodec(Codec):
         layout = _layout(tensor.shape)
         layout.clear_gaps(payload)
         four = four_bit_tiles(tiles)
-        if tensor.device.type == "cpu":
-            return tah_loops.encode_into(
-                tensor, layout.arrays(payload), samples=samples, four_bit=four, tau=TAU
-            )
-        sections = tah.TahSections(*layout.views(payload))
         if dispatch.has_kernels(tensor.device, "tah"):
+            from kernels.tah.triton import encode as triton_encode
+
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
-            ops.encode(tensor, *sections, exponent, samples, four, TAU)
+            sections = layout.views(payload)
+            triton_encode.encode(tensor, *sections, exponent, samples=samples, four_bit=four, tau=TAU)
             return exponent
-        return tah_loops.encode(tensor, sections, samples=samples, four_bit=four, tau=TAU)
+        if tensor.device.type == "cpu":
+            arrays = layout.arrays(payload)
+            return tah_loops.encode(tensor, arrays, samples=samples, four_bit=four, tau=TAU)
+        parts = tah.TahSections(*layout.views(payload))
+        return tah.encode(tensor, parts, samples=samples, four_bit=four, tau=TAU)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         samples, tiles = samples_and_tiles(out.shape)
-        if out.device.type == "cpu":
-            arrays = _layout(out.shape).arrays(payload)
-            scales, zero_points, bit_map = arrays[:3]
-            _refuse(_fault(scales, zero_points, bit_map, samples, tiles), tiles)
-            tah_loops_decode.decode_from(arrays, out, exponent)
-            return
-        sections = tah.TahSections(*_layout(out.shape).views(payload))
+        layout = _layout(out.shape)
         if dispatch.has_kernels(out.device, "tah"):
+            from kernels.tah.triton import decode as triton_decode
+
+            sections, four = layout.views(payload), four_bit_tiles(tiles)
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
-            status = ops.decode(*sections, out, device_exponent, samples, four_bit_tiles(tiles))
+            status = triton_decode.decode(*sections, out, device_exponent, samples=samples, four_bit=four)
             _refuse(int(status.max()), tiles)
             return
-        scales, zero_points = (part.view(torch.int16).cpu().numpy() for part in sections[:2])
-        _refuse(_fault(scales, zero_points, sections.bit_map.cpu().numpy(), samples, tiles), tiles)
-        tah_loops_decode.decode(sections, out, exponent)
+        on_cpu = out.device.type == "cpu"
+        arrays = layout.arrays(payload if on_cpu else payload.cpu())
+        scales, zero_points, bit_map = arrays[:3]
+        _refuse(_fault(scales, zero_points, bit_map, samples, tiles), tiles)
+        if on_cpu:
+            tah_loops_decode.decode(arrays, out, exponent)
+        else:
+            tah.decode(tah.TahSections(*layout.views(payload)), out, exponent)
 
 
 def _fault(

@@ -24,8 +24,7 @@ from kernels.common.loops import (
     value_of_half,
 )
 from kernels.common.tiles import TILE
-from kernels.tah import reference as tah
-from kernels.tah.reference import LOW_PLANES, TahSections
+from kernels.tah.reference import LOW_PLANES
 
 
 @inlined
@@ -88,17 +87,11 @@ def _unpack(
         store(tile, min(TILE, width - column), near, far, limit, half, out, row * width + column)
 
 
-def decode(sections: TahSections, out: torch.Tensor, exponent: int) -> None:
-    """`kernels.tah.reference.decode` of sections that the caller has checked. GPUs run the reference."""
-    if out.device.type != "cpu":
-        tah.decode(sections, out, exponent)
-        return
-    scales, zero_points = (part.view(torch.int16).numpy() for part in sections[:2])
-    decode_from((scales, zero_points, *(part.numpy() for part in sections[2:])), out, exponent)
+def decode(sections: Sequence[NDArray[Any]], out: torch.Tensor, exponent: int) -> None:
+    """`kernels.tah.reference.decode` of the sections as arrays, those of fp16 as int16.
 
-
-def decode_from(sections: Sequence[NDArray[Any]], out: torch.Tensor, exponent: int) -> None:
-    """`decode` into `out` on the CPU of the sections as arrays, those of fp16 as int16."""
+    The caller has checked the sections.
+    """
     scales, zero_points, bit_map, pivots, low_planes, fourth_planes = sections
     n, width = scales.size, out.shape[-1]
     four = np.unpackbits(bit_map, count=n, bitorder="little").view(np.bool_)

@@ -35,7 +35,6 @@ from kernels.common.loops import (
 )
 from kernels.common.tiles import NON_FINITE, TILE
 from kernels.tah import reference as tah
-from kernels.tah.reference import TahSections
 
 # fp32 constants: numba computes in fp64 with a plain number.
 _EPSILON = np.float32(tah.EPSILON)
@@ -246,19 +245,13 @@ def _pack(
             sextets = 0
 
 
-def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, tau: float) -> torch.Tensor:
-    """`kernels.tah.reference.encode`. GPUs run the reference. Writes nothing if x is not finite."""
-    if x.device.type != "cpu":
-        return tah.encode(x, out, samples=samples, four_bit=four_bit, tau=tau)
-    scales, zero_points = out.scales.view(torch.int16).numpy(), out.zero_points.view(torch.int16).numpy()
-    rest = (part.numpy() for part in out[2:])
-    return encode_into(x, (scales, zero_points, *rest), samples=samples, four_bit=four_bit, tau=tau)
-
-
-def encode_into(
+def encode(
     x: torch.Tensor, sections: Sequence[NDArray[Any]], *, samples: int, four_bit: int, tau: float
 ) -> torch.Tensor:
-    """`encode` of x on the CPU into the sections as arrays, those of fp16 as int16."""
+    """`kernels.tah.reference.encode` into the sections as arrays, those of fp16 as int16.
+
+    Writes nothing if x is not finite.
+    """
     n, width, words = sections[0].size, x.shape[-1], bits_to_read(x)
     exponent = exponent_of(words)
     if (power := int(exponent)) == NON_FINITE:

@@ -11,7 +11,7 @@ from kernels.tah import reference as tah
 from kernels.tah.loops import encode as tah_loops
 from tests.support.cases import each
 from tests.support.examples import examples
-from tests.support.loops_cases import DTYPES, filled, random_bits
+from tests.support.loops_cases import DTYPES, as_arrays, filled, random_bits
 
 MAX_FLOAT = torch.finfo(torch.float32).max
 
@@ -40,7 +40,7 @@ def check(x: torch.Tensor, *, samples: int = 1, four_bit: int | None = None, tau
     expected, found = (sections(tiles * samples, samples * four_bit, filling) for filling in (0x55, 0xAA))
     before = x.clone()
     exponent = tah.encode(x, expected, samples=samples, four_bit=four_bit, tau=tau)
-    assert tah_loops.encode(x, found, samples=samples, four_bit=four_bit, tau=tau).equal(exponent)
+    assert tah_loops.encode(x, as_arrays(found), samples=samples, four_bit=four_bit, tau=tau).equal(exponent)
     for name, one, other in zip(tah.TahSections._fields, expected, found, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
     assert torch.equal(x, before)
@@ -153,7 +153,7 @@ def test_ranks_and_outliers_are_the_references(tau: float) -> None:
 def test_non_finite_values_are_reported(bad: float) -> None:
     x = normal(10, 100)
     x[3, 99] = bad
-    exponent = tah_loops.encode(x, sections(20, 16, 0), samples=1, four_bit=16, tau=2.0)
+    exponent = tah_loops.encode(x, as_arrays(sections(20, 16, 0)), samples=1, four_bit=16, tau=2.0)
     assert exponent.item() == NON_FINITE
 
 

@@ -12,7 +12,7 @@ from kernels.tah import reference as tah
 from kernels.tah.loops import decode as tah_loops_decode
 from tests.support.cases import each
 from tests.support.examples import examples
-from tests.support.loops_cases import DTYPES, check_decode, filled
+from tests.support.loops_cases import DTYPES, as_arrays, check_decode, filled
 
 INFINITY = 0x7C00  # the bits of fp16's
 
@@ -53,7 +53,7 @@ def check(
     """Decoding gives the reference's values."""
     expected = torch.zeros(shape, dtype=dtype)
     tah.decode(sections, expected, exponent)
-    check_decode(sections, expected, lambda out: tah_loops_decode.decode(sections, out, exponent))
+    check_decode(sections, expected, lambda out: tah_loops_decode.decode(as_arrays(sections), out, exponent))
     return expected
 
 
@@ -136,9 +136,8 @@ def test_a_bit_map_that_does_not_match_the_planes_is_refused(change: int) -> Non
     count = sections.fourth_planes.numel() + change
     out = filled(torch.float32, 0x55, 100, TILE)
     with pytest.raises(ValueError, match=f"{count - change} of 100 tiles with 4 bits, but there are {count}"):
-        tah_loops_decode.decode(
-            sections._replace(fourth_planes=torch.zeros(count, dtype=torch.int64)), out, 0
-        )
+        spoiled = sections._replace(fourth_planes=torch.zeros(count, dtype=torch.int64))
+        tah_loops_decode.decode(as_arrays(spoiled), out, 0)
     assert bool((out.view(torch.uint8) == 0x55).all())
 
 
