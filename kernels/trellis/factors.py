@@ -8,7 +8,7 @@ order; scaling by powers of two is exact too.
 The encoder finds a space (`Space`) by two rounds of subspace iteration from a fixed start on a sample of the
 rows, and then every row's coefficients. Matrices are rounded to integers before they are multiplied in fp64,
 so products are exact; the rest is computed element by element, or in numpy for the few numbers of each
-dimension. So every device finds the same factors.
+dimension. So the loops here and `kernels.trellis.triton` find the same factors.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.trellis.loops import residuals as trellis_left_loops
-from kernels.trellis.loops import spaces as trellis_space_loops
+from kernels.trellis.loops import spaces as loops
 from kernels.trellis.loops.matrices import Prediction
 from kernels.trellis.loops.residuals import Fit
-from kernels.trellis.scales import OCTAVE, logarithms, of_sums, row_scales, scales
+from kernels.trellis.scales import OCTAVE, logarithms, of_sums, scales
 
 Float64Array = NDArray[np.float64]
 Int32Array = NDArray[np.int32]
@@ -45,8 +45,6 @@ _PRECISE = 1 << 17
 # Largest integer in orthogonalization. With 17 bits of a column and 6 of a rank, sums stay below fp64's 53.
 _TURN = 1 << 20
 _LARGEST_TURN = 1 << 29
-# Elements that are converted to fp64 at a time.
-_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +136,6 @@ def most_multipliers(bits: int) -> int:
     return ((1 << 24) - 1) // _limit(bits) ** 2
 
 
-def predict(factors: Factors) -> torch.Tensor:
-    """The prediction, fp32 `[R, C]`."""
-    _, _, v, row_power, column_power = prediction(factors)
-    u = factors.u.int() * factors.multiplier
-    rows, columns = len(u), len(v)
-    product = torch.empty(rows, columns, dtype=torch.float32, device=u.device)
-    right = v.double().T
-    step = max(1, _AT_ONCE // columns)
-    for start in range(0, rows, step):
-        some = slice(start, start + step)
-        # Use fp64, because torch's settings may lower the precision of fp32 products.
-        product[some] = u[some].double() @ right
-    product.mul_(row_power.unsqueeze(1))
-    return product.mul_(column_power)
-
-
 def prediction(factors: Factors) -> Prediction:
     """The prediction, not yet computed."""
     return Prediction(
@@ -167,9 +149,7 @@ def prediction(factors: Factors) -> Prediction:
 
 def left_scales(x: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.trellis.scales.scales` of the residual of fp32 `[R, C]`."""
-    if x.device.type == "cpu":
-        return of_sums(*trellis_left_loops.left_scales(x, prediction(factors), logarithms()))
-    return scales(x - predict(factors))
+    return of_sums(*trellis_left_loops.left_scales(x, prediction(factors), logarithms()))
 
 
 def spaces(
@@ -185,11 +165,12 @@ def spaces(
     row, column = scales(sample) if known is None else known
     row_exponent, row_base = _exponents(row)
     column_exponent, column_base = _exponents(column)
-    white, turned = _whitened(sample, row_exponent, column_exponent, row_base + column_base)
-    basis = signs(sample.shape[1], rank, sample.device)
+    row_power = _powers(_MEAN_BITS - row_base - column_base - row_exponent)
+    white, turned = loops.whitened(sample, row_power, _powers(-column_exponent), _LARGEST)
+    basis = signs(sample.shape[1], rank)
     for _ in range(2):
-        image = _to_integers(_product(white, basis), _FACTOR, _FACTOR / 4)
-        whole = _orthogonal(_product(turned, image))
+        image = _to_integers(loops.product(white, basis), _FACTOR, _FACTOR / 4)
+        whole = _orthogonal(loops.product(turned, image))
         basis = _to_integers(whole, _FACTOR, _FACTOR / 4)
     # A dimension does not depend on later ones, so kinds with the same bits share one product.
     images: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -197,40 +178,23 @@ def spaces(
         limit = _limit(bits)
         most = max(dimensions for dimensions, others in kinds if others == bits)
         v = _to_integers(_first(whole, most), limit, limit / 3.2)
-        images[bits] = v, _product(white, v)
-    vs = [_first(images[bits][0], dimensions) for dimensions, bits in kinds]
-    energies = [_energy(v) for v in vs]
-    spreads = [_spread(images[bits][1], energy) for (_, bits), energy in zip(kinds, energies, strict=True)]
+        images[bits] = v, loops.product(white, v)
     found = []
-    all_spreads = torch.cat(spreads).cpu().numpy()
-    for (dimensions, bits), v, energy in zip(kinds, vs, energies, strict=True):
-        spread, all_spreads = all_spreads[:dimensions], all_spreads[dimensions:]
+    for dimensions, bits in kinds:
+        v, image = _first(images[bits][0], dimensions), images[bits][1]
+        # Numpy, because torch would wake its threads, which then spin for a while.
+        energy = torch.from_numpy(np.maximum(np.square(v.numpy()).sum(0), 1))
+        spread = loops.spread(image, energy).numpy()
         multiplier, fine = _multipliers(spread * 2.0**-16 / sample.shape[0], bits)
-        u = _rounded(images[bits][1], energy, multiplier, fine, bits)
+        u = loops.factors(image, energy, _unit(multiplier, fine), multiplier > 0, _limit(bits))
+        sent = torch.from_numpy(v.numpy().astype(np.int8))
         model = bits, multiplier, fine, row_base, column_exponent, column_base
-        found.append(Space(v, _bytes(v), energy, *model, row_exponent, u))
+        found.append(Space(v, sent, energy, *model, row_exponent, u))
     return found
-
-
-def fit(x: torch.Tensor, space: Space) -> Factors:
-    """The prediction in a space for all rows of a matrix `[R, C]`."""
-    octaves = torch.div(row_scales(x) + OCTAVE // 2, OCTAVE, rounding_mode="floor")
-    row_exponent = (octaves - space.row_base).clamp(0, MAX_EXPONENT_STEP)
-    u = torch.empty(len(x), space.multiplier.size, dtype=torch.int8, device=x.device)
-    step = max(1, _AT_ONCE // x.shape[1])
-    for start in range(0, len(x), step):
-        some = slice(start, start + step)
-        white, _ = _whitened(x[some], row_exponent[some], space.column_exponent, space.base)
-        u[some] = _rounded(_product(white, space.v), space.energy, space.multiplier, space.fine, space.bits)
-    return space.factors(u, row_exponent)
 
 
 def fitted(x: torch.Tensor, space: Space) -> Left:
     """The residual of fp32 `[R, C]` after a prediction in a space."""
-    if x.device.type != "cpu":
-        factors = fit(x, space)
-        residual = x - predict(factors)
-        return Left(factors, residual, *scales(residual), residual.abs().amax())
     way = Fit(
         row_base=space.row_base,
         most_exponent=MAX_EXPONENT_STEP,
@@ -250,59 +214,9 @@ def fitted(x: torch.Tensor, space: Space) -> Left:
     return Left(space.factors(found.u, found.row_exponent), found.left, *scaled, found.peak)
 
 
-def _whitened(
-    x: torch.Tensor, row_exponent: torch.Tensor, column_exponent: torch.Tensor, base: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x rounded to integers, with rows and columns scaled to mean magnitude 2**_MEAN_BITS; its transpose."""
-    row_power, column_power = _powers(_MEAN_BITS - base - row_exponent), _powers(-column_exponent)
-    if x.device.type == "cpu":
-        return trellis_space_loops.whitened(x, row_power, column_power, _LARGEST)
-    white = (x * row_power.unsqueeze(1)).mul_(column_power).round_().clamp_(-_LARGEST, _LARGEST)
-    return white, white.T
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in fp64, exact; a is a whitened fp32 matrix, b holds integers up to `_FACTOR` in fp64."""
-    return trellis_space_loops.product(a, b) if a.device.type == "cpu" else a.double() @ b
-
-
-# Numpy computes these on a CPU: torch would wake its threads, which then spin for a while.
 def _first(x: torch.Tensor, columns: int) -> torch.Tensor:
     """The first columns, contiguous."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(np.ascontiguousarray(x.numpy()[:, :columns]))
-    return x[:, :columns].contiguous()
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Convert small integers to int8."""
-    return torch.from_numpy(x.numpy().astype(np.int8)) if x.device.type == "cpu" else x.to(torch.int8)
-
-
-def _energy(v: torch.Tensor) -> torch.Tensor:
-    """Squared norms of the columns, at least 1."""
-    if v.device.type == "cpu":
-        return torch.from_numpy(np.maximum(np.square(v.numpy()).sum(0), 1))
-    return (v * v).sum(0).clamp_min(1)
-
-
-def _spread(image: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
-    """Sums of the magnitudes of the first K columns over `energy`, in units of 2**-16, fp64 `[K]`."""
-    if image.device.type == "cpu":
-        return trellis_space_loops.spread(image, energy)
-    return (image[:, : energy.numel()] / energy).abs().mul_(2.0**16).round_().sum(0)
-
-
-def _rounded(
-    image: torch.Tensor, energy: torch.Tensor, multiplier: Int32Array, fine: int, bits: int
-) -> torch.Tensor:
-    """Coefficients of rows from their products with the directions, int8 `[R, K]`."""
-    unit, used, limit = _unit(multiplier, fine), multiplier > 0, _limit(bits)
-    if image.device.type == "cpu":
-        return trellis_space_loops.factors(image, energy, unit, used, limit)
-    units, chosen = torch.from_numpy(unit).to(image.device), torch.from_numpy(used).to(image.device)
-    found = (image[:, : energy.numel()] / energy / units).round_().clamp_(-limit, limit)
-    return torch.where(chosen, found, 0.0).to(torch.int8)
+    return torch.from_numpy(np.ascontiguousarray(x.numpy()[:, :columns]))
 
 
 def _unit(multiplier: Int32Array, fine: int) -> Float64Array:
@@ -335,45 +249,30 @@ def _exponents(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Exponents of scales in whole octaves above a base, and the base: the lowest scale, but at most
     `MAX_EXPONENT_STEP` below the highest."""
     octaves = torch.div(scale + OCTAVE // 2, OCTAVE, rounding_mode="floor")
-    low, high = (int(bound) for bound in torch.stack(torch.aminmax(octaves)).cpu())
+    low, high = (int(bound) for bound in torch.aminmax(octaves))
     base = max(low, high - MAX_EXPONENT_STEP)
     return (octaves - base).clamp_min(0), base
 
 
 @lru_cache(maxsize=16)
-def signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """A fixed pseudo-random matrix of ones and minus ones (a multiplicative hash of the position)."""
+def signs(rows: int, columns: int) -> torch.Tensor:
+    """A fixed pseudo-random matrix of ones and minus ones (a multiplicative hash of the position), fp64."""
     position = np.arange(rows * columns, dtype=np.uint64) + np.uint64(1)
     mixed = position * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     bits = (mixed >> np.uint64(63)).astype(np.float64)
-    return torch.from_numpy((2 * bits - 1).reshape(rows, columns)).to(device)
+    return torch.from_numpy((2 * bits - 1).reshape(rows, columns))
 
 
 def _to_integers(x: torch.Tensor, limit: int, of_mean: float) -> torch.Tensor:
     """Columns scaled to a mean magnitude of about `of_mean`, rounded and clipped to `limit`."""
-    if x.device.type == "cpu":
-        return trellis_space_loops.to_integers(x, _PRECISE, limit, of_mean)
-    parts = _to_parts(x)
-    mean = parts.abs().sum(0) / x.new_full((1,), x.shape[0])
-    factor = x.new_full((1,), of_mean) / mean.clamp_min(1e-300)
-    return parts.mul_(torch.where(mean > 0, factor, 0.0)).round_().clamp_(-limit, limit)
-
-
-def _to_parts(x: torch.Tensor) -> torch.Tensor:
-    """Columns scaled to a largest element of `_PRECISE`, rounded."""
-    largest = x.abs().amax(0)
-    factor = x.new_full((1,), _PRECISE) / largest.clamp_min(1e-300)
-    return (x * torch.where(largest > 0, factor, 0.0)).round_()
+    return loops.to_integers(x, _PRECISE, limit, of_mean)
 
 
 def _orthogonal(x: torch.Tensor) -> torch.Tensor:
     """Orthogonal columns that span the columns of x; a column that depends on earlier ones becomes zero."""
     # Integers below 2**53: exact in any order.
-    on_cpu = x.device.type == "cpu"
-    q = trellis_space_loops.to_parts(x, _PRECISE) if on_cpu else _to_parts(x)
-    gram = trellis_space_loops.gram(q) if on_cpu else (q.T @ q).cpu().numpy()
-    turn = trellis_space_loops.gram_schmidt(gram, 2.0**-20 * _PRECISE**2)
-    integers = np.clip(np.rint(turn * _TURN), -_LARGEST_TURN, _LARGEST_TURN)
-    return trellis_space_loops.turned(q, integers) if on_cpu else q @ torch.from_numpy(integers).to(x.device)
+    q = loops.to_parts(x, _PRECISE)
+    turn = loops.gram_schmidt(loops.gram(q), 2.0**-20 * _PRECISE**2)
+    return loops.turned(q, np.clip(np.rint(turn * _TURN), -_LARGEST_TURN, _LARGEST_TURN))

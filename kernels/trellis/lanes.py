@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from kernels.common.loops import run
-from kernels.trellis import dither
 from kernels.trellis.code import Coded
 from kernels.trellis.grid import Grid
 from kernels.trellis.loops import decode as trellis_loops_decode
+from kernels.trellis.loops import dither
 from kernels.trellis.loops import encode as trellis_loops
 from kernels.trellis.tables import tables
 
@@ -30,7 +30,7 @@ def encode(
 
     Args:
         gain: 64 divided by the step, an fp32 number.
-        salt: Selects the elements' dither (`kernels.trellis.dither`). None adds no dither.
+        salt: Selects the elements' dither (`kernels.trellis.loops.dither`). None adds no dither.
     """
     if salt is not None:
         residual, gain = dither.added(residual, gain, salt), 1.0
@@ -90,6 +90,16 @@ def decode(
 
     whole = all(_each(one, where.groups))
     return torch.from_numpy(out), torch.tensor(whole)
+
+
+def join(coded: Coded, out: torch.Tensor) -> None:
+    """Write the words of all groups one after the other to int16 `out`, which must have exactly their
+    length."""
+    # Numpy copies: torch's copy may wake its threads, which keep cores busy for a while afterwards.
+    words, joined, used = coded.words.numpy(), out.numpy(), 0
+    for group, count in enumerate(coded.counts.tolist()):
+        joined[used : used + count] = words[group, words.shape[1] - count :]
+        used += count
 
 
 def _each(one: Callable[[int], int | bool], groups: int) -> list[int | bool]:

@@ -1,33 +1,13 @@
-"""The `trellis` codec's loops by device: numba's on a CPU, Triton's on a GPU, with the same bits.
-
-Without Triton, the CPU codes the lanes of tensors that are on a GPU.
-"""
+"""Decoding of the `trellis` codec by device: loops on a CPU, Triton's kernels on a GPU, the same bits."""
 
 import torch
 
 from kernels.common import dispatch
 from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import reference as trellis
-from kernels.trellis.code import Coded
 from kernels.trellis.factors import Factors
 from kernels.trellis.grid import Grid
-
-
-def encode(
-    residual: torch.Tensor,
-    classes: torch.Tensor,
-    gain: float,
-    where: Grid,
-    family: int,
-    salt: int | None = None,
-) -> Coded:
-    """`kernels.trellis.lanes.encode` on the device of `residual`. Triton's kernels do not wait for it."""
-    if dispatch.has_kernels(residual.device, "trellis"):
-        from kernels.trellis.triton import lanes as triton_trellis
-
-        return triton_trellis.encode(residual, classes, gain, where, family, salt)
-    coded = trellis_lanes.encode(residual.cpu(), classes.cpu(), gain, where, family, salt)
-    return Coded(*(part.to(residual.device) for part in (coded.states, coded.counts, coded.words)))
+from kernels.trellis.loops import matrices as matrix_loops
 
 
 def decode(
@@ -44,27 +24,7 @@ def decode(
         from kernels.trellis.triton import decode as triton_trellis_decode
 
         return triton_trellis_decode.decode(states, counts, words, classes, where, family)
-    n, whole = trellis_lanes.decode(states.cpu(), counts.cpu(), words.cpu(), classes.cpu(), where, family)
-    return n.to(classes.device), whole.to(classes.device)
-
-
-def join(coded: Coded, out: torch.Tensor) -> None:
-    """Write the words of all groups one after the other to int16 `out`, which must have exactly their
-    length."""
-    if dispatch.has_kernels(out.device, "trellis"):
-        from kernels.trellis.triton import lanes as triton_trellis
-
-        triton_trellis.join(coded, out)
-        return
-    whole = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
-    # Numpy copies: torch's copy may wake its threads, which keep cores busy for a while afterwards.
-    words, joined = coded.words.cpu().numpy(), whole.numpy()
-    used = 0
-    for group, count in enumerate(coded.counts.tolist()):
-        joined[used : used + count] = words[group, words.shape[1] - count :]
-        used += count
-    if whole is not out:
-        out.copy_(whole)
+    return trellis_lanes.decode(states, counts, words, classes, where, family)
 
 
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -97,4 +57,4 @@ def restore(
 
         triton_trellis_restore.restore(n, code, factors, exponent, out, salt)
     else:
-        trellis.restore(trellis.reconstruct(n, code, factors, salt), exponent, out)
+        matrix_loops.restore(trellis.reconstruct(n, code, factors, salt), exponent, out)

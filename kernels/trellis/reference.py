@@ -1,4 +1,4 @@
-"""The `trellis` codec's arithmetic: prediction, trellis-coded quantization, range coding; on any device.
+"""The `trellis` codec's arithmetic: prediction, trellis-coded quantization, range coding; on a CPU.
 
 A tensor `[..., C]`, normalised by a power of two as in `kernels.common.tiles`, is a matrix of R rows. Its
 low-rank prediction (`kernels.trellis.factors`) is subtracted. A trellis quantizes the residual with one step,
@@ -11,9 +11,9 @@ of bits; an outlier channel costs bits in its own column only. Indices too long 
 26 bits.
 
 The decoded value is n * step (rounded to fp32) plus the prediction (rounded to fp32), minus the dither of
-`kernels.trellis.dither`, if there is one, times step (both rounded). Torch computes what is
-done per element, on a CPU loops do (`kernels.trellis.loops.matrices`): exactly or with one rounding per
-operation, so that every device gives the same bits. Numpy on the host computes the rest.
+`kernels.trellis.loops.dither`, if there is one, times step (both rounded). Loops compute what is done per
+element (`kernels.trellis.loops`), exactly or with one rounding per operation, so that `kernels.trellis.triton`
+gives the same bits. Numpy computes the rest. Tensors on a GPU without these kernels are packed here, too.
 """
 
 import math
@@ -24,10 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.common import tiles
-from kernels.trellis import dither
-from kernels.trellis import factors as trellis_factors
-from kernels.trellis.factors import Factors, predict
+from kernels.trellis.factors import Factors, prediction
+from kernels.trellis.loops import dither
 from kernels.trellis.loops import matrices as trellis_matrix_loops
 from kernels.trellis.tables import COST_BITS, MAX_CLASS, bits_of_counts, tables
 
@@ -157,28 +155,9 @@ def _mean_costs(family: int) -> Int64Array:
     return np.pad(tables(family).mean_cost, (_BEYOND, 2 * _BEYOND), mode="edge")
 
 
-def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponent e of `kernels.common.tiles.tensor_exponent`, on the host, and x * 2**-e in fp32.
-
-    If x is not finite, e is `NON_FINITE` and the second tensor is meaningless.
-    """
-    if x.device.type == "cpu":
-        return trellis_matrix_loops.normalised(x)
-    exponent = tiles.tensor_exponent(x).cpu()
-    return exponent, tiles.normalised(x, tiles.powers_of_two(-exponent))
-
-
-def peak(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of x, fp32 0-d."""
-    return trellis_matrix_loops.peak(x) if x.device.type == "cpu" else x.abs().amax()
-
-
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """The class of every element, uint8 `[R * C]`: its row's plus its column's, each below 2**13."""
-    row, column = row.short(), column.short()
-    if row.device.type == "cpu":
-        return trellis_matrix_loops.classes(row, column, MAX_CLASS).view(-1)
-    return (row.unsqueeze(1) + column).clamp_(0, MAX_CLASS).to(torch.uint8).view(-1)
+    return trellis_matrix_loops.classes(row.short(), column.short(), MAX_CLASS).view(-1)
 
 
 def gain(code: int) -> float:
@@ -188,25 +167,6 @@ def gain(code: int) -> float:
 
 def reconstruct(n: torch.Tensor, code: int, factors: Factors | None, salt: int | None = None) -> torch.Tensor:
     """The normalised tensor, fp32 `[E]`. Overwrites n, int32 `[E]`."""
-    values = _reconstruct(n, code, factors)
+    predicted = None if factors is None else prediction(factors)
+    values = trellis_matrix_loops.reconstruct(n, step_of(code), predicted)
     return values if salt is None else dither.subtract(values, step_of(code), salt)
-
-
-def _reconstruct(n: torch.Tensor, code: int, factors: Factors | None) -> torch.Tensor:
-    if n.device.type == "cpu":
-        prediction = None if factors is None else trellis_factors.prediction(factors)
-        return trellis_matrix_loops.reconstruct(n, step_of(code), prediction)
-    values = n.float().mul_(step_of(code))
-    if factors is not None:
-        values.add_(predict(factors).view(-1))
-    return values
-
-
-def restore(values: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
-    """Fill `out` with fp32 `[E]` times 2**exponent, within its dtype's finite range."""
-    if out.device.type == "cpu":
-        trellis_matrix_loops.restore(values, exponent, out)
-        return
-    y = tiles.multiply_all(values, tiles.powers_of_two(torch.tensor(exponent, dtype=torch.int32)))
-    limit = torch.finfo(out.dtype).max
-    out.copy_(y.clamp_(-limit, limit).view(out.shape))

@@ -33,7 +33,7 @@ MAX_CLASS = CLASSES + 4 * MAX_SHIFT - 1
 # The distributions that a tensor's elements may have, one for the whole tensor: normal, or with longer tails.
 GAUSSIAN, LAPLACE = range(2)
 FAMILIES = 2
-# The families of the same distributions with dither (`kernels.trellis.dither`) start at this one.
+# The families of the same distributions with dither (`kernels.trellis.loops.dither`) start at this one.
 DITHERED = FAMILIES
 
 # The class of standard deviation 1.

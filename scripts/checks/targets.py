@@ -169,10 +169,9 @@ def trellis_restore_case(dtype: torch.dtype) -> None:
     where, family = grid(rows * columns), DITHERED
     numbers = trellis.classes(torch.zeros(rows, dtype=torch.int32), torch.zeros(columns, dtype=torch.int32))
     for first, salt in ((0, None), (family, SALT)):
-        coded = trellis.encode(drawn(rows * columns), numbers, 1.0, where, first, salt)
-        words = torch.empty(64, dtype=torch.int16)
-        trellis.join(coded, words)
-        trellis.decode(coded.states, coded.counts, words, numbers, where, first)
+        states = torch.zeros(where.groups, where.lanes, dtype=torch.int32)
+        counts, words = torch.zeros(where.groups, dtype=torch.int64), torch.empty(64, dtype=torch.int16)
+        trellis.decode(states, counts, words, numbers, where, first)
         factors = Factors(
             6,
             torch.ones(rows, rank, dtype=torch.int8),

@@ -10,8 +10,10 @@ import torch
 from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import ops as trellis_ops
 from kernels.trellis import reference as trellis
+from kernels.trellis.code import Coded
 from kernels.trellis.grid import Grid
 from tests.support.poison import needs_kernels
+from tests.support.trellis_cases import encode_lanes
 from wire.codecs.header import EXPONENT, seal
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError, PackedMismatchError
@@ -91,17 +93,16 @@ def test_lanes_give_the_cpus_words_for_every_class(where: Grid, highest: int) ->
     x.clamp_(-(2.0**14), 2.0**14)
     for family in range(2):
         expected = trellis_lanes.encode(x, number, trellis.gain(9000), where, family)
-        made = trellis_ops.encode(x.cuda(), number.cuda(), trellis.gain(9000), where, family)
+        made = encode_lanes(x.cuda(), number.cuda(), trellis.gain(9000), where, family)
         assert torch.equal(made.states.cpu(), expected.states)
         assert torch.equal(made.counts.cpu(), expected.counts)
         total = int(expected.counts.sum())
-        words = torch.empty(total, dtype=torch.int16)
-        trellis_ops.join(expected, words)
-        joined = torch.empty(total, dtype=torch.int16, device="cuda")
-        trellis_ops.join(made, joined)
-        assert torch.equal(joined.cpu(), words)
+        words, joined = torch.empty(2, total, dtype=torch.int16)
+        trellis_lanes.join(expected, words)
+        trellis_lanes.join(Coded(made.states, made.counts.cpu(), made.words.cpu()), joined)
+        assert torch.equal(joined, words)
         counts = expected.counts.long()
-        n, whole = trellis_ops.decode(made.states, counts.cuda(), joined, number.cuda(), where, family)
+        n, whole = trellis_ops.decode(made.states, counts.cuda(), joined.cuda(), number.cuda(), where, family)
         found, _ = trellis_lanes.decode(expected.states, counts, words, number, where, family)
         assert whole and torch.equal(n.cpu(), found)
 

@@ -72,7 +72,7 @@ class TahCodec(Codec):
             from kernels.tah.triton import encode as triton_encode
 
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
-            sections = layout.views(payload)
+            sections = tah.TahSections(*layout.views(payload))
             triton_encode.encode(tensor, *sections, exponent, samples=samples, four_bit=four, tau=TAU)
             return exponent
         if tensor.device.type == "cpu":
@@ -87,7 +87,7 @@ class TahCodec(Codec):
         if dispatch.has_kernels(out.device, "tah"):
             from kernels.tah.triton import decode as triton_decode
 
-            sections, four = layout.views(payload), four_bit_tiles(tiles)
+            sections, four = tah.TahSections(*layout.views(payload)), four_bit_tiles(tiles)
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
             status = triton_decode.decode(*sections, out, device_exponent, samples=samples, four_bit=four)
             _refuse(int(status.max()), tiles)

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from kernels.common import dispatch
 from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
+from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import ops as trellis_ops
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors, Space, fitted, left_scales, most_multipliers, spaces
 from kernels.trellis.grid import Grid, grid, trial_grid
+from kernels.trellis.loops import matrices as matrix_loops
 from kernels.trellis.reference import Scales
 from kernels.trellis.scales import scales
 from kernels.trellis.settings import LANE_BITS, Settings
@@ -71,14 +73,23 @@ class TrellisCodec(Codec):
             return triton_trellis_encode.encode(
                 x, payload, settings(rows, columns, payload.numel(), self._salt), self._salt
             )
-        exponent, y = trellis.normalised(tensor.reshape(-1, tensor.shape[-1]))
+        # The CPU packs what is on a GPU without kernels.
+        host = torch.zeros(payload.shape, dtype=torch.uint8) if payload.device.type != "cpu" else payload
+        exponent, y = matrix_loops.normalised(tensor.reshape(-1, tensor.shape[-1]).cpu())
         if exponent.item() == NON_FINITE:
-            payload.zero_()
+            host.zero_()
         else:
-            _encode(y, payload, self._salt)
+            _encode(y, host, self._salt)
+        if host is not payload:
+            payload.copy_(host)
         return exponent
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
+        if out.device.type != "cpu" and not dispatch.has_kernels(out.device, "trellis"):
+            host = torch.empty(out.shape, dtype=out.dtype)
+            self._unpack(payload.cpu(), host, exponent)
+            out.copy_(host)
+            return
         columns = out.shape[-1]
         first = first_family(self._salt)
         decoded = trellis_payload.read(payload, out.numel() // columns, columns, first)
@@ -169,7 +180,7 @@ class TrellisCodec(Codec):
 
 
 class DitherCodec(TrellisCodec):
-    """`dither-R`: `trellis-R` whose error has zero mean for every tensor (`kernels.trellis.dither`).
+    """`dither-R`: `trellis-R` whose error has zero mean for every tensor (`kernels.trellis.loops.dither`).
 
     `salted` returns the codec for one tensor, whose salt both ends know. The registry's codec has salt 0.
     """
@@ -282,7 +293,7 @@ def _encode(y: torch.Tensor, payload: torch.Tensor, salt: int | None = None) -> 
     plan = _best_plan(y, budget, first_family(salt))
     model = None if plan is None else _model(y, plan)
     if model is None or not _fill(model, payload, salt):
-        trellis_payload.write_zeros(payload)
+        payload.zero_()  # a tensor of zeros
 
 
 def _fill(model: _Model, payload: torch.Tensor, salt: int | None) -> bool:
@@ -302,8 +313,8 @@ def _fill(model: _Model, payload: torch.Tensor, salt: int | None) -> bool:
         code = _smallest_step(model.scales, budget * (1 - free), family, share, model.fixed_bits)
         code = min(max(code, low + 1), high - 1)
         row, column = model.scales.classes(code)
-        number = _classes(row, column, flat.device)
-        coded = trellis_ops.encode(flat, number, trellis.gain(code), where, family, salt)
+        number = _classes(row, column)
+        coded = trellis_lanes.encode(flat, number, trellis.gain(code), where, family, salt)
         words = int(coded.counts.sum())
         share = (16 * words + 8 * where.groups * where.lanes) / max(model.scales.cost(code, family), 1.0)
         widths = model.widths(*model.scales.class_bits(code))
@@ -351,17 +362,15 @@ def _best_plan(y: torch.Tensor, budget: int, family: int) -> _Plan | None:
     kinds = _kinds(rows, columns, len(sample), budget)
     if kinds:
         plans += [_Plan(space) for space in spaces(sample, max(rank for rank, _ in kinds), list(kinds), own)]
-    # Copy the scales of all plans at once, so that the host waits once.
-    pairs = [torch.cat(own)]
-    for plan in plans[1:]:
-        if plan.space is not None:
-            pairs.append(torch.cat(left_scales(sample, plan.space.sample)))
-        else:
-            pairs.append(torch.cat(scales(sample, by_row=plan.by_row, by_column=plan.by_column)))
-    several = torch.stack(pairs).cpu().numpy()
     best: tuple[int, _Plan] | None = None
-    for plan, both in zip(plans, several, strict=True):
-        of = Scales.of(both[: len(sample)], both[len(sample) :])
+    for plan in plans:
+        if plan.space is not None:
+            row, column = left_scales(sample, plan.space.sample)
+        elif plan.by_row and plan.by_column:
+            row, column = own
+        else:
+            row, column = scales(sample, by_row=plan.by_row, by_column=plan.by_column)
+        of = Scales.of(row.numpy(), column.numpy())
         fixed_bits = partial(_expected_bits, plan, rows, columns)
         code = _smallest_step(of, budget, family, rows / len(sample), fixed_bits)
         if best is None or code < best[0]:
@@ -383,13 +392,12 @@ def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
     if plan.space is not None:
         fit = fitted(y, plan.space)
         factors, residual, row, column = fit.factors, fit.residual, fit.row, fit.column
-        tops, largest = factors.tops, fit.peak
+        tops, largest = factors.tops.tolist(), fit.peak
     else:
-        factors, residual, tops = None, y, torch.zeros(3, dtype=torch.int32, device=y.device)
+        factors, residual, tops = None, y, [0, 0, 0]
         row, column = scales(y, by_row=plan.by_row, by_column=plan.by_column)
-        largest = trellis.peak(y)
-    seen = torch.cat((tops, largest.ceil().int().view(1), row, column)).cpu().numpy()
-    exponents, multipliers, peak = (int(seen[0]), int(seen[1])), int(seen[2]), int(seen[3])
+        largest = matrix_loops.peak(y)
+    exponents, multipliers, peak = (tops[0], tops[1]), tops[2], float(largest)
     if factors is None and peak == 0:
         return None
     if factors is not None and not (
@@ -398,7 +406,7 @@ def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
         and multipliers <= most_multipliers(factors.bits)
     ):
         return _model(y, _Plan())
-    return _Model(factors, residual, Scales.of(seen[4 : 4 + len(y)], seen[4 + len(y) :]), exponents)
+    return _Model(factors, residual, Scales.of(row.numpy(), column.numpy()), exponents)
 
 
 def _measure(model: _Model, budget: int, salt: int | None) -> tuple[int, float]:
@@ -409,13 +417,11 @@ def _measure(model: _Model, budget: int, salt: int | None) -> tuple[int, float]:
     where = trial_grid(sample.numel())
     first = first_family(salt)
     code = _smallest_step(model.scales, budget * (1 - _FREE), first, 1.0, model.fixed_bits)
-    number = _classes(*some.classes(code), sample.device)
-    counts = [
-        trellis_ops.encode(sample, number, trellis.gain(code), where, family, salt).counts.sum()
-        for family in range(first, first + FAMILIES)
-    ]
+    number = _classes(*some.classes(code))
     best: tuple[int, int, float] | None = None
-    for family, words in enumerate(torch.stack(counts).tolist(), first):
+    for family in range(first, first + FAMILIES):
+        coded = trellis_lanes.encode(sample, number, trellis.gain(code), where, family, salt)
+        words = int(coded.counts.sum())
         share = (16 * words + 8 * where.groups * where.lanes) / max(some.cost(code, family), 1.0)
         step = _smallest_step(model.scales, budget * (1 - _FREE), family, share, model.fixed_bits)
         if best is None or step < best[0]:
@@ -426,12 +432,9 @@ def _measure(model: _Model, budget: int, salt: int | None) -> tuple[int, float]:
 
 def _rows(x: torch.Tensor, every: int) -> torch.Tensor:
     """Every `every`-th row."""
-    if x.device.type == "cpu":
-        # Torch's copy would wake its threads, which then keep cores busy.
-        return torch.from_numpy(np.ascontiguousarray(x.numpy()[::every]))
-    return x[::every].contiguous()
+    # Torch's copy would wake its threads, which then keep cores busy.
+    return torch.from_numpy(np.ascontiguousarray(x.numpy()[::every]))
 
 
-def _classes(row: Int32Array, column: Int32Array, device: torch.device) -> torch.Tensor:
-    across = (torch.from_numpy(side.astype(np.int16)).to(device) for side in (row, column))
-    return trellis.classes(*across)
+def _classes(row: Int32Array, column: Int32Array) -> torch.Tensor:
+    return trellis.classes(torch.from_numpy(row), torch.from_numpy(column))

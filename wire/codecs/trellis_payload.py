@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import ops as trellis_ops
 from kernels.trellis import reference as trellis
 from kernels.trellis.code import LOW, Coded
@@ -107,13 +108,8 @@ def group_bytes(where: Grid, words: int) -> int:
     return where.groups * (4 + 4 * where.lanes) + 2 * words
 
 
-def write_zeros(out: torch.Tensor) -> None:
-    """Fill `out`, uint8 `[n]`, for a tensor of zeros."""
-    out.zero_()
-
-
 def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Tensor) -> None:
-    """Fill `out`, uint8 `[n]`, which must be large enough. `words` must be the sum of `coded.counts`."""
+    """Fill `out`, uint8 `[n]` on the CPU and large enough. `words` must be the sum of `coded.counts`."""
     factors, widths = payload.factors, payload.widths
     bases = int(payload.row.min()), int(payload.column.min())
     start = payload.side_bytes
@@ -133,7 +129,7 @@ def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Te
         used,
     )
     sides = [
-        (torch.from_numpy(side).to(out.device), -base, bits)
+        (torch.from_numpy(side), -base, bits)
         for side, base, bits in zip(
             (payload.row, payload.column), bases, (widths.row, widths.column), strict=True
         )
@@ -151,14 +147,15 @@ def write(payload: Payload, coded: Coded, where: Grid, words: int, out: torch.Te
     place = PREFIX_BYTES
     for values, more, bits in sides:
         size = -(-values.numel() * bits // 8)
-        _pack(values, more, bits, out[place : place + size])
+        if bits:
+            trellis_matrix_loops.pack(values, more, bits, out[place : place + size])
         place += size
     out[place:start].zero_()
     states = start + 4 * where.groups
     out[start:states].view(torch.int32).copy_(coded.counts)
     first = states + 4 * where.groups * where.lanes
     out[states:first].view(torch.int32).copy_(coded.states.view(-1))
-    trellis_ops.join(coded, out[first:used].view(torch.int16))
+    trellis_lanes.join(coded, out[first:used].view(torch.int16))
     out[used:].zero_()
 
 
@@ -336,19 +333,6 @@ def _most(values: torch.Tensor) -> torch.Tensor:
 def _check(right: bool | torch.Tensor, what: str) -> None:
     if not right:
         raise PackedMismatchError(f"a packed trellis tensor has {what}: refused")
-
-
-def _pack(values: torch.Tensor, more: int, bits: int, out: torch.Tensor) -> None:
-    """Fill uint8 `out` with the non-negative `values + more` at `bits` bits each, lowest bit first."""
-    if bits == 0:
-        return
-    if values.device.type == "cpu":
-        trellis_matrix_loops.pack(values, more, bits, out)
-        return
-    octets = F.pad(values.reshape(-1).long() + more, (0, -values.numel() % 8)).view(-1, 8)
-    words = (octets << _places(8, bits, values.device)).sum(1)
-    spread = words.unsqueeze(1) >> _places(bits, 8, values.device) & 255
-    out.copy_(spread.to(torch.uint8).view(-1)[: out.numel()])
 
 
 def _places(count: int, step: int, device: torch.device) -> torch.Tensor:

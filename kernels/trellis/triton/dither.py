@@ -1,4 +1,4 @@
-"""`kernels.trellis.dither` in Triton, the same bits."""
+"""`kernels.trellis.loops.dither` in Triton, the same bits."""
 
 import triton
 import triton.language as tl

@@ -24,7 +24,6 @@ from kernels.trellis.code import (
     LOW,
     PIECE,
     STATE_BITS,
-    Coded,
 )
 from kernels.trellis.grid import Grid
 from kernels.trellis.tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, SHIFT_AT, TOTAL, divided_codes
@@ -56,7 +55,6 @@ _TOTAL = tl.constexpr(TOTAL)
 _SHIFT_AT = tl.constexpr(SHIFT_AT)
 # A code that changes no state: the whole range of a row.
 _NOTHING = tl.constexpr(TOTAL << PRECISION)
-_JOIN = 1024
 # Groups per program, one warp each; no bit depends on it.
 TOGETHER, FEW_TOGETHER = 8, 2
 _CODES = tl.constexpr(2 * CLASSES * ROW)
@@ -365,34 +363,8 @@ def _encode(
     tl.store(counts, used, mask=group < groups)
 
 
-@triton.jit(do_not_specialize=("capacity",))
-def _join(words, counts, starts, out, capacity, BLOCK: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts + group)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    found = tl.load(words + group * capacity + capacity - count + place, mask=inside, other=0)
-    tl.store(out + tl.load(starts + group) + place, found, mask=inside)
-
-
 def chunks(where: Grid) -> int:
     return -(-where.steps // _ONCE)
-
-
-def encode(
-    residual: torch.Tensor,
-    classes: torch.Tensor,
-    gain: float,
-    where: Grid,
-    family: int,
-    salt: int | None = None,
-) -> Coded:
-    """Runs `kernels.trellis.lanes.encode` on the device of `residual`."""
-    control = torch.tensor([1, family, 0, 0], device=residual.device)
-    gains = torch.tensor([gain], dtype=torch.float64, device=residual.device)
-    lanes = Lanes.empty(where, residual.device, slots=1, at_once=1)
-    lanes.encode(residual, classes, control, gains, salt=salt)
-    return Coded(lanes.states[0], lanes.counts[0], lanes.words[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,19 +449,3 @@ class Lanes:
             num_warps=together,
             enable_fp_fusion=False,
         )
-
-
-def join(coded: Coded, out: torch.Tensor) -> None:
-    """Join the words of all groups, one after the other, into int16 `out`, which they fill exactly."""
-    groups, capacity = coded.words.shape
-    starts = coded.counts.cumsum(0) - coded.counts
-    _join[(groups, triton.cdiv(capacity, _JOIN))](
-        coded.words,
-        coded.counts,
-        starts,
-        out,
-        capacity,
-        BLOCK=_JOIN,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )

@@ -59,14 +59,13 @@ def _constants(settings: Settings, device: torch.device) -> Constants:
     numbers[at.ROWS_A_SAMPLE_ROW] = settings.rows / settings.sample_rows
     numbers[at.BUDGET] = 8 * settings.size
     numbers[at.LEAST_FREE] = settings.free
-    cpu = torch.device("cpu")
-    numbers[at.THRESHOLDS : at.THRESHOLDS + 16] = thresholds(cpu)
-    numbers[at.ROOTS : at.ROOTS + 16] = roots(cpu)
+    numbers[at.THRESHOLDS : at.THRESHOLDS + 16] = torch.from_numpy(thresholds())
+    numbers[at.ROOTS : at.ROOTS + 16] = torch.from_numpy(roots())
     start = None
     if settings.kinds:
         rank = max(rank for rank, _ in settings.kinds)
         start = torch.zeros(_RANK, settings.columns)
-        start[:rank] = signs(settings.columns, rank, cpu).T
+        start[:rank] = signs(settings.columns, rank).T
     return Constants(
         torch.tensor(settings.plans).to(device),
         numbers.to(device),

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kernels.common.random_bits import mixed
-from kernels.trellis import dither
-from kernels.trellis.loops import dither as dither_loops
+from kernels.common.random_bits import mixed, random_bits
+from kernels.trellis.loops import dither
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -16,20 +15,25 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def dithers(count: int, salt: int) -> torch.Tensor:
+    """The dither of each element in steps, in plain torch."""
+    return random_bits(count, salt, CPU).float().mul_(2.0).add_(1.0).mul_(2.0**-16).sub_(1.0)
+
+
 def test_dithers_are_even_over_two_steps_and_follow_from_the_salt() -> None:
-    made = dither.dithers(1 << 16, 5, CPU)
+    made = dithers(1 << 16, 5)
     assert made.abs().max() < 1 and abs(made.mean()) < 0.01 and abs(made.var() - 1 / 3) < 0.005
-    assert torch.equal(made, dither.dithers(1 << 16, 5, CPU))
-    other = dither.dithers(1 << 16, 6, CPU)
+    assert torch.equal(made, dithers(1 << 16, 5))
+    other = dithers(1 << 16, 6)
     assert abs((made * other).mean()) < 0.01
 
 
 @pytest.mark.parametrize("count", [1, 70_001, (1 << 20) + 3])
 def test_loops_give_the_references_bits(count: int) -> None:
     x, gain, salt = normal(count) * 3, 37.7, 2**32 - 9
-    by, of = torch.tensor(gain), dither.dithers(count, salt, CPU)
-    assert torch.equal(dither_loops.added(x, gain, salt), (x * by).add_(of * 64))
-    assert torch.equal(dither_loops.subtract(x.clone(), gain, salt), x - of * by)
+    by, of = torch.tensor(gain), dithers(count, salt)
+    assert torch.equal(dither.added(x, gain, salt), (x * by).add_(of * 64))
+    assert torch.equal(dither.subtract(x.clone(), gain, salt), x - of * by)
 
 
 @pytest.mark.parametrize("rate", [2.0, 3.0])

@@ -10,7 +10,6 @@ import torch
 
 from kernels.trellis import factors as trellis_factors
 from kernels.trellis import lanes as trellis_lanes
-from kernels.trellis import ops as trellis_ops
 from kernels.trellis import reference as trellis
 from kernels.trellis import scales as trellis_scales
 from kernels.trellis import tables as trellis_tables
@@ -18,6 +17,7 @@ from kernels.trellis.code import LOW, Coded
 from kernels.trellis.grid import Grid, grid
 from kernels.trellis.tables import CLASSES, ESCAPE, FAMILIES, MAX_CLASS, MIDDLE, ROW, SYMBOLS, TOTAL
 from tests.support.cases import each
+from tests.support.trellis_cases import fit, predict
 
 RNG = np.random.default_rng
 
@@ -95,7 +95,7 @@ def sample(where: Grid, seed: int, highest: int) -> tuple[torch.Tensor, torch.Te
 def coded(x: torch.Tensor, number: torch.Tensor, where: Grid, family: int) -> tuple[Coded, torch.Tensor]:
     made = trellis_lanes.encode(x, number, trellis.gain(STEP), where, family)
     words = torch.empty(int(made.counts.sum()), dtype=torch.int16)
-    trellis_ops.join(made, words)
+    trellis_lanes.join(made, words)
     return made, words
 
 
@@ -153,7 +153,7 @@ def path_of(values: list[int]) -> list[int]:
     number = torch.full((len(values),), 20, dtype=torch.uint8)
     made = trellis_lanes.encode(x, number, 1.0, where, 0)
     words = torch.empty(int(made.counts.sum()), dtype=torch.int16)
-    trellis_ops.join(made, words)
+    trellis_lanes.join(made, words)
     n, whole = trellis_lanes.decode(made.states, made.counts.long(), words, number, where, 0)
     assert whole
     return [int(one) for one in n]
@@ -195,7 +195,7 @@ def test_scales_are_logarithms_of_means() -> None:
     assert (np.abs(row / 16 - np.log2(means)) < 1 / 31).all()
     weighted = (np.abs(x) * 2.0 ** (-row / 16)[:, None]).mean(0)
     assert (np.abs(column / 16 - np.log2(weighted)) < 1 / 30).all()
-    assert (trellis_scales.row_scales(torch.from_numpy(x)).numpy() == row).all()
+    assert (trellis_scales.in_turn(torch.from_numpy(x), True, False)[0].numpy() == row).all()
 
 
 def test_equal_scales_are_merged() -> None:
@@ -219,21 +219,21 @@ def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(("rank", "bits"), [(1, 3), (8, 4), (16, 6), (64, 5)])
 def test_predictions_are_exact_products_of_integers(rank: int, bits: int) -> None:
     x = low_rank(90, 70, 12, rank) * torch.logspace(0, 2, 70)
-    factors = trellis_factors.fit(x, trellis_factors.spaces(x, rank, [(rank, bits)])[0])
+    factors = fit(x, trellis_factors.spaces(x, rank, [(rank, bits)])[0])
     limit = 2 ** (bits - 1) - 1
     assert factors.multiplier.sum() <= trellis_factors.most_multipliers(bits)
     assert factors.u.abs().max() <= limit and factors.v.abs().max() <= limit
     sums = (factors.u.long() * factors.multiplier) @ factors.v.long().T
     assert sums.abs().max() < 1 << 24
     scaled = sums * 2.0 ** (factors.exponent + factors.row_exponent.double())[:, None]
-    assert (trellis_factors.predict(factors) == scaled * 2.0 ** factors.column_exponent.double()).all()
+    assert (predict(factors) == scaled * 2.0 ** factors.column_exponent.double()).all()
 
 
 def test_a_prediction_takes_most_of_a_matrix_of_low_rank() -> None:
     x = low_rank(900, 150, 6, 7)
     # Found on a sixth of the rows.
     space = trellis_factors.spaces(x[::6], 32, [(8, 6)])[0]
-    left = x - trellis_factors.predict(trellis_factors.fit(x, space))
+    left = x - predict(fit(x, space))
     assert left.norm() < 0.06 * x.norm()
 
 
@@ -241,7 +241,7 @@ def test_a_prediction_takes_most_of_a_matrix_of_low_rank() -> None:
 def test_matrices_of_smaller_rank_than_asked_for(x: np.ndarray) -> None:
     matrix = torch.from_numpy(x.astype(np.float32))
     for space in trellis_factors.spaces(matrix, 8, [(8, 4), (4, 6)]):
-        assert trellis_factors.predict(trellis_factors.fit(matrix, space)).isfinite().all()
+        assert predict(fit(matrix, space)).isfinite().all()
 
 
 # ---- the grid and steps

@@ -11,6 +11,7 @@ from kernels.trellis import reference as trellis
 from kernels.trellis.grid import Grid
 from kernels.trellis.tables import DITHERED
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.trellis_cases import encode_lanes
 
 pytestmark = needs_triton
 
@@ -34,7 +35,6 @@ def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
 )
 def test_lanes_give_the_cpus_words(where: Grid, highest: int, salt: int | None) -> None:
     from kernels.trellis.triton import decode as triton_trellis_decode
-    from kernels.trellis.triton import lanes as triton_trellis
 
     family = where.groups % 2
     generator = torch.Generator().manual_seed(where.elements)
@@ -45,13 +45,13 @@ def test_lanes_give_the_cpus_words(where: Grid, highest: int, salt: int | None) 
     if salt is not None:
         family += DITHERED
     expected = trellis_lanes.encode(x, number, gain, where, family, salt)
-    made = triton_trellis.encode(x, number, gain, where, family, salt)
+    made = encode_lanes(x, number, gain, where, family, salt)
     assert torch.equal(made.states, expected.states) and torch.equal(made.counts, expected.counts)
     counts, capacity = expected.counts.long(), where.capacity
     each = zip(expected.words, counts.tolist(), strict=True)
     words = torch.cat([group[capacity - count :] for group, count in each])
     joined = torch.full_like(words, -23131)
-    triton_trellis.join(made, joined)
+    trellis_lanes.join(made, joined)
     assert torch.equal(joined, words)
     n, whole = triton_trellis_decode.decode(made.states, counts, joined, number, where, family)
     found, right = trellis_lanes.decode(expected.states, counts, words, number, where, family)
@@ -64,14 +64,13 @@ def test_lanes_give_the_cpus_words(where: Grid, highest: int, salt: int | None) 
 @inside
 def test_only_symbols_are_coded_as_such() -> None:
     """Multiples of a step around the last symbols and the place that the escape's own has, and below all."""
-    from kernels.trellis.triton import lanes as triton_trellis
 
     where, code = Grid(64, 1, 2, 32), 9000
     number = torch.full((where.elements,), 19, dtype=torch.uint8)
     x = torch.cat((torch.arange(76, 108), torch.arange(-108, -76))) * trellis.step_of(code)
     for family in range(2):
         expected = trellis_lanes.encode(x, number, trellis.gain(code), where, family)
-        made = triton_trellis.encode(x, number, trellis.gain(code), where, family)
+        made = encode_lanes(x, number, trellis.gain(code), where, family)
         count = int(expected.counts)
         assert torch.equal(made.states, expected.states) and torch.equal(made.counts, expected.counts)
         assert torch.equal(made.words[0, -count:], expected.words[0, -count:])

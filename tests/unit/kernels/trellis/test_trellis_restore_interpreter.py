@@ -9,6 +9,7 @@ import torch
 
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors
+from kernels.trellis.loops import matrices as matrix_loops
 from tests.support.cases import each
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
@@ -57,7 +58,7 @@ def test_values_are_the_cpus(
     n = integers(-(1 << 26), 1 << 26, rows * columns)
     n[::2] = integers(-90, 90, (rows * columns + 1) // 2)
     expected = torch.empty(1, rows, columns, dtype=dtype)
-    trellis.restore(trellis.reconstruct(n.clone(), STEP_CODE, by, salt), exponent, expected)
+    matrix_loops.restore(trellis.reconstruct(n.clone(), STEP_CODE, by, salt), exponent, expected)
     guarded = torch.full((rows * columns + 64,), -7.0, dtype=dtype)
     out = guarded[32:-32].view(1, rows, columns)
     triton_trellis_restore.restore(n, STEP_CODE, by, exponent, out, salt)
