@@ -50,9 +50,6 @@ _CRC = struct.Struct("<I")
 _SEQUENCE = struct.Struct("<Q")
 _DIRECTION_AT = 3
 _SEQUENCE_AT = 20
-_TAG_AT = 4
-_STEP = struct.Struct("<I")
-_STEP_AT = 32
 assert _FIELDS.size + _CRC.size == HEADER_BYTES
 
 
@@ -184,15 +181,3 @@ def frame_place(data: bytes) -> FramePlace:
 def frame_direction(data: bytes) -> Direction:
     """The direction of a frame made by `pack_frame`."""
     return Direction(data[_DIRECTION_AT])
-
-
-def frame_step(data: bytes) -> int:
-    """The step of a frame made by `pack_frame`."""
-    step: int = _STEP.unpack_from(data, _STEP_AT)[0]
-    return step
-
-
-def frame_tag(data: bytes) -> int:
-    """The run tag of a frame made by `pack_frame`."""
-    tag: int = _SEQUENCE.unpack_from(data, _TAG_AT)[0]
-    return tag

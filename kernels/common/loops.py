@@ -8,7 +8,6 @@ Constants are fp32, because numba computes in fp64 with a plain number.
 """
 
 import hashlib
-import importlib
 import logging
 import math
 import os
@@ -121,31 +120,9 @@ def _compiler(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 def _in_turn(compile_it: Callable[..., Any], turn: CompileTurn) -> Callable[..., Any]:
     def compile_in_turn(signature: object) -> Any:
         with global_compiler_lock, turn:
-            _load_without_blas()
             return compile_it(signature)
 
     return compile_in_turn
-
-
-@cache
-def _load_without_blas() -> None:
-    """Load numba's array functions as if SciPy, with which they multiply matrices, were not installed.
-
-    No loop multiplies matrices, and importing `scipy.linalg` delays the first tensor by a fifth of a second.
-    """
-    linalg = importlib.import_module("numba.np.linalg")
-    ensure = getattr(linalg, "ensure_blas", None)
-    if ensure is None:
-        return  # another version of numba
-
-    def absent() -> None:
-        raise ImportError
-
-    vars(linalg)["ensure_blas"] = absent
-    try:
-        importlib.import_module("numba.np.arraymath")
-    finally:
-        vars(linalg)["ensure_blas"] = ensure
 
 
 compiled = _compiler()

@@ -162,36 +162,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
     return triton.rotate_(x.transpose(1, 2), cos, sin, back=back).transpose(1, 2)
 
 
-def rotate_both(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`rotate` of queries and of keys; on a GPU one kernel where a projection's result has both in a row."""
-    if dispatch.has_kernels(query.device, "layers") and (whole := _in_a_row(query, key)) is not None:
-        from kernels.layers import triton
-
-        rotated = triton.rotate_(whole, cos, sin, back=back).transpose(1, 2)
-        query, key = torch.split(rotated, [query.shape[1], key.shape[1]], dim=1)
-        return query, key
-    return rotate(query, cos, sin, back=back), rotate(key, cos, sin, back=back)
-
-
-def _in_a_row(first: Tensor, second: Tensor) -> Tensor | None:
-    """Heads [B, H, S, D] and [B, K, S, D] as one [B, S, H + K, D].
-
-    None if the two parts of a token do not follow one another in memory.
-    """
-    batch, heads, length, width = first.shape
-    whole = first.transpose(1, 2)
-    if (
-        first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-        or second.storage_offset() != first.storage_offset() + heads * width
-        or first.stride() != second.stride()
-        or whole.stride()[2:] != (width, 1)
-    ):
-        return None
-    return whole.as_strided((batch, length, heads + second.shape[1], width), whole.stride())
-
-
 def drop(x: Tensor, salt: Tensor, share: float, *, first: int, stride: int) -> Tensor:
     """`reference.drop`. On a GPU in one pass, which draws the bits where it needs them."""
     if dispatch.has_kernels(x.device, "layers"):

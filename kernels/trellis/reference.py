@@ -12,8 +12,8 @@ of bits; an outlier channel costs bits in its own column only. Indices too long 
 
 The decoded value is n * step (rounded to fp32) plus the prediction (rounded to fp32), minus the dither of
 `kernels.trellis.loops.dither`, if there is one, times step (both rounded). Loops compute what is done per
-element (`kernels.trellis.loops`), exactly or with one rounding per operation, so that `kernels.trellis.triton`
-gives the same bits. Numpy computes the rest. Tensors on a GPU without these kernels are packed here, too.
+element (`kernels.trellis.loops`), exactly or with one rounding per operation, and `kernels.trellis.triton`
+has the same bits. Numpy computes the rest. Tensors on a GPU without these kernels are packed here, too.
 """
 
 import math

@@ -103,12 +103,12 @@ class Rotary(nn.Module):
         tables = self._from(first, query_bhsd.shape[-2])
         if torch.is_grad_enabled():
             return reference.rotate(query_bhsd, *tables), reference.rotate(key_bksd, *tables)
-        return layers.rotate_both(query_bhsd, key_bksd, *tables)
+        return layers.rotate(query_bhsd, *tables), layers.rotate(key_bksd, *tables)
 
     def back(self, query_bhsd: Tensor, key_bksd: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """The gradients of the inputs: the inverse rotation, with the same scale."""
         tables = self._from(first, query_bhsd.shape[-2])
-        return layers.rotate_both(query_bhsd, key_bksd, *tables, back=True)
+        return layers.rotate(query_bhsd, *tables, back=True), layers.rotate(key_bksd, *tables, back=True)
 
     def _from(self, first: int, length: int) -> tuple[Tensor, Tensor]:
         return self.cos_sd[first : first + length], self.sin_sd[first : first + length]

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import stat
+import struct
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ import torch
 from node.telemetry import points
 from node.telemetry.points import ANY, At, Phase
 from wire.errors import UserError
-from wire.frames import frame_step, frame_tag, pack_frame, parse_frame
+from wire.frames import frame_place, pack_frame, parse_frame
 
 VARIABLE = "THINWIRE_FAULTS"
 log = logging.getLogger(__name__)
@@ -181,7 +182,8 @@ class FrameFaults:
         self._held: dict[int, bytes] = {}
 
     def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]:
-        step = frame_step(frame)
+        key = frame_place(frame).key
+        step = key.step if key is not None else 0
         points.reach(Phase.SENDING, stage=stage, step=step)
         frames = [frame]
         if (held := self._held.pop(peer_stage, None)) is not None:
@@ -307,7 +309,7 @@ def _flipped(frame: bytes, at: int) -> bytes:
 
 
 def _of_another_session(frame: bytes) -> bytes:
-    tag = frame_tag(frame)
+    (tag,) = struct.unpack_from("<4xQ", frame)
     parsed = parse_frame(frame, tag)
     return pack_frame(replace(parsed, session=parsed.session ^ 1), tag)
 

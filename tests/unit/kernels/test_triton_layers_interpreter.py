@@ -187,35 +187,3 @@ def test_rotary_has_the_references_bits(dtype: torch.dtype, heads: int, width: i
     rotate_(columns, angles.cos(), angles.sin(), back=back)
     assert torch.equal(columns, wanted)
     assert not wide[:, :, :heads].any() and not wide[:, :, 2 * heads :].any()
-
-
-@inside
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("joined", [False, True])
-def test_queries_and_keys_turn_as_each_does(
-    joined: bool, back: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one kernel where one product made both, with values beside them that stay as they are."""
-    from kernels.common import dispatch
-    from kernels.layers import ops, triton
-
-    monkeypatch.setattr(dispatch, "has_kernels", lambda *_: True)
-    calls: list[int] = []
-    turn = triton.rotate_
-
-    def counted(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-        calls.append(x.shape[2])
-        return turn(x, cos, sin, back=back)
-
-    monkeypatch.setattr(triton, "rotate_", counted)
-    angles = drawn(5, 3, seed=2).repeat(1, 2)
-    tables = angles.cos(), angles.sin()
-    made = drawn(2, 5, 9, 6).bfloat16()
-    parts = [part.transpose(1, 2) for part in made.clone().split((4, 2, 3), dim=2)]
-    wanted = [reference.rotate(part, *tables, back=back) for part in parts[:2]]
-    query, key = parts[:2] if joined else [part.clone() for part in parts[:2]]
-    found = ops.rotate_both(query, key, *tables, back=back)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    assert torch.equal(parts[2], made[:, :, 6:].transpose(1, 2))
-    assert calls == ([6] if joined else [4, 2])
-    assert not joined or found[0].data_ptr() == query.data_ptr()
