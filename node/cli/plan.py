@@ -119,8 +119,7 @@ def _times_text(times: "BlockTimes", *, on_cpu: bool) -> list[str]:
         f"ffn_input {_ms(times.ffn_input)}",
     ]
     if not on_cpu:
-        slower = f", which slow compute by {1e12 * times.slowing:.2f} ms per GB" if times.slowing else ""
-        lines.append(f"  copies: {times.out_rate / 1e9:.1f} GB/s out, {times.in_rate / 1e9:.1f} in{slower}")
+        lines.append(f"  copies: {times.out_rate / 1e9:.1f} GB/s out, {times.in_rate / 1e9:.1f} in")
     lines += [
         f"  {time.kind} in {time.form if time.form == 'bf16' else f'{time.form} bits'}: "
         f"packed in {_ms(time.pack)}, unpacked in {_ms(time.unpack)}"

@@ -52,10 +52,9 @@ class HostMemory(ABC):
     def finish(self) -> None:
         """Block until all copies so far are done. The host may then read what was copied out."""
 
-    def wait_device(self, *, copies: bool = True) -> None:
-        """Block until the device's work so far is done, and all copies unless `copies` is False."""
-        if copies:
-            self.finish()
+    def wait_device(self) -> None:
+        """Block until the device's work and all copies so far are done."""
+        self.finish()
 
     def clock(self) -> float:
         """The host's clock, in seconds."""
@@ -126,10 +125,9 @@ class CudaHostMemory(HostMemory):
         for stream in (self._out, self._in):
             stream.synchronize()
 
-    def wait_device(self, *, copies: bool = True) -> None:
+    def wait_device(self) -> None:
         self._current.synchronize()
-        if copies:
-            self.finish()
+        self.finish()
 
     def _allocate(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=self._page_locked)

@@ -1,5 +1,5 @@
-"""Measures the times that a memory plan needs on this node's device: a block's passes and parts, packing,
-copies to the host and back during compute, and compute during copies. Takes a second or two, once per run.
+"""Measures the times that a memory plan needs on this node's device: a block's passes and parts, packing, and
+copies to the host and back during compute. Takes a second or two, once per run.
 
     python -m node.stage.block_measure gpu|cpu < RUN.json
 
@@ -11,7 +11,6 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from kernels.attention.ops import attention
 from node.config.schema import RunConfig
 from node.model.chunk import HALVES, Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.families.known import family_of
-from node.model.host_memory import Copy, HostMemory, host_memory
+from node.model.host_memory import HostMemory, host_memory
 from node.model.storage import configured
 from node.model.units import block_name
 from node.run_file.loader import from_json
@@ -36,11 +35,6 @@ log = logging.getLogger(__name__)
 
 COPIED = 1 << 28
 """The bytes of a measured copy."""
-MOST_COPIES = 64
-"""The most copies that are measured during a block's passes."""
-ROUNDS = 3
-MEASURED_SECONDS = 0.02
-"""The seconds of work that are measured during copies."""
 
 
 def block_seconds(config: RunConfig, device: torch.device) -> float:
@@ -111,10 +105,6 @@ class _Passes:
     def backward(self) -> None:
         backward_from(self._made, self._above)
 
-    def both(self) -> None:
-        self.forward()
-        self.backward()
-
 
 def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
     model, training = config.model, config.training
@@ -150,14 +140,14 @@ def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
     memory = host_memory(device)
     square = x.reshape(-1, x.shape[-1])
     rate = copy_rate(memory, lambda: [square.t() @ square for _ in range(8)])
-    slowing = slowed_by_copies(memory, passes.both, rate)
-    return replace(times, out_rate=rate, in_rate=rate, slowing=slowing)
+    return replace(times, out_rate=rate, in_rate=rate)
 
 
 def copy_rate(memory: HostMemory, work: Callable[[], object], size: int = COPIED) -> float:
     """The bytes per second in each direction when both directions are used at once during `work`. A direction
     alone is at least as fast."""
-    out, into = _buffers(memory, size)
+    there, back = (torch.empty(size, dtype=torch.uint8, device=memory.device) for _ in range(2))
+    out, into = (there, memory.empty(size)), (memory.empty(size), back)
     rate = 0.0
     # The first round touches the pages for the first time.
     for _ in range(2):
@@ -170,46 +160,6 @@ def copy_rate(memory: HostMemory, work: Callable[[], object], size: int = COPIED
         rate = size / (memory.clock() - began)
     memory.wait_device()
     return rate
-
-
-def slowed_by_copies(
-    memory: HostMemory, work: Callable[[], object], rate: float, size: int = COPIED
-) -> float:
-    """The seconds that each copied byte adds to concurrent work: how much longer `work` takes, including
-    launches, during copies in both directions, which use the device's memory too.
-
-    Args:
-        rate: of copies, in bytes per second in each direction (`copy_rate`).
-    """
-    out, into = _buffers(memory, size)
-
-    def took(copies: int, repeats: int = 1) -> float:
-        memory.wait_device()
-        for _ in range(copies):
-            memory.copy_out([out])
-            memory.copy_in([into])
-        began = memory.clock()
-        for _ in range(repeats):
-            work()
-        memory.wait_device(copies=False)
-        seconds = memory.clock() - began
-        memory.wait_device()
-        return seconds
-
-    took(0)
-    repeats = max(1, min(MOST_COPIES, ceil(MEASURED_SECONDS / max(took(0), 1e-9))))
-    alone = min(took(0, repeats) for _ in range(ROUNDS))
-    # The copies last one and a half times as long as the work.
-    copies = min(MOST_COPIES, max(1, ceil(1.5 * alone * rate / size)))
-    beside = min(took(copies, repeats) for _ in range(ROUNDS))
-    copied = min(2 * copies * size, 2 * rate * beside)
-    return max(0.0, beside - alone) / copied
-
-
-def _buffers(memory: HostMemory, size: int) -> tuple[Copy, Copy]:
-    """The buffers for a copy out and a copy in."""
-    there, back = (torch.empty(size, dtype=torch.uint8, device=memory.device) for _ in range(2))
-    return (there, memory.empty(size)), (memory.empty(size), back)
 
 
 def main() -> int:

@@ -117,8 +117,6 @@ class BlockTimes:
     """Bytes per second from the device to host memory, while it computes."""
     in_rate: float
     """Bytes per second from host memory to the device, while it computes."""
-    slowing: float = 0.0
-    """The seconds that each copied byte adds to the compute beside it."""
     stored: Storage = field(default_factory=Storage)
     """The storage with which `forward` and `backward` were measured."""
     packing: tuple[PackTime, ...] = ()

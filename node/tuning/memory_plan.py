@@ -211,8 +211,6 @@ class PlannedStage:
             work = others = ends = kept.working
             self._block_work_pages = self._work_pages
             again = work + self._block + self._input
-        # A block that is alone in its chunk reads the gradient that the stage received.
-        self._alone_work = again if kept.captured else again - self._input
         self._work = max(work, others if max(self.blocks) > 1 else 0)
         """The most bytes that are at work with a block, besides what blocks keep."""
         self._again_work, self._ends_work = again, ends
@@ -310,7 +308,6 @@ class PlannedStage:
             moved=sum(moved),
             host=sum(map(page_locked, moved)),
             seconds=seconds,
-            slowing=2 * sum(moved) * self._times.slowing,  # copied out and back
             working=working,
             left=left,
             again=again,
@@ -351,8 +348,7 @@ class PlannedStage:
         for own in chunks:
             if not (count := sum(column.again for column in own)):
                 continue
-            again = self._again_work if len(own) > 1 else self._alone_work
-            at(left + coming + most + again, again_pages)
+            at(left + coming + most + self._again_work, again_pages)
             if self._casts:
                 at(count * self._casts + self._casting_work)
         peak = max(places, key=lambda place: place.kept + place.working + place.pages)
@@ -394,7 +390,6 @@ class PlannedStage:
     def _pass_seconds(self, choices: Sequence[Choice], state: Moved) -> float:
         """The seconds that these choices add to a microbatch's forward and backward."""
         taken, moves, times = [self.columns[choice] for choice in choices], self._moved(state), self._times
-        slowing = sum(column.slowing for column in taken) + sum(count * move.slowing for move, count in moves)
         waits = self._waits(taken)
         moved, again = sum(column.moved for column in taken), sum(column.seconds for column in taken)
         # In total, copies can hide behind compute up to its length. The engines copy in both directions at
@@ -408,7 +403,7 @@ class PlannedStage:
         )
         forward = max(0.0, forward - self._forward, sum(wait.forward for wait in waits))
         backward = max(0.0, backward - self._backward - again, sum(wait.backward for wait in waits))
-        return again + slowing + forward + backward
+        return again + forward + backward
 
     def _waits(self, taken: Sequence[Column]) -> list[Waits]:
         """Each chunk's waits for copies of single blocks."""
@@ -512,7 +507,6 @@ class PlannedStage:
             held=tuple(self._held),
             room=beside - self._work,
             room_again=again - self._again_work,
-            room_alone=again - self._alone_work,
             room_head=beside - self._ends_work if self._ends_work else None,
             room_casting=passes - self._casting_work,
             casts=self._casts,

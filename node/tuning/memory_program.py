@@ -143,8 +143,6 @@ class Column:
     """The bytes of host memory that they take."""
     seconds: float
     """The seconds that it adds to forward and backward."""
-    slowing: float = 0.0
-    """The seconds that its copies add to the compute beside them."""
     working: int
     """The bytes that its backward needs beyond a block with everything kept, without tensors that return."""
     left: int = 0
@@ -181,8 +179,6 @@ class StateMove:
     """The bytes of a part that its backward fetches."""
     backward_out: int = 0
     """The bytes of a part that its backward sends back."""
-    slowing: float = 0.0
-    """The seconds that copies of a part add to a microbatch's passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +195,6 @@ class Program:
     block at work."""
     room_again: int
     """The room while a block runs again."""
-    room_alone: int
-    """The room while a block runs again that is alone in its chunk."""
     room_head: int | None = None
     """The room for what blocks keep while the head is at work; None without a head."""
     room_casting: int = 0
@@ -286,12 +280,11 @@ def solve(program: Program) -> Counts | None:
         if program.room_head is not None:
             limit(first | {coming: 1.0}, program.room_head / unit)
     if any(column.again for column in columns):
-        rooms = [program.room_again, program.room_alone, program.room]
+        rooms = [program.room_again, program.room]
         rooms += [program.room_casting] * (program.casts > 0)
         much = (sum(program.held) * total + 4) * 2.0 + (max(rooms) - min(rooms)) / unit + most_working
         for chunk in range(chunks):
-            room = (program.room_again if program.blocks[chunk] > 1 else program.room_alone) / unit
-            limit(passes | {runs_again + chunk: much}, room + much)
+            limit(passes | {runs_again + chunk: much}, program.room_again / unit + much)
             if program.casts:
                 casts = {
                     chunk * width + k: held[chunk * width + k] + program.casts / unit
@@ -336,8 +329,8 @@ def solve(program: Program) -> Counts | None:
     cost = np.zeros(count)
     for chunk in range(chunks):
         for k, column in enumerate(columns):
-            cost[chunk * width + k] = (column.seconds + column.slowing) / second
-    cost[state : state + states] = [(move.seconds + move.slowing) / second for move in program.state]
+            cost[chunk * width + k] = column.seconds / second
+    cost[state : state + states] = [move.seconds / second for move in program.state]
     cost[[waits_forward, waits_back]] = 1.0
     matrix = np.zeros((len(rows), count))
     for number, (terms, _, _) in enumerate(rows):

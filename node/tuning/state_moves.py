@@ -83,7 +83,6 @@ def state_moves(
                 seconds=0.0,
                 forward_in=weights,
                 backward_in=weights,
-                slowing=2 * weights * times.slowing,
             )
         )
         return tuple(moves)
@@ -102,7 +101,6 @@ def state_moves(
             seconds=(2 * weights if codes else weights) / rate,
             forward_in=in_passes,
             backward_in=in_passes,
-            slowing=2 * in_passes * times.slowing,
         )
     )
     # The first microbatch of a step starts from 0 and fetches no gradients.
@@ -117,7 +115,6 @@ def state_moves(
             seconds=2 * gradients / rate,
             backward_in=gradients_in,
             backward_out=gradients,
-            slowing=(gradients_in + gradients) * times.slowing,
         )
     )
     if codes:
@@ -131,7 +128,6 @@ def state_moves(
                 seconds=codes / rate,
                 forward_in=codes,
                 backward_in=codes,
-                slowing=2 * codes * times.slowing,
             )
         )
     return tuple(moves)

@@ -11,30 +11,23 @@ from torch import Tensor
 from node.config.schema import StorageSection
 from node.model.host_memory import Copy, HostMemory
 from node.model.storage import KINDS, PACKED, Storage, configured
-from node.stage.block_measure import block_seconds, copy_rate, measured_times, slowed_by_copies
+from node.stage.block_measure import block_seconds, copy_rate, measured_times
 from node.tuning.block_times import BlockTimes, PackTime, stored_forms
 from tests.unit.node.tuning.test_memory import CPU, run
 
-RATE, SLOWER = 2e9, 0.25
-"""Bytes a second each way; what compute beside copies takes longer, of itself."""
+RATE = 2e9
+"""Bytes a second each way."""
 
 
 class Timeline(HostMemory):
-    """A device whose seconds are made up: compute and two engines run at a time, and compute is slower while
-    copies run. The host waits only when asked to."""
+    """A device whose seconds are made up: two engines run beside compute. The host waits only when asked
+    to."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
-        self.now = self.computed = 0.0
+        self.now = 0.0
         self.copied = {"out": 0.0, "in": 0.0}
         """When each is done."""
-
-    def work(self, seconds: float) -> None:
-        begin = max(self.now, self.computed)
-        beside = max(0.0, max(self.copied.values()) - begin)
-        # Until the copies are done it goes on at less speed.
-        slow = min(seconds * (1 + SLOWER), beside)
-        self.computed = begin + slow + max(0.0, seconds - slow / (1 + SLOWER))
 
     def _copy(self, way: str, copies: Iterable[Copy]) -> None:
         size = sum(source.nbytes for source, _ in copies)
@@ -55,11 +48,6 @@ class Timeline(HostMemory):
     def finish(self) -> None:
         self.now = max(self.now, *self.copied.values())
 
-    def wait_device(self, *, copies: bool = True) -> None:
-        self.now = max(self.now, self.computed)
-        if copies:
-            self.finish()
-
     def clock(self) -> float:
         return self.now
 
@@ -67,23 +55,14 @@ class Timeline(HostMemory):
         return torch.empty(count, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("seconds", [0.003, 0.05, 0.4])
-def test_compute_beside_copies_is_measured_beside_copies(seconds: float) -> None:
-    memory = Timeline()
-    rate = copy_rate(memory, lambda: memory.work(0.001), size=1 << 20)
-    assert rate == pytest.approx(RATE)
-    found = slowed_by_copies(memory, lambda: memory.work(seconds), rate, size=1 << 24)
-    # A quarter of the time in which both engines copy.
-    assert found == pytest.approx(SLOWER / (1 + SLOWER) / (2 * RATE), rel=0.02)
+def test_both_directions_are_copied_at_once_while_the_device_works() -> None:
+    memory, began = Timeline(), list[bool]()
 
+    def work() -> None:
+        began.append(min(memory.copied.values()) > memory.now)
 
-def test_copies_that_cost_compute_nothing_are_free() -> None:
-    class Free(Timeline):
-        def work(self, seconds: float) -> None:
-            self.computed = max(self.now, self.computed) + seconds
-
-    memory = Free()
-    assert slowed_by_copies(memory, lambda: memory.work(0.05), RATE, size=1 << 20) == 0.0
+    assert copy_rate(memory, work, size=1 << 20) == pytest.approx(RATE)
+    assert began and all(began)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -93,7 +72,7 @@ def test_each_form_that_a_run_may_have_is_packed_and_unpacked_by_the_clock(form:
     config = replace(run(form, family), storage=StorageSection(allow=allow))
     config = replace(config, model=replace(config.model, layers=2, sequence=64))
     times = measured_times(config, CPU)
-    assert times is not None and times.measured and times.slowing == 0.0
+    assert times is not None and times.measured
     assert min(times.forward, times.backward, times.attention, times.attention_output, times.ffn_input) > 0
     assert [(one.kind, one.form) for one in times.packing] == stored_forms(config)
     assert ("attention_output", "bf16") in stored_forms(config) or form == "autocast"

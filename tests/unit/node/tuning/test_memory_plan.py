@@ -182,9 +182,7 @@ def test_copies_that_blocks_wait_for_are_in_the_program(
     times = assumed_times(config, HOSTS)
     (one,) = _stages(config, 2, HOSTS, only=0, times=times)
     block = max(column.moved for column in one.columns.values())
-    times = replace(
-        times, out_rate=rate * block / times.forward, in_rate=rate * block / times.forward, slowing=1e-14
-    )
+    times = replace(times, out_rate=rate * block / times.forward, in_rate=rate * block / times.forward)
     (one,) = _stages(config, 2, HOSTS, only=0, times=times)
     ways = list(every_way(one, blocks, states=(Moved(), Moved(1))))
     least, most = min(way.memory.total for way in ways), stage_memory(config, 2, HOSTS)[0].total
