@@ -23,7 +23,6 @@ from node.stage.out_of_memory import ran_out
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry import points
-from node.telemetry.clock import StageClock, TimeKind
 from wire.errors import (
     CacheMismatchError,
     DeviceLostError,
@@ -156,8 +155,6 @@ class EpochTask:
         self._io: LinksIO | None = None
         """The connection between tensors and links in the newest step."""
         self._vote: Vote | None = None
-        self._seconds = 0.0
-        """The seconds of a microbatch's passes in the newest step; 0 before the first."""
         self._validated: Validated | None = None
         self._has_seat = False
         """Whether a node that enters a running epoch has begun its first step."""
@@ -405,11 +402,7 @@ class EpochTask:
             try:
                 executor.use_windows(begin.link_windows, begin.audited, change.work.groups)
                 executor.wants_digests = begin.digests
-                began = _in_passes(executor.clock)
-                vote = executor.run_step(self.number, step, io, samples, begin.loss_scale, change)
-                count = len(executor.microbatch_numbers)
-                self._seconds = (_in_passes(executor.clock) - began) / count if count else 0.0
-                return vote
+                return executor.run_step(self.number, step, io, samples, begin.loss_scale, change)
             except Exception as error:  # torch raises several types when memory runs out; others pass
                 if not ran_out(error):
                     raise
@@ -556,7 +549,7 @@ class EpochTask:
 
             def work() -> None:
                 executor.apply(commit.lr, commit.clip_coefficient)
-                executor.model.adapt(self._seconds)
+                executor.model.adapt()
 
             await services.compute(work)
             points.reach(points.Phase.APPLY, stage=self.stage, step=commit.step)
@@ -603,9 +596,3 @@ def placed_node(placement: Placement, peer: Peer) -> PlacedStage:
 def is_taken(placement: Placement, peer: Peer) -> bool:
     """Whether a node has a neighbour's place."""
     return bool(placed_node(placement, peer).node_id)
-
-
-def _in_passes(clock: StageClock) -> float:
-    """The seconds of forward and backward so far."""
-    times = clock.snapshot()
-    return times[TimeKind.FORWARD] + times[TimeKind.BACKWARD]

@@ -233,7 +233,7 @@ class Leader:
         self._ranks.lead(Op.DROP)
         self._model.drop()
 
-    def adapt(self, seconds: float) -> None:
+    def adapt(self) -> None:
         """Keep the plan, as always with several devices."""
 
     def relieve(self) -> bool:

@@ -26,7 +26,7 @@ from node.model.units import is_block
 from node.schedule.placement import chunk_units, slice_ranges
 from node.stage.allocator import begin_peak, most_allocated
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
-from node.stage.memory_control import MemoryControl, Taken
+from node.stage.memory_control import MemoryControl
 from node.stage.out_of_memory import ran_out
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
 from node.stage.state_copy import StateCopy, weights_of
@@ -56,7 +56,7 @@ class StageCompute(Protocol):
 
     def drop(self) -> None: ...
 
-    def adapt(self, seconds: float) -> None: ...
+    def adapt(self) -> None: ...
 
     def relieve(self) -> bool: ...
 
@@ -294,18 +294,13 @@ class StageModel:
         for chunk in self._chunks:
             chunk.offload = self._offload
 
-    def adapt(self, seconds: float) -> None:
-        """Call between two steps. If the last one took a different time or memory than planned, and another
-        plan is better, continue with that plan. The bits stay the same.
-
-        `seconds`: the time of forward and backward of a microbatch.
-        """
+    def adapt(self) -> None:
+        """Call between two steps. If the last one took other memory than planned, and another plan is better,
+        continue with that plan. The bits stay the same."""
         # Each of several devices would measure for itself, but all must recompute the same collectives.
         if self._control is None or self.ranks > 1:
             return
-        each = seconds / len(self._slices)
-        taken = Taken(most_bytes=most_allocated(self.device), seconds=each)
-        plan = self._control.step_done(taken)
+        plan = self._control.step_done(most_allocated(self.device))
         if plan is not None:
             log.warning("memory is planned again from measured steps: %s", _words(plan))
             self._change(plan)

@@ -631,26 +631,6 @@ def short_of_memory(config: RunConfig, devices: Devices, memory_bytes: int) -> b
     return 0 < memory_bytes < max(stage_bytes(config, config.pipeline.stages, devices))
 
 
-def planned_again(
-    config: RunConfig,
-    stages: int,
-    stage: int,
-    devices: Devices,
-    memory_bytes: int,
-    plan: MemoryPlan,
-    *,
-    windows: int = 0,
-    times: BlockTimes | None = None,
-) -> MemoryPlan:
-    """The memory plan with the choices of `plan` and with the current memory and times.
-
-    Other arguments are as for `plan_stage`.
-    """
-    variants = [variant for (variant,) in _variants(config, stages, devices, windows, stage, times)]
-    variant = variants[0] if plan.graphs else variants[-1]
-    return variant.plan(plan.choices, memory_bytes, state=plan.state)
-
-
 def _fastest(variants: Sequence[PlannedStage], memory_bytes: int) -> MemoryPlan:
     """`plan_stage` for the variants of a stage."""
     everything = variants[0].plan(variants[0].alike(Choice.KEPT), memory_bytes)

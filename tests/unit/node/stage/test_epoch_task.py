@@ -88,8 +88,7 @@ class Stage:
         self.log.append("relieve")
         return self.relieves
 
-    def adapt(self, seconds: float) -> None:
-        assert seconds >= 0
+    def adapt(self) -> None:
         self.adapted += 1
 
     def use_storages(self, names: tuple[str, ...]) -> None:
