@@ -37,8 +37,6 @@ class LinkRate:
     """Bytes per second in the other direction."""
     latency: float = 0.0
     """Seconds in one direction. An interface's latency is added to every tensor that passes it."""
-    full_duplex: bool = True
-    """Both directions work at once. Otherwise they take turns."""
 
 
 class ResourceKind(StrEnum):
@@ -59,18 +57,16 @@ class Resource:
     peer_stage: int = -1
     """The stage that receives over the link; else -1."""
     direction: str = ""
-    """The direction of a link or an interface: `up`, `down`, or `both` if they share; as in `LinkRate`."""
+    """The direction of a link or an interface, `up` or `down`, as in `LinkRate`."""
 
     def __str__(self) -> str:
         match self.kind:
             case ResourceKind.COMPUTE:
                 return f"compute of stage {self.stage}"
-            case ResourceKind.LINK if self.direction == "both":
-                return f"link between {self.stage} and {self.peer_stage}"
             case ResourceKind.LINK:
                 return f"link {self.stage} to {self.peer_stage}"
             case _:
-                word = {"up": "upload", "down": "download", "both": "interface"}[self.direction]
+                word = {"up": "upload", "down": "download"}[self.direction]
                 return f"{word} of stage {self.stage}"
 
 
@@ -218,24 +214,20 @@ class Network:
         """The passage of `size` bytes between two stages that a link joins."""
         # The link that closes the ring starts at the last stage. Two stages have only one link.
         closing = {source, target} == {0, self._stages - 1} and self._stages > 2
-        low, high = (max(source, target), min(source, target)) if closing else sorted((source, target))
+        low = max(source, target) if closing else min(source, target)
         seconds: dict[Resource, float] = {}
         latency = 0.0
         if self._links:
             link = self._links[low]
             upward = source == low
-            if link.full_duplex:
-                direction = "up" if upward else "down"
-                way = Resource(kind=ResourceKind.LINK, stage=source, peer_stage=target, direction=direction)
-            else:
-                way = Resource(kind=ResourceKind.LINK, stage=low, peer_stage=high, direction="both")
+            direction = "up" if upward else "down"
+            way = Resource(kind=ResourceKind.LINK, stage=source, peer_stage=target, direction=direction)
             seconds[way] = size / (link.up if upward else link.down)
             latency += link.latency
         if self._interfaces:
             for stage, direction in ((source, "up"), (target, "down")):
                 interface = self._interfaces[stage]
-                shared = direction if interface.full_duplex else "both"
-                resource = Resource(kind=ResourceKind.INTERFACE, stage=stage, direction=shared)
+                resource = Resource(kind=ResourceKind.INTERFACE, stage=stage, direction=direction)
                 seconds[resource] = size / (interface.up if direction == "up" else interface.down)
                 latency += interface.latency
         return Passage(seconds=seconds, latency=latency)

@@ -18,11 +18,9 @@ backward, and limits count slices. A head on the first stage does not need other
 slice's loss forward and backward at once.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise, product
 
 from wire.errors import ConfigError
 
@@ -127,28 +125,9 @@ def one_f_one_b(
     if len(windows) != links:
         raise ConfigError(f"{len(windows)} windows given; {stages} stages have {links} links")
     limits = [slices + sum(1 + ahead for ahead in windows[stage:]) for stage in range(stages)]
-    orders = one_f_one_b_limited(limits, microbatches, slices)
-    return (_with_head(orders[0], 1), *orders[1:]) if head_first else orders
-
-
-def one_f_one_b_limited(limits: Sequence[int], microbatches: int, slices: int = 1) -> Orders:
-    """Plain 1F1B with an explicit in-flight limit for each stage, in slices, first stage first.
-
-    Limits must be at least `slices` and must not increase along the pipeline. Otherwise a stage would wait
-    forever for more forwards than its predecessor may send.
-
-    Raises:
-        ConfigError: the limits cannot work.
-    """
-    limits = tuple(limits)
-    _check_sizes(len(limits), 1, microbatches, 0, slices)
-    if min(limits) < slices or any(later > earlier for earlier, later in pairwise(limits)):
-        raise ConfigError(
-            f"in-flight limits {limits} cannot work: "
-            f"give every stage at least {slices} and no stage more than the one before it"
-        )
     forwards = [(0, m) for m in range(microbatches)]
-    return tuple(_alternate(forwards, forwards, limit, slices) for limit in limits)
+    orders = tuple(_alternate(forwards, forwards, limit, slices) for limit in limits)
+    return (_with_head(orders[0], 1), *orders[1:]) if head_first else orders
 
 
 def interleaved_1f1b(
@@ -254,59 +233,6 @@ def has_head_first(orders: Orders) -> bool:
     """Whether the first stage has one more chunk than the others."""
     most = [max((action.chunk for action in order), default=-1) for order in orders]
     return len(orders) > 1 and most[0] == max(most[1:]) + 1
-
-
-def check_complete(orders: Orders) -> tuple[int, int]:
-    """Check that every stage runs every slice of every microbatch of its chunks once in each direction.
-    Returns (chunks, microbatches).
-
-    The head's chunk on the first stage (`has_head_first`) does not count as one of `chunks`.
-
-    A microbatch's forwards must be in increasing order of slice. A backward must follow its forward, and the
-    backwards of a chunk must be in increasing order of microbatch and decreasing order of slice; those of a
-    head on the first stage in increasing order. Only `simulate` shows whether stages wait for each other in a
-    circle.
-
-    Raises:
-        ConfigError: the orders are incomplete or wrong. The error names the stage.
-    """
-    actions = [action for order in orders for action in order]
-    if not actions:
-        raise ConfigError("the schedule is empty: give at least one stage and one microbatch")
-    head = has_head_first(orders)
-    chunks = 1 + max(action.chunk for action in actions) - head
-    microbatches = 1 + max(action.microbatch for action in actions)
-    slices = 1 + max(action.slice for action in actions)
-    for stage, order in enumerate(orders):
-        own = chunks + (head and stage == 0)
-        numbers = list(product(range(own), range(microbatches), range(slices)))
-        expected = {Action(kind, *number) for kind in Kind for number in numbers}
-        if len(order) != len(expected) or expected != set(order):
-            times = Counter(order)
-            wrong = {action for action in expected if times[action] != 1} | (times.keys() - expected)
-            names = "; ".join(sorted(map(str, wrong))[:3])
-            raise ConfigError(
-                f"stage {stage} must run {own} chunks × {microbatches} microbatches × {slices} slices once "
-                f"each way; missing, repeated or unknown: {names}"
-            )
-        run = set[tuple[int, int, int]]()
-        due = [0] * own
-        for action in order:
-            c, m, s = action.chunk, action.microbatch, action.slice
-            if action.kind is Kind.FORWARD:
-                if s > 0 and (c, m, s - 1) not in run:
-                    raise ConfigError(f"stage {stage} runs the {action} before the slice before it")
-                run.add((c, m, s))
-                continue
-            microbatch, back = divmod(due[c], slices)
-            next_slice = back if c == chunks else slices - 1 - back
-            if (m, s) != (microbatch, next_slice) or (c, m, s) not in run:
-                raise ConfigError(
-                    f"stage {stage} runs the {action} too early: it must follow its own forward, the "
-                    "backward of the microbatch before and those of later slices"
-                )
-            due[c] += 1
-    return chunks, microbatches
 
 
 def _check_sizes(stages: int, chunks: int, microbatches: int, window: int, slices: int) -> None:

@@ -3,7 +3,7 @@
 The model: a stage computes one action at a time, in its order, as soon as the tensor that it needs has
 arrived. Sending never delays computing. Each ordered pair of stages has a connection that carries one tensor
 at a time, in the order in which they were produced. A tensor arrives `latency` after its transfer ends. A
-`Network` says which parts a tensor passes: links that are not full duplex, interfaces that the links of a
+`Network` says which parts a tensor passes: links, and interfaces that the links of a
 node share. Connections through the same part get equal rates, as with TCP, and what one cannot use goes to
 the others (max-min fairness). A boundary between two chunks of the same stage costs nothing.
 """
@@ -20,7 +20,6 @@ from node.schedule.schedule import (
     BoundaryTensor,
     Kind,
     Orders,
-    check_complete,
     dependencies,
     has_head_first,
 )
@@ -94,11 +93,8 @@ def simulate(
             chunk do.
 
     Raises:
-        ConfigError: the orders are incomplete (see `check_complete`), or there is a deadlock. The error says
-            what each stage waits for.
+        ConfigError: there is a deadlock. The error says what each stage waits for.
     """
-    chunks, _ = check_complete(orders)
-
     known: dict[tuple[Kind, int, int], _Transfer] = {}
     parts: dict[Hashable, int] = {}
     """Numbers of the parts that tensors pass, which are looked up a million times in a plan of windows."""
@@ -120,7 +116,7 @@ def simulate(
         return known[way]
 
     transfer = alone if network is None else through
-    spans, busy = _Simulation(orders, chunks, forward_time, backward_time, transfer, swap).run()
+    spans, busy = _Simulation(orders, forward_time, backward_time, transfer, swap).run()
     names = list(parts)
     total = max(of_stage[-1].end for of_stage in spans)
     return Timeline(spans, total, {names[part]: time for part, time in busy.items()})
@@ -165,7 +161,6 @@ class _Simulation:
     def __init__(
         self,
         orders: Orders,
-        chunks: int,
         forward_time: ComputeTime,
         backward_time: ComputeTime,
         transfer: Callable[[BoundaryTensor, int, int], _Transfer],
@@ -174,6 +169,7 @@ class _Simulation:
         self._orders = orders
         self._turns = [Turns(order, swap=swap) for order in orders]
         head_first = has_head_first(orders)
+        chunks = 1 + max(action.chunk for action in orders[0]) - head_first
         self._edges = [
             [dependencies(action, stage, len(orders), chunks, head_first=head_first) for action in order]
             for stage, order in enumerate(orders)

@@ -328,7 +328,6 @@ class _Steps:
                 up=link.up / CAUTION,
                 down=link.down / CAUTION,
                 latency=link.latency * CAUTION,
-                full_duplex=link.full_duplex,
             )
             for link in measures.links
         ]

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from node.config.schema import RunConfig
 from node.schedule.placement import slice_ranges
-from node.schedule.schedule import Kind, one_f_one_b_limited
+from node.schedule.schedule import Kind, one_f_one_b
 from node.stage.stage_model import StageModel
 
 
@@ -84,7 +84,9 @@ def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int
     labels = torch.zeros(shape, dtype=torch.int64) if stage else None
 
     slices = slice_ranges(config)
-    (order,) = one_f_one_b_limited([held], 1 - (-held // len(slices)), len(slices))
+    # The first of so many stages holds that many.
+    stages = held - len(slices) + 1
+    order, *_ = one_f_one_b(stages, 1 - (-held // len(slices)), slices=len(slices))
 
     def step() -> None:
         model.begin_step()

@@ -41,21 +41,6 @@ def test_a_slow_link_by_hand() -> None:
     ]
 
 
-def test_half_duplex_adds_both_directions() -> None:
-    link = LinkRate(up=10, down=10, full_duplex=False)
-    floor = step_floor(
-        microbatches=5,
-        forward=[1, 1],
-        backward=[1, 1],
-        activation_bytes=30,
-        gradient_bytes=50,
-        links=[link],
-    )
-    assert floor.microbatch_seconds == 8
-    assert str(floor.binds) == "link between 0 and 1"
-    assert floor.seconds == 1 + 5 * 8 + 1
-
-
 def test_an_interface_is_shared_by_both_links_of_a_middle_stage() -> None:
     """The middle stage uploads activations one way and gradients the other, through one wire."""
     floor = step_floor(
