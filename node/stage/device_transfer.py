@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from node.stage.host_buffers import LEAST_BYTES, HostBuffers
 from wire.codecs import header, host_copies
 from wire.codecs.base import ROW_BYTES, Codec
 from wire.codecs.host_copies import HostCopies, Mark
@@ -51,10 +50,7 @@ class DeviceTransfer(ABC):
 
 
 class CpuTransfer(DeviceTransfer):
-    """For a CPU: tensors are on the host already. The memory of large tensors is reused."""
-
-    def __init__(self) -> None:
-        self._buffers = HostBuffers()
+    """For a CPU: tensors are on the host already."""
 
     def mark(self) -> None:
         return None
@@ -63,21 +59,16 @@ class CpuTransfer(DeviceTransfer):
         pass
 
     def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
-        if tensor.nbytes < LEAST_BYTES:
-            return codec.encode(tensor)
-        size = codec.packed_bytes(TensorSpec(tensor.dtype, tuple(tensor.shape)))
-        return codec.encode(tensor, self._buffers.empty((size,), torch.uint8))
+        return codec.encode(tensor)
 
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
-        parts = codec.open(packed.numpy(), spec)
-        return codec.unpack(packed, spec, parts, self._buffers.empty(spec.shape, spec.dtype)), None
+        return codec.decode(packed, spec), None
 
 
 class PlainTransfer(CpuTransfer):
     """For a device whose codecs run on the CPU and whose copies themselves wait for all submitted work."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device = device
 
     def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:

@@ -124,13 +124,12 @@ class Codec(ABC):
         """Bits per element, including header and metadata."""
         return 8 * self.packed_bytes(spec) / spec.elements
 
-    def encode(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Pack fp32, bf16 or fp16 `[...]` into uint8 `[packed_bytes]` on the same device, into `out` if
-        given.
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pack fp32, bf16 or fp16 `[...]` into uint8 `[packed_bytes]` on the same device.
 
         Raises `NonFiniteError` for infinities or NaNs, `CodecError` for other dtypes or no elements.
         """
-        packed = self.pack(tensor, out)
+        packed = self.pack(tensor)
         if packed.device.type == "cpu":
             wire_header.seal(packed.numpy())
             return packed
@@ -151,12 +150,12 @@ class Codec(ABC):
             )
         return self.unpack(packed, spec, self.open(packed.cpu().numpy(), spec))
 
-    def pack(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """`encode` without the checksum and the check for non-finite values, which `seal` adds."""
         tensor = tensor.detach()
         spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
         size = self.packed_bytes(spec)
-        packed = torch.empty(size, dtype=torch.uint8, device=tensor.device) if out is None else out
+        packed = torch.empty(size, dtype=torch.uint8, device=tensor.device)
         agreed = self._agreed(spec)
         if packed.device.type == "cpu":
             memory = packed.numpy()
