@@ -11,9 +11,7 @@ each link gets `MARGIN` more if memory allows.
 A node's links share its line, so the simulation uses the most that each line was seen to carry. If every link
 has a line of its own, nodes receive from both sides at once and the most is the sum, which limits nothing. If
 a line is shared and full, a window beyond what fills it only makes its queue longer, with activations ahead
-of gradients. So its links get no margin, but the window that would be enough for all links. Such a window is
-kept while it is no wider than it would be with unlimited rates: on a full line a measured rate is a share of
-the line, which connections divide differently from step to step.
+of gradients. So its links get no margin.
 
 A step's result does not depend on its window, so a plan may be late or be lost with the coordinator.
 """
@@ -185,25 +183,15 @@ def plan_windows(
 
     planned = _raised(steps.smallest(), fast.smallest(), suits)
     full = steps.full_lines(planned)
-    of_full = [bool(full & {link, (link + 1) % stages}) for link in range(links)]
-
-    def on_full(least: Windows, width: Windows) -> Windows:
-        """Give links of full lines the width that all links need, if they need any and it is at most a margin
-        more."""
-        ways = zip(least, width, of_full, strict=True)
-        return tuple(min(all_, own + MARGIN) if shares and own else own for own, all_, shares in ways)
-
-    if suits(of_all := on_full(planned, steps.smallest_even())):
-        planned = of_all
-    kept = on_full(planned, fast.smallest_even())
-    near = all(
-        least <= now <= (max(least, widest) if shares else least + 2 * MARGIN)
-        for now, least, widest, shares in zip(current, planned, kept, of_full, strict=False)
-        if least
-    )
     wanted = tuple(
-        least if shares or not least else least + MARGIN
-        for least, shares in zip(planned, of_full, strict=True)
+        least if not least or full & {link, (link + 1) % stages} else least + MARGIN
+        for link, least in enumerate(planned)
+    )
+    # A window in use may be a margin wider than what is wanted, except on a full line.
+    near = all(
+        least <= now <= 2 * most - least
+        for now, least, most in zip(current, planned, wanted, strict=False)
+        if least
     )
     return current if good and near else _raised(planned, wanted, suits)
 
