@@ -239,10 +239,9 @@ class Codec(ABC):
         """`round_trip` of a contiguous tensor."""
         spec = TensorSpec(x.dtype, (x.shape[1],))
         out, header = torch.empty_like(x), self._agreed(spec).header
-        packed = torch.empty(self.packed_bytes(spec), dtype=torch.uint8, device=x.device)
         exponents = []
         for row, values in zip(x, out, strict=True):
-            self.pack(row, packed)
+            packed = self.pack(row)
             exponents.append(int(packed[wire_header.EXPONENT].view(torch.int32).item()))
             if exponents[-1] != NON_FINITE:
                 self.unpack(packed, spec, replace(header, exponent=exponents[-1]), values)
