@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from node.run_file.loader import load_config
     from node.tuning.block_times import assumed_times
     from node.tuning.device_memory import Devices
-    from node.tuning.memory_plan import CURVE_POINTS, Room, frontier, plan_stage
+    from node.tuning.memory_plan import CURVE_POINTS, Room, frontier
     from node.tuning.storage_choice import choose, chosen_config, kept_bytes, remedies, words_of
     from wire.errors import UserError
 
@@ -69,10 +69,7 @@ def run(args: argparse.Namespace) -> int:
     room = Room(devices=devices, memory_bytes=memory, times=times)
     storages = [choose(config, stages, stage, room) for stage in range(stages)]
     configs = [chosen_config(config, storage) for storage in storages]
-    plans = [
-        plan_stage(chosen, stages, stage, devices, memory, times=times)
-        for stage, chosen in enumerate(configs)
-    ]
+    plans = [room.plan(chosen, stages, stage) for stage, chosen in enumerate(configs)]
     points = CURVE_POINTS if args.curve or args.json else 2
     curves = [
         frontier(chosen, stages, stage, devices, times, points=points) for stage, chosen in enumerate(configs)

@@ -7,7 +7,7 @@ backward recomputes it, or it waits in host memory (`node.model.offload`). A blo
 input, here or in host memory, and run again. State may be in host memory too: first the optimizer's moments,
 then blocks' weights, then their main gradients (`node.tuning.state_moves`).
 
-`plan_stage` takes the plan that adds the least time among those that fit (`node.tuning.memory_program`), by
+`Room.plan` takes the plan that adds the least time among those that fit (`node.tuning.memory_program`), by
 the times of `node.tuning.block_times`.
 
 `PlannedStage` is one stage on one kind of node. It knows the bytes and seconds of each choice, and the peak
@@ -603,36 +603,13 @@ def _variants(
     return variants
 
 
-def plan_stage(
-    config: RunConfig,
-    stages: int,
-    stage: int,
-    devices: Devices,
-    memory_bytes: int,
-    *,
-    windows: int = 0,
-    times: BlockTimes | None = None,
-) -> MemoryPlan:
-    """The plan that adds the least time among those that fit in `memory_bytes`.
-
-    If none fits, the plan that takes the least memory. Everything is kept if the memory is unknown (0).
-
-    Args:
-        memory_bytes: the memory of each device of the node.
-        windows: as for `node.tuning.memory.stage_bytes`.
-        times: those of its card; by default those of a typical one.
-    """
-    variants = [variant for (variant,) in _variants(config, stages, devices, windows, stage, times)]
-    return _fastest(variants, memory_bytes)
-
-
 def short_of_memory(config: RunConfig, devices: Devices, memory_bytes: int) -> bool:
     """Whether a node with this much memory may get a stage that does not fit with everything kept."""
     return 0 < memory_bytes < max(stage_bytes(config, config.pipeline.stages, devices))
 
 
 def _fastest(variants: Sequence[PlannedStage], memory_bytes: int) -> MemoryPlan:
-    """`plan_stage` for the variants of a stage."""
+    """`Room.plan` for the variants of a stage."""
     everything = variants[0].plan(variants[0].alike(Choice.KEPT), memory_bytes)
     if everything.fits:
         return everything
@@ -653,19 +630,15 @@ class Room:
     windows: int = 0
     """As for `node.tuning.memory.stage_bytes`."""
     times: BlockTimes | None = None
-    """The times measured on its card, if there are any."""
+    """The times measured on its card; None for those of a typical one."""
 
     def plan(self, config: RunConfig, stages: int, stage: int) -> MemoryPlan:
-        """As `plan_stage`."""
-        return plan_stage(
-            config,
-            stages,
-            stage,
-            self.devices,
-            self.memory_bytes,
-            windows=self.windows,
-            times=self.times,
-        )
+        """The plan that adds the least time among those that fit.
+
+        If none fits, the plan that takes the least memory. Everything is kept if the memory is unknown.
+        """
+        variants = _variants(config, stages, self.devices, self.windows, stage, self.times)
+        return _fastest([variant for (variant,) in variants], self.memory_bytes)
 
 
 def least_stage_bytes(

@@ -22,7 +22,7 @@ from node.config.schema import (
 )
 from node.lab.results import commit, hardware
 from node.tuning.device_memory import Devices
-from node.tuning.memory_plan import MemoryPlan, least_stage_bytes, plan_stage
+from node.tuning.memory_plan import MemoryPlan, Room, least_stage_bytes
 from scripts.report import RESULTS, write
 
 OUT = RESULTS / "small_plans.json"
@@ -70,7 +70,8 @@ def plans(config: RunConfig, cards: int, memory: int) -> list[MemoryPlan]:
     cut = replace(config, pipeline=replace(config.pipeline, stages=cards))
     if max(least_stage_bytes(cut, cards, devices)) > memory:
         return []
-    found = [plan_stage(cut, cards, stage, devices, memory) for stage in sorted({0, cards // 2, cards - 1})]
+    room = Room(devices=devices, memory_bytes=memory)
+    found = [room.plan(cut, cards, stage) for stage in sorted({0, cards // 2, cards - 1})]
     return found if all(plan.fits for plan in found) else []
 
 

@@ -14,7 +14,7 @@ from node.config.schema import LoraSection, ModelSection, PipelineSection, RunCo
 from node.model.storage import RECOMPUTE, Storage
 from node.schedule.placement import held_blocks, stage_units
 from node.stage.stage_model import StageModel
-from node.tuning.block_times import assumed_times
+from node.tuning.block_times import BlockTimes, assumed_times
 from node.tuning.device_memory import Devices
 from node.tuning.memory import stage_memory
 from node.tuning.memory_plan import (
@@ -26,7 +26,6 @@ from node.tuning.memory_plan import (
     _variants,
     frontier,
     least_stage_bytes,
-    plan_stage,
 )
 from node.tuning.memory_program import Column, spread
 from node.tuning.state_moves import Moved
@@ -42,6 +41,17 @@ PACKED = StorageSection(attention="8")
 def deep(form: str = "plain", *, layers: int = 10, **pipeline: Any) -> RunConfig:
     config = run(form, **pipeline)
     return replace(config, model=replace(config.model, layers=layers))
+
+
+def plan_stage(
+    config: RunConfig,
+    stages: int,
+    stage: int,
+    devices: Devices,
+    memory_bytes: int,
+    times: BlockTimes | None = None,
+) -> MemoryPlan:
+    return Room(devices=devices, memory_bytes=memory_bytes, times=times).plan(config, stages, stage)
 
 
 def budgets(config: RunConfig, stage: int, devices: Devices, count: int = 5) -> Iterator[int]:

@@ -14,7 +14,7 @@ from node.tuning.block_times import BlockTimes, assumed_times
 from node.tuning.decisions import StepHistory
 from node.tuning.device_memory import Devices
 from node.tuning.memory import MEMORY_SHARE, most_held
-from node.tuning.memory_plan import Room, least_stage_bytes, plan_stage
+from node.tuning.memory_plan import Room, least_stage_bytes
 from node.tuning.storage_choice import (
     MOST_PLANNED,
     StoragePlan,
@@ -89,13 +89,13 @@ def test_a_stage_gets_the_fastest_storage_and_of_equals_the_most_bits(
     assert len(allowed) == 4
     needs = [kept_bytes(config, storage, 2, devices)[0] for storage in allowed]
     for memory in (min(needs), (min(needs) + max(needs)) // 2, max(needs)):
-        found = {}
+        room, found = Room(devices=devices, memory_bytes=memory, times=times), {}
         for storage in allowed:
-            plan = plan_stage(chosen_config(config, storage), 2, 0, devices, memory, times=times)
+            plan = room.plan(chosen_config(config, storage), 2, 0)
             if plan.fits:
                 found[storage] = plan.seconds + plan.moving
         best = min(found.values())
-        chosen = choose(config, 2, 0, Room(devices=devices, memory_bytes=memory, times=times))
+        chosen = choose(config, 2, 0, room)
         assert found[chosen] <= 1.0101 * best
         better = allowed[: allowed.index(chosen)]
         assert all(found.get(storage, best * 2) > 1.0099 * best for storage in better)
@@ -113,14 +113,14 @@ def test_packing_that_costs_nothing_comes_before_computing_again() -> None:
         assert choose(config, 2, 0, room) == storage
         slow = replace(room, times=times_with(config, 50.0))
         assert choose(config, 2, 0, slow) == wide
-        assert plan_stage(chosen_config(config, wide), 2, 0, GPU, memory).text() != ""
+        assert replace(room, times=None).plan(chosen_config(config, wide), 2, 0).text() != ""
 
 
 def test_with_too_little_for_any_bits_the_node_plans_the_rest_of_the_fewest() -> None:
     config = allowing("4", "attention:8", "attention_output:8")
     least = least_stage_bytes(narrowest(config), 2, GPU)[0]
-    storage = choose(config, 2, 0, Room(devices=GPU, memory_bytes=least))
-    plan = plan_stage(chosen_config(config, storage), 2, 0, GPU, least)
+    room = Room(devices=GPU, memory_bytes=least)
+    plan = room.plan(chosen_config(config, choose(config, 2, 0, room)), 2, 0)
     assert plan.fits and plan.text() != ""
     assert least < least_stage_bytes(allowing(), 2, GPU)[0]
     nothing = storage_seconds(config, 2, 0, Room(devices=GPU, memory_bytes=1))
