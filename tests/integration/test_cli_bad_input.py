@@ -67,25 +67,17 @@ def damage_model(run: Run) -> None:
 @pytest.mark.parametrize(
     ("spoil", "overrides", "words"),
     [
-        (
-            damage_model,
-            [],
-            "model.safetensors is truncated or not a safetensors file: a header of 2000 bytes",
-        ),
+        (damage_model, [], "2000 bytes"),
         (remove_run_file, [], "run.toml"),
-        (remove_text, [], "no file or folder {text}; set [data] path to text"),
+        (remove_text, [], "{text}; set [data]"),
         (empty_text, [], "no text in {text}"),
-        (short_text, [], "the text has 18 tokens; a window of sequence 32 needs 33"),
+        (short_text, [], "18 tokens"),
         (binary_text, [], "{text} is not UTF-8 text"),
         (misspell, [], "did you mean 'microbatch'"),
         (no_change, ["pipeline.stagse=2"], "did you mean 'stages'"),
-        (
-            no_change,
-            ["pipeline.split=[1,1,1,1]"],
-            "pipeline.split adds up to 4 blocks, but model.layers is 5",
-        ),
-        (no_change, ["pipeline.split=[5]"], "pipeline.split has 1 numbers, but 4 stages need 4"),
-        (no_change, ["pipeline.stages=6"], "6 stages need at least 6 blocks, but model.layers is 5"),
+        (no_change, ["pipeline.split=[1,1,1,1]"], "model.layers is 5"),
+        (no_change, ["pipeline.split=[5]"], "4 stages"),
+        (no_change, ["pipeline.stages=6"], "6 stages"),
         (no_change, ["pipeline.forward_codec=fixed-12"], "fixed-12"),
         (no_change, ["coordinator.listen=127.0.0.1"], "not host:port"),
     ],
@@ -133,14 +125,13 @@ def test_directories_that_hold_a_run_or_none(prefork: Prefork, tmp_path: Path) -
         assert first.wait_exit() == 130
         database = (run.run_dir / "run.db").read_bytes()
 
-        assert "already contains a run: continue it with `thinwire resume" in one_line(run.start())
+        assert "thinwire resume" in one_line(run.start())
         assert "contains no run" in one_line(run.command("resume", str(tmp_path)))
         assert "is not a directory" in one_line(run.command("resume", str(tmp_path / "nowhere")))
 
         text = run.text_file.read_bytes()
         run.text_file.write_bytes(text.replace(b"line 7", b"lime 7"))
-        line = one_line(run.command("resume", str(run.run_dir)))
-        assert f"the text at {run.text_file} is not the text that the run began with" in line
+        assert "not the text" in one_line(run.command("resume", str(run.run_dir)))
         run.text_file.unlink()
         assert f"no file or folder {run.text_file}" in one_line(run.command("resume", str(run.run_dir)))
         assert (run.run_dir / "run.db").read_bytes() == database

@@ -82,12 +82,12 @@ def to_nobody(run: Run, token: JoinToken) -> str:
 
 
 CASES: list[tuple[Callable[[Run, JoinToken], str], int, str]] = [
-    (truncated, 2, "the join token is cut short"),
-    (mistyped, 2, "the join token is mistyped"),
-    (unknown, 1, "this run never issued this join token"),
-    (wrong_secret, 1, "this run never issued this join token"),
-    (revoked, 1, "was revoked: ask for a new one"),
-    (expired, 1, "has expired: ask for a new one"),
+    (truncated, 2, "cut short"),
+    (mistyped, 2, "mistyped"),
+    (unknown, 1, "never issued"),
+    (wrong_secret, 1, "never issued"),
+    (revoked, 1, "revoked"),
+    (expired, 1, "expired"),
     (used_up, 1, "ask for a new one"),
     (of_another_run, 2, "serves run small-"),
     (of_another_authority, 2, "key"),
@@ -132,7 +132,7 @@ def test_a_coordinator_that_goes_away(prefork: Prefork, tmp_path: Path) -> None:
         assert waiting.wait_exit() == 1
         assert time.monotonic() - began > CONFIG.coordinator.outage_seconds / 2
         (complaint,) = waiting.complaints
-        assert complaint.startswith("thinwire: error: the coordinator at 127.0.0.1:")
+        assert "coordinator at 127.0.0.1:" in complaint
         assert " for 2 s: " in complaint
         # As a member it does not wait for it either.
         again = run.add_node(state_dir=run.state_dir(0))
@@ -154,7 +154,7 @@ def test_a_coordinator_that_goes_away_in_the_middle_of_a_step(prefork: Prefork, 
         assert [node.wait_exit() for node in nodes] == [1, 1]
         for node in nodes:
             (complaint,) = node.complaints
-            assert complaint.startswith("thinwire: error: the coordinator at 127.0.0.1:")
+            assert "coordinator at 127.0.0.1:" in complaint
         second = run.resume("coordinator.regroup_seconds=0.5")
         run.add_nodes(2)
         assert second.wait_exit() == 0

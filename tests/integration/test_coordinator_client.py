@@ -164,7 +164,7 @@ async def test_an_outage_that_lasts_too_long_is_an_error_of_each_call() -> None:
             uploads = [client.put_layer(2, unit, LayerFile.of(b"state")) for unit in ("embed", "head")]
             outcomes = await asyncio.gather(*uploads, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [LinkLostError, LinkLostError]
-        with pytest.raises(LinkLostError, match="did not answer for 1 s"):
+        with pytest.raises(LinkLostError, match="for 1 s"):
             await client.put_layer(2, "embed", LayerFile.of(b"state"))
     finally:
         await client.close()

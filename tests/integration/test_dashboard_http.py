@@ -490,7 +490,7 @@ async def test_an_address_that_is_taken_is_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match="use an address of this machine"):
+        with pytest.raises(UserError, match="address of this machine"):
             async with serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", port):
                 pass
 

@@ -181,7 +181,7 @@ def test_a_coordinator_and_nodes_as_deployed(
         assert said(run, *here(written.take("token", "list"), tmp_path)).count("usable") == 2
         address = page.removeprefix("http://").rstrip("/")
         top = here(written.take("top", "203.0.113.7:7700"), tmp_path, **{"203.0.113.7:7700": address})
-        assert "waiting for nodes: 0 of 1 are here; paste the join line" in said(run, *top, "--once")
+        assert "0 of 1" in said(run, *top, "--once")
         port = free_port()
         pool = here(container_arguments("Job"), tmp_path, **{"0.0.0.0:7703": f"127.0.0.1:{port}"})
         node = run.deployed(container_environment("Job"), *pool, name="pool")
@@ -204,8 +204,8 @@ def test_a_coordinator_and_nodes_as_deployed(
         assert coordinator.wait_exit() == 130, coordinator.report()
         # Steps are left, so both wait; the container's owner needs it elsewhere.
         for stopped in (node, container):
-            stopped.wait_line(lambda line: "the run was stopped before its last step" in line)
-            stopped.wait_line(lambda line: "waiting up to 1h00m for the run to continue" in line)
+            stopped.wait_line(lambda line: "stopped before" in line)
+            stopped.wait_line(lambda line: "1h00m" in line)
         container.send(signal.SIGTERM)
         assert container.wait_exit() == 130, container.report()
         # It kept its key in the volume, as it was told no folder.

@@ -55,7 +55,7 @@ async def test_a_server_of_another_kind_is_no_coordinator(tls_server: Any) -> No
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = authority.issue_node(key.public_key(), "node-aaaaaaaaaa", DAY, time.time())
     address = await tls_server((key_to_pem(key), certificate))
-    with pytest.raises(TokenError, match="is not a coordinator's join port"):
+    with pytest.raises(TokenError, match="not a coordinator"):
         await fetch_authority(address, authority.pin)
 
 
@@ -66,7 +66,7 @@ async def test_another_authority_with_a_non_text_name_is_reported(tls_server: An
     odd = CertificateAuthority("run-a", ec.generate_private_key(ec.SECP256R1()), authority.certificate)
     odd.certificate = Mock(wraps=nameless, subject=authority.certificate.subject)
     address = await tls_server(odd.coordinator_credentials(DAY, time.time()))
-    with pytest.raises(TokenError, match=r"belongs to run \(unnamed\) with key"):
+    with pytest.raises(TokenError, match="unnamed"):
         await fetch_authority(address, bytes(32))
 
 
@@ -86,7 +86,7 @@ async def test_a_wrong_clock_says_so(tls_server: Any, shift: float, line: str) -
 async def test_an_empty_run_says_that_nobody_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(LinkError, match=r"nothing answers at .* is the coordinator running\?"):
+    with pytest.raises(LinkError, match="nothing answers"):
         await fetch_authority(f"127.0.0.1:{free_port()}", bytes(32))
     with pytest.raises(LinkError, match=r"nothing answers at a\.\.b:1 "):
         await fetch_authority("a..b:1", bytes(32))
@@ -102,5 +102,5 @@ async def test_a_plain_server_says_so() -> None:
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        with pytest.raises(LinkError, match="does not speak TLS as a coordinator does"):
+        with pytest.raises(LinkError, match="TLS"):
             await fetch_authority(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", bytes(32))

@@ -151,7 +151,7 @@ async def test_nodes_wait_while_a_resumed_coordinator_reads(tmp_path: Path, pref
             identity = NodeIdentity.load(run.state_dirs[nodes[0]])
             assert identity is not None
             client = CoordinatorClient(f"127.0.0.1:{run.plan.control_port}", lambda: identity, 0.0)
-            with pytest.raises(NotYetError, match="is reading its text and its newest snapshot"):
+            with pytest.raises(NotYetError, match="snapshot"):
                 await client.session(hello("127.0.0.1:1"), asyncio.Queue(), _no_message, _never)
             whole_bytes = whole.read_bytes()
             whole.rename(layer)
@@ -179,8 +179,8 @@ def test_a_full_disk_pauses_the_run_and_costs_no_step(tmp_path: Path, prefork: P
         assert run.tend() == 0
         run.assert_all_happened()
         paused, goes_on = (told.text for told in run.all(DiskRoom))
-        assert paused.startswith("paused: disk full: ") and "the run continues when there is space" in paused
-        assert goes_on == "the disk has space again: the run continues"
+        assert paused.startswith("paused: ") and "disk full" in paused
+        assert "has space again" in goes_on
         assert_never_silent(*run.coordinators)
         assert [node.wait_exit() for node in nodes] == [0] * 3
         assert run.all(StepAborted) == run.all(NodeLeft) == []

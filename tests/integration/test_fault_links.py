@@ -62,8 +62,8 @@ def test_a_peer_that_sends_nonsense_gives_up_its_stage(tmp_path: Path, prefork: 
 @pytest.mark.parametrize(
     ("phase", "tensor", "count", "verdict"),
     [
-        (Phase.FORWARD, "the activation to be sent over boundary 1", 1, "the codecs are the cause"),
-        (Phase.BACKWARD, "the gradient of layer", 2, "with uncompressed links too"),
+        (Phase.FORWARD, "activation to be sent over boundary 1", 1, "codecs"),
+        (Phase.BACKWARD, "the gradient of layer", 2, "uncompressed"),
     ],
 )
 def test_a_step_that_is_not_finite_ends_the_run_in_one_line(
@@ -83,10 +83,10 @@ def test_a_step_that_is_not_finite_ends_the_run_in_one_line(
         assert finished.failed
         assert finished.reason.startswith("step 4 was not committed: ")
         assert f"{tensor}" in finished.reason and "at stage 1" in finished.reason
-        assert verdict in finished.reason and "snapshot of step 3 is intact" in finished.reason
+        assert verdict in finished.reason and "snapshot of step 3" in finished.reason
         assert "\n" not in finished.reason
         notice, *_ = run.all(Notice)
-        assert "running it again with uncompressed links" in notice.text
+        assert "uncompressed" in notice.text
         assert max(record.step for record in run.records) == 2
         assert list_snapshots(run.run_dir / "snapshots") == (2, 3)
         assert [node.wait_exit() for node in first] == [FAILED] * 3

@@ -125,10 +125,9 @@ def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
     found = inside(flags, "off", "wrong=50")
     up, down = found["links"]
     assert 1.2 < up["share"] < 2.55
-    assert up["fault"].startswith("the link from stage 0 to 1 is off by +")
-    assert "its shaper lets too much through" in up["fault"]
+    assert "0 to 1" in up["fault"] and "too much" in up["fault"]
     assert down["share"] == NEARLY
-    assert "link 0 to 1 is at 50 Mbit/s" in found["check"]
+    assert "50 Mbit/s" in found["check"]
 
 
 def test_networks_follow_each_other_without_a_trace(flags: tuple[str, ...]) -> None:

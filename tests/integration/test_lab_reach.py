@@ -72,9 +72,9 @@ def test_machines_behind_nat_and_a_proxy_train_the_weights_of_open_machines(tmp_
         ["proxy", "-", "-", "relay", "-", "-"],
     ]
     (_, *at_open), (_, *at_nat) = doctor_table(found)[1:]
-    assert at_open[0].startswith("none: others see this machine's own address")
+    assert at_open[0].startswith("none: ")
     assert at_open[1] == "others can dial this machine"
-    assert at_nat[0].startswith("NAT at 198.18.1.2 that maps a port in the same way for every target (2 were")
+    assert at_nat[0].startswith("NAT at 198.18.1.2 ") and "every target (2 " in at_nat[0]
     assert "its router forwards no port" in at_nat[1]
-    assert at_nat[2].startswith("likely works with nodes that have a NAT like this one")
+    assert at_nat[2].startswith("likely works")
     assert at_nat[3].startswith("the coordinator relays")

@@ -298,13 +298,13 @@ def test_a_lab_without_iproute2_names_the_package(tmp_path: Path, mark: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "none.toml"], "none.toml: no such profile"),
-        (["run", str(SMOKE), "lab.stepz=1"], "unknown key 'stepz' in [lab]; did you mean 'steps'?"),
+        (["run", "none.toml"], "none.toml"),
+        (["run", str(SMOKE), "lab.stepz=1"], "did you mean 'steps'?"),
         (["run", str(SMOKE), "--time-limit", "-1"], "--time-limit must be"),
-        (["run", str(SMOKE), "--only", "tah"], "--only 'tah' names no cell of this profile"),
-        (["merge", "none.json", "--out", "all.json"], "none.json: no such results file"),
-        (["table", "none.json"], "none.json: no such results file"),
-        (["tabel"], "unknown command 'tabel'; did you mean 'table'?"),
+        (["run", str(SMOKE), "--only", "tah"], "--only 'tah'"),
+        (["merge", "none.json", "--out", "all.json"], "none.json"),
+        (["table", "none.json"], "none.json"),
+        (["tabel"], "did you mean 'table'?"),
     ],
 )
 @pytest.mark.usefixtures("own_home")

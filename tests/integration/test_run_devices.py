@@ -96,34 +96,26 @@ def test_nodes_that_cannot_take_a_stage_are_refused_and_use_no_token(
         assert token.wait_exit() == 0
         once = json.loads(token.lines[0])["token"]
         small = volunteer(run, prefork.popen, "Ben", "--max-memory", "0.2")
-        estimated = "the smallest of 2 stages needs an estimated "
+        estimated = "smallest of 2 stages"
         refused = [
             (small, 1, estimated),
             *(
                 (run.add_node(once, options=options), code, line)
                 for options, code, line in (
-                    (
-                        ("--gpus", "4", "--tensor-parallel", "4"),
-                        1,
-                        "--tensor-parallel 4 does not divide this run's model.kv_heads 2: join with a ",
-                    ),
-                    (
-                        ("--gpus", "3"),
-                        1,
-                        "3 devices cannot share microbatches of 2 samples: join with a --gpus that divides ",
-                    ),
+                    (("--gpus", "4", "--tensor-parallel", "4"), 1, "model.kv_heads 2"),
+                    (("--gpus", "3"), 1, "3 devices"),
                     (("--gpus", "2", "--max-memory", "0.5"), 1, estimated),
-                    (("--device", "cuda:99", "--gpus", "2"), 2, "--device cuda:99: this machine has "),
+                    (("--device", "cuda:99", "--gpus", "2"), 2, "--device cuda:99"),
                 )
             ),
         ]
         for node, code, line in refused:
             assert node.wait_exit() == code
             (said,) = node.stderr.splitlines()
-            assert said.startswith(f"thinwire: error: {line}")
+            assert line in said
         shared = refused[3][0]
         assert "this node offers 191 MiB" in small.stderr and "this node offers 238 MiB" in shared.stderr
-        assert "on each of 2 devices (tensor parallel 1)" in shared.stderr
+        assert "each of 2 devices" in shared.stderr
         assert_never_silent(small)
         assert coordinator.all(PlacementMade) == []
         run.add_node(once)

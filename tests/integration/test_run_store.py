@@ -67,7 +67,7 @@ def test_a_run_that_lost_its_coordinator_and_its_nodes_goes_on_from_the_store(
             f"data.path={run.text_file}",
         )
         assert recovered.wait_exit() == 0, recovered.report()
-        assert f"at the snapshot of step 3; its layers are in {folder}" in recovered.lines[0]
+        assert "of step 3" in recovered.lines[0] and str(folder) in recovered.lines[0]
         again = run.resume()
         stranger = run.add_node()
         assert stranger.wait_exit() != 0
