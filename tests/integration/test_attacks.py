@@ -1,8 +1,8 @@
 """Members that lie in real runs: these end with an undisturbed run's bits and all honest members.
 
-Each lie comes from a stage, and from a step on, that a seed says. `test_machine_liars.py` has more lies in
-votes, `test_attacks_silence.py` members that say nothing, and `test_sieges.py` strangers. `make attack`
-measures every lie, and sieges at full size.
+Each lie comes from a stage, and from a step on, that a seed says. `test_machine_liars.py` has lies in votes
+and failures, `test_attacks_silence.py` members that say nothing, and `test_sieges.py` strangers. All lies are
+measured by `make attack`, and sieges at full size.
 """
 
 from pathlib import Path
@@ -14,8 +14,6 @@ from tests.support.fault_prefork import Prefork
 
 SEED = 21
 SAYS = {
-    "nan-once": "another node",
-    "internal": "a spare takes stage",
     "flood-gateway": "quarantined: a heartbeat of",
     "huge-layers": "67108864",
     "reconnect": "connection",

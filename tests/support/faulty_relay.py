@@ -1,7 +1,7 @@
 """Relays that spoil what passes: in front of one relay, or of a coordinator's one port, or as a volunteer's
 process:
 
-python -m tests.support.faulty_relay FAULT join TOKEN --relay 200 ...
+python -m tests.support.faulty_relay join TOKEN --relay 200 ...
 """
 
 import asyncio
@@ -192,26 +192,22 @@ def faulty_port(target: int) -> Iterator[Spoilt]:
 
 # ---- a volunteer's process
 
-PIECES = {"trickles": (TRICKLE, 1.0), "drops": (READ_BYTES, 0.0)}
-"""By fault: the most bytes that a relay reads at a time, and how long it holds them."""
 CARRIED = 60_000
 """Bytes that a pair's connection carries well, both ways together. A step of the smallest model has 20 kB, so
 at least one step is seen to come this way."""
 
 
-def spoil_pipes(fault: str) -> None:
-    """This process's relay joins connections, and from `CARRIED` bytes on it carries them as `fault` says."""
-    most, seconds = PIECES[fault]
+def trickle() -> None:
+    """This process's relay joins connections, and from `CARRIED` bytes on it carries `TRICKLE` a second."""
     readable: Callable[[splice._Way], None] = splice._Way._readable
-    send: Callable[[splice._Way], bool] = splice._Way._send
 
     def late(way: splice._Way) -> None:
         if way._pipe.carried < CARRIED:
             readable(way)
             return
-        way._most = most
+        way._most = TRICKLE
         way._loop.remove_reader(way.source)
-        way._loop.call_later(seconds, pass_on, way)
+        way._loop.call_later(1.0, pass_on, way)
 
     def pass_on(way: splice._Way) -> None:
         if not way._over:
@@ -219,20 +215,12 @@ def spoil_pipes(fault: str) -> None:
         if not way._over and not way.held:
             way.read()
 
-    def drop(way: splice._Way) -> bool:
-        if way._pipe.carried < CARRIED or way._pipe.carried % 2:
-            return send(way)
-        way._put_back()
-        return True
-
     splice._TURNS = 1
     splice._Way._readable = late  # type: ignore[method-assign]
-    if fault == "drops":
-        splice._Way._send = drop  # type: ignore[method-assign]
 
 
 def main() -> int:
-    spoil_pipes(sys.argv.pop(1))
+    trickle()
     return thinwire()
 
 
