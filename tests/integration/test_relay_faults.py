@@ -1,5 +1,6 @@
 """Links over two relays of which one fails: every tensor arrives, once and whole, by the other."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -68,8 +69,14 @@ async def test_a_link_leaves_a_relay_that_fails(fault: str) -> None:
         await eventually(lambda: ends.lower.path == relay_path(RELAYS[1].node_id))
 
 
-@pytest.mark.parametrize("fault", LAZY)
-async def test_a_relay_that_makes_a_link_wait_is_left_within_seconds(fault: str) -> None:
+async def test_relays_that_make_links_wait_are_left_within_seconds() -> None:
+    """All kinds at the same time, each on a link of its own."""
+    async with asyncio.TaskGroup() as links:
+        for fault in LAZY:
+            links.create_task(is_left(fault))
+
+
+async def is_left(fault: str) -> None:
     left: list[str] = []
     async with (
         relay_of(0) as first,
@@ -80,9 +87,9 @@ async def test_a_relay_that_makes_a_link_wait_is_left_within_seconds(fault: str)
         await ends.lower.ready(SECONDS)
         began = time.monotonic()
         await exchange(ends, both=True)
-        assert faulty.spoilt > 0 and time.monotonic() - began < 20.0
+        assert faulty.spoilt > 0 and time.monotonic() - began < 20.0, fault
         await eventually(lambda: left == [relay_path(RELAYS[0].node_id)])
-        assert ends.lower.path == relay_path(RELAYS[1].node_id)
+        assert ends.lower.path == relay_path(RELAYS[1].node_id), fault
 
 
 async def test_two_slow_relays_are_compared_and_nobody_is_named() -> None:
@@ -99,8 +106,13 @@ async def test_two_slow_relays_are_compared_and_nobody_is_named() -> None:
         assert one.spoilt + other.spoilt > 0 and left == []
 
 
-@pytest.mark.parametrize("fault", ["delays", "throttles"])
-async def test_a_slow_relay_carries_the_same_bytes(fault: str) -> None:
+async def test_slow_relays_carry_the_same_bytes() -> None:
+    async with asyncio.TaskGroup() as links:
+        for fault in ("delays", "throttles"):
+            links.create_task(carries_all(fault))
+
+
+async def carries_all(fault: str) -> None:
     async with (
         relay_of(0) as first,
         relay_of(1) as second,
@@ -109,7 +121,7 @@ async def test_a_slow_relay_carries_the_same_bytes(fault: str) -> None:
     ):
         await ends.lower.ready(SECONDS)
         await exchange(ends)
-        assert faulty.spoilt > 0
+        assert faulty.spoilt > 0, fault
 
 
 async def exchange(ends: Ends, *, both: bool = False) -> None:
