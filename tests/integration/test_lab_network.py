@@ -47,13 +47,21 @@ def inside(flags: tuple[str, ...], case: str, *settings: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_a_link_has_the_rate_asked_for_in_each_direction(flags: tuple[str, ...]) -> None:
-    up, down = inside(flags, "measured", "rate=40/20")["links"]
+SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+
+
+def test_a_link_has_the_rate_and_the_tcp_asked_for_in_each_direction(flags: tuple[str, ...]) -> None:
+    before = SLOW_START.read_text()
+    found = inside(flags, "measured", "rate=40/20", "congestion_control=reno", "slow_start_after_idle=0")
+    up, down = found["links"]
     assert (up["sender"], up["asked_mbit"], down["sender"], down["asked_mbit"]) == (0, 40.0, 1, 20.0)
     assert up["share"] == NEARLY and down["share"] == NEARLY
     for link in (up, down):
         assert link["payload_mbit"] == pytest.approx(link["share"] * link["asked_mbit"] * 1448 / 1514)
         assert (link["fault"] is None) == (abs(link["share"] - 1) <= TOLERANCE)
+        assert link["congestion_control"] == "reno"
+    assert found["slow_start_after_idle"] == ["0"] * 3
+    assert SLOW_START.read_text() == before, "in the nodes' namespaces alone"
 
 
 def test_an_ordinary_user_gets_one_in_a_user_namespace(flags: tuple[str, ...]) -> None:
@@ -98,27 +106,14 @@ def test_the_relay_leaves_it_to_a_slow_interface_to_queue(flags: tuple[str, ...]
 
 
 def test_interfaces_are_limited_at_both_ends(flags: tuple[str, ...]) -> None:
-    up, down = inside(flags, "measured", "topology=interfaces", "rate=30/20", "rtt=20", "delay=auto")["links"]
+    shape = "topology=interfaces", "rate=30/20", "rtt=20", "delay=auto"
+    found = inside(flags, "measured", *shape, "congestion_control=reno", "slow_start_after_idle=1")
+    up, down = found["links"]
     # Out of one node at 30, into the other at 20.
     assert up["asked_mbit"] == down["asked_mbit"] == 20.0
     assert up["share"] == NEARLY and down["share"] == NEARLY
-
-
-@pytest.mark.parametrize(
-    ("topology", "name", "begins_slowly"), [("links", "reno", "0"), ("interfaces", "cubic", "1")]
-)
-def test_nodes_namespaces_alone_have_the_congestion_control_and_the_slow_start_asked_for(
-    flags: tuple[str, ...], topology: str, name: str, begins_slowly: str
-) -> None:
-    if name not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
-        pytest.skip(f"this kernel has no {name}")
-    setting = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-    before = setting.read_text()
-    asked = (f"congestion_control={name}", f"slow_start_after_idle={begins_slowly}")
-    found = inside(flags, "measured", f"topology={topology}", "rate=50", *asked)
-    assert [link["congestion_control"] for link in found["links"]] == [name, name]
-    assert found["slow_start_after_idle"] == [begins_slowly] * 3
-    assert setting.read_text() == before
+    assert up["congestion_control"] == down["congestion_control"] == "reno"
+    assert found["slow_start_after_idle"] == ["1"] * 3
 
 
 def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
