@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -191,6 +190,9 @@ class Checkpoint:
         Returns the tensors in these files that the units do not need.
         """
         needed = {OUTPUT} if model.tied else set()
+        self._map = self._map or await self._weight_map()
+        if model.tied and OUTPUT in self._map:
+            await self._place(OUTPUT, tensors(model, EMBED)["tokens.weight"][0])
         for unit in units:
             for parts in tensors(model, unit).values():
                 for tensor in parts:
@@ -252,6 +254,10 @@ class Checkpoint:
     async def _packed_places(self, blocks: str, tensor: FileTensor) -> _Stored:
         """The positions of an MXFP4 tensor's codes and scales, whose blocks run along the inputs."""
         *leading, inputs, outputs = tensor.shape
+        if inputs % _MXFP4_BLOCK:
+            raise CheckpointError(
+                f"{self._files.where}: {blocks} has blocks of {_MXFP4_BLOCK} inputs, and there are {inputs}"
+            )
         shapes = {
             blocks: (*leading, outputs, inputs // _MXFP4_BLOCK, _MXFP4_BLOCK // 2),
             f"{blocks.removesuffix(_BLOCKS)}{_SCALES}": (*leading, outputs, inputs // _MXFP4_BLOCK),
@@ -366,11 +372,12 @@ class Checkpoint:
                 raise CheckpointError(f"{where} is truncated: {tensor[:100]} ends at byte {last} of {size}")
             places[tensor] = _Place(tensor, name, dtype, shape, 8 + length + start, last)
         ordered = sorted(places.values(), key=lambda place: (place.start, place.end))
-        for before, after in pairwise(ordered):
-            if after.start < before.end:
-                raise CheckpointError(
-                    f"{where} is damaged: {before.tensor[:100]} and {after.tensor[:100]} overlap"
-                )
+        edges = [("its header", 8 + length), *((place.tensor[:100], place.end) for place in ordered)]
+        starts = [*((place.tensor[:100], place.start) for place in ordered), ("its end", size)]
+        for (before, end), (after, start) in zip(edges, starts, strict=True):
+            if start != end:
+                wrong = "overlap" if start < end else f"are {start - end} bytes apart"
+                raise CheckpointError(f"{where} is damaged: {before} and {after} {wrong}")
         return first + text, places
 
     async def _read_places(self, places: set[_Place]) -> dict[_Place, memoryview]:

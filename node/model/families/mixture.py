@@ -213,12 +213,13 @@ def _gpt_oss(reader: ConfigReader) -> dict[str, Any]:
     reader.must_be("hidden_act", "silu")
     reader.must_be("attention_bias", True)
     reader.must_be("swiglu_alpha", SWIGLU_ALPHA)
+    reader.must_be("partial_rotary_factor", 1.0)
     layers = reader.whole("num_hidden_layers", 36, MOST_LAYERS)
     hidden, heads = reader.whole("hidden_size", 2880), reader.whole("num_attention_heads", 64)
     width = reader.whole("head_dim", 64)
     given = reader.object("rope_scaling")
     given = given if given.config else reader.object("rope_parameters")
-    if reader.get("rope_scaling") is None and reader.get("rope_parameters") is None:
+    if not reader.get("rope_scaling") and reader.get("rope_parameters") is None:
         given = ConfigReader(
             {
                 "rope_type": "yarn",

@@ -78,7 +78,7 @@ def as_read(found: dict[str, Any]) -> dict[str, Any]:
     """What decides how a model computes, from our keys."""
     model = ModelSection(**found)
     windows = [model.window if model.window and i not in model.no_window else 0 for i in range(model.layers)]
-    rope = {"theta": model.rope_theta, "type": model.rope_scaling}
+    rope = {"theta": model.rope_theta, "type": model.rope_scaling, "part": 1.0}
     if model.rope_scaling == "yarn":
         rope |= {"frequencies": rounded(rotary_frequencies(model)), "scale": rotary_scale(model)}
     elif model.rope_scaling != "none":
@@ -138,7 +138,7 @@ def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
             rope["window_theta"] = given["sliding_attention"]["rope_theta"]
             if rope["window_theta"] is None:
                 raise TypeError("its model cannot be made")
-        assert full.get("partial_rotary_factor") in (None, 1.0)
+        rope["part"] = full.get("partial_rotary_factor") or 1.0
     width = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
     no_rope = getattr(made, "no_rope_layers", None) or [1] * layers
     ffn = (made.n_inner or 4 * made.n_embd) if gpt2 else made.intermediate_size
@@ -167,6 +167,13 @@ def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
         "experts": experts,
         "query_scale": getattr(made, "query_pre_attn_scalar", width),
     }
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_an_empty_scaling_of_gpt_oss_is_read_as_transformers_does(key: str) -> None:
+    config = {name: value for name, value in base("gpt_oss").items() if name != "rope_parameters"}
+    config[key] = {}
+    assert as_read(read_config(config, "config.json", 64)) == as_transformers("gpt_oss", config)
 
 
 def reading(config: dict[str, Any]) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -510,8 +511,10 @@ ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
         ),
         (b'{"lm_head.weight":%s}' % ENTRY.replace(b"[0,4]", b"[8,4]"), "is damaged: lm_head"),
         (b'{"a":%s,"b":%s}' % (ENTRY, ENTRY), "a and b overlap"),
+        (b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[1,4]}}', "its header and a are 1 bytes apart"),
+        (b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', "a and its end are 2 bytes apart"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_headers_that_a_stranger_wrote_are_bounded(folder: Path, header: bytes, line: str) -> None:
     path = folder / "model.safetensors"
@@ -544,6 +547,25 @@ def test_pipes_devices_and_links_out_of_the_folder_are_not_read(
         with pytest.raises(DataError) as caught:
             read(folder)
     assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_link_to_a_snapshot_of_the_cache_is_read_as_the_snapshot(folder: Path, tmp_path: Path) -> None:
+    blobs = tmp_path / "hub/models--a--b/blobs"
+    shutil.copytree(folder, blobs)
+    snapshot = blobs.parent / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "mine").symlink_to(snapshot)
+    asyncio.run(check_weights(section(tmp_path / "mine")))
+
+
+def test_a_tied_models_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    make("qwen2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.zeros(104, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[104, 32\], expected \[96, 32\]"):
+        asyncio.run(check_weights(section(tmp_path)))
 
 
 def test_adapters_are_no_model(folder: Path) -> None:
