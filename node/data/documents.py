@@ -861,7 +861,7 @@ def _with_numbers(pyarrow: Any, kind: Any) -> Any:
         return pyarrow.int64() if kind.bit_width == 64 else pyarrow.int32()
     if pyarrow.types.is_struct(kind):
         return pyarrow.struct([field.with_type(_with_numbers(pyarrow, field.type)) for field in kind])
-    if pyarrow.types.is_list(kind):
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         return pyarrow.list_(kind.value_field.with_type(_with_numbers(pyarrow, kind.value_type)))
     return kind
 
@@ -879,12 +879,13 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
     with _table(path, "an Arrow file") as pyarrow, pyarrow.memory_map(str(path)) as file:
         try:
             reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
         except pyarrow.ArrowInvalid:  # `datasets` writes streams, which can be appended to
             file.seek(0)
-            yield from pyarrow.ipc.open_stream(file)
-            return
-        for number in range(reader.num_record_batches):
-            yield reader.get_batch(number)
+            batches = pyarrow.ipc.open_stream(file)
+        for batch in batches:
+            batch.validate()  # offsets beyond the data would end the process
+            yield batch
 
 
 def _arrow_extents(path: Path) -> Iterator[Extent]:
@@ -901,5 +902,7 @@ def _arrow_extents(path: Path) -> Iterator[Extent]:
 def _arrow_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:
     for number, batch in enumerate(islice(_arrow_batches(extent.path), extent.stop)):
         if number >= extent.start:
-            columns = _columns(extent.path, batch.schema, data)
-            yield from _table_rows(batch.select(columns), f"{extent.path} batch {number}", 1, data)
+            rows = batch.select(_columns(extent.path, batch.schema, data))
+            with _table(extent.path, "an Arrow file"):
+                rows.validate(full=True)  # each row's offsets
+            yield from _table_rows(rows, f"{extent.path} batch {number}", 1, data)

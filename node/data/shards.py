@@ -297,6 +297,10 @@ class TokenizedSource:
         try:
             if suffix_of(extent.path) == ".npy":
                 whole = np.load(extent.path, mmap_mode="r", allow_pickle=False)
+                if (rest := extent.path.stat().st_size - whole.offset - whole.nbytes) > 0:
+                    raise DataError(
+                        f"{extent.path} has {rest:,} bytes behind its array: write each array to its own file"
+                    )
             else:
                 with extent.path.open("rb") as file:
                     check_kind(extent.path, file.read(256))

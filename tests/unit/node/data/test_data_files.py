@@ -398,7 +398,8 @@ def test_lines_that_are_no_table_are_text(tmp_path: Path) -> None:
     assert texts_of(tmp_path) == [b"One, two.\nThree.\n", b"id,body\n1,one\n"]
 
 
-def test_times_of_messages_do_no_harm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [pyarrow.ListArray, pyarrow.LargeListArray])
+def test_times_of_messages_do_no_harm(tmp_path: Path, kind: Any) -> None:
     """Even those that Python cannot hold."""
     times = pyarrow.array([10**15, 0], pyarrow.int64()).cast(pyarrow.timestamp("s", tz="Moon/Tycho"))
     days = pyarrow.array([-1_000_000, 0], pyarrow.int32()).cast(pyarrow.date32())
@@ -406,7 +407,7 @@ def test_times_of_messages_do_no_harm(tmp_path: Path) -> None:
         [pyarrow.array(["user", "assistant"]), pyarrow.array(["a", "b"]), times, days],
         names=["role", "content", "at", "day"],
     )
-    talk = pyarrow.ListArray.from_arrays([0, 2], turns)
+    talk = kind.from_arrays([0, 2], turns)
     pyarrow.parquet.write_table(pyarrow.table({"messages": talk}), tmp_path / "a.parquet")
     section = config_of(tmp_path / "a.parquet", format="chat").data
     ((_, row),) = read_rows(list_source(section.path).shards[0], section, skips=False)
@@ -542,6 +543,22 @@ def test_whatever_fails_beside_training_reaches_the_reader(
         with pytest.raises(expected):
             stream.extend()
     corpus.close()
+
+
+@pytest.mark.parametrize("at", [2, 4], ids=["of a row", "the last"])
+@pytest.mark.parametrize("column", [["abc"] * 4, [[1, 2, 3]] * 4], ids=["text", "lists"])
+def test_damaged_offsets_of_arrow_do_not_end_the_process(tmp_path: Path, column: Any, at: int) -> None:
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"messages": pyarrow.array(column)})
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    offsets = [0, 3, 6, 9, 12]
+    damaged = [*offsets[:at], 1 << 30, *offsets[at + 1 :]]
+    old, new = (np.array(numbers, np.int32).tobytes() for numbers in (offsets, damaged))
+    path.write_bytes(path.read_bytes().replace(old, new))
+    section = config_of(path, format="chat").data
+    with pytest.raises(DataError, match="is not an Arrow file, or damaged"):
+        list(read_rows(list_source(section.path).shards[0], section, skips=False))
 
 
 VALUES = st.one_of(

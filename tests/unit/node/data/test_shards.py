@@ -1,6 +1,7 @@
 """Data in shards: every kind of file, an order that a seed decides, and tokenizing beside training."""
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -295,6 +296,12 @@ def test_small_files_share_a_shard(tmp_path: Path) -> None:
     assert sum(len(shard.extents) for shard in source.shards) == 90
 
 
+def saved(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "error", "words"),
     [
@@ -315,6 +322,7 @@ def test_small_files_share_a_shard(tmp_path: Path) -> None:
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", DataError, "git lfs pull"),
         ("a.arrow", b"nonsense", DataError, "is not an Arrow file, or damaged"),
         ("a.npy", b"nonsense", DataError, "is not an array of token ids"),
+        ("a.npy", 2 * saved(np.arange(50)), DataError, "has 528 bytes behind its array"),
         ("a.bin", b"\xff\xff" * 40, ConfigError, "has the token 65535, but model.vocab is 256"),
         ("a.txt", b"short", DataError, "no part of 17 tokens"),
         ("a.txt", b"", DataError, "all of its files are empty"),
