@@ -56,7 +56,6 @@ def _measure(
     total,
     weighted,
     peaks,
-    table,
     scratch,
     scratch_size,
     n,
@@ -65,7 +64,6 @@ def _measure(
     per_row,
     tau,
     HALF: tl.constexpr,
-    TABLE: tl.constexpr,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -80,7 +78,7 @@ def _measure(
     magnitude = tl.abs(y)
     largest = tile_max_or_nan(magnitude)
     tl.store(peaks + program, peak_bits(y, largest))
-    sums, weights, exponent = triton_select.entropy_sums(magnitude, largest, table, TABLE)
+    sums, weights, exponent = triton_select.entropy_sums(magnitude, largest)
     # The test for outliers has an epsilon in the normalised scale; without it, this finds more of them.
     if HALF:
         # The sign of a difference is one bit to shift and add.
@@ -283,7 +281,6 @@ def encode(
     samples: int,
     four_bit: int,
     tau: float,
-    look_up: bool = True,
     measure: Launch = TAH_MEASURE,
     quantize: Launch = TAH_QUANTIZE,
     select: Launch = TAH_SELECT,
@@ -291,8 +288,7 @@ def encode(
     """`kernels.tah.reference.encode` into the sections of `TahSections`; the exponent goes to `exponent`
     (int32, 1 element). Never waits for the device.
 
-    The scratch, 12 bytes per tile and 66 KiB per sample, comes from torch's allocator. `look_up` changes how
-    entropies of bf16 are computed, but not their values.
+    The scratch, 12 bytes per tile and 66 KiB per sample, comes from torch's allocator.
     """
     rows = Rows(x)
     n, device = rows.tiles, x.device
@@ -305,23 +301,20 @@ def encode(
     early = starts_early(device)
     sizes = (n, rows.width, rows.stride, rows.per_row, tau)
     flat = {"FLAT": rows.flat, "PAIRS": rows.pairs, "EARLY": early, "enable_fp_fusion": False}
-    table = triton_select.terms(device)
     _measure[(programs,)](
         rows.data,
         total,
         weighted,
         peaks,
-        table,
         selection.scratch,
         selection.scratch.numel(),
         *sizes,
         HALF=tau == 2.0,
-        TABLE=look_up and rows.pairs,
         **flat,
         T=measure.tiles,
         num_warps=measure.warps,
     )
-    selection.run(rows, total, weighted, peaks, table, places, exponent)
+    selection.run(rows, total, weighted, peaks, places, exponent)
     _quantize[(triton.cdiv(n, quantize.tiles),)](
         rows.data,
         places,

@@ -8,7 +8,6 @@ index. Its programs pass on their counts by "decoupled look-back" (Merrill and G
 integers, so the order of atomics changes nothing.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -40,21 +39,9 @@ _COARSE = tl.constexpr(512)
 _FINE = tl.constexpr(16384)
 _FINE_BITS = tl.constexpr(14)
 _TOTAL_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * 64))
-_HALF_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * 32))
 _C0, _C1, _C2, _C3 = (tl.constexpr(c) for c in tah._LOG2)
-# Entries of the table of terms: 15 octaves of bf16's 128 fractions, padded to a power of two.
-_TERMS = tl.constexpr(2048)
 # Tiles whose entropies are computed again at a time.
 _RARE = 16
-
-
-@cache
-def terms(device: torch.device) -> torch.Tensor:
-    """rint(n log2 n) for the n that bf16 elements have in a tile whose largest lies in 2**14 .. 2**15, at
-    128 times the octave above 2**-1, plus the fraction: int32 `[2048]`."""
-    place = torch.arange(_TERMS.value, dtype=torch.int32)
-    n = ((place % 128 + 128) * 2.0 ** (place // 128 - 8).float()).round_()
-    return tah._log2(n).mul_(n).round_().int().to(device)
 
 
 @triton.jit
@@ -78,38 +65,19 @@ def _term(rounded):
 
 
 @triton.jit
-def _split_block(v, T: tl.constexpr):
-    """Split `[T, 8, 8]` into two `[T, 8, 4]`: the first and the last 4 of each thread's 8 elements."""
-    return tl.split(tl.permute(tl.reshape(v, (T, 8, 2, 4)), (0, 1, 3, 2)))
-
-
-@triton.jit
-def entropy_sums(magnitude, largest, table, TABLE: tl.constexpr):
+def entropy_sums(magnitude, largest):
     """S and T of `kernels.tah.reference`, step 1, for tiles of magnitudes, and the bits of the exponent of
     the largest.
 
-    S is 0 only for a tile of zeros. Results are right for tiles whose largest lies in 2**-100 .. 2**100. With
-    TABLE half of the terms of T are looked up by the bits of elements that were bf16, with equal results.
+    S is 0 only for a tile of zeros. Results are right for tiles whose largest lies in 2**-100 .. 2**100.
     """
-    T: tl.constexpr = magnitude.shape[0]
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     factor = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
     rounded = tl.fma(magnitude, spread(factor), MAGIC)
     bits = rounded.to(tl.int32, bitcast=True)
     sums = tile_sum(bits) - _TOTAL_BIAS
     sums = tl.where((largest > 0) & (exponent == 0), 1, sums)
-    if TABLE:
-        # Half of the terms come from shared memory while the others are computed, the fastest way.
-        looked_up, _ = _split_block(magnitude, T)
-        _, computed = _split_block(rounded, T)
-        place = (looked_up.to(tl.int32, bitcast=True) >> 16) - spread((exponent - 14) * 128)
-        # The place is in the table for any bits.
-        place = tl.maximum(place, 0) & (_TERMS - 1)
-        entries = tl.load(table + tl.arange(0, _TERMS))
-        found = tl.reshape(tl.gather(entries, tl.reshape(place, (T * 32,)), 0), (T, 8, 4))
-        weights = tile_sum(found + _term(computed)) - _HALF_BIAS
-    else:
-        weights = tile_sum(_term(rounded)) - _TOTAL_BIAS
+    weights = tile_sum(_term(rounded)) - _TOTAL_BIAS
     return sums, weights & 0xFFFFFF, exponent
 
 
@@ -133,7 +101,6 @@ def _rank(
     peaks,
     coarse,
     exponent_out,
-    table,
     programs,
     n,
     tiles,
@@ -174,7 +141,7 @@ def _rank(
             y, _ = load_block(x, first + start, n, width, row_stride, per_row, RARE, FLAT, PAIRS)
             magnitude = tl.abs(y * near * far)
             largest = tl.maximum(tile_max(magnitude), 1.0842021724855044e-19)
-            some_sums, some_weights, _ = entropy_sums(magnitude, largest, table, False)
+            some_sums, some_weights, _ = entropy_sums(magnitude, largest)
             here = chunk * CHUNK + some < tiles
             tl.store(total + first + some, entropy_rank(some_sums, some_weights), mask=here)
             start += RARE
@@ -307,7 +274,6 @@ class Selection:
         total: torch.Tensor,
         weighted: torch.Tensor,
         peaks: torch.Tensor,
-        table: torch.Tensor,
         places: torch.Tensor,
         exponent: torch.Tensor,
     ) -> None:
@@ -328,7 +294,6 @@ class Selection:
             peaks,
             self._coarse,
             exponent,
-            table,
             peaks.numel(),
             rows.tiles,
             self._tiles,

@@ -170,7 +170,6 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
         measure=launch,
         quantize=launch,
         select=launch,
-        look_up=launch.tiles == 16,
     )
     assert int(found) == int(exponent) and torch.equal(made, expected) and only_written_inside(whole)
     decoded, room = torch.empty(x.shape, dtype=x.dtype), poisoned(x.nbytes)
