@@ -43,8 +43,6 @@ class Kind:
     """The number of threads in a warp."""
     limits_registers: bool = False
     """A launch may limit the registers of a thread. Triton supports this only for NVIDIA GPUs."""
-    early_starts: bool = False
-    """A kernel may start before the previous one has ended (CUDA's programmatic dependent launch)."""
     page_locked: bool = True
     """Copies between page-locked main memory and the device run at the same time as its work."""
     graphs: bool = True
@@ -87,7 +85,6 @@ _HOPPER = replace(
     _ADA,
     name="sm_90",
     shared_bytes=227 * KIB,
-    early_starts=True,
     wide_flash_backward=True,
     own_attention=True,
 )

@@ -93,12 +93,6 @@ def room(device: torch.device) -> Room:
 
 
 @cache
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start before the previous one has ended (`Kind.early_starts`)."""
-    return kind_of(device).early_starts
-
-
-@cache
 def most_warps(device: torch.device) -> int:
     """The most warps of a program."""
     return kind_of(device).warps

@@ -13,21 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.dispatch import FIXED_DECODE, FIXED_ENCODE, FIXED_FINISH, Launch, starts_early
+from kernels.common.dispatch import FIXED_DECODE, FIXED_ENCODE, FIXED_FINISH, Launch
 from kernels.common.tiles import TILE, tiles_per_row
 from kernels.common.triton.numbers import (
     MAGIC,
     MAGIC_BITS,
     RECORD,
     as_bits,
-    await_previous,
     ceil_half,
     ceil_short,
     denormalised,
     exponent_of,
     half_value,
     in_record,
-    let_next_start,
     powers_of_two,
     quotient,
     reciprocal,
@@ -123,13 +121,11 @@ def _quantize(
     SCALED: tl.constexpr,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
     T: tl.constexpr,
     MANY: tl.constexpr,
 ):
     """Quantize every tile with its own scale; write that scale, fp32, to `steps` and the program's largest
     element to `peaks`. With `MANY`, for row `program_id(1)`, which is a tensor of its own."""
-    let_next_start(EARLY)
     program = tl.program_id(0)
     if MANY:
         row = tl.program_id(1).to(tl.int64)
@@ -176,7 +172,6 @@ def _finish(
     SCALED: tl.constexpr,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
     T: tl.constexpr,
     AGAIN: tl.constexpr,
     MANY: tl.constexpr,
@@ -193,7 +188,6 @@ def _finish(
         exponent_out += row
     first = program.to(tl.int64) * T
     tile = first + tl.arange(0, T)
-    await_previous(EARLY)
     step = tl.load(steps + tile, mask=tile < n, other=0.0)
     exponent = exponent_of(largest_of(peaks, programs))
     if program == 0:
@@ -361,13 +355,11 @@ def _encode(
     programs, device = triton.cdiv(tiles, launch.tiles), of.data.device
     steps = torch.empty(count * tiles, dtype=torch.float32, device=device)
     peaks = torch.empty(count * programs, dtype=torch.int32, device=device)
-    early = starts_early(device)
     common = {
         **_encoded(bits),
         "SCALED": constant != 1.0,
         "FLAT": of.flat if rows is None else of.width % TILE == 0,
         "PAIRS": of.pairs,
-        "EARLY": early,
         "MANY": rows is not None,
         "enable_fp_fusion": False,
     }
@@ -389,7 +381,6 @@ def _encode(
         T=finish.tiles,
         AGAIN=min(_AGAIN, finish.tiles),
         num_warps=finish.warps,
-        **({"launch_pdl": True} if early else {}),
     )
 
 

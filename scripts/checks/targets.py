@@ -381,7 +381,6 @@ def instead_of_launching(
         dispatch.room,
         dispatch.limits_registers,
         dispatch.most_warps,
-        dispatch.starts_early,
     )
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:

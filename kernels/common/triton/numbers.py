@@ -1,4 +1,4 @@
-"""Exact arithmetic on floats and whole numbers in Triton, and how kernels are compiled and chained.
+"""Exact arithmetic on floats and whole numbers in Triton, and how kernels are compiled.
 
 The arithmetic is that of `kernels.common.tiles`, with one rounding per operation: compile with
 `enable_fp_fusion=False`. Outside `quotient` and `reciprocal`, `tl.fma` is used only where its product is
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda, libdevice
+from triton.language.extra import libdevice
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
@@ -71,21 +71,6 @@ def in_record(pointer, number, record):
     """Move `pointer` from the first of many records of `record` times `RECORD` bytes to record `number`
     (int64). The constant factor tells the compiler how addresses are aligned."""
     return pointer + number * record * (1024 // pointer.dtype.element_ty.primitive_bitwidth)
-
-
-@triton.jit
-def let_next_start(EARLY: tl.constexpr):
-    """Let the next kernel's programs start once this one's last are placed; they wait in `await_previous`."""
-    if EARLY:
-        cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(EARLY: tl.constexpr):
-    """Wait before the first access to results of earlier kernels of the same call. Every program must call
-    it, so that waiting for this kernel also waits for the earlier ones."""
-    if EARLY:
-        cuda.gdc_wait()
 
 
 @triton.jit

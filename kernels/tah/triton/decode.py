@@ -2,20 +2,17 @@
 decodes."""
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.common.dispatch import TAH_DECODE, Launch, most_warps, starts_early
+from kernels.common.dispatch import TAH_DECODE, Launch, most_warps
 from kernels.common.tiles import TILE, tiles_per_row
 from kernels.common.triton.numbers import (
     as_bits,
-    await_previous,
     denormalised,
     half_value,
-    let_next_start,
     sized_jit,
 )
 from kernels.common.triton.planes import load_plane, planes_to_words, spread_nibbles, transpose_nibbles
@@ -35,9 +32,8 @@ def _set_bits(word):
 
 
 @sized_jit
-def _positions(bit_map, positions, n, EARLY: tl.constexpr, WORDS: tl.constexpr, BEFORE: tl.constexpr):
+def _positions(bit_map, positions, n, WORDS: tl.constexpr, BEFORE: tl.constexpr):
     """The number of 4-bit tiles before every 32nd tile. Each program counts all before its own again."""
-    let_next_start(EARLY)
     first = tl.program_id(0) * WORDS
     words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
     index = tl.arange(0, BEFORE)
@@ -122,7 +118,6 @@ def _restore(
     LARGEST: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr,
     FLAT: tl.constexpr,
-    EARLY: tl.constexpr,
     T: tl.constexpr,
 ):
     """Decode T tiles; write their fault, or 0, to `status[program]`."""
@@ -137,7 +132,6 @@ def _restore(
     plane1 = load_plane(low_planes, 1, base, n, T)
     plane2 = load_plane(low_planes, 2, base, n, T)
     words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True)
-    await_previous(EARLY)
     word, position = _before(words, positions, tile, inside)
     # Clamped to the section, because the bit-map may be wrong.
     four = inside & (((word >> (tile & 31)) & 1) != 0) & (position < fourths)
@@ -220,13 +214,10 @@ def decode(
     words = triton.cdiv(n, 32)
     positions = torch.empty(words, dtype=torch.int32, device=device)
     status = torch.empty(triton.cdiv(n, launch.tiles), dtype=torch.int32, device=device)
-    early = starts_early(device)
-    waiting: dict[str, Any] = {"launch_pdl": True} if early else {}
     _positions[(triton.cdiv(words, _WORDS),)](
         bit_map,
         positions,
         n,
-        EARLY=early,
         WORDS=_WORDS,
         BEFORE=_BEFORE,
         num_warps=most_warps(device),
@@ -252,10 +243,8 @@ def decode(
         LARGEST=torch.finfo(out.dtype).max,
         LARGEST_EXPONENT=math.frexp(torch.finfo(out.dtype).max)[1],
         FLAT=width % TILE == 0,
-        EARLY=early,
         T=launch.tiles,
         num_warps=launch.warps,
         enable_fp_fusion=False,
-        **waiting,
     )
     return status

@@ -13,15 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.dispatch import TAH_MEASURE, TAH_QUANTIZE, TAH_SELECT, Launch, starts_early
+from kernels.common.dispatch import TAH_MEASURE, TAH_QUANTIZE, TAH_SELECT, Launch
 from kernels.common.triton.numbers import (
     MAGIC,
     MAGIC_BITS,
-    await_previous,
     ceil_half,
     floor_half,
     half_value,
-    let_next_start,
     powers_of_two,
     quotient,
     reciprocal,
@@ -66,12 +64,10 @@ def _measure(
     HALF: tl.constexpr,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
     T: tl.constexpr,
 ):
     """Write every tile's S to `total` (negative if it may be an outlier), its T and exponent to `weighted`
     (`select.entropy_sums`), and the program's largest element to `peaks`. Clears `scratch`."""
-    let_next_start(EARLY)
     program = tl.program_id(0)
     base = program.to(tl.int64) * T
     y, _ = load_block(x, base, n, width, row_stride, per_row, T, FLAT, PAIRS)
@@ -185,7 +181,6 @@ def _quantize(
     tau,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
     T: tl.constexpr,
 ):
     """Write every section's part for T tiles (`kernels.tah.reference`). Programs go from the end."""
@@ -194,7 +189,6 @@ def _quantize(
     tile = tl.arange(0, T)
     inside = base + tile < n
     y, real = load_block(x, base, n, width, row_stride, per_row, T, FLAT, PAIRS)
-    await_previous(EARLY)
     place = tl.load(places + base + tile, mask=inside, other=-2)
     exponent = tl.load(exponents)
     near, far = powers_of_two(-exponent)
@@ -298,9 +292,8 @@ def encode(
     programs = triton.cdiv(n, measure.tiles)
     peaks = torch.empty(programs, dtype=torch.int32, device=device)
     selection = triton_select.Selection(samples, tiles, four_bit, select, device)
-    early = starts_early(device)
     sizes = (n, rows.width, rows.stride, rows.per_row, tau)
-    flat = {"FLAT": rows.flat, "PAIRS": rows.pairs, "EARLY": early, "enable_fp_fusion": False}
+    flat = {"FLAT": rows.flat, "PAIRS": rows.pairs, "enable_fp_fusion": False}
     _measure[(programs,)](
         rows.data,
         total,
@@ -329,5 +322,4 @@ def encode(
         **flat,
         T=quantize.tiles,
         num_warps=quantize.warps,
-        **({"launch_pdl": True} if early else {}),
     )

@@ -14,13 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.dispatch import Launch, starts_early
+from kernels.common.dispatch import Launch
 from kernels.common.triton.numbers import (
     MAGIC,
     MAGIC_BITS,
-    await_previous,
     exponent_of,
-    let_next_start,
     powers_of_two,
     sized_jit,
     wrapped,
@@ -109,19 +107,16 @@ def _rank(
     per_row,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
     CHUNK: tl.constexpr,
     RARE: tl.constexpr,
 ):
     """Replace `total` with the ranks of a chunk of a sample's tiles, keeping its sign; also write their
     histogram and the tensor's exponent."""
-    let_next_start(EARLY)
     chunk = tl.program_id(0)
     sample = tl.program_id(1)
     tile = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + tile < tiles
     first = sample.to(tl.int64) * tiles + chunk * CHUNK
-    await_previous(EARLY)
     signed = tl.load(total + first + tile, mask=inside, other=0)
     packed = tl.load(weighted + first + tile, mask=inside, other=0)
     sign = signed & -0x80000000
@@ -179,14 +174,12 @@ def _find_fine(histogram, wanted):
 
 
 @sized_jit
-def _refine(ranks, coarse, fine, tiles, four_bit, EARLY: tl.constexpr, CHUNK: tl.constexpr):
+def _refine(ranks, coarse, fine, tiles, four_bit, CHUNK: tl.constexpr):
     """The fine histogram of the tiles in the coarse bin that holds the threshold."""
-    let_next_start(EARLY)
     chunk = tl.program_id(0)
     sample = tl.program_id(1)
     tile = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + tile < tiles
-    await_previous(EARLY)
     first = sample.to(tl.int64) * tiles + chunk * CHUNK
     rank = tl.load(ranks + first + tile, mask=inside, other=0) & 0x7FFFFF
     found, _ = _find(coarse + sample * _COARSE, four_bit, _COARSE)
@@ -209,18 +202,15 @@ def _place(
     tiles,
     four_bit,
     chunks,
-    EARLY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Write 2 p + s for every tile: p is -1 or, if it gets 4 bits, the number of earlier tiles in all samples
     that do; s is the sign of its rank."""
-    let_next_start(EARLY)
     chunk = tl.program_id(0)
     sample = tl.program_id(1)
     tile = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + tile < tiles
     first = sample.to(tl.int64) * tiles + chunk * CHUNK
-    await_previous(EARLY)
     signed = tl.load(ranks + first + tile, mask=inside, other=0)
     upper, above_upper = _find(coarse + sample * _COARSE, four_bit, _COARSE)
     lower, above_lower = _find_fine(fine + sample * _FINE, four_bit - above_upper)
@@ -266,7 +256,6 @@ class Selection:
         # The kernel before `run` must clear it.
         self.scratch = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         self._coarse, self._fine, self._counts = self.scratch.split(sizes)
-        self._early = starts_early(device)
 
     def run(
         self,
@@ -280,13 +269,10 @@ class Selection:
         """Find the thresholds from the results of `entropy_sums` (`total` with a flag as its sign, `weighted`
         with the exponent above 24 bits). Fills `places` (see `_place`) and `exponent`; overwrites `total`."""
         common: dict[str, Any] = {
-            "EARLY": self._early,
             "CHUNK": self._launch.tiles,
             "num_warps": self._launch.warps,
             "enable_fp_fusion": False,
         }
-        if self._early:
-            common["launch_pdl"] = True
         _rank[self._grid](
             rows.data,
             total,

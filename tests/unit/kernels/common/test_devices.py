@@ -16,9 +16,9 @@ from kernels.common.devices import Room, of_arithmetic, of_target
         (86, {"kernels", "bfloat16"}),
         (87, {"kernels", "bfloat16"}),
         (89, {"kernels", "bfloat16", "fp8_products", "fp8_conversions"}),
-        (90, {"kernels", "bfloat16", "fp8_products", "fp8_conversions", "early_starts"}),
-        (103, {"kernels", "bfloat16", "fp8_products", "fp8_conversions", "early_starts"}),
-        (121, {"kernels", "bfloat16", "fp8_products", "fp8_conversions", "early_starts"}),
+        (90, {"kernels", "bfloat16", "fp8_products", "fp8_conversions"}),
+        (103, {"kernels", "bfloat16", "fp8_products", "fp8_conversions"}),
+        (121, {"kernels", "bfloat16", "fp8_products", "fp8_conversions"}),
         ("gfx942:sramecc+:xnack-", {"kernels", "bfloat16"}),
         ("gfx906", set()),
         ("gfx1030", set()),
@@ -28,7 +28,7 @@ from kernels.common.devices import Room, of_arithmetic, of_target
 )
 def test_what_a_gpu_can_do(arch: int | str, able: set[str]) -> None:
     kind = of_target(arch)
-    asked = ("kernels", "bfloat16", "fp8_products", "fp8_conversions", "early_starts")
+    asked = ("kernels", "bfloat16", "fp8_products", "fp8_conversions")
     assert {name for name in asked if getattr(kind, name)} == able
     large = arch in (90, 103)
     assert kind.room is (Room.LARGE if large else Room.SMALL if "bfloat16" in able else Room.NONE)
