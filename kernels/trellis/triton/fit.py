@@ -1,4 +1,4 @@
-"""`kernels.trellis.factors.fit` in Triton: the residual of every row, and the model."""
+"""`kernels.trellis.factors.fitted` in Triton: the residual of every row, and the model."""
 
 import triton
 import triton.language as tl

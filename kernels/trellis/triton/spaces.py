@@ -238,7 +238,7 @@ def dimensions(x, plans, out, energies, columns, plain, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("n",))
 def whole_parts(x, out, n, BLOCK: tl.constexpr):
-    """`kernels.trellis.factors._to_parts` of fp64 `[RANK, n]`; one program per dimension."""
+    """`kernels.trellis.loops.spaces.to_parts` of fp64 `[RANK, n]`; one program per dimension."""
     x += tl.program_id(0).to(tl.int64) * n
     out += tl.program_id(0).to(tl.int64) * n
     factor = _part_factor(x, n, BLOCK)
