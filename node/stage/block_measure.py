@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from kernels.attention.ops import attention
 from node.config.schema import RunConfig
-from node.model.chunk import HALVES, Chunk, build_chunk, compute_precision, weight_dtype
+from node.model.chunk import HALVES, build_chunk, weight_dtype
 from node.model.families.known import family_of
 from node.model.host_memory import HostMemory, host_memory
 from node.model.storage import configured
@@ -26,7 +26,7 @@ from node.run_file.loader import from_json
 from node.schedule.placement import slice_ranges, slices_of
 from node.stage.machine_info import fix_order
 from node.stage.pack_measure import pack_times
-from node.stage.passes import backward_from
+from node.stage.passes import AutogradPasses, ChunkCall
 from node.stage.stopwatch import seconds_of
 from node.tuning.block_times import BlockTimes, assumed_times
 from node.tuning.device_memory import Devices
@@ -83,7 +83,7 @@ class _Passes:
         model = config.model
         # The first slice attends to no earlier one and takes as long as any other.
         shape = (samples, len(slice_ranges(config)[0]), model.hidden)
-        self._chunk: Chunk = build_chunk(
+        chunk = self._chunk = build_chunk(
             model,
             (block_name(0),),
             config.run.seed,
@@ -92,18 +92,16 @@ class _Passes:
             configured(config.storage),
             lora=config.lora,
         )
-        self._precision, self._device = config.training.precision, device
-        self.fed = torch.randn(shape, device=device).requires_grad_()
+        self._passes = AutogradPasses(ChunkCall(chunk), config.training.precision, device, 1)
+        self.fed = torch.randn(shape, device=device)
         self._above = torch.randn(shape, device=device)
-        self._made = self.fed
 
     def forward(self) -> None:
         self._chunk.zero_grad(set_to_none=True)
-        with compute_precision(self._precision, self._device):
-            self._made = self._chunk(self.fed)
+        self._passes.forward(0, self.fed, None)
 
     def backward(self) -> None:
-        backward_from(self._made, self._above)
+        self._passes.backward(0, self._above)
 
 
 def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
@@ -112,7 +110,7 @@ def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
     passes = _Passes(config, device, 1)
     forward, backward = seconds_of(device, passes.forward, passes.backward)
     dtype = HALVES.get(training.precision, torch.float32)
-    x = passes.fed.detach().to(dtype)
+    x = passes.fed.to(dtype)
 
     def product(outputs: int) -> float:
         weight = torch.randn(outputs, model.hidden, device=device, dtype=dtype)

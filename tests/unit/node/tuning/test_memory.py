@@ -118,7 +118,9 @@ def test_blocks_with_more_norms_take_what_is_estimated(form: str, more: dict[str
     config = run(form)
     config = replace(config, model=replace(config.model, **more))
     found = measured(config, StageModel(config, CPU), 0, held=2)
-    assert LEAST <= estimated(config, 0, Devices()) / found <= MOST
+    # The estimate also counts what the stage returned, which passes do not hold.
+    returned = 2 * 4 * config.training.microbatch * config.model.sequence * config.model.hidden
+    assert LEAST <= estimated(config, 0, Devices()) / found <= MOST + returned / found
 
 
 def test_a_chunked_head_uses_the_estimated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
