@@ -168,7 +168,8 @@ def test_a_node_that_outstays_the_run_is_killed(stage: Stage, monkeypatch: pytes
     monkeypatch.setattr(demo, "STOP_SECONDS", 1.0)
     assert stage.run("node stays") == 0
     assert stage.alive() == []
-    assert stage.events[-1] == Notice(text="node-1 did not end with the run and was killed")
+    told = stage.events[-1]
+    assert isinstance(told, Notice) and "node-1" in told.text and "killed" in told.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

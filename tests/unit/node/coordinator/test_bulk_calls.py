@@ -210,9 +210,10 @@ async def test_a_report_of_more_layers_than_a_node_names_is_held_against_it() ->
         node = client(port, NODE)
         assert len(await node.hold_layers([layer] * MOST_HELD)) == MOST_HELD
         assert handler.refusals == []
-        with pytest.raises(RunError, match="a report of 201 layers, more than 200"):
+        with pytest.raises(RunError, match="201 layers"):
             await node.hold_layers([layer] * MOST_HELD, [(4, "embed")])
-        assert handler.refusals == [(NODE.node_id, "a report of 201 layers, more than 200")]
+        (refused,) = handler.refusals
+        assert refused[0] == NODE.node_id and "201 layers" in refused[1]
         await node.close()
 
 

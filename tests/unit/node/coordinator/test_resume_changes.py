@@ -15,7 +15,7 @@ from wire.errors import ConfigError
 
 @pytest.mark.parametrize("override", ["training.beta1=0.8", "training.global_batch=32", "run.seed=3"])
 def test_settings_that_state_and_batches_depend_on_cannot_change(override: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot change once a run has begun; what can: .*training\.lr"):
+    with pytest.raises(ConfigError, match=r"cannot change .*training\.lr"):
         change_config(RunConfig(), [override], CHANGEABLE)
 
 

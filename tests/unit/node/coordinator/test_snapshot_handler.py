@@ -223,7 +223,7 @@ def test_disk_needed_for_snapshots_is_known_before_a_run_starts(
     assert "set run.keep_snapshots lower" in str(check_room(CONFIG, tmp_path))
     assert check_room(CONFIG, tmp_path, held=1) is None
     free(2 * one - 1)
-    with pytest.raises(UserError, match="two must fit on the disk of"):
+    with pytest.raises(UserError, match="two must fit"):
         check_room(CONFIG, tmp_path)
 
 
@@ -347,7 +347,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
     """Of the epoch that asked last, over or not; a coordinator that was started again must ask itself."""
     made = files(0)
     async with desk_at(tmp_path) as (handler, told):
-        with pytest.raises(NotDueError, match="no snapshot of step 4 was requested"):
+        with pytest.raises(NotDueError, match="of step 4"):
             await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         first, last = stage_units(CONFIG, 2)
         await asked(handler, 4, made, ("node-a", "node-b"))

@@ -95,7 +95,7 @@ async def test_a_model_that_does_not_fit_beside_the_run_is_not_sampled(tmp_path:
         await asyncio.sleep(0)
         running.cancel()
     (notice,) = told
-    assert isinstance(notice, Notice) and "more than half of the 1 kB free here" in notice.text
+    assert isinstance(notice, Notice) and "of the 1 kB free" in notice.text
 
 
 def test_snapshots_by_time_are_counted() -> None:
@@ -126,4 +126,4 @@ async def test_every_nth_snapshot_is_exported_and_the_last(
         await exports.finish()
         running.cancel()
     assert made == [f"{step} exports/step-{step:08d}" for step in (3, 6, 7)]
-    assert "step 6 was not exported: the disk is full" in caplog.text
+    assert "step 6 was not exported" in caplog.text

@@ -92,7 +92,7 @@ def test_a_question_is_encoded_up_to_the_answer(tmp_path: Path) -> None:
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert load_chat_encoder(str(folder), "").question("why is the river blue?") == expected
     refusing = write_tokenizer(tmp_path / "refusing", "{{ raise_exception('no system message') }}")
-    with pytest.raises(DataError, match="cannot render the prompt: the template refuses it: no system"):
+    with pytest.raises(DataError, match="no system"):
         load_chat_encoder(str(refusing), "").question("why?")
 
 
@@ -362,7 +362,7 @@ def test_conversations_with_tools_have_the_template_that_transformers_takes(
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t")
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(DataError, match="has no chat template: set \\[data\\] chat_template"):
+    with pytest.raises(DataError, match="no chat template"):
         load_chat_encoder(str(folder), "")
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     assert load_chat_encoder(str(folder), str(tmp_path / "own.jinja"))
@@ -491,7 +491,7 @@ def test_held_out_conversations_have_labels_and_begin_where_they_begin(tmp_path:
     config = replace(config, data=data)
     corpus = corpus_of(config)
     held_out = held_out_samples(config, corpus)
-    with pytest.raises(DataError, match=r"nothing is held out: name some in data\.valid"):
+    with pytest.raises(DataError, match=r"data\.valid"):
         held_out_samples(replace(config, data=replace(data, valid="")), corpus)
     corpus.close()
     assert held_out.windows.shape == (8, 33)

@@ -84,7 +84,7 @@ def test_the_smallest_text_that_works() -> None:
     data = corpus(SEQUENCE + 1)
     assert data.windows == 1
     assert (data.batch(5) == numbered(SEQUENCE + 1)).all()
-    with pytest.raises(DataError, match="8 tokens; a window of sequence 8 needs 9"):
+    with pytest.raises(DataError, match="8 tokens"):
         corpus(SEQUENCE)
 
 

@@ -295,7 +295,7 @@ def test_a_corpus_of_tokens(tables: Path, tmp_path: Path) -> None:
     assert corpus.batch(3).shape == (2, 17) and corpus.batch(3).max() < 400
     as_bytes = Corpus.load(DataSection(path=data.path), sequence=16, global_batch=2, seed=0)
     assert corpus.fingerprint() != as_bytes.fingerprint()
-    with pytest.raises(ConfigError, match=r"model.vocab is 399, but the tokenizer in .* has 400 tokens: set"):
+    with pytest.raises(ConfigError, match=r"vocab is 399, .* 400 tokens"):
         Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=399)
     largest = max(ids)
     fixed = Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=largest + 1, fixed=True)
@@ -557,7 +557,7 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(DataError, match=r"no tokenizer 'byte': set .* to bytes, or to a folder or file"):
         load_tokenizer("byte")
-    with pytest.raises(DataError, match=r"expected tokenizer.json or vocab.json and merges.txt or encoder"):
+    with pytest.raises(DataError, match=r"expected tokenizer.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(DataError, match=f"no tokenizer in {tmp_path}: expected vocab.json and merges.txt"):
@@ -590,7 +590,7 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(
 
 def test_a_folder_that_cannot_be_written_is_named(tables: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"tokens cannot be kept in .*: free some space or set XDG"):
+    with pytest.raises(DataError, match=r"cannot be kept .* XDG"):
         tokens_of(b"text", load_tokenizer(str(tables / "gpt2")), tmp_path / "file" / "tokens", quiet)
 
 

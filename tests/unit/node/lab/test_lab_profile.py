@@ -97,7 +97,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path: Path, text: str, words: str
 
 def test_a_region_that_the_matrix_lacks_gets_its_neighbours_name(tmp_path: Path) -> None:
     text = f"[pipeline]\nstages = 2\n[network]\nmatrix = '{MATRIX}'\nregions = ['Oregon', 'Viginia']\n"
-    with pytest.raises(ConfigError, match=r"region 'Viginia' is not in the matrix; did you mean 'Virginia'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'Virginia'"):
         load_profile(write(tmp_path, text + "[[sweep]]\nmatrix_shares = [1.0]"))
 
 
@@ -179,5 +179,5 @@ def test_a_call_can_measure_some_of_the_cells(
 @pytest.mark.parametrize("words", ["tah", "tah/fixed-8", "@10", "tah/fixed-6@10", "fp32/fp32@", "@", ""])
 def test_cells_that_the_profile_lacks_are_named(tmp_path: Path, words: str) -> None:
     profile = load_profile(write(tmp_path, SMALL))
-    with pytest.raises(ConfigError, match=r"names no cell of this profile: .* fp32/fp32, tah/fixed-6 .* 100"):
+    with pytest.raises(ConfigError, match=r"fp32/fp32, tah/fixed-6 .* 100"):
         plan_runs(profile, only=["tah/fixed-6", words])

@@ -187,7 +187,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     told: list[str] = []
     files = draw(found, tmp_path / "made", told.append)
     # A curve of one step is none.
-    assert len(told) == 1 and told[0].endswith("100 + 20 ms Mbit/s: a run has fewer than 10 steps")
+    assert len(told) == 1 and "100 + 20 ms Mbit/s: " in told[0] and told[0].endswith("10 steps")
     assert {path.parent for path in files} == {tmp_path / "made"}
     assert {path.name for path in files} == {
         "tokens-microbatch-1-window-auto.svg",

@@ -101,7 +101,7 @@ def test_a_state_in_e4m3_is_cut_with_its_blocks(family: str, rank: int) -> None:
 
 def test_a_state_of_another_model_is_refused() -> None:
     model = ModelSection(layers=1, hidden=16, heads=4, kv_heads=2, ffn=8, vocab=8, sequence=8)
-    with pytest.raises(RunError, match=r"query.weight has the shape \[8, 16\], expected \[16, 16\]"):
+    with pytest.raises(RunError, match=r"query.weight .*\[8, 16\], expected \[16, 16\]"):
         shard_state(
             RunConfig(model=model), block_name(0), {"parameter.query.weight": torch.zeros(8, 16)}, 0, 2
         )

@@ -343,9 +343,7 @@ def test_a_run_without_a_complete_snapshot_is_not_restarted(
     config = one_with_snapshots(tmp_path, monkeypatch, 80)
     (snapshot_directory(tmp_path / "snapshots", 80) / "head.safetensors").unlink()
     for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"no snapshot of this run is intact .*head.*: restore a copy"
-        ) as why:
+        with pytest.raises(UserError, match=r"no snapshot .*head") as why:
             main.run_coordinator(config, run_dir=tmp_path, emit=print, resume=True)
         assert "\n" not in str(why.value)
 

@@ -229,7 +229,5 @@ def test_a_stage_needs_the_number_of_samples_and_the_room() -> None:
     with pytest.raises(RunError, match="did not send"):
         StageExecutor(CONFIG, CPU, StageClock(), StageModel(CONFIG, CPU))
     tight = replace(CONFIG, pipeline=replace(CONFIG.pipeline, cache_gb=1e-4))
-    with pytest.raises(
-        ConfigError, match=r"would keep 0.000207 GB of activations at one of 3 stages .*cache_gb"
-    ):
+    with pytest.raises(ConfigError, match=r"0.000207 GB .*cache_gb"):
         StageExecutor(tight, CPU, StageClock(), StageModel(tight, CPU), room=Room(windows=100))

@@ -216,7 +216,7 @@ async def test_wrong_gradients_are_fetched_again_from_others(told: Told) -> None
         node.asked.clear()
         follower.committed(replace(told.steps[1]))
         heard = await node.hear()
-        assert "no node has the right gradient of step" in heard.failed
+        assert "right gradient of step" in heard.failed
         assert len(node.asked) == TRIES * len(node.executor.units)
         await follower.settle()
     assert {step for step, _ in node.kept} == {1}
@@ -241,7 +241,7 @@ async def test_a_missing_step_is_no_state(told: Told) -> None:
         follower.follow(told.order)
         await node.hear()
         follower.committed(told.steps[1])
-        assert (await node.hear()).failed == "step 1 is missing before step 2"
+        assert "step 1 is missing" in (await node.hear()).failed
 
 
 async def test_without_sources_it_follows_no_longer(told: Told) -> None:

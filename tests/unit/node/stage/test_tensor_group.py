@@ -237,7 +237,7 @@ def test_models_that_cannot_be_sharded_are_refused_before_start() -> None:
         DeviceGroup((CPU,) * 3, threads=1, tensor_parallel=2)
     with pytest.raises(RunError, match=r"model\.heads 4"):
         DeviceGroup((CPU,) * 3, threads=1, tensor_parallel=3).start(LLAMA)
-    with pytest.raises(RunError, match="are 8 rows, which cannot share microbatches of 4 samples"):
+    with pytest.raises(RunError, match="8 rows"):
         DeviceGroup((CPU,) * 16, threads=1, tensor_parallel=2).start(LLAMA)
     with pytest.raises(RunError, match="multiples of 128"):
         DeviceGroup((CPU,) * 4, threads=1, tensor_parallel=4).start(PACKED)

@@ -513,7 +513,7 @@ def test_bad_requests_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no complete snapshot yet"):
         export(run, out)
     snapshot(run, replace(RunConfig(), model=ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16)))
-    with pytest.raises(UserError, match="no snapshot of step 5; it has 4"):
+    with pytest.raises(UserError, match="no snapshot of step 5"):
         export(run, out, step=5)
     with pytest.raises(UserError, match="--dtype int8: expected one of float32"):
         export(run, out, dtype="int8")

@@ -93,6 +93,7 @@ def test_a_run_file_in_float16_names_what_does_not_fit() -> None:
         return problems(replace(SMALL, training=replace(SMALL.training, precision="float16", **keys)))
 
     assert wrong() == []
-    assert wrong(loss_scale=3.0) == ["training.loss_scale must be a power of two from 1 to 16777216, got 3.0"]
-    assert "sums in e4m3 do not keep what overflows" in wrong(gradients="fp8")[0]
+    (told,) = wrong(loss_scale=3.0)
+    assert "power of two" in told and told.endswith("3.0")
+    assert "e4m3" in wrong(gradients="fp8")[0]
     assert wrong(weights="float16")[0].startswith("training.weights 'float16'")

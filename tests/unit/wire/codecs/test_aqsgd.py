@@ -237,9 +237,7 @@ def test_ends_that_remember_differently_refuse() -> None:
     state["values"][1, 2, 3] ^= 1
     boundary.ends[1] = SampleCache(6, (3, 64), since=0)
     boundary.ends[1].load(state)
-    with pytest.raises(
-        CacheMismatchError, match="hold different sample caches: the sender's since step 0, CRC"
-    ):
+    with pytest.raises(CacheMismatchError, match="different sample caches"):
         boundary.codec.of(boundary.batch(1, (0, 1))).decode(packed, spec(x))
     # It began at another step.
     state = boundary.ends[0].state()
@@ -255,7 +253,7 @@ def test_ends_that_remember_differently_refuse() -> None:
     with pytest.raises(PackedMismatchError, match="bytes, not the"):
         new.decode(packed, spec(x))
     # It thinks that they are known, and has lost them.
-    with pytest.raises(CacheMismatchError, match="sample 0 is not in this stage's cache"):
+    with pytest.raises(CacheMismatchError, match="sample 0 is not in"):
         boundary.codec.of(SampleBatch(empty, (0, 1), (True, True), 0)).decode(packed, spec(x))
 
 

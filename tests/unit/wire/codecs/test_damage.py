@@ -202,7 +202,7 @@ def test_every_bit_of_a_payload_counts_or_is_refused(name: str, width: int) -> N
 def test_filling_that_holds_something_is_named(name: str) -> None:
     forged = intact(name).clone()
     forged[64 + 40] = 1  # behind the scales of 20 tiles
-    with pytest.raises(PackedMismatchError, match=f"{name} tensor has bits set in its padding"):
+    with pytest.raises(PackedMismatchError, match=f"{name} .*padding"):
         codec(name).decode(reseal(forged), SPEC)
 
 

@@ -71,7 +71,7 @@ def test_a_constant_equals_torchs_fp32_value(constant: float) -> None:
 @each("shape", [(), (0,), (3, 0), (1,) * 6, (2**32,)])
 @each("name", ["fp32", "fixed-8", "tah", "trellis-4", "aqsgd-4"])
 def test_shapes_that_no_header_can_say_are_refused(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(CodecError, match="cannot be packed: it needs 1 to 5 dimensions"):
+    with pytest.raises(CodecError, match="1 to 5 dimensions"):
         codec_format(name).packed_bytes(shape)
 
 
