@@ -124,6 +124,15 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         read_unit(directory, "block.0009")
 
 
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    write_snapshot(tmp_path, 5)
+    path = snapshot_directory(tmp_path, 5) / "head.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunError, match=r"head.safetensors is damaged"):
+        read_unit(path.parent, "head")
+
+
 def test_a_torn_or_strange_manifest_is_refused(tmp_path: Path) -> None:
     write_snapshot(tmp_path, 5)
     directory = snapshot_directory(tmp_path, 5)
