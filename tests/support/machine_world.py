@@ -284,9 +284,10 @@ class World:
         assert shared == list(range(self.plan.groups)), "every group is in one row"
         if not self.plan.follows:
             assert len(hosts) == len(placement.nodes), "no seat is empty as an epoch begins"
-        # One that the same event has ended again is sent all the same, and its end after it.
-        is_over = machine.epoch is None or machine.epoch.number > placement.epoch
-        for node_id in () if is_over else hosts:
+        # The same event may have ended it again, or emptied seats of it: what follows says so.
+        epoch = machine.epoch
+        is_newest = epoch is not None and epoch.number == placement.epoch
+        for node_id in epoch.hosts if epoch is not None and is_newest else ():
             assert node_id in machine.members and node_id not in machine.quarantined
             assert not machine.members[node_id].leaving
         self.disk.last_epoch, self.disk.hosts = placement.epoch, placement.nodes
