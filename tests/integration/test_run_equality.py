@@ -53,12 +53,12 @@ fed, given = torch.ones(2, 3), torch.randn(2, 3)
 passes = AutogradPasses(lambda fed, *_: fed.exp(), "float32", fed.device, 1)
 passes.forward(0, fed, None)
 assert torch.equal(passes.backward(0, given), given * fed.exp())
-print(sorted({"torch._dynamo", "sympy", "scipy.linalg"} & sys.modules.keys()))
+print(sorted({"torch._dynamo", "sympy"} & sys.modules.keys()))
 """
 
 
 def test_training_imports_nothing_that_takes_long(prefork: Prefork, tmp_path: Path) -> None:
-    """Torch's compiler takes seconds, sympy and `scipy.linalg` parts of one, and nodes would wait for them.
+    """Torch's compiler takes seconds, sympy a part of one, and nodes would wait for them.
     Activations that are stored packed or computed again need none of them either, nor do codecs."""
     (tmp_path / "trains.py").write_text(TRAINS)
     command = [sys.executable, str(tmp_path / "trains.py")]
