@@ -17,7 +17,7 @@ from node.telemetry.events import (
     StepDone,
 )
 from tests.support.fault_prefork import Prefork
-from tests.support.fault_run import FaultRun, held, small, until_joined
+from tests.support.fault_run import KILLED, FaultRun, held, small, until_joined
 from tests.support.faults import Fault, Kind, Phase
 
 CONFIG = replace(
@@ -153,6 +153,32 @@ def test_two_rows_that_have_lost_a_node_make_one_within_the_step(prefork: Prefor
         assert {(lost.row, lost.stage) for lost in (one, other)} >= {(filled.row, filled.stage)}
         # Steps of the third row go on meanwhile, as they are short.
         assert filled.step >= other.step
+
+
+def test_a_node_that_dies_while_others_load_their_state_costs_its_seat(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    """All processes of a run are killed, and load its snapshot as they are back. One node dies in that, and
+    the other row begins the steps without it."""
+    crash = Fault(kind=Kind.COORDINATOR_KILL, phase=Phase.VOTING, step=7)
+    kill = Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=1, step=5)
+    config = replace(CONFIG, run=replace(CONFIG.run, steps=20))
+    with FaultRun(
+        tmp_path, config, [crash, kill], gather=4, snapshot_first=True, launch=prefork.popen
+    ) as run:
+        run.start()
+        nodes = run.add_nodes(4)
+        assert run.tend(restart=False) == KILLED
+        for node in nodes:
+            node.kill()
+        run.resume()
+        run.assert_ends_undisturbed()
+        at = max(run.times(kill))
+        _, lost = run.after(at, SeatLost)
+        _, placed = run.after(at, PlacementMade)
+        assert placed.epoch == lost.epoch and placed.resume_step == 5, "the epoch goes on without it"
+        assert placed.nodes.count("") == 1 and not placed.nodes[2 * lost.row + lost.stage]
+        assert [aborted for aborted in run.all(StepAborted) if not aborted.is_planned] == []
 
 
 def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefork, tmp_path: Path) -> None:
