@@ -661,8 +661,9 @@ class Epoch:
                 return [self._placement(node_id)]
             case Phase.RESTORING:
                 # Others may have died since it was placed: it does not wait for links to them.
-                placement = replace(self._placement(node_id), renewed=tuple(self.vacant))
-                return [placement, self._restore] if self.vacant else [self._restore]
+                vacant = tuple(self.vacant)
+                drops = [replace(self._placement(node_id), renewed=vacant)] if vacant else []
+                return [*drops, self._restore]
             case Phase.STEPPING:
                 missed.append(self._step_message(node_id))
             case Phase.APPLYING:
@@ -680,11 +681,11 @@ class Epoch:
         if self.phase is not Phase.PLACING or node_id not in self._seats:
             return False
         self._placed[node_id] = placed
-        return self.all_placed()
+        return self.choose_state()
 
-    def all_placed(self) -> bool:
-        """Choose the state that the epoch begins with, if all hosts have said what they hold, and none has
-        been chosen. Returns whether it is chosen now."""
+    def choose_state(self) -> bool:
+        """Choose the state that the epoch begins with, once all hosts have said what they hold. Returns
+        whether this call has chosen it."""
         if self.phase is not Phase.PLACING or len(self._placed) < len(self.hosts):
             return False
         # Stages that can agree go on from where they are; otherwise all go back to what is on disk,
@@ -830,7 +831,7 @@ class Epoch:
 
         Within a step, returns the outcome if all other hosts have voted. Otherwise whole rows compute the
         groups of its row. Before the first step, returns what follows if all others have restored; in
-        `PLACING`, ask `all_placed`.
+        `PLACING`, call `choose_state`.
         """
         row, asked = self.replica_of(node_id), self.asked
         vote = self.votes.pop(node_id, None)

@@ -593,10 +593,11 @@ class RunMachine:
     def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
         if (line := self._newcomers.astray(epoch, node_id, message, now)) is not None:
             return self._end_epoch(AbortKind.PLACEMENT, line) + self._try_place(now)
-        return self._all_placed(epoch, now) if epoch.placed(node_id, message) else []
+        return self._state_chosen(epoch, now) if epoch.placed(node_id, message) else []
 
-    def _all_placed(self, epoch: Epoch, now: float) -> list[Action]:
-        """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
+    def _state_chosen(self, epoch: Epoch, now: float) -> list[Action]:
+        """Restore the state that the epoch has chosen. An epoch that only has to hand in its state does that
+        at once instead: a restore needs links, and these may be what failed."""
         if epoch.behind and self.plan.follows:
             # As after a death of the coordinator while a node entered.
             named = ", ".join(f"node {node}" for node in epoch.behind)
@@ -1132,8 +1133,8 @@ class RunMachine:
                 return actions + self._voted(epoch, outcome, now)
         assert isinstance(outcome, list), "only votes have another outcome"
         match phase:
-            case Phase.PLACING if epoch.all_placed():
-                return actions + self._all_placed(epoch, now)
+            case Phase.PLACING if epoch.choose_state():
+                return actions + self._state_chosen(epoch, now)
             case Phase.RESTORING | Phase.APPLYING:
                 return actions + self._progress(epoch, outcome, now)
             case Phase.VALIDATING:

@@ -74,8 +74,9 @@ class MemoryControl:
         memory = replace(before.memory, pages=0)
         planned = memory.total - FIXED_BYTES
         off = most_bytes - planned
-        is_off = abs(off) > OFF * (planned - memory.workspaces)
-        self._memory = max(1, self._room.memory_bytes - off * is_off)
+        self._memory = self._room.memory_bytes
+        if abs(off) > OFF * (planned - memory.workspaces):
+            self._memory = max(1, self._memory - off)
         fits = before.memory.total <= self._limit
         if fits and before.added == 0:
             return None

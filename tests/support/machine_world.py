@@ -285,11 +285,10 @@ class World:
         if not self.plan.follows:
             assert len(hosts) == len(placement.nodes), "no seat is empty as an epoch begins"
         # The same event may have ended it again, or emptied seats of it: what follows says so.
-        epoch = machine.epoch
-        is_newest = epoch is not None and epoch.number == placement.epoch
-        for node_id in epoch.hosts if epoch is not None and is_newest else ():
-            assert node_id in machine.members and node_id not in machine.quarantined
-            assert not machine.members[node_id].leaving
+        if machine.epoch is not None and machine.epoch.number == placement.epoch:
+            for node_id in machine.epoch.hosts:
+                assert node_id in machine.members and node_id not in machine.quarantined
+                assert not machine.members[node_id].leaving
         self.disk.last_epoch, self.disk.hosts = placement.epoch, placement.nodes
         self.disk.groups = placement.groups
 

@@ -1,4 +1,4 @@
-"""Pieces on a CPU give the reference's bits, whatever their size and the values."""
+"""A CPU that works piece by piece gets the reference's bits, for any size of pieces and any values."""
 
 import pytest
 import torch
