@@ -10,7 +10,7 @@ from node.config.schema import SnapshotsSection
 from node.coordinator.rebuild import newest_record
 from node.model.units import unit_names
 from node.state.snapshot_cache import RECORD_FILE
-from node.telemetry.events import SnapshotStored
+from node.telemetry.events import PlacementMade, SnapshotStored
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held
 from tests.support.faults import Fault, Kind, Phase
@@ -40,18 +40,22 @@ def recorded(state_dir: Path) -> int:
 
 def test_losing_a_machine_with_its_disk_keeps_the_weights(prefork: Prefork, tmp_path: Path) -> None:
     """It held the newest copy of its stage; a newcomer gets the other one from the node that has it."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=11)) as run:
-        coordinator = run.start()
-        run.add_nodes(3)
-        frozen = run.wait_still()
-        coordinator.wait_event(SnapshotStored, lambda stored: stored.step == 6)
-        assert copies(run, 6) == dict.fromkeys(UNITS, 2)
-        assert not list((run.run_dir / "snapshots").glob("step-*/*")), "nothing at the coordinator"
-        frozen.kill()
-        shutil.rmtree(run.state_dir(run.nodes.index(frozen)))
+    # No node is silent before the copies are there: it would be replaced, and copies made for that one, too.
+    hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=11)
+    with FaultRun(tmp_path, CONFIG, [hold], launch=prefork.popen) as run:
+        with held(run, hold):
+            coordinator = run.start()
+            run.add_nodes(3)
+            placed = coordinator.wait_event(PlacementMade)
+            coordinator.wait_event(SnapshotStored, lambda stored: stored.step == 6)
+            assert copies(run, 6) == dict.fromkeys(UNITS, 2)
+            assert not list((run.run_dir / "snapshots").glob("step-*/*")), "nothing at the coordinator"
+            lost = [run.node_id(number) for number in range(3)].index(placed.nodes[1])
+            run.nodes[lost].kill()
+            shutil.rmtree(run.state_dir(lost))
         run.add_node(run.new_token())
         assert coordinator.wait_exit() == 0
-        run.assert_undisturbed()
+        Run.assert_undisturbed(run)
         assert run.snapshots[-1] == 14
 
 
