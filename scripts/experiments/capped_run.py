@@ -49,7 +49,7 @@ OUT = RESULTS / "capped_runs.json"
 CAP, DEVICE, PEAK = "THINWIRE_CAPPED_GB", "THINWIRE_CAPPED_DEVICE", "peak.json"
 """Environment variables of a node, and the file in its directory with the most memory that it held."""
 PEAK_SECONDS = 0.2
-STEP_SECONDS = 400.0
+STEP_SECONDS = 900.0
 KILLED = 1
 """The node, in the order of their coming."""
 
