@@ -154,6 +154,8 @@ def gpu_tests() -> str:
             for outcome, word in OUTCOMES.items()
             if outcome in later["outcomes"]
         )
+        if unfinished := later.get("not_run"):
+            counts += f", without {', '.join(f'`{name}`' for name in unfinished)}, which did not finish"
         caption += f" At commit {later['commit'][:12]}, on {later['gpus']} x {later['hardware']}: {counts}."
     for outcome in ("failure", "error"):
         if named := report["others"].get(outcome):

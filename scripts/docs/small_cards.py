@@ -178,7 +178,7 @@ def capped_runs() -> str:
                 f"{run['stages']} x {run['cap_gb']:g}",
                 f"{run['microbatches']} x {run['samples']} x {run['model']['sequence']:,}",
                 f"{run['rate']:g}",
-                f"{run['tokens_per_second']:,.0f}",
+                f"{run['tokens_per_second']:,.0f}" + ("*" if run.get("beside") else ""),
                 f"{peaks[0]:.1f} to {peaks[-1]:.1f}",
                 after,
             ]
@@ -192,6 +192,8 @@ def capped_runs() -> str:
     kills = ""
     if any(run.get("kill") for run in report["runs"]):
         kills = "A killed node is started again; steps done again have the same losses and gradient norms. "
+    if any(run.get("beside") for run in report["runs"]):
+        kills += "*: other programs used the card meanwhile, so alone it is faster. "
     caption = (
         "Whole runs over the network: a node process a stage, capped by `--max-memory`, random weights, "
         "`trellis-3` and `dither-3`. All nodes share one GPU, so tokens a second are those of one card; "
