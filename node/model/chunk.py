@@ -265,10 +265,11 @@ def build_chunk(
             module = _module(model, unit, tables, own or Storage(), rank)
         # Cloned into torch's own 64-byte aligned memory, because the bits of a product may depend on
         # alignment.
+        place = torch.device("cpu") if lora.rank else device
         weights = {
             spec.name: shard(unit, spec, torch.from_numpy(next(drawn)), rank.index, rank.count)
             .clone()
-            .to(device, weights_in if len(spec.shape) >= 2 and lora.rank == 0 else torch.float32)
+            .to(place, weights_in if len(spec.shape) >= 2 and lora.rank == 0 else torch.float32)
             for spec in parameter_specs(model, unit)
         }
         module.load_state_dict(weights, strict=True, assign=True)

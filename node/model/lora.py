@@ -59,27 +59,28 @@ class FrozenWeight(nn.Module):
 
     kept: Tensor
 
-    def __init__(self, weight: Tensor, form: str, experts: int = 0) -> None:
+    def __init__(self, weight: Tensor, device: torch.device, form: str, experts: int = 0) -> None:
         """
         Args:
-            weight: [outputs, inputs], float32.
+            weight: [outputs, inputs], float32, on any device.
+            device: where the weight is kept, and packed.
             form: one of `FORMS`.
             experts: how many matrices are stacked in `weight`; each of them is packed by itself. 0 for a
                 single matrix.
         """
         super().__init__()
         self.shape, self.form, self.experts = weight.shape, form, experts
-        self.register_buffer("kept", self._packed(weight), persistent=False)
+        self.register_buffer("kept", self._packed(weight, device), persistent=False)
 
     def fill(self, weight: Tensor) -> None:
         """Replace the weight in place."""
-        self.kept.copy_(self._packed(weight.to(self.kept.device)))
+        self.kept.copy_(self._packed(weight, self.kept.device))
 
-    def _packed(self, weight: Tensor) -> Tensor:
-        if self.form == WHOLE:
+    def _packed(self, weight: Tensor, device: torch.device) -> Tensor:
+        # Rounded where it is, because a large vocabulary's weight in float32 may not fit on the device.
+        weight = weight.to(device, torch.bfloat16 if self.form == "bf16" else torch.float32)
+        if self.form in (WHOLE, "bf16"):
             return weight
-        if self.form == "bf16":
-            return weight.to(torch.bfloat16)
         if self.experts:
             return PackedExperts.of(self._each(weight), PACKED[self.form]).packed
         return ops.store(weight, PACKED[self.form])
@@ -139,12 +140,12 @@ class FrozenLinear(nn.Module):
     lora_A: nn.Parameter | None
     lora_B: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, form: str, experts: int = 0) -> None:
-        """`form` and `experts` are as for `FrozenWeight`."""
+    def __init__(self, linear: nn.Linear, device: torch.device, form: str, experts: int = 0) -> None:
+        """`device`, `form` and `experts` are as for `FrozenWeight`."""
         super().__init__()
-        self.weight = FrozenWeight(linear.weight.detach(), form, experts)
+        self.weight = FrozenWeight(linear.weight.detach(), device, form, experts)
         own = cast(Tensor | None, linear.bias)
-        self.register_buffer("bias", None if own is None else own.detach(), persistent=False)
+        self.register_buffer("bias", None if own is None else own.detach().to(device), persistent=False)
         self.register_parameter(DOWN, None)
         self.register_parameter(UP, None)
         self.scale = 0.0
@@ -343,18 +344,19 @@ def freeze(
     """Freeze all weights of a unit's module in place, and add adapters to its projections.
 
     Args:
-        module: a module with float32 weights.
-        adapters: the values of `trained_specs` by name, or the `rank`'s shards of them.
-        source: the chunk's source of dropout salts.
+        module: a module with float32 weights in main memory. Each of them is packed on the device by itself,
+            because those of a mixture's block may take several times what they take packed.
+        adapters: the values of `trained_specs` by name, or the `rank`'s shards of them, on the device.
+        source: the chunk's source of dropout salts, on the device.
     """
+    device = source.salt.device
     widths = {spec.name: spec.shape[-1] for spec in trained_specs(model, lora, unit)}
     specs = {spec.name: spec for spec in parameter_specs(model, unit)}
     forms = {name: frozen_form(lora, spec, in_block=is_block(unit)) for name, spec in specs.items()}
-    for path, linear in [
-        (path, part) for path, part in module.named_modules() if isinstance(part, nn.Linear)
-    ]:
+    for path in [path for path, part in module.named_modules() if isinstance(part, nn.Linear)]:
         name = f"{path}.weight"
-        frozen = FrozenLinear(linear, forms[name], specs[name].experts)
+        linear = cast(nn.Linear, module.get_submodule(path))
+        frozen = FrozenLinear(linear, device, forms[name], specs[name].experts)
         if f"{path}.{DOWN}" in adapters:
             # The seed is not needed here: it is part of the microbatch's salt.
             place = salt(0, step=0, layer=unit, purpose=f"dropout before {path}")
@@ -369,10 +371,10 @@ def freeze(
         if isinstance(part, FrozenLinear):
             continue
         for name, parameter in list(part.named_parameters(recurse=False)):
-            weight = parameter.detach()
-            half = weight.ndim >= 2 and lora.base != WHOLE
+            half = parameter.ndim >= 2 and lora.base != WHOLE
+            weight = parameter.detach().to(device, torch.bfloat16 if half else torch.float32)
             delattr(part, name)
-            part.register_buffer(name, weight.to(torch.bfloat16) if half else weight, persistent=False)
+            part.register_buffer(name, weight, persistent=False)
 
 
 def load_frozen(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -37,7 +37,7 @@ def merged_parameters(
         path, values = name.removesuffix(".weight"), torch.from_numpy(np.ascontiguousarray(array))
         if values.ndim == 2:
             form = frozen_form(lora, spec, in_block=is_block(unit))
-            values = FrozenWeight(values, form, spec.experts).dense(torch.float32)
+            values = FrozenWeight(values, values.device, form, spec.experts).dense(torch.float32)
         if f"{path}.{UP}" in adapters:
             down, up = (torch.from_numpy(adapters[f"{path}.{kind}"]) for kind in (DOWN, UP))
             values = merged(values, down, up, lora, spec.experts)

@@ -159,7 +159,7 @@ def test_a_packed_base_computes_as_what_it_unpacks_to(base: str, precision: str)
 def test_dropout_is_the_plain_formula_with_its_mask() -> None:
     source, generator = DropoutSource(CPU), torch.Generator().manual_seed(0)
     linear = nn.Linear(40, 30)
-    layer = FrozenLinear(linear, "float32")
+    layer = FrozenLinear(linear, torch.device("cpu"), "float32")
     down, up = torch.randn(4, 40, generator=generator), torch.randn(30, 4, generator=generator)
     dropout = Dropout(share=0.25, source=source, place=0xFEDCBA98)
     layer.adapt(down.clone(), up.clone(), 0.5, dropout)
