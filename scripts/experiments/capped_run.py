@@ -113,6 +113,8 @@ GPT_OSS_20B = ModelSection(
 LLAMA_8B = ModelSection(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, rope_theta=5e5, vocab=128_256, sequence=2048
 )
+NANOGPT = ModelSection(family="gpt2", layers=8, hidden=1024, heads=8, ffn=4096, vocab=50_304, sequence=1024)
+"""Of deploy/lab/nanogpt.toml, a public contest's."""
 LLAMA_3B = replace(LLAMA_8B, layers=28, hidden=3072, heads=24, ffn=8192, tied=True)
 ADAPTERS, PACKED = LoraSection(rank=8, base="4"), StorageSection(preset="compact")
 CASES = {
@@ -120,6 +122,7 @@ CASES = {
     "gpt-oss-20b": Case(GPT_OSS_20B, 4, 8, 2, 8, ADAPTERS, PACKED),
     "llama-8b": Case(LLAMA_8B, 8, 8, 1, 16, LoraSection(), PACKED, low_state=True),
     "llama-3b": Case(LLAMA_3B, 4, 8, 1, 16, LoraSection(), PACKED, low_state=True),
+    "nanogpt": Case(NANOGPT, 8, 12, 8, 64, LoraSection(), StorageSection()),
 }
 
 
@@ -130,8 +133,8 @@ def tiny(case: Case) -> Case:
         layers=2 * case.stages,
         hidden=64,
         heads=4,
-        kv_heads=2,
-        head_width=16,
+        kv_heads=4 if case.model.family == "gpt2" else 2,
+        head_width=0,
         ffn=48,
         vocab=256,
         sequence=64,
@@ -173,14 +176,14 @@ def run_config(case: Case, arguments: argparse.Namespace) -> RunConfig:
 class Run:
     """A run's processes and what its coordinator said."""
 
-    def __init__(self, processes: PacedRun, rate: float) -> None:
-        self.processes, self._rate = processes, rate
+    def __init__(self, processes: PacedRun, rate: float, delay: float) -> None:
+        self.processes, self._rate, self._delay = processes, rate, delay
         self.told: list[Any] = []
         self.token = ""
 
     async def add_node(self) -> None:
         await self.processes.add_node(self.token)
-        self.processes.relays[-1].shape(rate=self._rate * 1e6 / 8, delay=0.0)
+        self.processes.relays[-1].shape(rate=self._rate * 1e6 / 8, delay=self._delay / 1e3)
 
     async def until(self, *kinds: type[Any]) -> Any:
         """The next event of these kinds."""
@@ -224,7 +227,7 @@ async def measured(case: Case, arguments: argparse.Namespace, record: Record) ->
             threads=arguments.threads,
             script="scripts.experiments.capped_run",
         ) as processes:
-            run = Run(processes, arguments.rate)
+            run = Run(processes, arguments.rate, arguments.delay)
             run.token = (await run.until(events.JoinLine)).line.split()[-1]
             for _ in range(case.stages):
                 await run.add_node()
@@ -283,6 +286,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="before a node is killed")
     parser.add_argument("--snapshot-every", type=int, default=2, help="with --kill")
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of a link each way")
+    parser.add_argument("--delay", type=float, default=0.0, help="ms of a link each way")
     parser.add_argument("--slices", type=int, default=1, help="of a sample, by pipeline.sequence_chunks")
     parser.add_argument("--samples", type=int, default=0, help="of a microbatch, if not the case's")
     parser.add_argument("--microbatches", type=int, default=0, help="of a step, if not the case's")
@@ -313,7 +317,7 @@ def main() -> int:
                 "python": platform.python_version(),
                 "case": arguments.case,
                 **asdict(case),
-                **{key: getattr(arguments, key) for key in ("rate", "slices", "codecs", "device")},
+                **{key: getattr(arguments, key) for key in ("rate", "delay", "slices", "codecs", "device")},
                 **found,
             }
         ]
