@@ -77,13 +77,13 @@ class FrozenWeight(nn.Module):
         self.kept.copy_(self._packed(weight, self.kept.device))
 
     def _packed(self, weight: Tensor, device: torch.device) -> Tensor:
-        # Rounded where it is, because a large vocabulary's weight in float32 may not fit on the device.
-        weight = weight.to(device, torch.bfloat16 if self.form == "bf16" else torch.float32)
+        # In float32, a large vocabulary's weight or that of all experts may not fit on the device.
         if self.form in (WHOLE, "bf16"):
-            return weight
+            return weight.to(device, torch.bfloat16 if self.form == "bf16" else torch.float32)
+        bits = PACKED[self.form]
         if self.experts:
-            return PackedExperts.of(self._each(weight), PACKED[self.form]).packed
-        return ops.store(weight, PACKED[self.form])
+            return torch.stack([ops.store(expert.to(device), bits) for expert in self._each(weight)])
+        return ops.store(weight.to(device), bits)
 
     def _each(self, weight: Tensor) -> Tensor:
         return weight.view(self.experts, -1, self.shape[1])
@@ -344,8 +344,8 @@ def freeze(
     """Freeze all weights of a unit's module in place, and add adapters to its projections.
 
     Args:
-        module: a module with float32 weights in main memory. Each of them is packed on the device by itself,
-            because those of a mixture's block may take several times what they take packed.
+        module: a module with float32 weights in main memory. Each is packed on the device by itself, because
+            a mixture's block may not fit there in float32.
         adapters: the values of `trained_specs` by name, or the `rank`'s shards of them, on the device.
         source: the chunk's source of dropout salts, on the device.
     """
