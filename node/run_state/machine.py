@@ -591,6 +591,8 @@ class RunMachine:
     # ---- inside: steps
 
     def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
+        if epoch.phase is not Phase.PLACING:
+            return []  # said again
         if (line := self._newcomers.astray(epoch, node_id, message, now)) is not None:
             return self._end_epoch(AbortKind.PLACEMENT, line) + self._try_place(now)
         return self._state_chosen(epoch, now) if epoch.placed(node_id, message) else []

@@ -176,8 +176,10 @@ class EpochTask:
 
     def update(self, placement: Placement) -> None:
         """Other nodes, or none, have some places of the epoch: replace or drop the links to them during the
-        steps, or while this node opens its links."""
+        steps, or while this node opens its links. A placement that comes again is answered again."""
         self.placement = replace(placement, enters=self.placement.enters)
+        if not placement.renewed:
+            self.submit(placement)
         renewed = {*map(Peer._make, placement.renewed)}.intersection(self._near())
         if not self._links_open or not renewed:
             return

@@ -98,6 +98,14 @@ def test_they_enter_between_two_steps_and_nothing_is_loaded() -> None:
     assert run.epoch.rows == 2
 
 
+def test_one_that_says_again_what_it_held_when_it_entered_holds_the_state() -> None:
+    run = followed(grid())
+    run.step()
+    run.restored(3)
+    run.step()
+    assert (run.epoch.step, run.placed("x", 3)) == (4, [])
+
+
 def test_nobody_waits_for_one_that_is_behind() -> None:
     run = grid()
     run.join("xy")

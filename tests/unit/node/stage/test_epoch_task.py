@@ -12,6 +12,7 @@ import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.labels import BatchPart
+from node.run_state.epoch import Phase
 from node.schedule.gradient_groups import RowShare
 from node.schedule.routing import Peer
 from node.stage.epoch_task import EpochTask
@@ -20,6 +21,7 @@ from node.stage.inbox import LinksIO, StepChange, StepInterrupted
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
+from tests.support.machine_driver import Driver, restore_of, sent
 from tests.support.services import FakeServices
 from wire.errors import (
     CacheMismatchError,
@@ -180,9 +182,9 @@ class Talk:
 
 
 @contextlib.asynccontextmanager
-async def epoch(stage: Stage | None = None) -> AsyncIterator[Talk]:
+async def epoch(stage: Stage | None = None, *, placement: Placement = PLACEMENT) -> AsyncIterator[Talk]:
     node = Node(stage or Stage())
-    task = EpochTask(PLACEMENT, node)
+    task = EpochTask(placement, node)
     running = asyncio.create_task(task.run())
     try:
         yield Talk(node, task)
@@ -233,6 +235,25 @@ async def test_a_command_that_comes_again_is_answered_again_and_not_done_again()
         talk.task.submit(take)
         await talk.ask(Begin(epoch=4, step=1))
         assert talk.node.uploads == [(4, 1)]
+
+
+async def test_a_node_whose_answer_to_its_placement_was_lost_answers_again() -> None:
+    """Its control connection breaks, and the coordinator repeats the placement on the next one."""
+    run = Driver(stages=3)
+    (placement,) = sent(run.join("abc"), "b")
+    assert isinstance(placement, Placement)
+    async with epoch(placement=placement) as talk:
+        lost = await talk.hear()
+        run.machine.disconnected("b", run.time)
+        for other in "ac":
+            run.placed(other)
+        (again,) = sent(run.hello("b", epoch=placement.epoch), "b")
+        assert isinstance(again, Placement) and run.epoch.phase is Phase.PLACING
+        talk.task.update(again)
+        answer = await talk.hear()
+        assert answer == lost
+        assert restore_of(run.machine.message("b", answer, run.time)).step == 0
+    assert talk.node.stage.log == [("place", 1, 3)], "it was placed once"
 
 
 async def test_a_begin_that_comes_again_while_its_step_runs_changes_no_work() -> None:
