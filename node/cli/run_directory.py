@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wire.errors import UserError
-from wire.identity.files import check_free_or_ours
+from wire.identity.files import check_free_or_ours, check_regular_files
 
 DEFAULT_PARENT = Path("runs")
 OURS = ("authority",)
@@ -65,13 +65,17 @@ def existing_run_directory(path: Path) -> Path:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether the directory has a run's database. Raises UserError for a path that is not UTF-8."""
+    """Whether the directory has a run's database. Raises UserError for a path that is not UTF-8, and for a
+    run with a pipe or the like in the place of a file."""
     from node.coordinator.store import DATABASE_FILE
     from node.run_file.loader import is_text
 
     if not is_text(str(directory)):  # the run's messages carry its directory
         raise UserError(f"{str(directory)!r} is not valid UTF-8: rename that directory, or give another one")
-    return (directory / DATABASE_FILE).exists()
+    holds = (directory / DATABASE_FILE).exists()
+    if holds:
+        check_regular_files(directory)
+    return holds
 
 
 def run_began(directory: Path) -> bool:

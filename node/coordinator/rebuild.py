@@ -50,7 +50,7 @@ from node.view.checkpoint import read_view
 from wire.errors import ConfigError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.enrolment import Hardware
-from wire.identity.files import write_private
+from wire.identity.files import check_regular_files, write_private
 
 ASIDE = ".damaged"
 _NOT_A_RECORD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SnapshotDamagedError)
@@ -64,7 +64,10 @@ def damage(directory: Path) -> str | None:
     snapshots.
 
     Call it only while no coordinator has the run. A database of another version is not damaged.
+
+    Raises UserError for a pipe or the like in the place of a file.
     """
+    check_regular_files(directory)
     path = directory / DATABASE_FILE
     steps = list_snapshots(directory / "snapshots")
     if not steps or not (directory / "authority").is_dir():
@@ -269,6 +272,8 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
     layers: dict[int, tuple[dict[str, str], Path | str]] = {}
     for place in places:
         path = place if isinstance(place, str) else snapshots_of(place) / RECORD_FILE
+        if isinstance(place, Path):
+            check_regular_files(place)
         try:
             records.append(_read(_store(place).record(), str(path)))
             _compare(records[-1], path, layers)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wire.errors import UserError
 from wire.identity.credentials import default_directory
-from wire.identity.files import check_free_or_ours, make_private_directory
+from wire.identity.files import check_free_or_ours, check_regular_files, make_private_directory
 
 MOST_NODES = 64
 """The most nodes of one run and one user on one machine."""
@@ -95,6 +95,7 @@ def claim(run_id: str, wanted: Path | None) -> StateDirectory:
 def _try_claim(path: Path) -> StateDirectory | None:
     try:
         check_free_or_ours(path, NODE_FILES, "--state-dir")
+        check_regular_files(path)
         descriptor, ours = _lock(path)
     except OSError as error:
         raise UserError(

@@ -92,6 +92,31 @@ def check_free_or_ours(
         raise UserError(f"everybody may write to {directory}, so no keys are written there: {advice}")
 
 
+def check_regular_files(directory: Path, depth: int = 3) -> None:
+    """Raise UserError if there is a pipe, a device, a broken link or the like below `directory`, because
+    reading it may never end.
+
+    Args:
+        depth: how many levels of folders to look at. Links are followed, and may lead back.
+    """
+    try:
+        with os.scandir(directory) as scanned:
+            entries = list(scanned)
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.is_file(follow_symlinks=False) or path.is_file():
+                continue
+            if path.is_dir():
+                if depth > 1:
+                    check_regular_files(path, depth - 1)
+            elif entry.is_symlink() or path.exists():  # not one that was removed meanwhile
+                raise UserError(
+                    f"{path} is a pipe, a device or a broken link: remove it, or put the file back"
+                )
+    except OSError:
+        return  # a later use reports it
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Replace `path` (mode 0600) atomically: temporary file, fsync, rename, fsync of the directory."""
     temporary = _write_beside(path, data)

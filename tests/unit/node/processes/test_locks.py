@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from node.cli.main import main
-from node.cli.run_directory import new_run_directory
+from node.cli.run_directory import existing_run_directory, new_run_directory
 from node.config.join_options import JoinOptions
 from node.config.schema import RunConfig
+from node.coordinator.rebuild import damage, newest_record
 from node.processes.locks import claim
 from tests.support.homes import without_home
 from wire.errors import UserError
 from wire.identity.credentials import load_or_create_key
+from wire.identity.files import check_regular_files
 from wire.identity.token import JoinToken
 
 CLAIMS = {
@@ -96,6 +98,33 @@ def test_a_nodes_directory_is_its_own_again(tmp_path: Path) -> None:
         claim("demo-x", tmp_path)
     first.release()
     claim("demo-x", tmp_path).release()
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "a node": lambda path: claim("demo-x", path),
+    "a run": existing_run_directory,
+    "a run to resume": damage,
+    "a run to recover": lambda path: newest_record([path]),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", ["history.jsonl", "snapshots/step-00000006/head.safetensors"])
+@pytest.mark.parametrize("target", ["", "/dev/zero", "/nowhere/file"], ids=["pipe", "device", "broken"])
+def test_what_never_ends_is_not_read(reader: str, name: str, target: str, tmp_path: Path) -> None:
+    for known in ("run.db", "node.key"):
+        (tmp_path / known).touch()
+    (tmp_path / "back").symlink_to(tmp_path)
+    check_regular_files(tmp_path)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    if target:
+        (tmp_path / name).symlink_to(target)
+    else:
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError) as caught:
+        READERS[reader](tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
 
 
 def test_a_run_that_did_not_begin_leaves_its_directory_usable(tmp_path: Path) -> None:
