@@ -126,7 +126,9 @@ def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir(), key=lambda path: path.name, reverse=True)
     except OSError as error:
-        raise DataError(f"cannot read folder {folder}: {error.strerror}; check its permissions") from error
+        raise DataError(
+            f"cannot read folder {folder}: {error.strerror}; check the path and its permissions"
+        ) from error
 
 
 def _mode(path: Path) -> int:
@@ -140,7 +142,9 @@ def _mode(path: Path) -> int:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return 0
-        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+        raise DataError(
+            f"cannot read {path}: {error.strerror}; check the path and its permissions"
+        ) from error
 
 
 def _roots(folder: Path) -> list[Path]:
@@ -432,7 +436,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
             f"no file or folder {path}; set [data] path to text, or to {STDLIB}; data.path=PATH after the "
             "command overrides it"
         )
-    return DataError(f"cannot read {path}: {error.strerror or error}; check its permissions")
+    return DataError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions")
 
 
 def report_skipped(folder: Path, every: list[Path], taken: list[Path], left_out: Counter[str]) -> None:

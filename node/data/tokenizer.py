@@ -206,7 +206,9 @@ def load_tokenizer(name: str) -> Tokenizer:
             )
         files = tokenizer_files(path)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+        raise DataError(
+            f"cannot read {path}: {error.strerror}; check the path and its permissions"
+        ) from error
     bpe, parts = parsed_tokenizer(files)
     with one_line(path):
         tokenizer = BpeTokenizer(bpe, parts, files[0].parent)
@@ -452,7 +454,9 @@ def read_bounded(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise DataError(f"no file {path}: name one that is there") from error
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+        raise DataError(
+            f"cannot read {path}: {error.strerror}; check the path and its permissions"
+        ) from error
 
 
 def pieces_of(text: bytes) -> Iterator[bytes]:

@@ -268,7 +268,7 @@ def _gemma(reader: ConfigReader, width: int) -> dict[str, Any]:
     reader.must_be("use_bidirectional_attention", False)
     scale = reader.whole("query_pre_attn_scalar", 256)
     # transformers 5 writes one set of values for each kind of block. `rope_scaling` belongs to full
-    # attention.
+    # attention. Without such a set, `rope_type` is `default`, whatever `type` says. `truncate` is not read.
     both = reader.object("rope_parameters")
     if both.config.keys() - {FULL, SLIDING}:
         raise reader.refused("rope_parameters", f"an object with {FULL} and {SLIDING}")
@@ -277,7 +277,8 @@ def _gemma(reader: ConfigReader, width: int) -> dict[str, Any]:
         raise reader.refused("rope_parameters", f"rope_type default for {SLIDING}")
     scaling = reader.object("rope_scaling")
     key = "rope_scaling" if scaling.config else "rope_parameters"
-    given = ConfigReader({**full.config, **scaling.config}, f"{reader.where}: {key}")
+    default = full.config if reader.get("rope_parameters") is not None else {"rope_type": "default"}
+    given = ConfigReader({**default, **scaling.config, "truncate": True}, f"{reader.where}: {key}")
     return {
         "norm_offset": True,
         "activation": "gelu",

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("own_home")
         (ThinwireError("two\nlines"), 1, "thinwire: error: two lines\n"),
         (KeyboardInterrupt(), 130, "thinwire: interrupted\n"),
         (PermissionError(13, "Permission denied", "/x"), 1, "thinwire: error: /x: Permission denied\n"),
+        (OSError(36, "Too long", "/x"), 2, "thinwire: error: /x: Too long; give another path\n"),
         (
             BaseExceptionGroup("g", [ExceptionGroup("h", [LinkError("gone")]), KeyboardInterrupt()]),
             1,

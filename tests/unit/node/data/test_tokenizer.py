@@ -605,5 +605,5 @@ def test_tables_in_a_folder_that_may_not_be_entered(tables: Path, monkeypatch: p
     whole = Path.stat
     monkeypatch.setattr(Path, "stat", stat)
     for name in (locked, locked / "vocab.json"):
-        with pytest.raises(DataError, match=f"cannot read {name}: Permission denied; check its permissions"):
+        with pytest.raises(DataError, match=f"cannot read {name}: Permission denied; check the path and"):
             load_tokenizer(str(name))

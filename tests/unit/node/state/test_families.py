@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.data.text import LFS_POINTER
 from node.data.tokenizer import special_tokens
 from node.model.chunk import Chunk, build_chunk
+from node.model.llama_block import rotary_frequencies
 from node.model.units import block_name, unit_names
 from node.stage.executor import StageExecutor
 from node.stage.stage_model import StageModel
@@ -193,6 +195,30 @@ def test_gemmas_older_configs_say_the_same() -> None:
     theirs = transformers.Gemma3TextConfig(**config)
     full = [index for index, name in enumerate(theirs.layer_types) if name == "full_attention"]
     assert tuple(full) == found["no_window"]
+
+
+SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"type": "default", "rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": SHORT_YARN | {"truncate": False}},
+        {"rope_parameters": {"full_attention": {"type": "linear", "factor": 4.0}}},
+        {"rope_parameters": {"full_attention": {"type": "linear"}}, "rope_scaling": {"factor": 8.0}},
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_gemmas_rotary_values_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding, Gemma3TextConfig
+
+    config = {**SIZES, "model_type": "gemma3_text", "head_dim": 16, "sliding_window_pattern": 2, **rope}
+    ours = ModelSection(**read_config(config, "config.json", LENGTH))
+    theirs = Gemma3RotaryEmbedding(Gemma3TextConfig(**deepcopy(config)))
+    torch.testing.assert_close(rotary_frequencies(ours), theirs.full_attention_inv_freq)
+    torch.testing.assert_close(rotary_frequencies(ours, windowed=True), theirs.sliding_attention_inv_freq)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
