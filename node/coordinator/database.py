@@ -13,12 +13,38 @@ _BUSY_SECONDS = 10.0
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the file. Raises UserError if it is not a run's database."""
+    """Open the file. Raises UserError if it is not a run's database, RunError if it cannot be read now."""
     # Reading a WAL database needs a writable lock file beside it, unless opened as immutable.
     if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
         mode = "rw"
     else:
-        mode = "ro" if path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
+        mode = "ro&immutable=1" if _has_no_log(path) else "ro"
+    try:
+        return _connected(path, mode)
+    except sqlite3.DatabaseError as error:
+        # A full disk has no room for the lock file.
+        if not (mode == "rw" and _code(error) == sqlite3.SQLITE_IOERR and _has_no_log(path)):
+            raise explained(path, error) from error
+    try:
+        return _connected(path, "ro&immutable=1")
+    except sqlite3.DatabaseError as error:
+        raise explained(path, error) from error
+
+
+def _has_no_log(path: Path) -> bool:
+    """Whether everything is in the database itself, so that nobody writes to it."""
+    log = path.with_name(path.name + "-wal")
+    return not log.exists() or log.stat().st_size == 0
+
+
+def _code(error: sqlite3.DatabaseError) -> int:
+    """SQLite's primary code for an error."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _connected(path: Path, mode: str) -> sqlite3.Connection:
+    """Open the file in a mode of SQLite's. Raises UserError if it is not a run's database, and SQLite's error
+    if its disk fails."""
     place = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
     # The store has its own lock and transactions, so SQLite needs neither a thread check nor its own.
     try:
@@ -32,6 +58,8 @@ def connect(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous = FULL")
     except sqlite3.DatabaseError as error:
         db.close()
+        if _code(error) in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL):
+            raise
         remedy = rebuilds(path) or "give a run's directory"
         raise UserError(f"{path} is not a run's database ({error}): {remedy}") from None
     return db
@@ -46,7 +74,10 @@ def rebuilds(path: Path) -> str | None:
 
 def is_empty(path: Path) -> bool:
     """Whether the file has no tables, because its creator died before a run began."""
-    with contextlib.suppress(UserError, sqlite3.DatabaseError), contextlib.closing(connect(path)) as db:
+    with (
+        contextlib.suppress(UserError, RunError, sqlite3.DatabaseError),
+        contextlib.closing(connect(path)) as db,
+    ):
         tables: int = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
         return tables == 0
     return False  # a later use of the file reports what is wrong
@@ -54,14 +85,14 @@ def is_empty(path: Path) -> bool:
 
 def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
     """The error to raise if a database fails in use."""
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+    if _code(error) == sqlite3.SQLITE_FULL:
         return DiskFullError(f"disk full: the run's database {path} cannot grow; free some space")
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
+    if _code(error) == sqlite3.SQLITE_READONLY:
         return RunError(
-            f"the run's database {path} cannot be changed: its disk is read-only, or it belongs to another "
-            "user; everything that was acknowledged is intact"
+            f"the run's database {path} cannot be changed: its disk is read-only or full, or it belongs to "
+            "another user; everything that was acknowledged is intact"
         )
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    if _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         remedy = rebuilds(path) or "put back a copy of it"
         return RunError(f"the run's database {path} is damaged ({error}): {remedy}")
     return RunError(

@@ -214,7 +214,8 @@ class _Demo:
     def _last_words(self, name: str) -> str:
         """The last line of a child's log, which is its error."""
         lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
-        words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        nothing = f"{self._log(name)} is empty: is its disk full?"
+        words = next((line for line in reversed(lines) if line.strip()), nothing)
         return words.removeprefix("thinwire: ").removeprefix("error: ")
 
     def _refusal(self) -> UserError:

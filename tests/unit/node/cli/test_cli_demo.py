@@ -151,7 +151,7 @@ def test_a_coordinator_that_refuses_is_quoted_and_leaves_no_folder(stage: Stage)
 
 def test_nodes_end_when_their_coordinator_dies(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "STOP_SECONDS", 0.2)  # the nodes know nothing of it and must be killed
-    with pytest.raises(RunError, match="it said nothing"):
+    with pytest.raises(RunError, match="is its disk full"):
         stage.run("die")
     assert stage.alive() == []
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from node.coordinator.database import is_empty
 from node.coordinator.store import (
     DATABASE_FILE,
     NORMS_KEPT,
@@ -347,6 +348,25 @@ def test_a_full_disk_is_one_clear_line_and_loses_nothing(directory: Path) -> Non
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert store.steps() == [STEP] and store.snapshots() == []
+        assert store.record_step(replace(STEP, step=1)) is StepOutcome.NEW
+
+
+def test_a_database_on_a_full_disk_is_read_and_not_taken_for_damaged(directory: Path) -> None:
+    """Nothing can be created beside it, as on a full disk."""
+    with create(directory) as store:
+        store.record_step(STEP)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        for _ in range(2):
+            with Store.open(directory) as store:
+                assert store.steps() == [STEP]
+                with pytest.raises(RunError):
+                    store.record_step(replace(STEP, step=1))
+        assert is_empty(directory / DATABASE_FILE) is False
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with Store.open(directory) as store:
         assert store.record_step(replace(STEP, step=1)) is StepOutcome.NEW
 
 
