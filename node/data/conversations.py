@@ -291,8 +291,7 @@ def _content(content: Any, role: str, forms: Forms) -> Any:
         content = [content]
     if isinstance(content, list) and (role != TOOL or all(map(_is_part, content))):
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
-        # Arrow may have added a part without a text. It counts as empty.
-        texts = [part.get("text", "") for part in parts if part.get("type", "text") in TEXT_PARTS]
+        texts = [part.get("text", "") for part in parts if _is_text(part)]
         if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
             raise Dropped("content other than text")
         if forms.parts and all(part.get("type") == "text" and "text" in part for part in parts):
@@ -307,6 +306,11 @@ def _content(content: Any, role: str, forms: Forms) -> Any:
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and ("type" in value or "text" in value)
+
+
+def _is_text(part: Message) -> bool:
+    # Arrow may have added a part without anything. It counts as empty text.
+    return not part or (_is_part(part) and part.get("type", "text") in TEXT_PARTS)
 
 
 def _call(call: Any, forms: Forms) -> Message:

@@ -213,6 +213,7 @@ def test_content_has_the_form_that_the_template_writes() -> None:
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ANSWERED],
             "content other than text",
         ),
+        ([{"role": "user", "content": {"question": "How warm?"}}, ANSWERED], "content other than text"),
         *(
             (
                 [
