@@ -101,6 +101,14 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not su
         return escaped(super().format(record))
 
 
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a record is not gRPC's traceback of a message that no client of ours sends. With these, anybody
+    who can reach the port could fill the operator's terminal and disk."""
+    error = record.exc_info[0] if record.exc_info else None
+    is_theirs = error is not None and error.__name__ in ("DecodeError", "NotImplementedError")
+    return not (is_theirs and record.name.startswith("grpc."))
+
+
 def set_up_logging() -> None:
     """Log INFO and above to stderr. `THINWIRE_LOG=debug` (or warning, error) sets another level.
 
@@ -109,6 +117,7 @@ def set_up_logging() -> None:
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     handler = _StderrHandler()
+    handler.addFilter(_is_ours)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     level = os.environ.get("THINWIRE_LOG", "info").upper()
     if level not in logging.getLevelNamesMapping():

@@ -111,6 +111,41 @@ def run_failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     return main(["doctor"])
 
 
+SERVES = """
+import asyncio, grpc.aio
+from node.cli.parser import set_up_logging
+from wire.v1.control_pb2 import RenewRequest
+from wire.v1.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+
+class Service(CoordinatorServicer):
+    async def Renew(self, request, context):
+        raise ValueError("a bug")
+
+async def main():
+    set_up_logging()
+    server = grpc.aio.server()
+    add_CoordinatorServicer_to_server(Service(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for method, message in (("Renew", b"\\xff" * 9), ("HoldLayers", b""), ("Renew", b"")):
+            try:
+                await channel.unary_unary(f"/thinwire.wire.v1.Coordinator/{method}")(message)
+            except grpc.aio.AioRpcError as error:
+                print(error.code())
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+
+
+def test_messages_that_no_client_sends_leave_no_traceback_and_bugs_do() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVES], capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("StatusCode") == 3
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert "ValueError: a bug" in done.stderr
+
+
 def test_a_reader_that_went_away_is_no_error() -> None:
     Path("run.toml").write_text("")
     shell = f"{sys.executable} -m node.cli.main config explain run.toml | head -n 1"
