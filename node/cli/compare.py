@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from node.view.compare import compare
 
     first, second = args.first, args.second
-    names = _names(Path(os.path.realpath(first)), Path(os.path.realpath(second)))
+    names = _names(first.resolve(), second.resolve())
     comparison = compare(_record(first, names[0]), _record(second, names[1]))
     text = json.dumps(comparison.to_fields()) if args.json else "\n".join(comparison_lines(comparison))
     sys.stdout.write(text + "\n")

@@ -9,9 +9,7 @@ import base64
 import json
 import logging
 import math
-import os
 import re
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -212,7 +210,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"cannot read {path}: {error.strerror}; check the path and its permissions"
         ) from error
     bpe, parts = parsed_tokenizer(files)
-    with one_line(path), _without_panics():
+    with one_line(path):
         tokenizer = BpeTokenizer(bpe, parts, files[0].parent)
         _check_bytes(tokenizer, path)
     return tokenizer
@@ -229,7 +227,7 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
         ) from error
     folder = files[0].parent
     tables = [read_bounded(file) for file in files]
-    with one_line(files[0]), _without_panics():
+    with one_line(files[0]):
         if files[0].suffix == ".model":
             added = {index: _content(value) for index, value in _placed_tokens(folder).items()}
             bpe = sentencepiece_tokenizer(tables[0], added)
@@ -280,26 +278,6 @@ def one_line(path: Path, what: str = "cannot be read") -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"the tokenizer in {path} {what} ({reason}); copy its files again") from error
-
-
-@contextmanager
-def _without_panics() -> Iterator[None]:
-    """Leave out the lines that Rust code writes to stderr before it raises a PanicException. Other lines that
-    are written meanwhile come afterwards."""
-    with tempfile.TemporaryFile() as written:
-        stderr = os.dup(2)
-        os.dup2(written.fileno(), 2)
-        try:
-            yield
-        except BaseException as error:
-            if type(error).__name__ == "PanicException":
-                written.truncate(0)
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            written.seek(0)
-            os.write(stderr, written.read())
-            os.close(stderr)
 
 
 def of_tables(name: str) -> BpeTokenizer | None:

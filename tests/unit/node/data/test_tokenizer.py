@@ -552,20 +552,6 @@ def test_files_of_strangers_are_read_within_bounds(
         load_chat_encoder(str(folder), "")
 
 
-def test_a_panic_of_the_package_prints_nothing(
-    tables: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rules = json.loads((tables / "hugging-face" / "tokenizer.json").read_text())
-    rules["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "EAAAAAEC"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
-    with pytest.raises(DataError):
-        load_tokenizer(str(tmp_path))
-    assert capfd.readouterr().err == ""
-    load_tokenizer(str(tables / "hugging-face"))
-    os.write(2, b"as before")
-    assert capfd.readouterr().err == "as before"
-
-
 def test_what_is_no_tokenizer_is_refused_in_one_line(
     tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
