@@ -101,11 +101,15 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not su
         return escaped(super().format(record))
 
 
+_OF_CALLERS = ("DecodeError", "NotImplementedError", "ExecuteBatchError")
+
+
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a record is not gRPC's traceback of a message that no client of ours sends. With these, anybody
-    who can reach the port could fill the operator's terminal and disk."""
+    """Whether a record is not gRPC's traceback of what only a caller can cause: a message or method that no
+    client of ours sends, or a call that it left. With these, anybody who can reach the port could fill the
+    operator's terminal and disk."""
     error = record.exc_info[0] if record.exc_info else None
-    is_theirs = error is not None and error.__name__ in ("DecodeError", "NotImplementedError")
+    is_theirs = error is not None and error.__name__ in _OF_CALLERS
     return not (is_theirs and record.name.startswith("grpc."))
 
 

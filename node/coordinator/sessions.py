@@ -352,7 +352,7 @@ class Greetings:
             try:
                 yield
             finally:
-                if self._newest[node_id] is turn:
+                if self._newest.get(node_id) is turn:
                     del self._newest[node_id]
 
 

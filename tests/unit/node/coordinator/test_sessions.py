@@ -1,11 +1,12 @@
 """Limits on a member's messages: a correct node stays below all of them, a flood does not."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from node.coordinator.sessions import CALLS, MOST_LINKS, MessageLimits, heartbeat_pause, measured
+from node.coordinator.sessions import CALLS, MOST_LINKS, Greetings, MessageLimits, heartbeat_pause, measured
 from node.run_file.loader import default_config
 from wire.figures import LinkFigures
 from wire.messages import Heartbeat, NodeMessage, Ready, Vote
@@ -98,3 +99,20 @@ def test_calls_of_a_kind_are_served_at_its_rate(kind: str) -> None:
     assert not limits.serves(kind, size, 0.9 * size / rate)
     assert limits.serves(kind, size, 1.1 * size / rate)
     assert limits.serves("batch", 1, 0.0)
+
+
+@pytest.mark.timeout(10)
+async def test_a_newer_session_that_ends_first_does_not_trouble_the_older_one() -> None:
+    greetings, never = Greetings(), asyncio.Event()
+
+    async def greet() -> None:
+        async with greetings.newest("node"):
+            await never.wait()
+
+    older = asyncio.create_task(greet())
+    await asyncio.sleep(0)
+    async with greetings.newest("node"):
+        assert len(greetings) == 1
+    with pytest.raises(TimeoutError):
+        await older
+    assert len(greetings) == 0
