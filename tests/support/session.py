@@ -1,7 +1,9 @@
 """What tests share: threads of torch, Hypothesis's profile, fixtures of a session. A plugin of pytest."""
 
+import gc
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from node.processes import coordinator
 from node.stage import processes
 from tests.support.cases import seed
 from tests.support.examples import FUZZ, examples
@@ -18,6 +21,9 @@ from tests.support.interpreter import INTERPRETED, Interpreted, accept_loop_boun
 
 # The order of sums must not depend on the number of cores.
 torch.set_num_threads(1)
+# A coordinator in a test's process would look for cycles among all modules and tests, and let later
+# collections look at them again: half a second each time. Processes of their own have it.
+vars(coordinator)["rare_full_collections"] = nullcontext
 if INTERPRETED:
     skip_overflow_checks()
     accept_loop_bounds()
@@ -41,6 +47,13 @@ if not FUZZ:
 def _seeded() -> None:
     """The same random tensors in each test, whichever tests ran before it in the process."""
     seed()
+
+
+@pytest.fixture
+def frozen_again() -> Iterator[None]:
+    """After a test that lets collections see what conftest.py excludes."""
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

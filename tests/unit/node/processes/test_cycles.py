@@ -5,7 +5,11 @@ import gc
 import weakref
 from collections.abc import Callable
 
+import pytest
+
 from node.processes.cycles import MIDDLE, NEVER, YOUNG, rare_full_collections, short_collections
+
+pytestmark = pytest.mark.usefixtures("frozen_again")
 
 
 class Cycle:
