@@ -13,7 +13,7 @@ import pytest
 
 from kernels.common import compile_turn, loops
 from kernels.common.compile_turn import CompileTurn
-from tests.support.paths import python_path
+from tests.support.fault_prefork import Prefork
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -124,8 +124,11 @@ def test_processes_that_save_at_once_get_no_code_of_each_other(tmp_path: Path) -
 
 SEVERAL = """
 import sys
+import numba
 import numpy as np
 sys.path.insert(0, sys.argv[1])
+# A cache of their own: nobody else's turn is in their way.
+numba.config.CACHE_DIR = sys.argv[1] + "/kept"
 from factor_loops import scaled
 for dtype in sys.argv[2:]:
     print(scaled(np.dtype(dtype).type(3)))
@@ -133,27 +136,26 @@ print(sum(scaled.stats.cache_misses.values()))
 """
 
 
-def test_of_processes_that_start_at_once_one_compiles_and_all_have_it(tmp_path: Path) -> None:
-    write(tmp_path, {"factor_loops.py": MODULE, "helper.py": "FACTOR = 2"})
+def test_of_processes_that_start_at_once_one_compiles_and_all_have_it(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    write(tmp_path, {"factor_loops.py": MODULE, "helper.py": "FACTOR = 2", "several.py": SEVERAL})
     dtypes = ["int64", "float32"]
-    # A cache of their own: nobody else's turn is in their way.
-    kept = {"NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": python_path()}
-    environment = {**os.environ, **kept}
     started = [
-        subprocess.Popen(
-            (sys.executable, "-c", SEVERAL, str(tmp_path), *dtypes[turn:], *dtypes[:turn]),
+        prefork.popen(
+            (sys.executable, str(tmp_path / "several.py"), str(tmp_path), *dtypes[turn:], *dtypes[:turn]),
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
         )
         for turn in range(2)
     ]
     compilations = 0
     for process in started:
-        output, _ = process.communicate(timeout=150)
-        *printed, misses = output.splitlines()
+        assert process.stdout is not None
+        with process.stdout as output:
+            *printed, misses = output.read().splitlines()
         assert list(map(float, printed)) == [6.0, 6.0]
-        assert process.returncode == 0
+        assert process.wait(60) == 0
         compilations += int(misses)
     assert compilations == len(dtypes)
 
@@ -201,24 +203,26 @@ from numba.core import caching
 for locator in caching.CacheImpl._locator_classes:
     locator.from_function = classmethod(lambda *_: None)
 
+sys.modules.pop("kernels.common.loops", None)  # the process is forked from one that may keep them
 sys.path.insert(0, sys.argv[1])
 from factor_loops import scaled
 print(scaled(21))
 """
 
 
-def test_loops_work_where_nothing_may_be_kept(tmp_path: Path) -> None:
+def test_loops_work_where_nothing_may_be_kept(prefork: Prefork, tmp_path: Path) -> None:
     """As under a user without a home, in an installation that belongs to somebody else."""
-    write(tmp_path, {"factor_loops.py": MODULE, "helper.py": "FACTOR = 2"})
-    nowhere = subprocess.run(
-        (sys.executable, "-c", NOWHERE, str(tmp_path)),
-        capture_output=True,
+    write(tmp_path, {"factor_loops.py": MODULE, "helper.py": "FACTOR = 2", "nowhere.py": NOWHERE})
+    nowhere = prefork.popen(
+        (sys.executable, str(tmp_path / "nowhere.py"), str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
-        env={**os.environ, "PYTHONPATH": python_path()},
     )
-    assert nowhere.returncode == 0, nowhere.stderr
-    assert nowhere.stderr.startswith("numba cannot keep")
-    assert nowhere.stderr.count("numba cannot keep") == 1
-    assert nowhere.stdout == "42\n"
+    assert nowhere.stdout is not None
+    with nowhere.stdout as output:
+        told = output.read()
+    assert nowhere.wait(60) == 0, told
+    assert told.startswith("numba cannot keep") and told.count("numba cannot keep") == 1
+    assert told.endswith("\n42\n")
     assert list(tmp_path.rglob("*.nb[ic]")) == []

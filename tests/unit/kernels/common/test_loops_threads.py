@@ -1,6 +1,5 @@
 """How loops share their ranges between threads that are kept."""
 
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -9,8 +8,8 @@ import pytest
 import torch
 
 from kernels.common import loops
+from tests.support.fault_prefork import Prefork
 
-ROOT = Path(__file__).resolve().parents[4]
 SECONDS = 10.0
 
 
@@ -68,20 +67,21 @@ def test_a_caller_does_not_wait_for_another_ones_work() -> None:
     assert not other.is_alive()
 
 
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    script = """
-import os, sys, threading, torch
+FORKS = """
+import os, sys, threading, torch, warnings
 from kernels.common import loops
 torch.get_num_threads = lambda: 2
 both = threading.Barrier(2, timeout=10)
 loops.run(lambda first, last: both.wait(), [(0, 1), (1, 2)])
+warnings.simplefilter("ignore")  # Python warns of a fork beside threads, which is what this is about
 if (child := os.fork()) == 0:
     again = threading.Barrier(2, timeout=10)
     loops.run(lambda first, last: again.wait(), [(0, 1), (1, 2)])
     os._exit(7)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    # Python warns of a fork beside threads, which is what this is about.
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 7, done.stderr
+
+
+def test_a_forked_process_has_threads_of_its_own(prefork: Prefork, tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(FORKS)
+    assert prefork.popen((sys.executable, str(tmp_path / "forks.py")), text=True).wait(50) == 7
