@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from node.config.schema import RunConfig
 from node.schedule.placement import slice_ranges
@@ -24,9 +24,8 @@ class Meter:
     def count(self, work: Callable[[], object]) -> None:
         with _profiled() as profiler:
             work()
-        kineto = profiler.profiler
-        assert kineto is not None and kineto.kineto_results is not None
-        found = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+        assert profiler.kineto_results is not None
+        found = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
         for event in sorted(found, key=lambda event: event.start_ns()):
             self.now += event.nbytes()
             self.most = max(self.most, self.now)
@@ -40,9 +39,8 @@ def by_step(steps: int, work: Callable[[], object]) -> list[Meter]:
         for name in names:
             with record_function(name):
                 work()
-    kineto = profiler.profiler
-    assert kineto is not None and kineto.kineto_results is not None
-    events = list(kineto.kineto_results.events())
+    assert profiler.kineto_results is not None
+    events = list(profiler.kineto_results.events())
     ends = sorted(one.start_ns() + one.duration_ns() for one in events if one.name() in names)
     memory = sorted((one for one in events if one.name() == "[memory]"), key=lambda one: one.start_ns())
     found, now, left = [], 0, iter(memory)
@@ -62,11 +60,14 @@ def by_step(steps: int, work: Callable[[], object]) -> list[Meter]:
 def _profiled() -> Iterator[profile]:
     # What an earlier test left in cycles would be counted as freed when Python comes to it.
     gc.collect()
+    # What is left is a module's, or an object's that is still in use: later collections need not look at it.
+    gc.freeze()
     # oneDNN's products have buffers whose sizes depend on the processor.
     was_on = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        # torch.profiler would import torch's compiler, for seconds.
+        with profile(profile_memory=True) as profiler:
             yield profiler
     finally:
         torch.backends.mkldnn.enabled = was_on
