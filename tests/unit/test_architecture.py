@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -115,11 +116,23 @@ def dotted(node: ast.expr) -> list[str]:
     return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
 
 
+class Facts(NamedTuple):
+    """What the rules ask of a file. A syntax tree of each would take much memory."""
+
+    imports: tuple[str, ...]
+    """For a type checker too."""
+    attributes: tuple[str, ...]
+    """That it reads."""
+    crowded: tuple[str, ...]
+    families: tuple[str, ...]
+
+
 @cache
-def names_in(file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What one of our files imports, for a type checker too, and the attributes that it reads."""
+def facts_of(file: Path) -> Facts:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    return tuple(imported(tree, file)), tuple(used(tree))
+    return Facts(
+        tuple(imported(tree, file)), tuple(used(tree)), tuple(crowded(tree)), tuple(family_names(tree))
+    )
 
 
 def wrong_imports(imports: Iterable[str], module: Path) -> list[str]:
@@ -172,7 +185,7 @@ def all_imports() -> Imports:
     files = frozenset({*MODULES, *SCRIPTS})
     found: Imports = {}
     for file in files:
-        imports, _ = names_in(file)
+        imports = facts_of(file).imports
         found[file] = {target for name in imports if (target := module_of(name, files)) and target != file}
     return found
 
@@ -239,10 +252,10 @@ KNOWS_A_FAMILY = {Path("node/config/schema.py")}
 """It has the default of `model.family`."""
 
 
-def family_names(source: str) -> list[str]:
+def family_names(tree: ast.AST) -> list[str]:
     """Names of model families that a module has as constants, and what compares `model.family`."""
     found = []
-    for part in ast.walk(ast.parse(source)):
+    for part in ast.walk(tree):
         if isinstance(part, ast.Constant) and part.value in FAMILIES:
             found.append(part.value)
         sides = [part.left, *part.comparators] if isinstance(part, ast.Compare) else []
@@ -254,7 +267,7 @@ def family_names(source: str) -> list[str]:
 
 def test_what_depends_on_a_family_is_in_its_declaration() -> None:
     outside = [path for path in MODULES if DECLARATIONS not in path.parents and path not in KNOWS_A_FAMILY]
-    named = {str(path): family_names((ROOT / path).read_text()) for path in outside}
+    named = {str(path): facts_of(path).families for path in outside}
     assert {path: names for path, names in named.items() if names} == {}
 
 
@@ -268,7 +281,7 @@ def test_what_depends_on_a_family_is_in_its_declaration() -> None:
     ],
 )
 def test_a_module_that_asks_for_a_family_is_found(source: str, found: list[str]) -> None:
-    assert sorted(family_names(source)) == sorted(found)
+    assert sorted(family_names(ast.parse(source))) == sorted(found)
 
 
 def test_the_page_of_node_lists_its_rooms_in_order() -> None:
@@ -321,14 +334,14 @@ def test_circles_are_found(imports: str, found: list[str]) -> None:
 
 @each("module", MODULES)
 def test_module_keeps_the_rules(module: Path) -> None:
-    imports, attributes = names_in(module)
-    assert wrong_imports(imports, module) == [], (
+    facts = facts_of(module)
+    assert wrong_imports(facts.imports, module) == [], (
         "imports point one way: node -> wire -> kernels, which knows no network; protobuf stays at the edge; "
         "the state machine does no I/O"
     )
-    assert forbidden_names(imports + attributes) == [], "no pickle, no torch.load, no time.sleep"
-    found = list(crowded(ast.parse((ROOT / module).read_text(encoding="utf-8"))))
-    assert found == [], "split the class: one subject each"
+    used_names = facts.imports + facts.attributes
+    assert forbidden_names(used_names) == [], "no pickle, no torch.load, no time.sleep"
+    assert facts.crowded == (), "split the class: one subject each"
 
 
 @each(
@@ -389,7 +402,7 @@ def imported_at_runtime(module: Path) -> tuple[str, ...]:
     """As `imported`, without imports that only a type checker sees."""
     source = (ROOT / module).read_text(encoding="utf-8")
     if "TYPE_CHECKING" not in source:
-        return names_in(module)[0]
+        return facts_of(module).imports
     return tuple(imported(_AtRuntime().visit(ast.parse(source)), module))
 
 
