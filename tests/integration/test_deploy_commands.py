@@ -52,9 +52,9 @@ CONFIG = replace(
 
 TINY = (
     *("model.layers=2", "model.hidden=64", "model.ffn=96", "model.sequence=32", "training.global_batch=4"),
-    *("pipeline.stages=2", "pipeline.forward_codec=bf16", "pipeline.backward_codec=bf16"),
+    *("pipeline.stages=1", "pipeline.forward_codec=bf16", "pipeline.backward_codec=bf16"),
 )
-"""A demo that compiles no codec."""
+"""A demo of one node that compiles no codec."""
 
 PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
