@@ -149,6 +149,15 @@ MEMBERS = tuple(
         ("huge-loss", "reports a loss of -1e300, whether it has the head or not"),
         ("norms-of-others", "votes norms of layers that it does not hold"),
         ("huge-norm", "votes norms of 1e60"),
+        ("ones-tensors", "sends tensors of ones in place of each bit"),
+        ("short-tensors", "sends tensors without their end"),
+        ("long-tensors", "sends tensors with a megabyte more"),
+        ("repeated-tensors", "sends each tensor twice"),
+        ("late-tensors", "sends each tensor 0.75 s late"),
+        ("false-place", "says that it holds the state of step 1,000,000, and fails in each step"),
+        ("next-place", "says that it holds the state of the next step, and fails in each step"),
+        ("no-tensors", "sends no tensors"),
+        ("random-frames", "sends frames of random bytes"),
     )
 ) + tuple(
     Attack(name=name, what=what, lie=flaw, rows=2, spares=spares)
@@ -216,9 +225,16 @@ SLOWLY = (
     ),
 )
 """Longer ones: what they do shows in many steps."""
-_SPANS = Attack(name="flood-spans", what="sends spans that nobody asked for", lie="flood-spans", steps=60)
-"""It takes three, and fast steps are over before."""
-MEMBERS = (*MEMBERS, _SPANS, _AT_A_GATEWAY, *STATES, STORED, *SLOWLY)
+FLOODS = tuple(
+    Attack(name=lie, what=what, lie=lie, steps=60)
+    for lie, what in (
+        ("flood-spans", "sends spans that nobody asked for"),
+        ("flood-hashes", "reports hashes of 500 layers of states that nobody asked for"),
+        ("flood-times", "reports times of 2,000 relays that it was not told of"),
+    )
+)
+"""They take three faults, and fast steps are over before."""
+MEMBERS = (*MEMBERS, *FLOODS, _AT_A_GATEWAY, *STATES, STORED, *SLOWLY)
 
 
 # ---- members that lie

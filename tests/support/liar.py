@@ -9,6 +9,7 @@ first lie.
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import signal
@@ -36,6 +37,7 @@ from node.training.group_sums import Gradient, PieceSums
 from node.training.optimizer import StateTensor
 from wire.errors import LinkError, ThinwireError
 from wire.figures import LinkFigures
+from wire.link import Link
 from wire.messages import (
     Applied,
     Begin,
@@ -45,11 +47,16 @@ from wire.messages import (
     Heartbeat,
     Hello,
     NodeMessage,
+    Placed,
     Placement,
+    RelayTimes,
+    StateHashes,
     StepFailed,
     UnitHash,
     Vote,
 )
+from wire.spec import TensorKey
+from wire.stream_sender import Payload, StreamSender
 from wire.telemetry import Span, StepSpans, Telemetry
 
 SLOW_SECONDS = 3.0
@@ -439,6 +446,91 @@ def _spans(liar: Liar) -> NodeMessage:
 
 FLOODS: dict[str, Callable[[Liar], NodeMessage]] = {"flood-heartbeats": _heartbeat, "flood-spans": _spans}
 """By name: the message that it sends again and again."""
+
+
+def _tensors(change: Callable[[bytes], Sequence[bytes]]) -> Callable[[Liar], None]:
+    """Send others in place of each packed tensor."""
+
+    def install(liar: Liar) -> None:
+        send = Link.send
+
+        def altered(link: Link, key: TensorKey, payload: Payload, elements: int = 0) -> None:
+            for data in change(bytes(payload)) if liar.lying else [payload]:
+                send(link, key, data, elements)
+
+        Link.send = altered  # type: ignore[method-assign]
+
+    return install
+
+
+def _frames(change: Callable[[bytes], bytes]) -> Callable[[Liar], None]:
+    def install(liar: Liar) -> None:
+        next_frame = StreamSender.next_frame
+
+        def altered(sender: StreamSender, now: float) -> bytes | None:
+            frame = next_frame(sender, now)
+            return change(frame) if frame is not None and liar.lying else frame
+
+        StreamSender.next_frame = altered  # type: ignore[method-assign]
+
+    return install
+
+
+def _late_tensors(liar: Liar) -> None:
+    send = Link.send
+
+    def late(link: Link, *tensor: Any) -> None:
+        if liar.lying:
+            time.sleep(SLOW_SECONDS / 4)
+        send(link, *tensor)
+
+    Link.send = late  # type: ignore[method-assign]
+
+
+FLAWS |= {
+    "no-tensors": _tensors(lambda _: []),
+    "ones-tensors": _tensors(lambda data: [b"\xff" * len(data)]),
+    "short-tensors": _tensors(lambda data: [data[:-8]]),
+    "long-tensors": _tensors(lambda data: [data + bytes(2**20)]),
+    "repeated-tensors": _tensors(lambda data: [data, data]),
+    "random-frames": _frames(lambda frame: os.urandom(len(frame))),
+    "late-tensors": _late_tensors,
+}
+
+
+def _placed(claimed: Callable[[int], int]) -> Lie:
+    """It fails in each step, and then says that it holds the state of another one."""
+
+    def alter(liar: Liar, message: NodeMessage) -> list[NodeMessage]:
+        if isinstance(message, Placed):
+            return [replace(message, held_step=claimed(message.held_step), voted=True)]
+        return [liar.failed(FailureKind.INTERNAL, "again")] if isinstance(message, Vote) else [message]
+
+    return alter
+
+
+LIES |= {
+    "false-place": _placed(lambda _: 10**6),
+    "next-place": _placed(lambda held: held + 1),
+    "flood-hashes": _honest,
+    "flood-times": _honest,
+}
+
+
+def _begun(liar: Liar) -> Begin:
+    assert liar.begin is not None
+    return liar.begin
+
+
+_turn = itertools.count()
+FLOODS |= {
+    "flood-hashes": lambda liar: StateHashes(
+        epoch=_begun(liar).epoch,
+        step=next(_turn),
+        units={unit: UnitHash("ab" * 32, 1.0, 1.0, 1.0) for unit in range(500)},
+    ),
+    "flood-times": lambda liar: RelayTimes(times={f"node-{number:010}": 0.0 for number in range(2000)}),
+}
 
 
 def main() -> int:
