@@ -722,7 +722,7 @@ class RunMachine:
             if self._newcomers.ready(epoch.step) and self._snapshots.idle:
                 grid, why = self._newcomers.enter(), "nodes that followed the run enter"
                 return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
-            if self._moves_groups(epoch, epoch.step, epoch.steps_done, now):
+            if self._moves_groups(epoch, epoch.step, epoch.steps_done):
                 return self._new_placement(now)
             return self._open_step(epoch, epoch.step, now)
         if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
@@ -761,16 +761,11 @@ class RunMachine:
         also = self._snapshots.is_measured(step)
         return self._measurements.due(step, plan.valid_every, plan.total_steps, also=also)
 
-    def _moves_groups(self, epoch: Epoch, step: int, steps_done: int, now: float) -> bool:
-        """Whether it pays to give rows other groups or links other codecs; or nobody comes for an empty row;
-        or a replay has other codecs."""
+    def _moves_groups(self, epoch: Epoch, step: int, steps_done: int) -> bool:
+        """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
         left = self.plan.total_steps - step
-        free = self._snapshots.idle and self._roster.connected(epoch.hosts)
-        if epoch.vacant:
-            # Groups and codecs stay: what an empty seat changes is over sooner.
-            waits = not (self._newcomers.follow or epoch.entering)
-            drops = free and waits and self._assigner.drops_row(now)
-            return drops or self.codecs.recorded_change(epoch, step)
+        # What an empty seat changes is over sooner.
+        free = not epoch.vacant and self._snapshots.idle and self._roster.connected(epoch.hosts)
         gains = free and self._sharing.may_gain(epoch.hosts, epoch.groups, steps=steps_done, left=left)
         return self.codecs.recorded_change(epoch, step) or (
             free and (gains or self.codecs.may_gain(epoch, step))
@@ -791,7 +786,7 @@ class RunMachine:
             and not self._validation_due(epoch, step)
             and not self._newcomers.ready(step)
             and not self._newcomers.may_begin(epoch, self._candidates())
-            and not self._moves_groups(epoch, step, epoch.steps_done + 1, now)
+            and not self._moves_groups(epoch, step, epoch.steps_done + 1)
         )
 
     def _new_placement(self, now: float) -> list[Action]:

@@ -1,7 +1,5 @@
 """Assigns the stages of the next epoch to nodes, and chooses what spares prefetch. Pure."""
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,8 +18,6 @@ Sharing = Callable[[Devices], str | None]
 Remedies = Callable[[int, Devices, int], Sequence[str]]
 """(stages, a node's devices, bytes of each) -> settings of the run file with which they can host a stage."""
 ONE = Devices()
-EMPTY_SECONDS = 600.0
-"""For this long after a node is lost, its seat counts as one that somebody will fill."""
 _KINDS_REMEMBERED = 64
 
 
@@ -208,8 +204,6 @@ class StageAssigner:
         self._remedies = remedies
         self._holders: list[str | None] = [node or None for node in previous]
         """The newest grid; None for a node that is gone for good."""
-        self._emptied = defaultdict[int, list[float]](list)
-        """By stage: when the nodes of its empty seats were lost."""
         self._regroup_at: float | None = None
         """When the stages of missing nodes are assigned to others, or the model is split over fewer nodes."""
         self._grows = False
@@ -221,9 +215,7 @@ class StageAssigner:
         """The node is gone: its stage is free now, and the split stays for a while. False if it had none."""
         if node_id not in self._holders:
             return False
-        stages = len(self._holders) // self.rows
-        self._emptied[self._holders.index(node_id) % stages].append(now)
-        self._holders = self._without(node_id)
+        self._holders = [None if node == node_id else node for node in self._holders]
         self._regroup_at = now + self._regroup_seconds
         return True
 
@@ -296,10 +288,10 @@ class StageAssigner:
         due = self._regroup_at is not None and now >= self._regroup_at
         if any(node is not None for node in missing) and not due:
             return None
-        if not self._grows and (kept := self._kept(self._holders, candidates, now)) is not None:
+        if not self._grows and (kept := self._kept(self._holders, candidates)) is not None:
             return self._chosen(kept, self._stages)
         for stages in self._counts(len(candidates), due=due, whole=not missing):
-            if (nodes := self._most(candidates, stages, now)) is not None:
+            if (nodes := self._most(candidates, stages)) is not None:
                 return self._chosen(nodes, stages)
         if len(candidates) >= self._stages and self._regroup_at is None:
             self._regroup_at = now + self._regroup_seconds
@@ -334,16 +326,8 @@ class StageAssigner:
     def seat(self, node_id: str, place: int) -> None:
         """Put this node into an empty place of the newest grid, counted row after row."""
         self._holders[place] = node_id
-        del self._emptied[place % (len(self._holders) // self.rows)][:1]
         if None not in self._holders:
             self._regroup_at = None
-
-    def drops_row(self, now: float) -> bool:
-        """Whether the next grid has fewer rows, because a row has been empty for long."""
-        if not self._keeps_rows(self._stages):
-            return False
-        held = holders_by_stage(self._holders, self.rows, {node for node in self._holders if node})
-        return self.rows > max(self._lasting_rows(held, now), *map(len, held))
 
     def take(self, grid: tuple[str, ...], stages: int) -> None:
         """Use this grid, row after row, for the next epoch."""
@@ -377,20 +361,7 @@ class StageAssigner:
         counts = range(self._min_stages, self._stages + 1)
         return useless(candidate, counts, self._stage_bytes, self._sharing, self._remedies)
 
-    def _keeps_rows(self, stages: int) -> bool:
-        """Whether a grid of so many stages may keep rows of the newest one that are not complete."""
-        return self._follows and len(self._holders) == self.rows * stages
-
-    def _lasting_rows(self, by_stage: Sequence[Sequence[str]], now: float) -> int:
-        """The rows for which each stage has nodes, or has lost them only a while ago."""
-        lost = ([now - at <= EMPTY_SECONDS for at in self._emptied[stage]] for stage in range(len(by_stage)))
-        return min(
-            self.most_rows, *(len(nodes) + sum(new) for nodes, new in zip(by_stage, lost, strict=True))
-        )
-
-    def _kept(
-        self, holders: Sequence[str | None], candidates: Sequence[Candidate], now: float = math.inf
-    ) -> tuple[str, ...] | None:
+    def _kept(self, holders: Sequence[str | None], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
         """The grid of nodes that held their stages in the newest one; None if a stage has none.
 
         Only where there may be several rows: a single row continues as `choose` describes.
@@ -401,7 +372,7 @@ class StageAssigner:
         rows = min(self.most_rows, *map(len, by_stage))
         if rows and self._follows:
             # Incomplete rows stay: their nodes hold the state, and seats are filled during steps.
-            all_rows = min(self.most_rows, max(self._lasting_rows(by_stage, now), *map(len, by_stage)))
+            all_rows = min(self.most_rows, max(map(len, by_stage)))
             return tuple(node or "" for node in by_row(by_stage, all_rows))
         kept = set(by_row(by_stage, rows))
         stay = [candidate for candidate in candidates if candidate.node_id in kept]
@@ -409,9 +380,8 @@ class StageAssigner:
             return None
         return assign(holders, stay, self._stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
 
-    def _most(self, candidates: Sequence[Candidate], stages: int, now: float) -> tuple[str, ...] | None:
-        """The grid with as many rows as these nodes can host, and then empty ones whose seats are filled
-        during steps."""
+    def _most(self, candidates: Sequence[Candidate], stages: int) -> tuple[str, ...] | None:
+        """The grid with as many rows as these nodes can host."""
         for rows in range(self._row_limit(candidates, stages), 0, -1):
             grid = assign(
                 self._holders,
@@ -422,22 +392,14 @@ class StageAssigner:
                 previous_rows=self.rows,
             )
             if grid is not None:
-                break
-        else:
-            return None
-        if not self._keeps_rows(stages):
-            return grid
-        by_stage = holders_by_stage(self._holders, self.rows, {c.node_id for c in candidates})
-        return (*grid, *("",) * stages * (self._lasting_rows(by_stage, now) - rows))
+                return grid
+        return None
 
     def _row_limit(self, candidates: Sequence[Candidate], stages: int) -> int:
         return max(1, min(self.most_rows, len(candidates) // stages))
 
     def _chosen(self, nodes: tuple[str, ...], stages: int) -> tuple[str, ...]:
         self._holders, self.rows = [node or None for node in nodes], len(nodes) // stages
-        for stage, lost in self._emptied.items():
-            empty = self._holders[stage::stages].count(None) if stage < stages else 0
-            del lost[: max(0, len(lost) - empty)]
         self._regroup_at = self._told = None
         self._grows = False
         return nodes

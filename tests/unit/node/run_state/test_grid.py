@@ -20,7 +20,7 @@ from node.run_state.grid import (
     share_groups,
     spare_stages,
 )
-from node.run_state.stage_assignment import EMPTY_SECONDS, Candidate, StageAssigner, assign
+from node.run_state.stage_assignment import Candidate, StageAssigner, assign
 from node.schedule.gradient_groups import GroupTree
 from node.tuning.decisions import GAIN
 from tests.support.cases import each
@@ -30,9 +30,7 @@ def nodes(names: str) -> list[Candidate]:
     return [Candidate(node_id=name, memory_bytes=0) for name in names]
 
 
-def make_assigner(
-    rows: int, stages: int = 2, least: int = 2, previous: str = "", *, follows: bool = False
-) -> StageAssigner:
+def make_assigner(rows: int, stages: int = 2, least: int = 2, previous: str = "") -> StageAssigner:
     return StageAssigner(
         stages=stages,
         min_stages=least,
@@ -41,7 +39,6 @@ def make_assigner(
         previous=tuple(previous),
         most_rows=rows,
         previous_rows=max(1, len(previous) // stages),
-        follows=follows,
     )
 
 
@@ -220,30 +217,6 @@ def test_a_restarted_coordinator_waits_briefly_for_all_rows() -> None:
     assigner = make_assigner(2, previous="abcd")
     assert assigner.choose(nodes("abx"), 0.0) is None
     assert assigner.choose(nodes("abx"), 10.0) == ("a", "b")
-
-
-@each("alive", ["cd", "ac"])
-def test_a_row_stays_while_somebody_may_soon_come_for_its_seats(alive: str) -> None:
-    """Also where no node is left that held one of the stages."""
-    for seconds, rows in ((EMPTY_SECONDS, 2), (EMPTY_SECONDS + 1.0, 1)):
-        assigner = make_assigner(2, follows=True)
-        assert assigner.choose(nodes("abcd"), 0.0) == ("a", "b", "c", "d")
-        for node in {*"abcd"} - {*alive}:
-            assigner.vacate(node, 0.0)
-        here = nodes(f"{alive}x" if alive == "ac" else alive)
-        grid = assigner.choose(here, seconds)
-        assert grid is not None and len(grid) == 2 * rows and grid[2:].count("") == 2 * (rows - 1)
-        assert "" not in grid[:2] and assigner.rows == rows
-
-
-def test_a_seat_that_was_filled_since_is_not_one_that_was_lost() -> None:
-    assigner = make_assigner(2, follows=True)
-    assigner.choose(nodes("abcd"), 0.0)
-    assigner.vacate("d", 1.0)
-    assigner.seat("x", 3)
-    assert assigner.hand_over("x", nodes("abcx"), 2.0)
-    assigner.regroup(2.0)
-    assert assigner.choose(nodes("abc"), 2.0) == ("a", "b"), "who hands its stage over gives up its seat"
 
 
 @given(

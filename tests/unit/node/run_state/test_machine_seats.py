@@ -14,8 +14,6 @@ from node.run_state.actions import (
     Send,
 )
 from node.run_state.epoch import Phase
-from node.run_state.newcomers import OPEN_STEPS
-from node.run_state.stage_assignment import EMPTY_SECONDS
 from tests.support.machine_driver import (
     Driver,
     aborts,
@@ -99,56 +97,13 @@ def test_what_a_dead_node_said_that_it_holds_does_not_count() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.PLACING, Phase.RESTORING])
 def test_the_epoch_ends_where_no_row_is_whole(phase: Phase) -> None:
-    """Survivors of two rows hold all stages, and make a row of the next epoch. The other row stays, empty."""
+    """Survivors of two rows hold all stages, and make a row of the next epoch."""
     run = grid(phase, "abcd")
     run.die("c")
     assert run.epoch.whole_rows == [0]
     actions = run.die("b")
-    assert aborts(actions) == ["a", "d"] and placement_of(actions) == ("a", "d", "", "")
+    assert aborts(actions) == ["a", "d"] and placement_of(actions) == ("a", "d")
     assert restore_of(run.all_placed(HELD)).step == HELD
-
-
-def with_an_empty_row() -> Driver:
-    """In a step of an epoch that began with nodes for one of its two rows."""
-    run = grid(Phase.PLACING, "abcd")
-    run.die("c")
-    run.die("b")
-    run.restored(HELD)
-    assert run.epoch.phase is Phase.STEPPING and run.epoch.whole_rows == [0] and run.epoch.rows == 2
-    return run
-
-
-def test_seats_of_an_empty_row_are_filled_beside_the_steps() -> None:
-    run = with_an_empty_row()
-    epoch = run.epoch
-    run.join("xy")
-    orders = follows(run.stored(HELD))
-    assert {node: order.stage for node, (order,) in orders.items() if isinstance(order, Follow)} == {
-        "x": 0,
-        "y": 1,
-    }
-    for node in "xy":
-        run.following(node, HELD, HELD)
-        run.placed(node, HELD)
-        run.ready(node)
-    filled = of_kind(run.step(), SeatFilled)
-    assert [(one.node_id, one.row, one.stage) for one in filled] == [("x", 1, 0), ("y", 1, 1)]
-    assert run.epoch is epoch and epoch.whole_rows == [0, 1]
-
-
-def test_an_empty_row_that_nobody_comes_for_goes_between_two_steps() -> None:
-    run = with_an_empty_row()
-    run.tick(EMPTY_SECONDS - 10.0)
-    run.stored(HELD)
-    run.steps(OPEN_STEPS + 1)
-    assert run.epoch.rows == 2
-    step = run.epoch.step + 1
-    run.tick(20.0)
-    assert placement_of(run.step()) == ("a", "d")
-    assert restore_of(run.all_placed(step)).step == step, "no state is loaded"
-    run.all_ready()
-    run.tick(EMPTY_SECONDS)
-    assert of_kind(run.step(), RecordPlacement) == []
 
 
 def test_where_nodes_cannot_follow_a_death_ends_the_epoch() -> None:
