@@ -21,12 +21,13 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.display.compare import comparison_lines
     from node.view.compare import compare
+    from wire.errors import escaped
 
     first, second = args.first, args.second
     names = _names(first.resolve(), second.resolve())
     comparison = compare(_record(first, names[0]), _record(second, names[1]))
     text = json.dumps(comparison.to_fields()) if args.json else "\n".join(comparison_lines(comparison))
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(escaped(text) + "\n")
     return 0
 
 

@@ -71,8 +71,8 @@ COMMANDS = (
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself, such as a full disk or a closed terminal. Errors of files have a file name."""
-NOT_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
-"""Errors of a path that no file system has: whoever gave it must give another."""
+PATH_ERRORS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
+"""Errors of a path that cannot be used, so that the user must give another or change its permissions."""
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
@@ -106,8 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             discard(sys.stdout)
             return _complain(f"error: cannot write output: {error.strerror}", 1)
         path = shortened(os.fsdecode(error.filename))
-        if error.errno in NOT_A_PATH:
-            return _complain(f"error: {path}: {error.strerror}; give another path", UserError.exit_code)
+        if error.errno in PATH_ERRORS:
+            advice = "check the path and its permissions, or give another"
+            return _complain(f"error: {path}: {error.strerror}; {advice}", UserError.exit_code)
         return _complain(f"error: {path}: {error.strerror}", 1)
     except Exception as error:  # a bug ends in one line too
         return _bug(error)

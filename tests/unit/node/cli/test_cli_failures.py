@@ -1,6 +1,7 @@
 """Messages and exit codes of the `thinwire` command when its work or its output fails."""
 
 import argparse
+import errno
 import importlib
 import io
 import subprocess
@@ -28,8 +29,15 @@ pytestmark = pytest.mark.usefixtures("own_home")
         (RunError("over"), 1, "thinwire: error: over\n"),
         (ThinwireError("two\nlines"), 1, "thinwire: error: two lines\n"),
         (KeyboardInterrupt(), 130, "thinwire: interrupted\n"),
-        (PermissionError(13, "Permission denied", "/x"), 1, "thinwire: error: /x: Permission denied\n"),
-        (OSError(36, "Too long", "/x"), 2, "thinwire: error: /x: Too long; give another path\n"),
+        (OSError(5, "Input/output error", "/x"), 1, "thinwire: error: /x: Input/output error\n"),
+        *(
+            (
+                OSError(code, "No", "/x"),
+                2,
+                "thinwire: error: /x: No; check the path and its permissions, or give another\n",
+            )
+            for code in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
+        ),
         (
             BaseExceptionGroup("g", [ExceptionGroup("h", [LinkError("gone")]), KeyboardInterrupt()]),
             1,
