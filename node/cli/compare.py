@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from wire.errors import escaped
 
     first, second = args.first, args.second
-    names = _names(first.resolve(), second.resolve())
+    names = _names(Path(os.path.realpath(first)), Path(os.path.realpath(second)))
     comparison = compare(_record(first, names[0]), _record(second, names[1]))
     text = json.dumps(comparison.to_fields()) if args.json else "\n".join(comparison_lines(comparison))
     sys.stdout.write(escaped(text) + "\n")

@@ -6,6 +6,7 @@ in transformers. Rows are converted to the form that it reads (`conversations.py
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -244,7 +245,9 @@ def _template(source: str, tokens: tuple[tuple[str, str], ...], where: str) -> C
 
 def _template_sources(folder: Path, named: str) -> tuple[list[str], str]:
     """The template, then the template of conversations with tools if there is one; and where they are."""
-    path = expanded(named, "data.chat_template").resolve() if named else folder / "chat_template.jinja"
+    path = folder / "chat_template.jinja"
+    if named:
+        path = Path(os.path.realpath(expanded(named, "data.chat_template")))
     if named or path.exists():
         paths = [path, *([] if named else filter(Path.exists, [folder / TOOL_TEMPLATE]))]
         try:

@@ -122,8 +122,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert both["names"] == ["one", "two"] and both["config"] == {"pipeline.window": [0, 3]}
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
     assert "pipeline.window" in capsys.readouterr().out
-    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "none")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (tmp_path / "back").symlink_to("back")
+    for wrong in ("none", "back", "back/run"):
+        assert main(["compare", str(tmp_path / "one"), str(tmp_path / wrong)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
     # Runs of a service all live in a directory called `run`.
     for name in ("one", "two"):
         (tmp_path / f"at-{name}").mkdir()
