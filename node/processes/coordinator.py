@@ -72,7 +72,7 @@ from node.state.snapshot import (
 )
 from node.state.start import check_weights
 from node.state.unit_state import has_weights_alone
-from node.telemetry import events
+from node.telemetry import events, points
 from node.telemetry.history import highest_step, history_size
 from node.training.loss_scale import SKIPPED, LossScales, loss_scales
 from node.training.schedule import learning_rate
@@ -372,6 +372,7 @@ def _named(config: RunConfig) -> str:
 def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
     """The newest intact snapshot. Raises UserError if there are snapshots and all are damaged."""
     discard_incomplete(snapshots)
+    points.reach(points.Phase.RESUMING, at=points.At.COORDINATOR)
     checked = set_damaged_aside(snapshots, tell)
     if checked.damaged and not checked.whole:
         damage = "; ".join(what for _, what in checked.damaged)

@@ -17,6 +17,8 @@ ANY = -1
 class Phase(StrEnum):
     """The phase of a run. Most phases have a point at the node and one at the coordinator."""
 
+    RESUMING = "resuming"
+    """The snapshots are about to be read. Only at a coordinator that resumes a run."""
     ENROLMENT = "enrolment"
     """The node is admitted, but that is not yet on its disk."""
     STATE_FETCH = "state-fetch"

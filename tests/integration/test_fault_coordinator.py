@@ -4,7 +4,6 @@ It is started again with `thinwire resume` at the same ports, from its database;
 """
 
 import asyncio
-import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from node.stage.coordinator_client import CoordinatorClient
 from node.state.snapshot import list_snapshots
 from node.telemetry.events import DiskRoom, NodeJoined, NodeLeft, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
-from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.fault_run import KILLED, FaultRun, held, small
 from tests.support.faults import Fault, Kind, Phase
 from tests.support.pki import hello
 from tests.support.terminal import assert_never_silent
@@ -137,25 +136,21 @@ def test_a_snapshot_torn_in_the_middle_of_a_write(tmp_path: Path, prefork: Prefo
 
 
 async def test_nodes_wait_while_a_resumed_coordinator_reads(tmp_path: Path, prefork: Prefork) -> None:
-    """Reading may take long: here until the test writes the data."""
-    kill = killed(Phase.VOTING)
-    with FaultRun(tmp_path, small(), [kill], snapshot_first=True, launch=prefork.popen) as run:
+    """Reading may take long: here until the test lets go."""
+    kill, hold = killed(Phase.VOTING), Fault(kind=Kind.HOLD, phase=Phase.RESUMING)
+    with FaultRun(tmp_path, small(), [kill, hold], snapshot_first=True, launch=prefork.popen) as run:
         run.start()
         nodes = run.add_nodes(3)
         assert run.tend(restart=False) == KILLED
-        layer = sorted((run.run_dir / "snapshots" / f"step-{SNAPSHOT:08d}").glob("*.safetensors"))[0]
-        whole = layer.rename(tmp_path / layer.name)
-        os.mkfifo(layer)
-        run.resume()
-        with layer.open("wb") as pipe:  # both ends are open, or neither
+        with held(run, hold):
+            run.resume()
+            while not run.times(hold):  # noqa: ASYNC110  another process's event
+                await asyncio.sleep(0.02)
             identity = NodeIdentity.load(run.state_dirs[nodes[0]])
             assert identity is not None
             client = CoordinatorClient(f"127.0.0.1:{run.plan.control_port}", lambda: identity, 0.0)
             with pytest.raises(NotYetError, match="snapshot"):
                 await client.session(hello("127.0.0.1:1"), asyncio.Queue(), _no_message, _never)
-            whole_bytes = whole.read_bytes()
-            whole.rename(layer)
-            pipe.write(whole_bytes)
         assert run.tend() == 0
         run.assert_undisturbed()
         assert [node.exit_code for node in nodes] == [0, 0, 0]

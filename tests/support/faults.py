@@ -82,7 +82,7 @@ class Kind(StrEnum):
 _KINDS = {
     At.NODE: {Kind.KILL, Kind.STOP, Kind.HOLD, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL, Kind.MEMORY},
     At.TENSOR: {Kind.NAN},
-    At.COORDINATOR: {Kind.COORDINATOR_KILL},
+    At.COORDINATOR: {Kind.COORDINATOR_KILL, Kind.HOLD},
     At.WRITE: {Kind.DISK_FULL},
     At.RENAME: {Kind.TORN_WRITE},
 }
