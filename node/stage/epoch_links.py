@@ -3,11 +3,9 @@
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import ssl
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,7 +18,7 @@ from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.dialing import connect
-from wire.errors import LinkClosedError, LinkError, ThinwireError, first_error
+from wire.errors import LinkError, ThinwireError, first_error
 from wire.figures import LinkFigures
 from wire.layer_exchange import LayerServer
 from wire.link import PATH_SECONDS, DialledLink, Link, LinkPath, LinkSettings, dial_link
@@ -116,8 +114,6 @@ class EpochLinks:
         """Adds relayed paths to a link of the current epoch."""
         self._renew: Callable[[Placement, Sequence[Peer]], None] = lambda placement, peers: None
         """Opens links of the current epoch to nodes that were replaced."""
-        self._drop: Callable[[Sequence[Peer]], None] = lambda peers: None
-        """Closes links of the current epoch."""
 
     async def start(self, listen: str) -> int:
         """Listen on `listen` and return the port. Raises UserError if the address cannot be bound.
@@ -209,7 +205,7 @@ class EpochLinks:
                 for link in links.values():
                     group.create_task(link.run())
                 reachable = bool(placement.stages[placement.stage].address)
-                offers: dict[Peer, list[asyncio.Task[None]]] = defaultdict(list)
+                offers: list[asyncio.Task[None]] = []
 
                 def add(peer: Peer, new: Mapping[str, RelayClient]) -> None:
                     clients[peer] |= new
@@ -223,29 +219,20 @@ class EpochLinks:
                     link = links[peer]
                     assert isinstance(link, AcceptedLink)
                     for path, client in paths.items():
-                        offers[peer].append(group.create_task(self._offer(client, link, reachable, path)))
+                        offers.append(group.create_task(self._offer(client, link, reachable, path)))
 
                 async def open_one(peer: Peer, link: Link) -> None:
                     try:
                         await link.ready(LINK_SECONDS)
-                    except LinkClosedError:
-                        pass  # dropped or replaced
                     except LinkError as error:
                         if links.get(peer) is link:
                             events.link_lost(peer, error)
 
-                def drop(peers: Sequence[Peer]) -> None:
-                    for peer in peers:
-                        for task in offers.pop(peer, ()):
-                            task.cancel()
-                        if (link := links.get(peer)) is not None:
-                            group.create_task(link.close())
-                        clients.pop(peer, None)
-
                 def renew(placement: Placement, peers: Sequence[Peer]) -> None:
-                    drop(peers)
                     for peer in peers:
-                        links.pop(peer, None)
+                        if (old := links.pop(peer, None)) is not None:
+                            group.create_task(old.close())
+                        clients.pop(peer, None)
                         if not is_taken(placement, peer):
                             continue
                         make(placement, peer)
@@ -257,7 +244,7 @@ class EpochLinks:
                 for peer, link in links.items():
                     if isinstance(link, AcceptedLink):
                         offer(peer, clients[peer])
-                self._add, self._known, self._renew, self._drop = add, clients, renew, drop
+                self._add, self._known, self._renew = add, clients, renew
                 self._links = links
                 opened: dict[Peer, Link] = {}
                 try:
@@ -277,8 +264,7 @@ class EpochLinks:
                 finally:
                     self._links, self._known = {}, {}
                     self._renew = lambda placement, peers: None
-                    self._drop = lambda peers: None
-                    for task in itertools.chain(*offers.values()):
+                    for task in offers:
                         task.cancel()
                     for link in links.values():
                         await link.close()
@@ -289,11 +275,6 @@ class EpochLinks:
         """Other nodes, or none, have these places of the current epoch: drop the old links and open new ones
         during the steps. A link that does not open is reported as lost."""
         self._renew(placement, peers)
-
-    def drop(self, peers: Sequence[Peer]) -> None:
-        """Nobody has these places of the current epoch any more: close the links. They connect no more, and
-        what is sent by them is lost."""
-        self._drop(peers)
 
     def learn_relays(self, placement: Placement) -> None:
         """The placement has additional relays. Links use them if they are better than their current path."""

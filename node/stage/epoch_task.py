@@ -119,10 +119,6 @@ class Services(StateServices, Protocol):
         """Other nodes have taken these places: replace their links in the mapping that `open_links` gave."""
         ...
 
-    def drop_links(self, peers: tuple[Peer, ...]) -> None:
-        """Nobody has these places any more: close the links to them."""
-        ...
-
 
 class EpochTask:
     """Owns the links and the running step of one placement.
@@ -154,8 +150,6 @@ class EpochTask:
         """The newest `Begin` that was received. It may redistribute the work of the running step."""
         self._news = asyncio.Event()
         """Set when `_newest` has other work for the running step."""
-        self._absent: set[Peer] | None = None if placement.enters else set()
-        """Neighbours' places that are empty, or whose nodes still enter; None while that is not known."""
         self._sampled: set[int] = set()
         """Groups whose samples are there for the running step."""
         self._io: LinksIO | None = None
@@ -174,7 +168,6 @@ class EpochTask:
         begin = command.then if isinstance(command, Commit) else command
         if isinstance(begin, Begin):
             self._newest = begin
-            self._drop_links(begin)
             if begin.step == self._running:
                 if begin.generation != self._generation:  # otherwise it was sent again
                     self._news.set()
@@ -188,8 +181,6 @@ class EpochTask:
         if not placement.renewed:
             self.submit(placement)
         renewed = {*map(Peer._make, placement.renewed)}.intersection(self._near())
-        if self._absent is not None:
-            self._absent |= renewed
         if not self._links_open or not renewed:
             return
         self._services.renew_links(self.placement, tuple(sorted(renewed)))
@@ -197,14 +188,6 @@ class EpochTask:
             self._io.use(*self._own_and_other_rows())
 
     # ---- links
-
-    def _drop_links(self, begin: Begin) -> None:
-        """Close the links to neighbours that are gone: a link that broke would connect again and again."""
-        before, near = self._absent, self._near() if begin.absent else ()
-        self._absent = {*map(Peer._make, begin.absent)}.intersection(near)
-        # In a place that was empty before, a node may open its links.
-        if before is not None and (gone := self._absent - before):
-            self._services.drop_links(tuple(sorted(gone)))
 
     def expect(self, peer: Peer, key: TensorKey) -> int | None:
         """The exact size in bytes of a tensor that may come from this neighbour, or None."""

@@ -102,7 +102,7 @@ class RunMember:
         self.count_time, self.step_begins = meter.count_time, meter.step_begins
         self.fetch_layer, self.fetch_weights = snapshots.fetch, snapshots.fetch_weights
         self.uploading = snapshots.uploading
-        self.renew_links, self.drop_links = links.renew, links.drop
+        self.renew_links = links.renew
         self._room = executor.room
         self._snapshots = snapshots
         self._sums = sums

@@ -17,7 +17,7 @@ from node.stage.session import IdentityHolder
 from tests.support.links import EPOCH, SECONDS, quick
 from tests.support.pki import new_authority, new_node
 from wire.codecs.registry import codec
-from wire.errors import LinkClosedError, LinkError, ThinwireError
+from wire.errors import LinkError, ThinwireError
 from wire.link import DialledLink, Link, LinkSettings
 from wire.messages import PlacedRow, PlacedStage, Placement
 from wire.spec import Direction, TensorKey
@@ -163,69 +163,6 @@ async def test_a_small_run_keeps_the_room_of_the_settings(tmp_path: Path) -> Non
         for link in links:
             link.send(TensorKey(EPOCH, 0, 0, 0, Direction.GRADIENT), bytes(outbox_bytes(SMALL, 2)))
             link.send(TensorKey(EPOCH, 0, 1, 0, Direction.GRADIENT), b"x")
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-async def test_a_link_that_is_dropped_connects_no_more_until_another_node_comes(
-    tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not by the relay either, where the node of the higher stage waits for the other to come."""
-    waits: list[str] = []
-    peer, accepts = Peer(0, 1 - stage), 2 * stage
-
-    async def offer(end: EpochLinks, _relay: object, link: Link, _reachable: bool, path: str) -> None:
-        if end is not ends[0]:
-            return
-        waits.append(link.peer_node_id)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            waits.remove(link.peer_node_id)
-
-    monkeypatch.setattr(EpochLinks, "_offer", offer)
-    authority = new_authority()
-    nodes = [new_node(authority) for _ in range(3)]
-    ends = [
-        EpochLinks(IdentityHolder(node, tmp_path), quick(), relay_address="127.0.0.1:1") for node in nodes
-    ]
-    places = [
-        PlacedStage(node_id=node.node_id, address=f"127.0.0.1:{await end.start('127.0.0.1:0')}")
-        for node, end in zip(nodes, ends, strict=True)
-    ]
-    own = places[0]
-
-    over = asyncio.Event()
-
-    def placed(other: PlacedStage, at: int) -> Placement:
-        return Placement(epoch=EPOCH, stage=at, stages=(own, other) if stage == 0 else (other, own))
-
-    async def hold(number: int) -> None:
-        placement = placed(places[number], peer.stage)
-        async with ends[number].open(placement, (Peer(0, stage),), SMALL, NoEvents()):
-            await over.wait()
-
-    try:
-        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-            group.create_task(hold(1))
-            async with ends[0].open(placed(places[1], stage), (peer,), SMALL, NoEvents()) as links:
-                for number in (1, 2):
-                    other = places[number]
-                    if number == 2:
-                        group.create_task(hold(2))
-                        ends[0].renew(placed(other, stage), (peer,))
-                    link = cast(Link, links[peer])
-                    await link.ready(SECONDS)
-                    assert waits == [other.node_id] * accepts
-                    ends[0].drop((peer,))
-                    await link.close()
-                    with pytest.raises(LinkClosedError):
-                        link.send(TensorKey(EPOCH, 0, 0, 0, Direction.GRADIENT), b"x")
-                    ends[0].learn_relays(placed(other, stage))
-                    assert waits == []
-            over.set()
-    finally:
-        for end in ends:
-            await end.stop()
 
 
 async def test_links_open_without_a_neighbour_that_dies_meanwhile(tmp_path: Path) -> None:

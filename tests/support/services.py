@@ -38,8 +38,6 @@ class FakeServices:
         """Whether snapshots' layers are saved."""
         self.linked: list[tuple[Peer, ...]] = []
         self.links: Mapping[Peer, TensorLink] = {}
-        self.renewed: list[tuple[Peer, ...]] = []
-        self.dropped: list[tuple[Peer, ...]] = []
         self.fetched: list[tuple[int, str]] = []
         self.missing: ThinwireError | None = None
         """What fetching a layer raises."""
@@ -92,12 +90,6 @@ class FakeServices:
 
     def telemetry(self) -> Telemetry:
         return Telemetry()
-
-    def renew_links(self, placement: Placement, peers: tuple[Peer, ...]) -> None:
-        self.renewed.append(peers)
-
-    def drop_links(self, peers: tuple[Peer, ...]) -> None:
-        self.dropped.append(peers)
 
     @contextlib.asynccontextmanager
     async def open_links(

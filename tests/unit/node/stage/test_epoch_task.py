@@ -441,44 +441,16 @@ async def test_links_are_up_before_a_state_is_fetched() -> None:
 
 async def test_links_that_are_opened_to_a_new_neighbour_are_not_opened_again() -> None:
     """The neighbour would refuse the second as one of another process."""
+    renewed: list[tuple[Peer, ...]] = []
     news = replace(PLACEMENT, renewed=(Seat(0, 0),))
     async with epoch() as talk:
         await talk.hear()
+        talk.node.renew_links = lambda _, peers: renewed.append(peers)  # type: ignore[attr-defined]
         talk.task.update(news)
         await talk.ask(Restore(epoch=4, step=0))
-        assert talk.node.linked[0] == BESIDE and talk.node.renewed == []
+        assert talk.node.linked[0] == BESIDE and renewed == []
         talk.task.update(news)
-        assert talk.node.renewed == [(Peer(0, 0),)]
-
-
-async def test_links_to_neighbours_are_closed_once_when_they_are_gone() -> None:
-    dropped = [(Peer(0, 2),)]
-    begin = Begin(epoch=4, step=3)
-    gone = replace(begin, generation=1, absent=(Seat(0, 2), Seat(5, 0)))
-    async with epoch() as talk:
-        await talk.begun(3)
-        for command in (begin, gone, gone):
-            talk.task.submit(command)
-        assert talk.node.dropped == dropped
-        talk.task.update(replace(PLACEMENT, renewed=(Seat(0, 2),)))
-        talk.task.submit(replace(gone, generation=2))
-        assert talk.node.dropped == dropped, "another node opens its links"
-        talk.task.submit(replace(begin, generation=3))
-        talk.task.submit(replace(gone, generation=4))
-        assert talk.node.dropped == 2 * dropped, "that one had the seat, and is gone"
-
-
-@pytest.mark.parametrize("enters", [False, True])
-async def test_a_link_to_a_node_that_enters_stays_though_nothing_was_heard_of_the_seat_before(
-    enters: bool,
-) -> None:
-    """The order that said so was lost, or this node enters, too."""
-    async with epoch(placement=replace(PLACEMENT, enters=enters)) as talk:
-        await talk.begun(3)
-        if not enters:
-            talk.task.update(replace(PLACEMENT, renewed=(Seat(0, 2),)))
-        talk.task.submit(Begin(epoch=4, step=3, absent=(Seat(0, 2),)))
-        assert talk.node.dropped == []
+        assert renewed == [(Peer(0, 0),)]
 
 
 async def test_a_stage_hands_in_what_it_holds_before_it_is_restored() -> None:
