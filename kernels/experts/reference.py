@@ -54,9 +54,14 @@ class PackedExperts:
     bits: int
 
     @classmethod
-    def of(cls, weights_enk: Tensor, bits: int) -> "PackedExperts":
-        """Pack float weights [E, N, K] in 8, 6, 5, 4 or 3 bits."""
-        packed = torch.stack([blockfloat.store(weight, bits) for weight in weights_enk])
+    def of(cls, weights_enk: Tensor, bits: int, device: torch.device | None = None) -> "PackedExperts":
+        """Pack float weights [E, N, K] in 8, 6, 5, 4 or 3 bits.
+
+        Args:
+            device: where they are packed, expert by expert, because all of them may not fit there as floats;
+                None: where they are.
+        """
+        packed = torch.stack([blockfloat.store(weight.to(device), bits) for weight in weights_enk])
         return cls(packed=packed, outputs=weights_enk.shape[1], inputs=weights_enk.shape[2], bits=bits)
 
     @property

@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from wire.errors import escaped
 
     first, second = args.first, args.second
+    # Path.resolve raises RuntimeError where links lead back to themselves.
     names = _names(Path(os.path.realpath(first)), Path(os.path.realpath(second)))
     comparison = compare(_record(first, names[0]), _record(second, names[1]))
     text = json.dumps(comparison.to_fields()) if args.json else "\n".join(comparison_lines(comparison))

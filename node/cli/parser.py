@@ -102,6 +102,7 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not su
 
 
 _OF_CALLERS = ("DecodeError", "NotImplementedError", "ExecuteBatchError")
+"""Names of gRPC's errors that only a caller can cause."""
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -32,7 +32,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def _has_no_log(path: Path) -> bool:
-    """Whether everything is in the database itself, so that nobody writes to it."""
+    """Whether the write-ahead log is missing or empty, so that the database's own file has everything."""
     log = path.with_name(path.name + "-wal")
     return not log.exists() or log.stat().st_size == 0
 

@@ -82,7 +82,7 @@ class FrozenWeight(nn.Module):
             return weight.to(device, torch.bfloat16 if self.form == "bf16" else torch.float32)
         bits = PACKED[self.form]
         if self.experts:
-            return torch.stack([ops.store(expert.to(device), bits) for expert in self._each(weight)])
+            return PackedExperts.of(self._each(weight), bits, device).packed
         return ops.store(weight.to(device), bits)
 
     def _each(self, weight: Tensor) -> Tensor:

@@ -268,7 +268,7 @@ def _gemma(reader: ConfigReader, width: int) -> dict[str, Any]:
     reader.must_be("use_bidirectional_attention", False)
     scale = reader.whole("query_pre_attn_scalar", 256)
     # transformers 5 writes one set of values for each kind of block. `rope_scaling` belongs to full
-    # attention. Without such a set, `rope_type` is `default`, whatever `type` says. `truncate` is not read.
+    # attention. From files without these sets it reads `rope_type` but not `type`, and never `truncate`.
     both = reader.object("rope_parameters")
     if both.config.keys() - {FULL, SLIDING}:
         raise reader.refused("rope_parameters", f"an object with {FULL} and {SLIDING}")
