@@ -115,7 +115,7 @@ COMPUTE_WAYS = ("plain", "fp8", "fp8-three", "fp8-all-products")
 
 BETTER = "trellis-4.41"
 PAIRS = (("fp32", "fp32"), ("tah", "fixed-8"), ("trellis-4.41", "dither-4.41"), ("trellis-3", "dither-3"))
-RATES = {"adamw": (6e-4, 3e-4, 1.2e-3), "muon": (1.2e-3, 6e-4, 2.4e-3)}
+RATES = {"adamw": (6e-4, 3e-4, 1.2e-3), "muon": (1.2e-3, 6e-4, 2.4e-3, 4.8e-3)}
 """Learning rates of each optimizer, the one that is used with all codecs first."""
 FEWER = {200: 144, 900: 648}
 """The share of steps, 0.72, in which Muon is to reach AdamW's loss."""
@@ -142,7 +142,9 @@ def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
     exact = run(PAIRS[0], "muon", 656, seeds[0], RATES["muon"][0])
     rounds = [replace(exact, every=every) for every in (1, 4, 16)] if steps == 900 else []
     first = [run(pair, *way, seed, RATES[way[0]][0]) for seed in seeds for pair in PAIRS for way in ways]
-    others = [run(PAIRS[0], *way, seeds[0], lr) for way in ways[:2] for lr in RATES[way[0]][1:]]
+    others = [run(PAIRS[0], *way, seeds[0], lr) for way in ways for lr in RATES[way[0]][1:]]
+    # Three bits at a higher rate too: a rate that only exact gradients bear would be no advice.
+    others += [run(PAIRS[3], *ways[2], seeds[0], lr) for lr in RATES["muon"][2:]]
     usual = run(PAIRS[0], *ways[2], seeds[0], RATES["muon"][0])
     again = [replace(usual, memory="moments"), *(replace(usual, iterations=count) for count in (3, 4))]
     return (*first, *rounds, *others, *again)
