@@ -21,7 +21,7 @@ and in backward the gradients of its experts' weights and of its norm. Only the 
 the experts' results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -40,6 +40,9 @@ from node.model.products import Linear, Projections
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.stored_layers import NORMS, Layer, Norms, trained
 from node.model.tensor_rank import TensorRank, compute_dtype
+
+ELEMENTS_AT_ONCE = 1 << 21
+"""Of clamped activations, which are computed in float32 by a dozen operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,13 +237,13 @@ class _RoutedHalf(torch.autograd.Function):
         rows = of_made.index_select(0, order.slots // parts.choices)
         del of_made
         by_row = weights.reshape(-1).index_select(0, order.slots)[:, None]
-        of_inner = down.backward(rows, order)
-        unweighted = of_inner.float()
-        of_inner = of_inner * by_row.to(dtype)
+        unweighted = down.backward(rows, order)
+        of_inner = unweighted * by_row.to(dtype)
         gate, up = kept
         bits = PACKED.get(storage.ffn_input, 0)
         inner, of_gate, of_up = _activate_backward(of_inner, gate, up, bits, parts.limit)
         del kept, gate, up, of_inner
+        unweighted = unweighted.float()
         of_rows = (unweighted * inner.float()).sum(1)
         del unweighted
         if (bias := down.bias(torch.float32)) is not None:
@@ -298,8 +301,10 @@ def _activate(gate: Tensor, up: Tensor, bits: int, limit: float) -> list[Tensor]
     if not limit:
         return list(blockfloat.ffn_store(gate, up, bits)) if bits else [layers.activation(gate, up)]
     packed = [blockfloat.store(part, bits) for part in (gate, up)] if bits else []
-    inner, _, _ = _clamped(gate, up, limit)
-    return [inner.to(gate.dtype), *packed]
+    inner = torch.empty_like(gate)
+    for rows in _few_rows(gate):
+        inner[rows], _, _ = _clamped(gate[rows], up[rows], limit)
+    return [inner, *packed]
 
 
 def _activate_backward(
@@ -315,8 +320,18 @@ def _activate_backward(
     if bits:
         shape = list(grad.shape)
         gate, up = (blockfloat.restore(part, shape, bits, grad.dtype) for part in (gate, up))
-    inner, of_gate, of_up = _clamped(gate, up, limit)
-    return inner.to(grad.dtype), (grad * of_gate).to(grad.dtype), (grad * of_up).to(grad.dtype)
+    inner, of_gate, of_up = (torch.empty_like(grad) for _ in range(3))
+    for rows in _few_rows(grad):
+        inner[rows], by_gate, by_up = _clamped(gate[rows], up[rows], limit)
+        of_gate[rows], of_up[rows] = grad[rows] * by_gate, grad[rows] * by_up
+    return inner, of_gate, of_up
+
+
+def _few_rows(x: Tensor) -> Iterator[slice]:
+    """Pieces of the rows of x [R, N] that are small enough for a dozen float32 copies beside the whole."""
+    # On a CPU, elements that fill no vector register are rounded differently. Only the last piece has such.
+    count = 64 * max(1, ELEMENTS_AT_ONCE // (64 * x.shape[1]))
+    return (slice(first, first + count) for first in range(0, len(x), count))
 
 
 def _clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:

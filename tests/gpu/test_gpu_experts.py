@@ -1,6 +1,7 @@
 """Mixtures of experts on a GPU: near the exact results, the same bits always and in graphs, no waiting."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,9 @@ from torch import Tensor
 from kernels.experts import ops, reference, triton
 from kernels.experts.ops import Order, PackedExperts, Weights
 from node.config.schema import LoraSection, ModelSection
-from node.model.chunk import build_chunk
+from node.model import routed_half
+from node.model.chunk import build_chunk, compute_precision
+from node.model.storage import Storage
 from tests.support.poison import needs_kernels
 
 EXPERTS, CHOICES = 12, 3
@@ -190,3 +193,39 @@ def test_a_frozen_mixture_is_packed_one_expert_at_a_time() -> None:
     kept = torch.cuda.memory_allocated(GPU) - before
     packed, four_experts = chunk.layers[1].get_buffer("gate.weight.kept").nbytes, 4 * 1024 * 512 * 4
     assert torch.cuda.max_memory_allocated(GPU) - before < kept + packed + four_experts
+
+
+def test_clamped_activations_need_no_more_memory_at_work_than_others() -> None:
+    """They are computed in float32; twelve copies of all rows were 2.2 GB of a card of 8 GB."""
+    model = ModelSection(
+        family="mixture",
+        layers=1,
+        hidden=256,
+        heads=8,
+        ffn=2048,
+        experts=8,
+        experts_per_token=4,
+        vocab=256,
+        sequence=2048,
+    )
+    ids = torch.zeros(2, 2048, dtype=torch.long, device=GPU)
+    rises = []
+    for limit in (0.0, 7.0):
+        chunk = build_chunk(
+            replace(model, swiglu_limit=limit),
+            ("embed", "block.0000", "head"),
+            0,
+            GPU,
+            storage=Storage(ffn_input="4"),
+        )
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats(GPU)
+            before = torch.cuda.memory_allocated(GPU)
+            with compute_precision("bfloat16", GPU):
+                chunk.loss(ids, ids).backward()
+            rise = torch.cuda.max_memory_allocated(GPU) - before
+            chunk.zero_grad(set_to_none=True)
+        rises.append(rise)
+    copies = 12 * 4 * routed_half.ELEMENTS_AT_ONCE
+    assert rises[1] < rises[0] + copies

@@ -21,6 +21,7 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
+from node.model import routed_half
 from node.model.blocks import Block
 from node.model.chunk import Chunk, build_chunk
 from node.model.mixture_block import MixtureBlock
@@ -87,6 +88,15 @@ def test_what_runs_again_has_the_same_bits_and_few_bits_are_near(model: ModelSec
     kept = Storage(norm_input="8", ffn_input="8", attention="bf16", attention_output="bf16")
     for name, value in gradients(whole(model, kept)).items():
         assert float((value - expected[name]).norm()) < 0.2 * float(expected[name].norm()), name
+
+
+@pytest.mark.parametrize("kept", ["bf16", "recompute", "4"])
+def test_clamped_activations_in_pieces_have_the_same_bits(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(ffn_input=kept)
+    expected = gradients(whole(GPT_OSS, storage))
+    monkeypatch.setattr(routed_half, "ELEMENTS_AT_ONCE", 1)
+    for name, value in gradients(whole(GPT_OSS, storage)).items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_a_blocks_own_terms_have_the_gradients_of_their_formula() -> None:
