@@ -100,18 +100,19 @@ def _earlier(report: Run) -> Iterator[Run]:
 
 
 def _means(report: Run) -> str:
-    """What the fewest steps of Muon come to on average of seeds, by codecs."""
-    changes: dict[tuple[str, str], list[float]] = {}
+    """What the fewest steps of Muon come to on average of seeds, by codecs and learning rate."""
+    changes: dict[tuple[tuple[str, str], float], list[float]] = {}
     for run in report["runs"]:
         adamw = _adamw(report, run, PLAIN)
         if adamw is not None and run["steps"] < adamw["steps"] and _way(run) == "muon":
-            changes.setdefault(_pair(run), []).append(run["loss_valid"] / adamw["loss_valid"] - 1)
+            change = run["loss_valid"] / adamw["loss_valid"] - 1
+            changes.setdefault((_pair(run), run["lr"]), []).append(change)
     words = []
-    for (forward, backward), each in changes.items():
+    for ((forward, backward), lr), each in changes.items():
         seeds = f"on average of {len(each)} seeds ({min(each):+.2%} to {max(each):+.2%})"
         words.append(
-            f"Through `{forward}`/`{backward}` Muon's loss after 0.72 of the tokens is {fmean(each):+.2%} "
-            f"off AdamW's without codecs, {seeds if len(each) > 1 else 'one seed'}."
+            f"Through `{forward}`/`{backward}` at {lr:g} Muon's loss after 0.72 of the tokens is "
+            f"{fmean(each):+.2%} off AdamW's without codecs, {seeds if len(each) > 1 else 'one seed'}."
         )
     return " ".join(words)
 
@@ -263,17 +264,20 @@ def _adamw(report: Run, run: Run, pair: tuple[str, str]) -> Run | None:
 
 
 def _reaching(report: Run) -> Iterator[Run]:
-    """AdamW's longest run through the default codecs, and after it those of the seed that reach its loss."""
+    """AdamW's longest run through the default codecs, and after it those of the seed that reach its loss, the
+    best of each pair of codecs."""
     of_adamw = [run for run in report["runs"] if run["optimizer"] == "adamw" and _pair(run) == DEFAULT]
     for run in read_report(EARLIER)["runs"]:
         if not of_adamw and (run["suite"], run["seed"], _pair(run)) == ("long", 0, DEFAULT):
             of_adamw = [{**run, "optimizer": "adamw"}]
     first = max(of_adamw, key=lambda run: (run["steps"], -run["seed"]))
     yield first
+    best: dict[tuple[str, str], Run] = {}
     for run in report["runs"]:
         is_packed, is_other = _pair(run) != PLAIN, run is not first and run["seed"] == first["seed"]
         if is_packed and is_other and run["loss_valid"] <= first["loss_valid"]:
-            yield run
+            best[_pair(run)] = min(best.get(_pair(run), run), run, key=lambda each: float(each["loss_valid"]))
+    yield from best.values()
 
 
 def _seconds(report: Run, run: Run, model: ModelSection, rate: int) -> float:

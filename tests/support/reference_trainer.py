@@ -87,6 +87,8 @@ class ReferenceTrainer:
             for index, units in enumerate(groups or (unit_names(config.model),))
         ]
         self.chunks[-1].masks_labels = config.data.masks_labels
+        for chunk in self.chunks:
+            chunk.share_loss(1 / config.microbatches)
         self.optimizer = StageOptimizer(self.chunks, config.training, config.run.seed)
         self._local = LocalSteps(config, self.optimizer)
         self.scales = loss_scales(config.training)
