@@ -25,6 +25,11 @@ class Direction(IntEnum):
     # Only in reports: links carry activations of held-out samples as `ACTIVATION`, but count them separately.
     HELD_OUT = 6
 
+    @property
+    def words(self) -> str:
+        """The kind as errors name it."""
+        return self.name.lower().replace("_", " ")
+
 
 ON_LINKS: frozenset[Direction] = frozenset(Direction) - {Direction.HELD_OUT}
 """The kinds that may occur in frames."""
@@ -44,6 +49,11 @@ class TensorKey(NamedTuple):
     microbatch: int
     boundary: int
     direction: Direction
+
+    def __str__(self) -> str:
+        """The tensor as errors name it. Steps count from 1, as everywhere that a user sees one."""
+        place = f"step {self.step + 1}, microbatch {self.microbatch}, boundary {self.boundary}"
+        return f"the {self.direction.words} of {place}"
 
 
 @dataclass(frozen=True, slots=True)

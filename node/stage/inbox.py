@@ -121,7 +121,7 @@ class Inbox:
         if not self.comes(keys, timeout, row):
             key = keys[0]
             raise LinkLostError(
-                f"no {key.direction.name.lower()} of microbatch {key.microbatch} came over boundary "
+                f"no {key.direction.words} of microbatch {key.microbatch} came over boundary "
                 f"{key.boundary} within {timeout:g} s: the neighbour's stage is stuck"
             )
 

@@ -345,6 +345,5 @@ def example_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
 def _named(key: TensorKey, way: str, error: Exception) -> str:
     """The error's text after the tensor's name."""
     return (
-        f"the {key.direction.name.lower()} {way} over boundary {key.boundary}, "
-        f"microbatch {key.microbatch} ({error})"
+        f"the {key.direction.words} {way} over boundary {key.boundary}, microbatch {key.microbatch} ({error})"
     )

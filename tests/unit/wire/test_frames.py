@@ -89,6 +89,13 @@ def test_a_frame_takes_a_slow_line_no_longer_than_a_piece_and_fills_a_fast_one()
     ]
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_a_tensor_is_named_in_words(direction: Direction) -> None:
+    words = str(TensorKey(1, 2, 3, 4, direction))
+    assert words.endswith("of step 3, microbatch 3, boundary 4")
+    assert not set("_=()") & set(words)
+
+
 def test_numbers_that_do_not_fit_are_refused() -> None:
     key = TensorKey(2**32, 0, 0, 0, Direction.ACTIVATION)
     with pytest.raises(LinkError, match="does not fit"):
