@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 PREFIX = "hf://"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+NOT_GGUF = (
+    "set model.from to the model that the GGUF file was made from, with config.json and safetensors files"
+)
 PIECE_BYTES = 32 << 20
 """The longest single request."""
 ATTEMPTS = 6
@@ -319,7 +322,8 @@ def _one_line(repository: Repository) -> Iterator[None]:
     except errors.RevisionNotFoundError as error:
         raise DataError(f"{repository.name} has no revision {repository.revision}") from error
     except errors.EntryNotFoundError as error:
-        raise DataError(f"{repository} lacks a file: {str(error).splitlines()[0]}") from error
+        advice = f"; {NOT_GGUF}" if "gguf" in repository.name.lower() else ""
+        raise DataError(f"{repository} lacks a file: {str(error).splitlines()[0]}{advice}") from error
     except (errors.HfHubHTTPError, OSError) as error:
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", 0)

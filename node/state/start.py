@@ -15,13 +15,14 @@ from node.data.text import expanded, read_small
 from node.data.tokenizer import MOST_TABLES_BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_files
 from node.model.units import unit_names
 from node.state.families import read_config
-from node.state.hub import PREFIX, Repository, cached_file, download, hub_files, resolve
+from node.state.hub import NOT_GGUF, PREFIX, Repository, cached_file, download, hub_files, resolve
 from node.state.weights import Checkpoint, FolderFiles, Weights
 from wire.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
+GGUF = ".gguf"
 TOKENIZER = "tokenizer.json"
 OTHER_FILES = (
     "tokenizer_config.json",
@@ -71,6 +72,7 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
         assert path is not None, "a required file"
     else:
         path = _folder(name) / CONFIG
+        _refuse_gguf(path.parent)
     if (path.parent / ADAPTER_CONFIG).exists():
         raise ConfigError(
             f"{name} contains adapters ({ADAPTER_CONFIG}), which transformers loads onto another model: "
@@ -90,6 +92,13 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
                 f"model.{key} is {value!r}, but {path} says {keys[key]!r}: leave it out of the run file"
             )
     return Source(name=name, model=keys, tokenizer=_tokenizer(path.parent, keys["vocab"]))
+
+
+def _refuse_gguf(path: Path) -> None:
+    """Raise ConfigError if the path is a GGUF file, or a folder whose only weights are in such files."""
+    files = [path] if path.suffix == GGUF else sorted(path.glob(f"*{GGUF}"))
+    if files and not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{files[0]} is a GGUF file, which cannot be trained: {NOT_GGUF}")
 
 
 def _tokenizer(folder: Path, vocab: int) -> str:

@@ -600,6 +600,20 @@ def test_adapters_are_no_model(folder: Path) -> None:
         section(folder)
 
 
+def test_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    for path in (file, tmp_path):
+        with pytest.raises(ConfigError, match="GGUF") as raised:
+            section(path)
+        assert str(file) in str(raised.value)
+
+
+def test_gguf_files_beside_a_model_are_ignored(folder: Path) -> None:
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    assert section(folder).layers
+
+
 async def test_a_file_with_another_hash_gives_no_tensor(folder: Path) -> None:
     model = section(folder)
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -118,7 +118,7 @@ async def serving(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[No
     """The hub at one origin, its data at another."""
     front, back = web.Application(), web.Application()
     front.router.add_get("/api/models/owner/model/revision/{revision:.*}", hub.api)
-    front.router.add_route("*", "/owner/model/resolve/{revision}/{file}", hub.resolve)
+    front.router.add_route("*", "/owner/{model}/resolve/{revision}/{file}", hub.resolve)
     back.router.add_get("/data", hub.data)
     runners = [web.AppRunner(application) for application in (front, back)]
     for runner in runners:
@@ -192,6 +192,14 @@ async def test_the_hub_gets_a_token_only_if_it_may(
         hub.status = 401
         with pytest.raises(DataError, match="HF_TOKEN" if token else f"join with --hub {NAME}"):
             await read_units(there, unit_names(there), token=token)
+
+
+async def test_a_gguf_repository_is_named_as_such(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hub.folder / "config.json").unlink()
+    monkeypatch.setattr("node.state.start.resolve", lambda repository: Repository(repository.name, COMMIT))
+    async with serving(hub, monkeypatch):
+        with pytest.raises(DataError, match=r"lacks a file: .*404.*the GGUF file was made from"):
+            await asyncio.to_thread(open_source, "hf://owner/model-GGUF", {})
 
 
 READ = """
