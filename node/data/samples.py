@@ -102,6 +102,8 @@ def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:
     data, microbatch = config.data, config.training.microbatch
     samples = samples_of(config, corpus, data.valid if data.valid_every else "", data.valid_samples)
     if not data.valid_every:
+        if data.valid:
+            log.warning("the loss of data.valid is not measured in this run: data.valid_every is 0")
         return samples[:0]
     if data.valid:
         _report_trained_on(data)

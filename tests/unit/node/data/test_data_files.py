@@ -392,6 +392,16 @@ def test_held_out_text_that_is_trained_on_is_named(
     assert ("is trained on too" in caplog.text) == known
 
 
+@pytest.mark.parametrize(("valid", "told"), [("absent.txt", True), ("", False)])
+def test_held_out_text_that_is_never_measured_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, valid: str, told: bool
+) -> None:
+    (tmp_path / "a.txt").write_text(WORDS * 20)
+    config = config_of(tmp_path / "a.txt", order="whole", valid=valid, valid_every=0)
+    assert len(held_out_samples(config, load_data(config))) == 0
+    assert ("data.valid_every is 0" in caplog.text) == told
+
+
 def test_lines_that_are_no_table_are_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("One, two.\nThree.\n")
     (tmp_path / "b.txt").write_text("id,body\n1,one\n")
