@@ -157,9 +157,10 @@ def _copy(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str) -> None:
     from node.cli.parser import UsageError
+    from node.data.text import write_whole
 
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}): give the name of another") from error
 

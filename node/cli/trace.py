@@ -28,6 +28,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
+    from node.data.text import write_whole
     from node.telemetry.events import RunStarted
     from node.telemetry.format import duration_text
     from node.telemetry.history import read_history
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
     else:
         try:
-            out.write_text(text, encoding="utf-8")
+            write_whole(out, text)
         except OSError as error:
             reason = f"{out} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: name another file with --out") from None

@@ -1,4 +1,4 @@
-"""The user's files: which of them a folder contributes, what they contain, and how they are opened.
+"""The user's files: which of them a folder contributes, what they contain, how they are opened and written.
 
 Training text is UTF-8, optionally compressed. A byte order mark is not part of the text. A file with a zero
 byte is not text, so that this byte can separate documents.
@@ -241,6 +241,31 @@ def read_small(path: Path, most: int) -> bytes:
     of it."""
     check_link(path)
     return read_file(path, most)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: temporary file, fsync, rename. After an error, such as that of a full disk,
+    there is the earlier file or none. A link, a pipe or a device is written to directly.
+
+    Raises OSError with the file's name.
+    """
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")
+            return
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def check_link(path: Path) -> None:

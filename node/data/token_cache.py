@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from node.data.text import SEPARATOR
+from node.data.text import SEPARATOR, write_whole
 from node.data.tokenizer import Tokenizer, pieces_of
 from wire.errors import DataError
 from wire.identity.files import cache_folder as user_cache
@@ -146,10 +146,5 @@ def _json(path: Path) -> dict[str, object]:
 
 
 def replace_json(path: Path, values: Mapping[str, object]) -> None:
-    """Write a JSON file atomically: temporary file, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(values, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write a JSON file atomically."""
+    write_whole(path, json.dumps(values))

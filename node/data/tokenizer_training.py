@@ -5,7 +5,7 @@ from pathlib import Path
 
 from node.config.schema import DataSection
 from node.data.documents import read_text
-from node.data.text import SEPARATOR
+from node.data.text import SEPARATOR, write_whole
 from node.data.tokenizer import END_OF_TEXT, load_tokenizer
 from wire.errors import UserError
 
@@ -67,8 +67,8 @@ def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool
         settings["chat_template"] = CHAT_TEMPLATE
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "tokenizer.json").write_text(bpe.to_str(), encoding="utf-8")
-        (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_whole(out / "tokenizer.json", bpe.to_str())
+        write_whole(out / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; name another folder") from error
     return load_tokenizer(str(out)).vocabulary

@@ -20,6 +20,7 @@ from typing import Any
 
 from node import program
 from node.config.schema import RunConfig
+from node.data.text import write_whole
 from node.display.watch import HistoryWatch
 from node.lab import tools
 from node.lab.access import COORDINATOR_PORT, INTERNET, KINDS, Command, Site, lay_out_sites, moves
@@ -133,7 +134,7 @@ async def run_reach(
         reference = next((row["weights"] for row in values["pairs"] if row["pair"] == ["open", "open"]), "")
         outcome["same_weights"] = bool(outcome["weights"]) and outcome["weights"] == reference
         tell(f"{' - '.join(pair)}: {pair_words(outcome)}")
-        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(values, indent=1) + "\n")
     return all(row["same_weights"] for row in values["pairs"])
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from node.data.text import write_whole
 from node.lab.plan import CellKey, plan_runs
 from node.lab.profile import Profile
 from wire.errors import UserError
@@ -98,14 +99,7 @@ class Results:
 
     def write(self) -> None:
         """Replace the file atomically, so that no reader or later lab sees half of it."""
-        partial = self.path.with_suffix(".json.partial")
-        try:
-            partial.write_text(json.dumps(self.values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            partial.replace(self.path)
-        except OSError as error:
-            # The error of a full disk lacks the file's name.
-            error.filename = error.filename or str(self.path)
-            raise
+        write_whole(self.path, json.dumps(self.values, indent=1, allow_nan=False) + "\n")
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """Reading text: accepted files, and one clear line for each refused one."""
 
+import contextlib
 import gzip
 import json
 import logging
 import lzma
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,17 @@ from wire.errors import DataError
 
 def read(path: Path | str, field: str = "text") -> bytes:
     return read_text(DataSection(path=str(path), jsonl_field=field))
+
+
+@contextlib.contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file may grow beyond `room` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def refused(path: Path | str, message: str, field: str = "text") -> None:
@@ -110,3 +124,23 @@ def test_what_lies_in_a_folder_that_may_not_be_entered(
     monkeypatch.setattr(Path, "stat", stat)
     refused(tmp_path / "locked" / "text.txt", "cannot read .*text.txt: Permission denied; check")
     refused(tmp_path, "cannot read .*link.txt: Permission denied; check")
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with full_disk(5), pytest.raises(OSError) as raised:
+        text.write_whole(path, "too long")
+    assert raised.value.filename == str(path) and not [*tmp_path.iterdir()]
+    text.write_whole(path, "before")
+    with full_disk(5), pytest.raises(OSError):
+        text.write_whole(path, "too long")
+    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
+
+
+def test_what_is_no_file_of_its_own_is_written_to_directly(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    text.write_whole(link, "text")
+    assert link.is_symlink() and target.read_text() == "text"
+    text.write_whole(Path(os.devnull), "text")
+    assert Path(os.devnull).is_char_device()
