@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from node.config.schema import (
 )
 from node.lab.results import commit, hardware
 from node.telemetry import events
-from scripts.experiments.paced_pipeline import NODE, PacedRun, paced_run
+from scripts.experiments.paced_pipeline import NODE, Child, PacedRun, paced_run
 from scripts.report import RESULTS, version, write
 
 OUT = RESULTS / "capped_runs.json"
@@ -186,7 +186,27 @@ class Run:
         self.processes.relays[-1].shape(rate=self._rate * 1e6 / 8, delay=self._delay / 1e3)
 
     async def until(self, *kinds: type[Any]) -> Any:
-        """The next event of these kinds."""
+        """The next event of these kinds. Raises RuntimeError if a process ends by itself."""
+        event = asyncio.ensure_future(self._event(kinds))
+        ended = asyncio.ensure_future(self._node_ended())
+        try:
+            await asyncio.wait({event, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not event.done():  # a node ended
+                raise RuntimeError(ended.result())
+            return event.result()
+        finally:
+            event.cancel()
+            ended.cancel()
+
+    async def _node_ended(self) -> str:
+        """The last words of the next node that ends."""
+        if not self.processes.relays:
+            await asyncio.Future()
+        number = await self.processes.node_ended()
+        log = node_log(self.processes.directory / f"node-{1 + number}").read_text(errors="replace")
+        return f"node {number} ended: {log.strip() or 'it said nothing'}"
+
+    async def _event(self, kinds: tuple[type[Any], ...]) -> Any:
         output = self.processes.coordinator.stdout
         assert output is not None
         async with asyncio.timeout(STEP_SECONDS):
@@ -211,6 +231,19 @@ class Run:
         return [json.loads(path.read_text()) for path in paths]
 
 
+def node_log(directory: Path) -> Path:
+    """What the node of this directory wrote to stderr."""
+    return directory.with_suffix(".log")
+
+
+async def launched(words: Sequence[str], environment: dict[str, str], folder: Path) -> Child:
+    """A node with a log."""
+    with node_log(Path(words[-1])).open("wb") as log:
+        return await asyncio.create_subprocess_exec(
+            *words, env=environment, stdout=subprocess.DEVNULL, stderr=log, cwd=folder
+        )
+
+
 Record = Callable[[dict[str, Any]], None]
 
 
@@ -226,6 +259,7 @@ async def measured(case: Case, arguments: argparse.Namespace, record: Record) ->
             backward=0.0,
             threads=arguments.threads,
             script="scripts.experiments.capped_run",
+            launch=launched,
         ) as processes:
             run = Run(processes, arguments.rate, arguments.delay)
             run.token = (await run.until(events.JoinLine)).line.split()[-1]

@@ -182,6 +182,16 @@ class PacedRun:
         await asyncio.sleep(after)
         self._children[1 + number] = await self._start(number)
 
+    async def node_ended(self) -> int:
+        """Wait until a node's process ends. Returns its number."""
+        waits = [asyncio.ensure_future(child.wait()) for child in self._children[1:]]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return next(number for number, wait in enumerate(waits) if wait.done())
+        finally:
+            for wait in waits:
+                wait.cancel()
+
     async def kill(self) -> None:
         """End all processes."""
         for child in self._children:
