@@ -27,7 +27,7 @@ from node.state.hub import Repository
 from node.state.manifest import LayerFile, unit_weights_sha256
 from node.state.object_store import ObjectStore, is_below, wrong_url
 from node.state.serialization import deserialize_unit
-from node.state.snapshot_cache import NO_ROOM, SnapshotCache
+from node.state.snapshot_cache import NO_ROOM, NoRoomError, SnapshotCache
 from node.state.start import read_units
 from node.state.unit_state import (
     PARAMETER_PREFIX,
@@ -62,6 +62,9 @@ MOST_ASKED = 4
 """How often the coordinator is asked for a layer's place before a fetch fails."""
 STORE_TRIES, STORE_SECONDS = 13, 5.0
 """How often an object store is tried, and the seconds of pause after each failure."""
+ROOM_SECONDS, ROOM_RETRY_SECONDS = 40.0, 2.0
+"""How long a snapshot waits for space on this node's disk, less than the coordinator waits for its layers,
+and the seconds between two looks."""
 CHUNK_BYTES = 256 * 1024
 UPLOADS = 2
 """The layers that are sent to the coordinator at a time. It accepts no more per node."""
@@ -110,6 +113,8 @@ class SnapshotTransfer:
         self._turns = WeakValueDictionary[tuple[int, str], asyncio.Lock]()
         """The locks of the layers that are being fetched."""
         self._keeping: set[tuple[int, str]] = set()
+        self._told_full = False
+        """Whether the volunteer was told that the disk is full, since a layer last had space."""
         self._retained: tuple[int, ...] = ()
         """The snapshots that the run needs."""
         self._witnessed: StateHashes | None = None
@@ -310,12 +315,16 @@ class SnapshotTransfer:
         step, reading, sending = take.step, asyncio.Semaphore(READERS), asyncio.Semaphore(UPLOADS)
         hashes: dict[str, UnitHash] = {}
         failures: list[str] = []
+        room_until = asyncio.get_running_loop().time() + ROOM_SECONDS
         went_ahead, all_weights_are_there = set[str](), asyncio.Event()
 
         async def save(unit: str) -> None:
             points.reach(points.Phase.SNAPSHOT, stage=stage, step=step)
             async with reading:
-                layer = await asyncio.to_thread(self._read_layer, take, state, unit)
+                try:
+                    layer = await self._read(take, state, unit, room_until)
+                finally:
+                    state.done(unit)
             with contextlib.closing(layer.file):
                 hashes[unit] = layer.hash
                 if len(hashes) == len(state.units):
@@ -356,22 +365,35 @@ class SnapshotTransfer:
         """Whether a newer snapshot is complete, so that this one is not needed and its files are removed."""
         return step not in self._retained and step < max(self._retained, default=0)
 
+    async def _read(self, take: TakeSnapshot, state: StateCopy, unit: str, room_until: float) -> ReadLayer:
+        """Read a layer as soon as it has a place, while the run goes on. Raises RunError."""
+        while True:
+            try:
+                layer = await asyncio.to_thread(self._read_layer, take, state, unit)
+            except NoRoomError as error:
+                if state.is_done(unit) or asyncio.get_running_loop().time() > room_until:
+                    raise
+                if not self._told_full:
+                    self._told_full = True
+                    self._tell(f"{error}; the snapshot of step {take.step} waits for it")
+                await asyncio.sleep(ROOM_RETRY_SECONDS)
+            else:
+                self._told_full = False
+                return layer
+
     def _read_layer(self, take: TakeSnapshot, state: StateCopy, unit: str) -> ReadLayer:
-        """A layer, on this node's disk if there is space, otherwise in memory. Blocks. Raises RunError if the
-        layer belongs on the disk, and the disk is full."""
+        """A layer, on this node's disk if there is space, otherwise in memory. Blocks. Raises NoRoomError if
+        the layer belongs on the disk, and the disk is full."""
         to_nodes = bool(take.place) and not is_url(take.place)
         size = state.digest(unit).bytes
         reports = self._windows if take.place else None
         try:
-            try:
-                with self._cache.writing(take.step, unit, size) as file:
-                    return read_layer(state, unit, file, reports)
-            except RunError:
-                if to_nodes or state.is_done(unit):
-                    raise
-            return read_layer(state, unit, None, reports)
-        finally:
-            state.done(unit)
+            with self._cache.writing(take.step, unit, size) as file:
+                return read_layer(state, unit, file, reports)
+        except RunError:
+            if to_nodes or state.is_done(unit):
+                raise
+        return read_layer(state, unit, None, reports)
 
     async def _hand_in(self, take: TakeSnapshot, unit: str, layer: ReadLayer) -> None:
         step, file = take.step, layer.file

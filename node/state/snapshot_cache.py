@@ -27,7 +27,12 @@ KEPT_STEPS = 2
 """How many steps to keep besides those that the coordinator has requested."""
 RECORD_FILE = "run.json"
 NO_ROOM = "this node's disk space is used up: free some, or join with a larger --max-disk"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _SUM = 32
+
+
+class NoRoomError(RunError):
+    """There is no space for a file: the disk is full, or what the owner allows is used up."""
 
 
 class LayerName(NamedTuple):
@@ -77,7 +82,7 @@ class SnapshotCache:
     @contextlib.contextmanager
     def writing(self, step: int, unit: str, size: int) -> Iterator["LayerWriter"]:
         """Write a file of `size` bytes in pieces. It is deleted unless it is kept. Several files may be
-        written at a time. Raises RunError if there is no room."""
+        written at a time. Raises NoRoomError if the disk is full, or RunError."""
         path = self._path(step, unit)
         if path is None:
             raise RunError(f"{unit[:40]!r} is not a layer unit")
@@ -85,14 +90,15 @@ class SnapshotCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             with self._making_room:
                 if not self._make_room(path, size + _SUM):
-                    raise RunError(NO_ROOM)
+                    raise NoRoomError(NO_ROOM)
                 self._coming[path] = size + _SUM
             with _Replacement(path) as replacement:
                 # A full disk must be detected now, not when half of a state has been received.
                 replacement.reserve(size + _SUM)
                 yield LayerWriter(replacement)
         except OSError as error:
-            raise RunError(f"{path} cannot be written ({error.strerror}): free some space") from error
+            wrong = NoRoomError if error.errno in FULL else RunError
+            raise wrong(f"{path} cannot be written ({error.strerror}): free some space") from error
         finally:
             self._coming.pop(path, None)
 
@@ -254,7 +260,7 @@ class _Replacement:
         except AttributeError:
             return
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 raise
 
     def keep(self, *, durable: bool = True) -> None:

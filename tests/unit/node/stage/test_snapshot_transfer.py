@@ -28,6 +28,7 @@ from wire.errors import DataError, LinkLostError
 from wire.messages import (
     NODES,
     FailureKind,
+    HeldLayer,
     NodeMessage,
     Prefetch,
     SendLayers,
@@ -64,6 +65,7 @@ class Coordinator:
         self.lost = False
         self.files: dict[tuple[int, str], bytes] = {}
         """Layers that are no mere names."""
+        self.held: list[str] = []
         self.kept = 0
         """Layers that needed no sending."""
 
@@ -80,6 +82,9 @@ class Coordinator:
             self.kept += 1
             return kept
         return LayerFile.of(data)
+
+    async def hold_layers(self, held: list[HeldLayer]) -> None:
+        self.held += [layer.unit for layer in held]
 
     async def put_layer(
         self, step: int, unit: str, file: LayerSource, *, weights_alone: bool = False, weights_at: int = 0
@@ -299,6 +304,32 @@ async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -
         kind=FailureKind.INTERNAL,
         message=failure.message,
     )
+
+
+async def test_a_snapshot_waits_for_space_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_transfer, "ROOM_RETRY_SECONDS", 0.01)
+    async with scene(tmp_path, room=0) as here:
+        copy = state()
+        here.transfer.take(4, TakeSnapshot(epoch=4, step=3, place=NODES), copy, stage=0)
+        async with asyncio.timeout(SECONDS):
+            assert "--max-disk" in await here.told.get()
+        await asyncio.to_thread(copy.settle, 0.0)
+        assert here.transfer.uploading(3) and here.posted.empty()
+        here.cache._limit = 10**6
+    assert here.failures() == [] and here.told.empty()
+    assert {*here.coordinator.held} == {name.unit for name in here.cache.names()} == {*UNITS}
+
+
+async def test_a_disk_that_stays_full_fails_the_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_transfer, "ROOM_SECONDS", -1.0)
+    async with scene(tmp_path, room=0) as here:
+        here.transfer.take(4, TakeSnapshot(epoch=4, step=3, place=NODES), state(), stage=0)
+    (failure,) = here.failures()
+    assert isinstance(failure, StepFailed) and failure.step == 3 and "--max-disk" in failure.message
 
 
 async def test_a_newer_snapshot_takes_the_place_of_one_that_is_fetched_ahead(tmp_path: Path) -> None:
