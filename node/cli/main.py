@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     take_any_text(sys.stdout, sys.stderr)
     try:
         argv = sys.argv[1:] if argv is None else argv
+        if argv[:1] == ["help"]:
+            argv = [*argv[1:], "--help"]
         args = build_parser(argv[0] if argv else "").parse(argv)
         _refuse_small_address_space(1000 if argv[0] in _STARTS_NATIVE_THREADS else 300)
         code: int = args.run(args)

@@ -29,6 +29,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and message.endswith(f": {action.metavar}"):
+                message = f"name {'an action' if action.metavar == 'ACTION' else 'a command'}: "
+                message += ", ".join(action.choices)
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -128,3 +132,6 @@ def set_up_logging() -> None:
     if level not in logging.getLevelNamesMapping():
         level = "INFO"
     logging.basicConfig(level=level, handlers=[handler])
+    if level != "DEBUG":
+        # At INFO, torch writes figures of its caches when the process ends.
+        logging.getLogger("torch").setLevel(logging.WARNING)

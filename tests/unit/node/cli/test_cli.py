@@ -47,11 +47,11 @@ def program(*arguments: str, seconds: float = 60) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "arguments are required: COMMAND"),
+        ("", "name a command: demo, coordinator, join,"),
         ("jion tw1_x", "unknown command 'jion'; did you mean 'join'?"),
         ("zzzzzz", "unknown command 'zzzzzz'; known: demo, coordinator, join"),
         ("token crate x", "unknown command 'crate'; did you mean 'create'?"),
-        ("token", "arguments are required: ACTION"),
+        ("token", "name an action: create, list, revoke (see `thinwire token --help`)"),
         ("coordinator", "arguments are required: RUN.toml (see `thinwire coordinator --help`)"),
         ("coordinator r.toml --jsno", "unknown option --jsno; did you mean '--json'?"),
         ("coordinator r.toml --run-di=x", "unknown option --run-di; did you mean '--run-dir'?"),
@@ -142,7 +142,7 @@ def test_help_loads_nothing_heavy() -> None:
         [sys.executable, "-c", f"H = {heavy!r}; {watch}"], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "[]\n"
-    done = program("--help")
+    done = program("help")
     assert done.returncode == 0
     for command in ("coordinator", "join", "resume", "demo", "token", "status", "doctor", "config"):
         assert f"  {command}" in done.stdout
