@@ -75,7 +75,7 @@ def lay_out(tree: Path, out: Path) -> None:
     for folder in (out, parent):
         shutil.copy(tree / "README.md", folder)
     project = (tree / "pyproject.toml").read_text(encoding="utf-8")
-    project = project.replace('"node.cli.main:main"', f'"{PARENT}.node.cli.main:main"')
+    project = project.replace('"node.cli.main:program"', f'"{PARENT}.node.cli.main:program"')
     (out / "pyproject.toml").write_text(project, encoding="utf-8")
     (out / "MANIFEST.in").write_text(f"graft {PARENT}\n", encoding="utf-8")
 

@@ -5,6 +5,7 @@ error is one line on stderr. An unexpected exception is a bug: its traceback goe
 and the exit code is 70.
 """
 
+import atexit
 import contextlib
 import errno
 import os
@@ -15,6 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from node.cli import (
     chat,
@@ -75,6 +77,20 @@ PATH_ERRORS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, err
 """Errors of a path that cannot be used, so that the user must give another or change its permissions."""
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
+
+
+def program() -> NoReturn:
+    """Run this process's command line, and end the process."""
+    code = main()
+    if "grpc" not in sys.modules:
+        sys.exit(code)
+    # A thread of gRPC may call into an interpreter that is being taken down, which crashes the process after
+    # a run that went well. So it is not taken down.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -217,4 +233,4 @@ def _complain(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

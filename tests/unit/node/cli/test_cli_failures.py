@@ -240,3 +240,27 @@ def test_windows_is_refused_in_one_line(
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "WSL" in said
+
+
+ENDS = """
+import atexit, sys
+from node.cli import main
+
+class Kept:
+    def __del__(self):
+        print("the interpreter is taken down")
+
+kept = Kept()
+main.main = lambda: 3
+atexit.register(print, "at exit")
+sys.modules.setdefault("grpc", object()) if LOADED else sys.modules.pop("grpc", None)
+main.program()
+"""
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_the_interpreter_is_not_taken_down_below_threads_of_grpc(loaded: bool) -> None:
+    source = f"LOADED = {loaded}\n{ENDS}"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    lines = ["at exit"] if loaded else ["at exit", "the interpreter is taken down"]
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (3, lines, "")
