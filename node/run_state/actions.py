@@ -276,7 +276,7 @@ def goodbye(reason: str, *, failed: bool, done: bool, soon: bool = False) -> Fin
         return Finish(reason=reason, failed=True, paused=True)
     if soon:
         return Finish(reason=reason, failed=True, paused=True, soon=True)
-    left = "the run was stopped before its last step; the same join line goes on once it is resumed"
+    left = "the run was stopped before its last step; the same join line works again once it is resumed"
     return Finish(reason=f"{reason}: {left}", failed=True, paused=True)
 
 

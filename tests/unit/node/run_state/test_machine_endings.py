@@ -33,7 +33,9 @@ from tests.support.machine_driver import (
 from wire.messages import Begin, FailureKind, Finish, Restore, TakeSnapshot
 
 ASKED = "asked to stop"
-TO_NODES = f"{ASKED}: the run was stopped before its last step; the same join line goes on once it is resumed"
+TO_NODES = (
+    f"{ASKED}: the run was stopped before its last step; the same join line works again once it is resumed"
+)
 LEFT = "you have left the run"
 NO_SNAPSHOT = "no snapshot is complete yet"
 SAVES = [OpenSnapshot(step=2)]
