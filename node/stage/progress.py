@@ -22,6 +22,8 @@ LOOK_SECONDS = 1.0
 """The seconds between two readings of a node's clock and links."""
 WINDOW_SECONDS = 10.0
 """The time in seconds over which rates are averaged."""
+SHOWN_SECONDS = 0.05
+"""Parts of the time before the first step that are shorter are not shown."""
 STEPS_REMEMBERED = 15
 FIRST_STEP = "computing its first step, which compiles kernels"
 TAKING = "taking its stage"
@@ -127,8 +129,9 @@ class Progress:
         self._last_step, self._done = now, step
         self.own_steps += 1
         if waits := self._waits:
-            each = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in waits.items())
-            self.tell(f"the first step ended {sum(waits.values()):.1f} s after this node joined: {each}")
+            each = [f"{what} {seconds:.1f} s" for what, seconds in waits.items() if seconds >= SHOWN_SECONDS]
+            line = f"the first step ended {sum(waits.values()):.1f} s after this node joined"
+            self.tell(": ".join(filter(None, (line, ", ".join(each)))))
         self._waits = None
 
     def _turn_to(self, what: str) -> None:

@@ -119,6 +119,7 @@ def test_what_came_before_the_first_step_is_told_once_it_is_over() -> None:
     progress = Progress(clock, told.append)
     waits = (
         (lambda: progress.doing("compiling codecs"), 1.0),
+        (lambda: progress.doing("testing the device"), 0.04),
         (lambda: progress.idle("waiting for a stage"), 2.0),
         (lambda: progress.placed("stage 0 of 2"), 0.5),
         (lambda: progress.fetching(100), 4.0),
