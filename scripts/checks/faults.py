@@ -149,7 +149,7 @@ CASES = (
     ),
     Case(
         "the coordinator's disk is full",
-        "room on it; the run goes on by itself",
+        "room on it; the run continues by itself",
         _at(Kind.DISK_FULL, Phase.SNAPSHOT, ANY),
         tells="paused",
     ),
