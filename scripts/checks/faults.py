@@ -26,6 +26,7 @@ from node.run_state.epoch import PROOF_STEPS
 from node.run_state.state_agreement import LEAST_TIMES, MOST_DISPUTES, MOST_TIMES, OTHER_KIND, PROBATION
 from node.telemetry.events import (
     Event,
+    ModelStored,
     NodeLeft,
     Notice,
     PlacementMade,
@@ -249,6 +250,8 @@ def _measure(case: Case, prefork: Prefork) -> dict[str, Any]:
 def _seen(run: FaultRun, case: Case, at: float) -> str:
     """The line that the coordinator prints about the fault; empty if there is none."""
     for when, event in run.heard_at:
+        if isinstance(event, ModelStored):
+            continue  # of the run's end
         ends = isinstance(event, RunFinished) and event.failed
         if when >= at and (ends or isinstance(event, NodeLeft | StepAborted | Notice | RunStarted)):
             line = next(filter(None, event_lines(event))).replace(f"{run.directory}/", "")
