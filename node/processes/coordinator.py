@@ -144,6 +144,7 @@ def run_coordinator(
                 if run.past.newest_snapshot >= config.run.steps:
                     weights = snapshot_directory(run_dir / "snapshots", run.past.newest_snapshot)
                     done = f"all {config.run.steps} steps are done; the weights are in {weights}"
+                    done += "; to train on, resume with run.steps=N"
                     emit(events.Notice(text=done))
                     return 0
                 served = event_loop.run(_serve(config, run_dir, run, emit, again))
