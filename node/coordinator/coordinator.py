@@ -37,7 +37,6 @@ from node.coordinator.snapshot_handler import (
 from node.coordinator.snapshot_uses import SnapshotExports, SnapshotSamples
 from node.coordinator.store import (
     EVICTED_WORDS,
-    HeldOutRecord,
     PlacedNode,
     StepOutcome,
     StepRecord,
@@ -539,14 +538,8 @@ class Coordinator:
         held_out = replace(held_out, samples=self._held_out.labelled)
         if self.config.pipeline.forward_codec == LOSSLESS:
             held_out = replace(held_out, loss=held_out.uncompressed)
-        record = HeldOutRecord(
-            step=held_out.step,
-            loss=held_out.loss,
-            uncompressed=held_out.uncompressed,
-            samples=held_out.samples,
-            measured_at=time.time(),
-        )
-        await self._disk.write(self._store.record_held_out, record)
+        values = held_out.step, held_out.loss, held_out.uncompressed, held_out.samples
+        await self._disk.write(self._store.record_held_out, *values, time.time())
         self._reporter.held_out(held_out)
 
     # ---- what the control service asks

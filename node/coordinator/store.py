@@ -200,17 +200,6 @@ class SnapshotRecord:
         return cls(manifest.step, digest, manifest.total_bytes, True, created)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutRecord:
-    """The held-out loss of the state of a step; see `node.run_state.actions.RecordHeldOut`."""
-
-    step: int
-    loss: float | None
-    uncompressed: float
-    samples: int
-    measured_at: float
-
-
 class Store:
     """An open run database. Close it, or use it as a context manager."""
 
@@ -521,24 +510,23 @@ class Store:
             rows = db.execute("SELECT * FROM snapshots ORDER BY step")
             return [SnapshotRecord(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
 
-    def record_held_out(self, record: HeldOutRecord) -> None:
-        """Insert or replace the held-out loss of a step."""
+    def record_held_out(
+        self, step: int, loss: float | None, uncompressed: float, samples: int, now: float
+    ) -> None:
+        """Insert or replace the held-out loss of a step (`node.run_state.actions.RecordHeldOut`)."""
         with self.writing() as db:
-            db.execute("INSERT OR REPLACE INTO held_out VALUES (?, ?, ?, ?, ?)", astuple(record))
+            values = step, loss, uncompressed, samples, now
+            db.execute("INSERT OR REPLACE INTO held_out VALUES (?, ?, ?, ?, ?)", values)
 
-    def held_out(self) -> list[HeldOutRecord]:
-        """Recorded held-out losses in order of steps."""
+    def held_out(self) -> dict[int, float]:
+        """The recorded losses with fp32 on every link, by step."""
         with self.reading() as db:
-            rows = db.execute("SELECT * FROM held_out ORDER BY step").fetchall()
-        return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
+            rows = db.execute("SELECT step, uncompressed FROM held_out ORDER BY step").fetchall()
+        return {step: _float(loss) for step, loss in rows}
 
     def best_of(self, steps: Iterable[int]) -> int | None:
         """The step with the least held-out loss among these; None if none has one."""
-        losses = {
-            record.step: record.uncompressed
-            for record in self.held_out()
-            if math.isfinite(record.uncompressed)
-        }
+        losses = {step: loss for step, loss in self.held_out().items() if math.isfinite(loss)}
         return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
 
     def delete_snapshot(self, step: int) -> bool:

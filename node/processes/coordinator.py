@@ -259,11 +259,8 @@ def _reopen(
         moves=planned[2] if planned is not None else 0,
         storages=recorded_storages(store),
         scales=_scales(config, store, directory / "snapshots", newest, kept),
-        validated=frozenset(record.step for record in held_out),
-        best=min(
-            (record.uncompressed for record in held_out if math.isfinite(record.uncompressed)),
-            default=math.inf,
-        ),
+        validated=frozenset(held_out),
+        best=min(filter(math.isfinite, held_out.values()), default=math.inf),
         later=_later(store, from_json(recorded), config, newest, same_text=other_text is None),
         newest=tuple(
             _past_step(record, norms)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -79,14 +80,7 @@ async def enrol(
         token_id=token.token_id,
         secret=token.secret,
         csr_der=make_csr(key_pem),
-        hardware=enrolment_pb2.Hardware(
-            device=hardware.device,
-            cores=hardware.cores,
-            memory_bytes=hardware.memory_bytes,
-            devices=hardware.devices,
-            tensor_parallel=hardware.tensor_parallel,
-            host_bytes=hardware.host_bytes,
-        ),
+        hardware=enrolment_pb2.Hardware(**asdict(hardware)),
     )
     places = ", ".join(token.addresses)
     why: ThinwireError | None = None
