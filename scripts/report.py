@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -46,20 +45,6 @@ def gpu_report(parser: ArgumentParser, bench: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def add_boundary_data(parser: ArgumentParser) -> None:
-    """Add `--data`, the folder of recorded boundary tensors."""
-    folder = Path(os.environ.get("THINWIRE_DATA", ROOT.parent / "shared" / "data"))
-    parser.add_argument("--data", type=Path, default=folder, help="folder of boundaries-step*.safetensors")
-
-
-def boundary_files(parser: ArgumentParser, folder: Path) -> list[Path]:
-    """The recorded boundary tensors in a folder; ends the program with a message if there are none."""
-    files = sorted(folder.glob("boundaries-step*.safetensors"))
-    if not files:
-        parser.error(f"no boundaries-step*.safetensors in {folder}")
-    return files
 
 
 def version(package: str) -> str:
