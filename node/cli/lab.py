@@ -1,4 +1,4 @@
-"""`thinwire lab run|merge|table|plot|check`: measure real runs over shaped networks on one machine.
+"""`thinwire lab run|table|plot|check`: measure real runs over shaped networks on one machine.
 
 `run` restarts itself in private namespaces (`node.lab.namespaces`) and measures there.
 """
@@ -47,15 +47,7 @@ def add_parser(commands: Any) -> None:
         help="only these cells, such as tah/fixed-6@100; CODECS or @SHAPE alone work too; repeatable",
     )
     run_.add_argument("--no-plots", action="store_true", help="draw no figures")
-    run_.add_argument(
-        "--pack", action="store_true", help="pack raw/, logs/ and runs/ into logs.tar.xz at the end"
-    )
     run_.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    merge_ = actions.add_parser("merge", help="merge results from parts of one profile")
-    merge_.add_argument(
-        "parts", metavar="RESULTS", nargs="+", type=Path, help="result files or output folders of `lab run`"
-    )
-    merge_.add_argument("--out", type=Path, required=True, help="the file to write")
     table = actions.add_parser("table", help="print what was measured")
     plot = actions.add_parser("plot", help="draw figures from results")
     for action in (table, plot):
@@ -70,7 +62,7 @@ def add_parser(commands: Any) -> None:
     )
     check = actions.add_parser("check", help="check which tools the lab can use on this machine")
     check.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    actions_ = ((run_, _run), (merge_, _merge), (table, _table), (plot, _plot), (check, _check))
+    actions_ = ((run_, _run), (table, _table), (plot, _plot), (check, _check))
     for action, function in actions_:
         action.set_defaults(run=function, parser=action)
 
@@ -89,7 +81,6 @@ def _run(args: argparse.Namespace) -> int:
     out = args.out or DEFAULT_PARENT / profile.lab.name
     if args.inside:
         return _run_inside(args, out)
-    from node.lab.archive import pack_logs
     from node.lab.namespaces import run_inside
     from node.lab.results import RESULTS_FILE
     from node.lab.support import check_devices
@@ -105,8 +96,6 @@ def _run(args: argparse.Namespace) -> int:
     try:
         code = run_inside(["lab", "run", str(args.profile), *args.overrides, *options])
     finally:
-        if args.pack and (packed := pack_logs(out)) is not None:
-            _tell(f"packed {packed}")
         _remove_empty(created)
     if code == 0 and not args.no_plots:
         _draw(out / RESULTS_FILE, out, must=False)
@@ -183,18 +172,6 @@ def _run_inside(args: argparse.Namespace, out: Path) -> int:
             lifeline.cancel()
 
     event_loop.run(run())
-    return 0
-
-
-def _merge(args: argparse.Namespace) -> int:
-    from node.lab.results import Results, merge, read_results
-
-    merged = merge([read_results(path) for path in args.parts])
-    try:
-        Results(args.out, merged).write()
-    except OSError as error:
-        raise UsageError(f"cannot write {args.out} ({error.strerror}); give another --out") from error
-    _tell(f"{args.out}: {len(merged['cells'])} cells of {len(merged['runs'])} runs")
     return 0
 
 

@@ -1,8 +1,7 @@
-"""Archive a lab's runs: copy their records without secrets, pack logs into one file."""
+"""Copies the records of a lab's runs, without secrets."""
 
 import shutil
 import sqlite3
-import tarfile
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from node.coordinator.store import DATABASE_FILE
 from node.telemetry.history import history_files
 from node.telemetry.trace_files import TRACE_DIRECTORY, segments
 
-FOLDERS = ("raw", "logs", "runs")
 SECRETS = ("token_bindings", "tokens")
 """Database tables whose rows are not copied."""
 
@@ -39,23 +37,3 @@ def keep_run(run: Path, place: Path) -> bool:
     for segment in segments(run / TRACE_DIRECTORY):
         shutil.copyfile(segment, place / TRACE_DIRECTORY / segment.name)
     return True
-
-
-def pack_logs(out: Path) -> Path | None:
-    """Move the `FOLDERS` of an output directory into a file `logs.tar.xz`; return None if there are none.
-
-    A later call writes `logs-2.tar.xz`. The folders are deleted once the archive is complete.
-    """
-    folders = [out / name for name in FOLDERS if (out / name).is_dir()]
-    if not folders:
-        return None
-    names = (f"logs{f'-{number}' if number > 1 else ''}.tar.xz" for number in range(1, 10_000))
-    path = next(out / name for name in names if not (out / name).exists())
-    partial = path.with_name(path.name + ".partial")
-    with tarfile.open(partial, "w:xz") as archive:
-        for folder in folders:
-            archive.add(folder, arcname=folder.name)
-    partial.replace(path)
-    for folder in folders:
-        shutil.rmtree(folder)
-    return path

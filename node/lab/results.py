@@ -18,8 +18,6 @@ from wire.version import VERSION
 
 RESULTS_FILE = "results.json"
 FORMAT = "thinwire-lab-1"
-SAME = ("format", "profile", "profile_sha256", "model", "training", "text", "stages", "device", "seeds")
-"""Values in which results must agree to be merged."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of NVIDIA's, WSL's and AMD's drivers."""
 _ROOT = Path(__file__).resolve().parents[2]
@@ -198,46 +196,3 @@ def _words(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the runs and cells of several results and renumber them. The last one wins if several have a
-    cell.
-
-    Raises UserError for results of different profiles, machines, commits or delay methods.
-    """
-    first = parts[0]
-    for part in parts[1:]:
-        other = [name for name in SAME if part.get(name) != first.get(name)]
-        other += [f"machine's {name}" for name in differing(first["machine"], part["machine"])]
-        if other:
-            raise UserError(
-                f"results whose {', '.join(other)} differ cannot be merged: `lab table` shows them side by "
-                "side"
-            )
-    network = dict(first["network"])
-    # A part without delays has not chosen a delay method.
-    methods = {part["network"]["delay_method"] for part in parts} - {"none"}
-    if len(methods) > 1:
-        raise UserError(f"results with packets delayed by {' and by '.join(sorted(methods))} do not mix")
-    network["delay_method"] = methods.pop() if methods else "none"
-    runs: list[Mapping[str, Any]] = []
-    cells: dict[CellKey, Mapping[str, Any]] = {}
-    for part in parts:
-        names = {}
-        for run in part["runs"]:
-            _, _, words = run["name"].partition("-")
-            names[run["name"]] = f"{len(runs):02}-{words}"
-            runs.append({**run, "name": names[run["name"]]})
-        for cell in part["cells"]:
-            cells[CellKey(**cell["key"])] = {**cell, "run": names[cell["run"]]}
-    asked = {"only": joined_only([part["only"] for part in parts])} if all("only" in p for p in parts) else {}
-    return {
-        **first,
-        **asked,
-        "network": network,
-        "finished": any(part["finished"] for part in parts) or len(cells) == first.get("planned_cells"),
-        "calibrations": [calibration for part in parts for calibration in part["calibrations"]],
-        "runs": runs,
-        "cells": list(cells.values()),
-    }

@@ -2,7 +2,6 @@
 
 import builtins
 import math
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 
 from node.cli.lab import figure_folders
 from node.cli.main import main
-from node.lab.archive import pack_logs
 from node.lab.plots import draw
 from node.lab.profile import load_profile
-from node.lab.results import Results, merge, read_results
+from node.lab.results import Results, read_results
 from node.lab.table import all_tables, provenance, tables_text
 from node.telemetry.clock import TimeKind
 from tests.support.lab_results import cell, results
@@ -77,54 +75,6 @@ def test_results_are_written_whole_and_read_strictly(tmp_path: Path) -> None:
         read_results(path)
 
 
-def test_parts_of_a_profile_merge_into_one() -> None:
-    def part(*cells: dict[str, Any], method: str = "none") -> dict[str, Any]:
-        found = results(*({**each, "run": "00-a-run"} for each in cells))
-        found["runs"] = [{"name": "00-a-run"}]
-        found["network"] |= {"delay_method": method}
-        return {**found, "finished": False}
-
-    slow, fast = cell("tah/fixed-6", 100, 900.0), cell("tah/fixed-6", 500, 5000.0)
-    parts = [part(slow, fast), part(cell("fp32/fp32", 100, 200.0), method="relay"), part({**slow, "mbit": 1})]
-    whole = merge(parts)
-    assert [(c["key"]["forward_codec"], c["key"]["shape"], c["run"]) for c in whole["cells"]] == [
-        ("tah", "100", "02-a-run"),
-        ("tah", "500", "00-a-run"),
-        ("fp32", "100", "01-a-run"),
-    ]
-    assert whole["cells"][0]["mbit"] == 1
-    assert [run["name"] for run in whole["runs"]] == ["00-a-run", "01-a-run", "02-a-run"]
-    assert whole["network"]["delay_method"] == "relay"
-    assert len(whole["calibrations"]) == 3
-    assert parts[0]["network"]["delay_method"] == "none"
-    assert "3 runs" in provenance(whole)
-    assert (whole["finished"], "only" in whole) == (False, False)
-    asked = (["tah/fixed-6", "@30"], ["fp32/fp32", "@30"], ["@30"])
-    named = [
-        {**part, "only": list(only), "planned_cells": 3} for part, only in zip(parts, asked, strict=True)
-    ]
-    assert merge(named)["only"] == ["tah/fixed-6", "@30", "fp32/fp32"]
-    # All three of the profile's cells are there now, though no part has them all.
-    assert merge(named)["finished"]
-    assert merge([named[0], {**named[1], "only": []}])["only"] == []
-    assert not merge(named[:1])["finished"]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"profile_sha256": "1"}, "results whose profile_sha256 differ"),
-        ({"machine": {"commit": "another"}}, "machine's commit, machine's cores"),
-        ({"network": {"delay_method": "netem"}}, "delayed by netem and by relay do not mix"),
-    ],
-)
-def test_parts_of_different_measurements_do_not_merge(change: dict[str, Any], words: str) -> None:
-    first = results()
-    first["network"] |= {"delay_method": "relay"}
-    with pytest.raises(UserError, match=words):
-        merge([first, {**first, **change}])
-
-
 def test_results_of_another_machine_or_commit_are_not_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     values = results(cell("tah/fixed-6", 100, 1.0))
@@ -157,23 +107,6 @@ def test_results_record_what_the_command_line_asked_for(tmp_path: Path) -> None:
     again = Results.go_on(path, profile, {}, ["@10", "fp32/fp32"])
     assert again.values["only"] == ["fp32/fp32", "@10"]
     assert Results.go_on(path, profile, {}).values["only"] == []
-
-
-def test_raw_steps_and_logs_become_one_archive(tmp_path: Path) -> None:
-    assert pack_logs(tmp_path) is None
-    for number in (1, 2):
-        (tmp_path / "raw").mkdir()
-        (tmp_path / "raw" / "00-run.jsonl").write_text(f"steps {number}")
-        (tmp_path / "logs" / "00-run").mkdir(parents=True)
-        (tmp_path / "logs" / "00-run" / "node0.log").write_text("words")
-        (tmp_path / "runs" / "00-run").mkdir(parents=True)
-        (tmp_path / "runs" / "00-run" / "history.jsonl").write_text("{}")
-        pack_logs(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs-2.tar.xz", "logs.tar.xz"]
-    with tarfile.open(tmp_path / "logs-2.tar.xz") as archive:
-        steps = archive.extractfile("raw/00-run.jsonl")
-        assert steps is not None and steps.read() == b"steps 2"
-        assert {"logs/00-run/node0.log", "runs/00-run/history.jsonl"} < set(archive.getnames())
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:
