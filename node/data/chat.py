@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
-CHAT_FORMAT = "7"
+CHAT_FORMAT = "8"
 """Increase this when the same rows give other tokens or labels."""
 MARKED_TEXT = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"

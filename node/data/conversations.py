@@ -59,6 +59,8 @@ TRAINED = ("weight", "train", "training", "loss", "trainable")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that may hold a message's reasoning. Templates read the first."""
 TEXT_PARTS = ("text", "input_text", "output_text")
+LEFT_OUT = "tool calls that the template leaves out"
+"""The reason for leaving out a conversation whose calls would not be in its text."""
 _NUMBERS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 
@@ -79,6 +81,8 @@ class Forms:
     """It renders arguments of tool calls given as objects."""
     texts: bool = False
     """It renders arguments of tool calls given as JSON text."""
+    empty: bool = True
+    """It renders the tool calls of a message whose content is empty."""
     null: bool = False
     """It accepts null as the content of a message with tool calls."""
     plain: bool = True
@@ -271,9 +275,9 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
     }
     if calls:
         if not (forms.objects or forms.texts):
-            raise Dropped("tool calls that the template leaves out")
+            raise Dropped(LEFT_OUT)
         converted["tool_calls"] = [_call(call, forms) for call in calls]
-        if content is None and forms.null:
+        if forms.null and (content is None or not (forms.empty or converted["content"])):
             converted["content"] = None
     return {**converted, **message}
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -27,6 +28,7 @@ from typing import Any
 from node import program
 from node.data.conversations import (
     ASSISTANT,
+    LEFT_OUT,
     SYSTEM,
     TOOL,
     USER,
@@ -186,13 +188,15 @@ class Template:
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
-            compared = environment.parse(source).find_all(nodes.Compare)
+            compared = list(environment.parse(source).find_all(nodes.Compare))
         except jinja2.TemplateError as error:
             raise TemplateError(f"cannot be read: {_line(error)}") from error
         except RecursionError as error:
             raise TemplateError("is nested too deeply") from error
-        constants = (constant.value for part in compared for constant in part.find_all(nodes.Const))
-        self._roles = tuple(dict.fromkeys(value for value in constants if isinstance(value, str)))
+        words = [_words(comparison) for comparison in compared]
+        # Other comparisons have some of the same words: a tool's type is "function".
+        of_roles = [several for several in words if any("role" in word for word in several)] or words
+        self._roles = tuple(dict.fromkeys(word for several in of_roles for word in several))
         self.forms, self.turn_end = self._probe()
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -202,10 +206,17 @@ class Template:
             Dropped: the conversation cannot be rendered, or an answer's span is unknown.
             TemplateError: the template cannot be used at all.
         """
+        text = self._text(conversation.messages, conversation.extra)
+        spans = self._generated(conversation, text) if self.marked else self._answers(conversation, text)
+        called = Counter(name for index in conversation.trained for name in _called(conversation, index))
+        written = "".join(text[start:stop] for start, stop in spans)
+        if any(written.count(name) < count for name, count in called.items()):
+            raise Dropped(LEFT_OUT)
+        return Rendered(text, tuple(spans))
+
+    def _answers(self, conversation: Conversation, text: str) -> list[Span]:
+        """The spans of the answers in a rendering without marks of the template's own. Raises as `render`."""
         messages, extra = conversation.messages, conversation.extra
-        text = self._text(messages, extra)
-        if self.marked:
-            return Rendered(text, tuple(self._generated(conversation, text)))
         whole: _Marked | None = None
         spans = []
         for index in conversation.trained:
@@ -225,7 +236,7 @@ class Template:
             if whole.text != text:
                 raise Dropped(_LOST)
             spans.append(self._found(conversation, whole, index))
-        return Rendered(text, tuple(spans))
+        return spans
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation up to the beginning of the assistant's next message. Raises Dropped and
@@ -315,9 +326,12 @@ class Template:
         closing = self._tail(conversation, index + 1, end)
         closing = self.turn_end if closing is None else closing
         behind = whole.text[last:ceiling]
-        stop = last + _shared(behind, closing)
-        if stop == last and closing.startswith("<") and (ended := _ENDED.match(behind)):
-            stop += ended.end(1)  # the last answer ends with another token, as gpt-oss's does
+        shared = _shared(behind, closing)
+        if not behind[:shared].strip() and closing.lstrip().startswith("<"):
+            # The last answer may end with another token, as gpt-oss's does.
+            ended = _ENDED.match(behind, shared)
+            shared = ended.end(1) if ended else shared
+        stop = last + shared
         if closing and stop == last:
             raise Dropped(_LOST)
         return start, stop
@@ -368,6 +382,7 @@ class Template:
             # A form that is refused here may work with other messages.
             objects=any(as_object) or all(text is None for text in (*objects, *texts)),
             texts=any(as_text),
+            empty=as_object[0] or as_text[0],
             null=(as_object[1] or as_text[1]) and (null or "").count("None") == (empty or "").count("None"),
             plain="probe2" in plain or "probe2" not in parts,
             parts="probe2" in parts and "'text'" not in parts and '"text"' not in parts,
@@ -446,14 +461,15 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
         raise Dropped("private characters where the template rewrites messages")
     content = message.get("content")
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
-    spoken = [at for at, text in enumerate(texts) if text.strip()]
     calls = message.get("tool_calls", []) if answer else []
+    # Templates remove thoughts, so marks go after them.
+    answers = [text.rpartition("</think>")[2] if calls else text for text in texts]
+    spoken = [at for at, text in enumerate(answers) if text.strip()]
     if spoken and not answer:
         text = texts[spoken[0]]
         middle = len(text) - len(text.lstrip()) + len(text.strip()) // 2
         texts[spoken[0]] = text[:middle] + begin + text[middle:]
     elif spoken:
-        # Templates remove thoughts, so the mark goes after them.
         text = texts[spoken[0]].rpartition("</think>")[2]
         text = text if text.strip() else texts[spoken[0]]
         before = texts[spoken[0]].removesuffix(text) + text[: len(text) - len(text.lstrip())]
@@ -470,6 +486,22 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
     elif content:
         marked["content"] = [{**part, "text": text} for part, text in zip(content, texts, strict=True)]
     return marked
+
+
+def _words(comparison: Any) -> list[str]:
+    """The names, the attributes and the texts of a comparison."""
+    from jinja2 import nodes
+
+    words = [node.attr for node in comparison.find_all(nodes.Getattr)]
+    words += [node.name for node in comparison.find_all(nodes.Name)]
+    constants = (node.value for node in comparison.find_all(nodes.Const))
+    return [*(value for value in constants if isinstance(value, str)), *words]
+
+
+def _called(conversation: Conversation, index: int) -> Iterator[str]:
+    """The last word of the name in each of a message's tool calls."""
+    for call in conversation.messages[index].get("tool_calls", ()):
+        yield from re.findall(r"\w+", call.get("function", call)["name"])[-1:]
 
 
 def _renamed(call: Message, before: str, after: str) -> Message:

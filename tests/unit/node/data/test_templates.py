@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from node.data import templates
-from node.data.conversations import Dropped, normalized
+from node.data.conversations import LEFT_OUT, Dropped, normalized
 from node.data.templates import Template
 from wire.errors import DataError
 
@@ -88,8 +88,49 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
             '<s>user<m>And?<e><s>assistant[[<m>weather{"city": "Oslo"}<e>]]<r>weather:7<e>'
             "<s>assistant[[<m>Two.<e>]]",
         ),
+        # White space before the end of an answer, whose token depends on where it is.
+        (
+            HEAD
+            + "<s>{{ m.role }}<m>{{ m.content }}{{ '<return>' if loop.last and m.role == 'assistant' and "
+            "not add_generation_prompt else '<e>' }}{% endfor %}"
+            "{% if add_generation_prompt %}<s>assistant{% endif %}",
+            [TWO[2], {"role": "assistant", "content": "Two. \n"}, TWO[2], TWO[3]],
+            "<s>user<m>And?<e><s>assistant[[<m>Two. \n<e>]]<s>user<m>And?<e><s>assistant[[<m>Two.<return>]]",
+        ),
+        # Calls are written of a message without content alone, as DeepSeek's R1 has it.
+        (
+            HEAD + "{% if m.content is none %}<A>{% for c in m.tool_calls %}{{ c.function.name }}"
+            "{{ c.function.arguments | tojson }}{% endfor %}{% else %}<{{ m.role[0] }}>{{ m.content }}"
+            "{% endif %}<E>{% endfor %}{% if add_generation_prompt %}<A>{% endif %}",
+            [TWO[2], {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+            '<u>And?<E><A>[[weather{"city": "Oslo"}<E>]]',
+        ),
+        # A role is written as it is, and "function" is the type of a tool.
+        (
+            "{% for t in tools or [] %}{{ t.name if t.type == 'function' }}{% endfor %}"
+            + HEAD
+            + "<s>{{ m.role }}\n{{ 'assistant' if m.role == 'assistant' }}{{ m.content }}"
+            "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<e>" + TAIL,
+            [TWO[2], {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "7"}],
+            "<s>user\nAnd?<e><s>assistant\n[[assistant"
+            '{"name": "weather", "arguments": {"city": "Oslo"}}<e>]]<s>tool\n7<e>',
+        ),
+        # A thought is all of the content beside a call, and is taken out once a question follows.
+        (
+            "{% set ns = namespace(last=0) %}" + HEAD + "{% if m.role == 'user' %}"
+            "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}" + HEAD + "<s>{{ m.role }}\n"
+            "{{ m.content if loop.index0 > ns.last else m.content.split('</think>')[-1] | trim }}"
+            "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{{ c.function.name }}"
+            "{% endfor %}<e>\n" + TAIL,
+            [TWO[0], {"role": "assistant", "content": "<think>x</think>\n", "tool_calls": [CALL]}, *TWO[2:]],
+            '<s>user\nHi?<e>\n<s>assistant\n[[{"city": "Oslo"}weather<e>\n]]'
+            "<s>user\nAnd?<e>\n<s>assistant\n[[Two.<e>\n]]",
+        ),
     ],
-    ids=["thoughts", "moved", "end", "return", "bot", "parts", "arguments", "repeated"],
+    ids=[
+        *("thoughts", "moved", "end", "return", "bot", "parts", "arguments", "repeated"),
+        *("space", "null", "tool", "thought"),
+    ],
 )
 def test_answers_are_found(source: str, messages: list[dict[str, Any]], expected: str) -> None:
     template = Template(source, {})
@@ -98,6 +139,20 @@ def test_answers_are_found(source: str, messages: list[dict[str, Any]], expected
     for start, stop in sorted(rendered.assistant, reverse=True):
         text = f"{text[:start]}[[{text[start:stop]}]]{text[stop:]}"
     assert text == expected
+
+
+def test_calls_of_which_the_template_writes_one_alone_are_not_trained_on() -> None:
+    source = (
+        HEAD + "<s>{{ m.role }}\n{{ m.content }}{{ m.tool_calls[0].function | tojson if m.tool_calls }}<e>"
+    )
+    template = Template(source + TAIL, {})
+    asked = normalized(
+        {"messages": [TWO[2], {"role": "assistant", "tool_calls": [CALL]}]}, "", template.forms
+    )
+    assert "Oslo" in template.render(asked).text
+    twice = {"messages": [TWO[2], {"role": "assistant", "tool_calls": [CALL, CALL]}]}
+    with pytest.raises(Dropped, match=LEFT_OUT):
+        template.render(normalized(twice, "", template.forms))
 
 
 def test_a_mark_of_the_data_is_never_taken_for_one_of_ours() -> None:
