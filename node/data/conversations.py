@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import date, time, timedelta
 from typing import Any
 
-from node.data.text import without_marks
+from node.data.text import utf8, without_marks
 from wire.errors import DataError
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -269,6 +269,8 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     if content is None and role == ASSISTANT and not calls and reasoning is None:
         raise Dropped("an answer without content")
+    if content is None and role == USER:
+        raise Dropped("a question without content")
     converted: Message = {
         "role": _written_role(given, role, forms),
         "content": _content(content, role, forms),
@@ -435,4 +437,4 @@ def _text(text: str) -> str:
     """The text with unpaired surrogates replaced, and without byte order marks at the beginning of lines."""
     if text.isascii():
         return text
-    return without_marks(text.encode("utf-8", "replace")).decode()
+    return without_marks(utf8(text)).decode()

@@ -62,6 +62,7 @@ from node.data.text import (
     standard_library_files,
     suffix_of,
     unreadable,
+    utf8,
     without_marks,
 )
 from wire.errors import DataError
@@ -371,7 +372,7 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
                 "[data] jsonl_field to the field that holds the text"
             )
         # Escapes may encode zero bytes and unpaired surrogates, which a text file cannot contain.
-        text = without_marks(value.encode("utf-8", "replace").replace(SEPARATOR, b" "))
+        text = without_marks(utf8(value).replace(SEPARATOR, b" "))
     if len(text) > MOST_BYTES:
         raise DataError(f"{place} is a text of over {MOST_BYTES >> 20} MiB: cut it into several")
     if not text.strip():
@@ -668,7 +669,8 @@ def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
             # Decoded here, because `json` takes bytes with zeros for UTF-16.
             yield place, json.loads(line.decode("utf-8-sig", "surrogatepass"))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{place} is not JSON ({error}); expected one object") from error
+            zeros = "; it holds zero bytes: write the file again, in UTF-8" if b"\0" in line else ""
+            raise DataError(f"{place} is not JSON ({error}); expected one object{zeros}") from error
 
 
 def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -52,8 +52,10 @@ from wire.errors import ConfigError, DataError
 
 COUNTS, BEGINS = 1, 2
 """The bits of a mask: the token counts as a label; the token begins a document."""
-FORMAT = "4"
+FORMAT = "5"
 """Increase this when files are read, cut or rendered in another way."""
+_LLM_C = (20240520, 20240801)
+"""The first numbers of token files of llm.c, for GPT-2 and for Llama 3."""
 PART_TOKENS = 1 << 20
 """The approximate number of tokens in a part."""
 GROUP_PARTS = 4
@@ -303,7 +305,13 @@ class TokenizedSource:
                     )
             else:
                 with extent.path.open("rb") as file:
-                    check_kind(extent.path, file.read(256))
+                    head = file.read(256)
+                check_kind(extent.path, head)
+                if int.from_bytes(head[:4], "little") in _LLM_C:
+                    raise DataError(
+                        f"{extent.path} begins with a header of llm.c: write the ids behind its first 1,024 "
+                        "bytes to a file of their own"
+                    )
                 whole = np.memmap(extent.path, dtype="<u2" if self._vocab <= 1 << 16 else "<u4", mode="r")
         except DataError:
             raise
@@ -320,10 +328,15 @@ class TokenizedSource:
             return Part(np.zeros(0, np.uint32), None)
         if tokens.min() < 0:
             raise DataError(f"{extent.path} holds the token {tokens.min()}: ids are not negative")
-        self._check(tokens, str(extent.path))
-        if suffix_of(extent.path) == ".bin" and self._vocab <= 1 << 16 and not tokens[1::2].any():
+        if suffix_of(extent.path) != ".bin":
+            self._check(tokens, str(extent.path))
+            return Part(tokens, None)
+        bits = 8 * whole.dtype.itemsize
+        self._check(tokens, f"{extent.path}, read as ids of {bits} bits,")
+        if not whole[1 : 1 << 16 : 2].any():
             raise DataError(
-                f"{extent.path} has a zero for every second id, as ids of 32 bits have: write them in 16"
+                f"{extent.path} has a zero for every second id, as ids of {2 * bits} bits have: write them "
+                f"in {bits}"
             )
         return Part(tokens, None)
 

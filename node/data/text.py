@@ -47,6 +47,8 @@ MOST_FILE_BYTES = 256 << 20
 _READ_BYTES = 1 << 16
 _ZSTD_READ_BYTES = 1 << 10
 """All that is read is decompressed at once, to up to 32 MiB."""
+_ZSTD_WINDOW_BYTES = 1 << 31
+"""The largest window of zstd, which `zstd --long=31` writes. Memory is used only as far as text fills it."""
 _XZ_BYTES = 512 << 20
 """The memory for decompressing .xz. Its strongest preset needs 65 MiB."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -204,6 +206,14 @@ def without_marks(text: bytes) -> bytes:
     return text.removeprefix(codecs.BOM_UTF8).replace(b"\n" + codecs.BOM_UTF8, b"\n")
 
 
+def utf8(text: str) -> bytes:
+    """The text in UTF-8. The two halves of a character (surrogates) are joined; a single one is replaced."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
+
+
 def check_regular(path: Path) -> int:
     """The size of a regular file in bytes.
 
@@ -322,7 +332,7 @@ class _Zstd:
             import zstandard
         except ImportError as error:
             raise DataError(f'{path} needs the zstandard package: pip install "thinwire[data]"') from error
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
         self._content = io.BytesIO()
         self._left = 0
 

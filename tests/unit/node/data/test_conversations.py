@@ -207,6 +207,7 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ([ASKED, {**ANSWERED, "weight": 0.5}], "a weight other than 0 and 1"),
         ([{"content": "How warm?"}, ANSWERED], "a message without a role"),
         ([ASKED, {"role": "assistant", "content": None}], "an answer without content"),
+        ([{"role": "user", "text": "How warm?"}, ANSWERED], "a question without content"),
         ([ASKED, {"role": "assistant", "content": math.nan}], "an answer without content"),
         ([ASKED, {"role": "assistant", "content": [math.inf]}], "values that JSON cannot hold"),
         (
@@ -276,8 +277,9 @@ def test_deep_and_broken_text() -> None:
         deep = [deep]
     with pytest.raises(Dropped, match="deeply nested"):
         normalized({"messages": [ASKED, {**ANSWERED, "more": deep}]}, "", Forms())
-    half = normalized({"messages": [ASKED, {**ANSWERED, "content": "a\ud800b"}]}, "", Forms())
-    assert half.messages[1]["content"] == "a?b"
+    halves = "a\ud800b\ud83d\ude00"
+    half = normalized({"messages": [ASKED, {**ANSWERED, "content": halves}]}, "", Forms())
+    assert half.messages[1]["content"] == "a\ufffdb\U0001f600"
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,14 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
             read(tmp_path / "wide.txt")
 
 
+def test_a_long_window_of_zstd_and_halves_of_characters_are_read(tmp_path: Path) -> None:
+    parameters = zstandard.ZstdCompressionParameters(window_log=28)
+    rows = b'{"text": "a\\ud83d"}\n{"text": "\xed\xa0\xbd\xed\xb8\x80"}\n' * 10
+    packed = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(packed.compress(rows) + packed.flush())
+    assert texts_of(tmp_path / "a.jsonl.zst") == ["a\ufffd".encode(), "\U0001f600".encode()] * 10
+
+
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".xz": lzma.compress,
@@ -367,6 +375,9 @@ def test_a_data_card_and_rows_of_tables_beside_text(tmp_path: Path) -> None:
         ("a.txt.zst", zstandard.ZstdCompressor().compress(WORDS.encode() * 99)[:-3], "its end is missing"),
         ("a.bin", b"PK\x03\x04" + bytes(60), "is a zip archive"),
         ("a.bin", bytes((7, 0, 0, 0)) * 600, "ids of 32 bits"),
+        ("a.bin", (20240520).to_bytes(4, "little") + bytes(2000), "header of llm.c"),
+        ("a.jsonl", b'{"text": "a"}\n' + bytes(60), "line 2 .* zero bytes"),
+        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), "line 1 .* zero bytes"),
     ],
 )
 def test_what_stands_for_something_else_is_refused(

@@ -123,6 +123,18 @@ NAMES = [
 ]
 
 
+def test_ids_of_64_bits_are_not_taken_for_32_and_a_part_of_one_id_is_read(tmp_path: Path) -> None:
+    ids = np.arange(1001)
+    ids.astype("<u4").tofile(tmp_path / "a.bin")
+    config = config_of(path=str(tmp_path / "a.bin"), vocab=100_000)
+    assert one_pass(sharded(config))
+    ids.astype("<u8").tofile(tmp_path / "a.bin")
+    with pytest.raises(DataError, match="ids of 64 bits"):
+        load_data(config)
+    (tmp_path / "b.bin").write_bytes(b"\x05\0" * 1001)  # with parts of 2,000 bytes, as tests have them
+    assert one_pass(sharded(config_of(path=str(tmp_path / "b.bin"))))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_file_is_read_whole(tmp_path: Path, name: str) -> None:
     corpus = sharded(config_of(path=str(write(tmp_path / name, TEXTS))))
