@@ -31,7 +31,7 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
-from node.data.chat import load_chat_encoder, marker_template
+from node.data.chat import TOOL_TEMPLATE, load_chat_encoder, marker_template
 from node.data.text import expanded
 from node.data.tokenizer import SENTENCEPIECE, json_object, load_tokenizer, of_tables, special_tokens
 from node.model.families.family import FileTensor
@@ -173,6 +173,9 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         elif config.data.response_marker:
             jinja = marker_template(config.data.response_marker)
             (partial / "chat_template.jinja").write_text(jinja, encoding="utf-8")
+        if config.data.chat_template or config.data.response_marker:
+            # The run had one template, which is that of conversations with tools too.
+            shutil.rmtree((partial / TOOL_TEMPLATE).parent, ignore_errors=True)
         if adapters and merge is None:
             entries = list(_adapter_entries(config, manifest))
             _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))

@@ -20,7 +20,10 @@ OUTPUT = "lm_head.weight"
 """The name of the head's matrix in a checkpoint."""
 LONGEST_DEFAULT_SEQUENCE = 1024
 """The largest default of `model.sequence`. The default is smaller if the model has fewer positions."""
-_NOT_KEPT = ("dtype", "_name_or_path", "name_or_path", "transformers_weights", "quantization_config")
+_NOT_KEPT = (
+    *("dtype", "_name_or_path", "name_or_path", "transformers_weights", "quantization_config"),
+    "auto_map",  # names files with code, which are not copied
+)
 _BY_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 
 

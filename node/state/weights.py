@@ -40,6 +40,8 @@ _FP4_VALUES = np.concatenate((_FP4, -_FP4))
 _PREFIXES = ("transformer.", "model.")
 """Prefixes of names that are missing in a checkpoint of a base model without its head."""
 
+_ADAPTED = ("lora_A", "lora_B", "base_layer", "modules_to_save")
+"""Parts of the names of tensors that PEFT adds or renames."""
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Suffixes of tensors that older versions saved although they follow from the configuration."""
 
@@ -240,8 +242,8 @@ class Checkpoint:
         if name is None and (blocks := _present(self._map, f"{tensor.name}{_BLOCKS}")) is not None:
             return await self._packed_places(blocks, tensor)
         if name is None:
-            hint = ""
-            if tensor.name == OUTPUT:
+            hint = _hint(self._map, tensor.name)
+            if tensor.name == OUTPUT and not hint:
                 hint = (
                     ": save it with its head (from the class that ends in ForCausalLM or LMHeadModel), or, "
                     "if its head is the embedding, set tie_word_embeddings to true in config.json"
@@ -308,7 +310,9 @@ class Checkpoint:
                     "run code: load them with transformers and save them with save_pretrained, which writes "
                     "safetensors"
                 )
-        raise CheckpointError(f"{files.where} has neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(
+            f"{files.where} has neither {SINGLE} nor {INDEX}: give a folder as save_pretrained writes it"
+        )
 
     def _count_json(self, size: int, where: str) -> None:
         self._json_left -= size
@@ -426,6 +430,18 @@ def _present(weight_map: Mapping[str, str], name: str) -> str | None:
             f"the checkpoint has both {' and '.join(present)}, which mean the same: remove one of them"
         )
     return present[0] if present else None
+
+
+def _hint(weight_map: Mapping[str, str], name: str) -> str:
+    """What to do about a missing tensor that has another name, as of a wrapped model; else empty."""
+    parts = name.split(".")
+    short = ".".join(parts[1:] if len(parts) > 2 else parts)
+    for other in weight_map:
+        if any(part in _ADAPTED for part in other.split(".")):
+            return ": it holds adapters, or modules saved beside them: merge them first (merge_and_unload)"
+        if other.endswith(f".{short}"):
+            return f"; it has {other[:100]}: save the model itself, not a model that wraps it"
+    return ""
 
 
 def _runs(places: Sequence[_Place]) -> list[list[_Place]]:

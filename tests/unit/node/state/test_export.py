@@ -25,6 +25,7 @@ from node.config.schema import (
     SnapshotsSection,
     TrainingSection,
 )
+from node.data.chat import TOOL_TEMPLATE
 from node.data.data import Corpus
 from node.data.samples import Samples
 from node.data.tokenizer import load_tokenizer
@@ -89,6 +90,9 @@ def test_import_then_export_gives_the_same_bytes(family: str, dtype: torch.dtype
 
     source, out = tmp_path / "source", tmp_path / "out"
     make(family).to(dtype).save_pretrained(source)
+    described = json.loads((source / "config.json").read_text())
+    described["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}  # code that no export holds
+    (source / "config.json").write_text(json.dumps(described))
     model = section(source, 2048)
     config = replace(RunConfig(), model=model)
     snapshot(tmp_path / "run", config)
@@ -102,7 +106,7 @@ def test_import_then_export_gives_the_same_bytes(family: str, dtype: torch.dtype
         assert file.metadata() == {"format": "pt"}
     load = transformers.AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(40)[None]
-    loaded = load(out, dtype=dtype)
+    loaded = load(out, dtype=dtype, trust_remote_code=True)
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, load(source, dtype=dtype)(tokens).logits)
     if dtype is torch.float32:
@@ -365,6 +369,8 @@ def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Pa
     import transformers
 
     folder, marker = write_tokenizer(tmp_path / "t"), '\n### "Answer":\n'
+    (folder / TOOL_TEMPLATE).parent.mkdir()
+    (folder / TOOL_TEMPLATE).write_text("another")
     model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400)
     data = DataSection(tokenizer=str(folder), format="chat", response_marker=marker)
     snapshot(tmp_path / "run", replace(RunConfig(), model=model, data=data))
@@ -374,6 +380,7 @@ def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Pa
         chat_template=(tmp_path / "out" / "chat_template.jinja").read_text(),
         eos_token="<|endoftext|>",
     )
+    assert not (tmp_path / "out" / TOOL_TEMPLATE).exists()
     turns = ["one?", "two.", f"three?{marker}"]
     roles = ["user", "assistant", "user"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]

@@ -409,6 +409,11 @@ def put(folder: Path, tensor: Tensor) -> None:
     save_file({**tensors, "model.layers.1.self_attn.q_proj.weight": tensor}, path)
 
 
+def rename(folder: Path, old: str, new: str) -> None:
+    path = folder / "model.safetensors"
+    save_file({name.replace(old, new): tensor.clone() for name, tensor in load_file(path).items()}, path)
+
+
 def cut(folder: Path, size: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
@@ -457,6 +462,11 @@ def index(folder: Path, file: str) -> None:
         (lambda folder: index(folder, "../model.safetensors"), "has no weight_map of tensors to files"),
         (lambda folder: index(folder, "x" * 256), "has no weight_map of tensors to files"),
         (lambda folder: index(folder, "x\x1b[31m"), "has no weight_map of tensors to files"),
+        (
+            lambda folder: rename(folder, "model.", "_orig_mod.model."),
+            r"embed_tokens.weight, which .*; it has _orig_mod.model.embed_tokens.weight",
+        ),
+        (lambda folder: rename(folder, "q_proj.", "q_proj.base_layer."), "q_proj.weight, .*merge_and_unload"),
         (put_twice, "has both model.norm.weight and norm.weight"),
         (pickled, r"only pickled weights .*save_pretrained"),
     ],
