@@ -6,10 +6,11 @@ in transformers. Rows are converted to the form that it reads (`conversations.py
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ from wire.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
+
+logger = logging.getLogger(__name__)
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
@@ -178,6 +181,11 @@ class ChatEncoder:
             raise Dropped("no token of the assistant")
         return ids, mask
 
+    def report_turn_end(self) -> None:
+        """Warn, once for a tokenizer, if no token of its own ends the assistant's turns."""
+        if not self.turn_ends:
+            _say_no_turn_end(str(self._path), self._template.turn_end)
+
     @property
     def turn_ends(self) -> frozenset[int]:
         """The special token that ends the assistant's turns; empty if they end otherwise."""
@@ -230,10 +238,22 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
     return ChatEncoder(bpe, templates[0], fingerprint, path, marker, *templates[1:])
 
 
+@cache
+def _say_no_turn_end(tokenizer: str, end: str) -> None:
+    logger.warning(
+        "the chat template ends answers with %r, which is no special token of %s: generated text does not "
+        "stop there; add the token to the tokenizer, or set data.chat_template to one with its tokens",
+        end[:50],
+        tokenizer,
+    )
+
+
 def chat_encoder(data: DataSection) -> ChatEncoder:
     """The encoder of a run's conversations. Raises DataError and ConfigError as `load_chat_encoder`."""
     marker = Marker(data.response_marker, data.jsonl_field) if data.response_marker else None
-    return load_chat_encoder(data.tokenizer, data.chat_template, marker)
+    encoder = load_chat_encoder(data.tokenizer, data.chat_template, marker)
+    encoder.report_turn_end()
+    return encoder
 
 
 @lru_cache(maxsize=4)

@@ -1,9 +1,10 @@
 """Converts conversations from the formats in which people store them to the one that a chat template reads.
 
 A row holds `messages` ([{"role", "content"}], OpenAI's format) or `conversations` ([{"from", "value"}],
-ShareGPT's), as a list or as JSON text, optionally with `tools`, `functions`, `documents` and `system`. Or it
-holds a question and its answer: `instruction`, `input` and `output` (Alpaca's format), or `prompt` and
-`completion`. The conversion is pure: the same row and the same `Forms` give the same conversation.
+ShareGPT's), as a list or as JSON text, optionally with `tools`, `functions`, `documents`, `system` and
+`chat_template_kwargs`. Or it holds a question and its answer: `instruction`, `input` and `output` (Alpaca's
+format), or `prompt` and `completion`. The conversion is pure: the same row and the same `Forms` give the same
+conversation.
 """
 
 import json
@@ -54,8 +55,10 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns with media that the messages are about."""
 TAGS = ("label", "kto_tag")
 """Columns that say, with false, that people rejected the answer (KTO's format)."""
-TRAINED = ("weight", "train", "training", "loss", "trainable")
+TRAINED = ("weight", "train", "training", "loss", "loss_mask", "trainable")
 """Keys by which a message says, with 0 or false, that it has no labels."""
+SETTINGS = "chat_template_kwargs"
+"""The column with a row's own variables of the chat template, such as `enable_thinking` (TRL's format)."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that may hold a message's reasoning. Templates read the first."""
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -101,7 +104,7 @@ class Conversation:
     trained: tuple[int, ...]
     """The indices of those messages that have labels."""
     extra: dict[str, Any]
-    """`tools` and `documents`, if the row has them."""
+    """Variables of the template: the row's own ones, `tools` and `documents`, if it has them."""
 
 
 def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation:
@@ -122,12 +125,17 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         messages = [dict(message) for message in _messages_of(row, place)]
         tools = _tools(row)
         documents = _clean(row.get("documents"))
+        settings = _clean(row.get(SETTINGS)) or {}
         prompts = (row.get(key) for key in SYSTEMS)
         system = next((text for text in prompts if text and str(text).strip()), "")
     except RecursionError as error:
         raise Dropped("deeply nested messages") from error
     if not isinstance(system, str):
         raise Dropped("a system prompt that is no text")
+    if isinstance(settings, str):
+        settings = _json(settings, f"{SETTINGS} that is not JSON")
+    if not isinstance(settings, dict):
+        raise Dropped(f"{SETTINGS} that is no object")
     if system and _role(messages[0]) != SYSTEM:
         messages.insert(0, {"role": SYSTEM, "content": _text(system)})
     converted: list[Message] = []
@@ -145,7 +153,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         raise Dropped("no assistant message")
     if not trained:
         raise Dropped("no assistant message with a weight")
-    extra = {key: value for key, value in (("tools", tools), ("documents", documents)) if value}
+    extra = settings | {key: value for key, value in (("tools", tools), ("documents", documents)) if value}
     return Conversation(converted, tuple(answers), tuple(trained), extra)
 
 

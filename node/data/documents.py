@@ -31,6 +31,7 @@ from node.data.conversations import (
     MEDIA,
     MESSAGES,
     QUESTIONS,
+    SETTINGS,
     SYSTEMS,
     TAGS,
     Dropped,
@@ -75,7 +76,7 @@ TOKEN_BYTES = 8 << 20
 """The size of a shard of token ids, in bytes."""
 TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
-CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, "tools", "functions", "documents"))
+CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, SETTINGS, "tools", "functions", "documents"))
 """The columns that are read from tables of conversations. No other column is converted."""
 MOST_BYTES = 128 << 20
 """The most bytes of a line, a row or a document. A longer one is an error, so that a small compressed file

@@ -359,6 +359,18 @@ def test_conversations_with_tools_have_the_template_that_transformers_takes(
     assert own.fingerprint != encoder.fingerprint
 
 
+def test_answers_that_end_with_no_token_of_the_tokenizer_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tokenizer(tmp_path / "t", TEMPLATE)
+    data = DataSection(format="chat", tokenizer=str(folder))
+    for template, reported in ((TEMPLATE, False), (TEMPLATE.replace("<|im_end|>", "<|eot|>"), True)):
+        (tmp_path / "own.jinja").write_text(template)
+        encoder = chat_encoder(replace(data, chat_template=str(tmp_path / "own.jinja")))
+        assert bool(encoder.turn_ends) != reported
+        assert ("<|eot|>" in caplog.text) == reported
+
+
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t")
     (folder / "tokenizer_config.json").write_text("{}")

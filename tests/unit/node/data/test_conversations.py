@@ -172,7 +172,13 @@ def test_a_system_column_comes_first_unless_there_is_one() -> None:
     assert messages_of({"messages": TALK, "system": None, "system_prompt": " "}) == TALK
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_a_rows_own_variables_are_the_templates_and_stand_behind_its_tools() -> None:
+    for given in ({"enable_thinking": False, "level": None, "tools": 7}, '{"enable_thinking": false}'):
+        row = {"messages": TALK, "tools": [TOOL], "chat_template_kwargs": given}
+        assert normalized(row, "", Forms()).extra == {"enable_thinking": False, "tools": [TOOL]}
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask"])
 def test_messages_without_weight_have_no_labels(key: str) -> None:
     row = {"messages": [*TALK, ASKED, {**ANSWERED, key: 0}]}
     found = normalized(row, "", Forms())
@@ -249,6 +255,8 @@ def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any],
         ({"system_prompt": {"content": "Be kind."}}, "a system prompt that is no text"),
         ({"label": False}, "an answer that its label rejects"),
         ({"kto_tag": False}, "an answer that its label rejects"),
+        ({"chat_template_kwargs": "{"}, "chat_template_kwargs that is not JSON"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs that is no object"),
         ({"image": "a.png"}, "images, video or sound"),
         ({"videos": ["a.mp4"]}, "images, video or sound"),
         ({"label": True}, ""),
