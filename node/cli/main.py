@@ -45,7 +45,7 @@ from node.cli import (
     trace,
 )
 from node.cli.parser import Parser
-from node.display.terminal import discard, say, take_any_text
+from node.display.terminal import discard, open_closed_streams, say, take_any_text
 from wire.errors import MOST_LINE, MemoryExhaustedError, ThinwireError, UserError, shortened
 from wire.identity.files import state_folder
 from wire.version import VERSION
@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line without the program's name (by default, of this process). Returns the exit code."""
     # Silence gRPC's log lines on stderr. gRPC reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    open_closed_streams()
     take_any_text(sys.stdout, sys.stderr)
     try:
         argv = sys.argv[1:] if argv is None else argv
@@ -128,6 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             advice = "check the path and its permissions, or give another"
             return _complain(f"error: {path}: {error.strerror}; {advice}", UserError.exit_code)
         return _complain(f"error: {path}: {error.strerror}", 1)
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        if encoding == "utf-8":
+            return _bug(error)
+        name = shortened(ascii(error.object))
+        advice = "set PYTHONUTF8=1 or a UTF-8 locale, such as LC_ALL=C.UTF-8"
+        return _complain(
+            f"error: {name} is no path in the encoding {encoding}: {advice}", UserError.exit_code
+        )
     except Exception as error:  # a bug ends in one line too
         return _bug(error)
 

@@ -51,6 +51,15 @@ def take_any_text(*streams: TextIO) -> None:
                 stream.reconfigure(errors="backslashreplace")
 
 
+def open_closed_streams() -> None:
+    """Open the null device in the place of standard streams that are closed. Otherwise their numbers would go
+    to the next files and sockets."""
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, flags)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+
+
 class LiveLine:
     """The terminal's last line while it changes in place. Other output needs a line break first."""
 

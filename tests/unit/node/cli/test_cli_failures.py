@@ -4,6 +4,7 @@ import argparse
 import errno
 import importlib
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,19 @@ def test_a_complaint_without_room_changes_no_exit_code() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "node.cli.main", "status", "absent"]
         assert subprocess.run(command, stderr=full, timeout=60).returncode == 2
+
+
+def test_closed_streams_and_an_encoding_without_a_paths_characters_are_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('[data]\npath = "\u2603.txt"\n', encoding="utf-8")
+    command = [sys.executable, "-m", "node.cli.main", "data", "preview", str(tmp_path / "a.toml")]
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(
+        command, env={**os.environ, **ascii_alone}, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1 and "PYTHONUTF8=1" in ended.stderr
+    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command]
+    assert subprocess.run(closed, timeout=60).returncode == 2
 
 
 @pytest.mark.parametrize(
