@@ -201,10 +201,11 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> str:
 def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
     """A question and its answer as messages. Both may already be lists of messages (TRL's format)."""
     if isinstance(asked, list) and isinstance(answer, list):
-        both = _clean([*asked, *answer])
-        if not all(isinstance(message, dict) for message in both):
+        prompt, completion = _clean(asked), _clean(answer)
+        if not all(isinstance(message, dict) for message in (*prompt, *completion)):
             raise DataError(f"{place}: its prompt and completion are no lists of messages")
-        return list(both)
+        # The loss is on the completion, as in TRL.
+        return [*({**message, "train": False} for message in prompt), *completion]
     if asked is None or answer is None or (isinstance(answer, str) and not answer.strip()):
         raise Dropped("a question without an answer")
     if not (isinstance(asked, str) and isinstance(answer, str) and isinstance(about, str | None)):
@@ -275,14 +276,13 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
     reasoning = next((message[key] for key in REASONING if key in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    if content is None and role == ASSISTANT and not calls and reasoning is None:
+    written = _content(content, role, forms)
+    words = written if isinstance(written, str) else "".join(part["text"] for part in written)
+    if role == ASSISTANT and not (calls or reasoning or words.strip()):
         raise Dropped("an answer without content")
     if content is None and role == USER:
         raise Dropped("a question without content")
-    converted: Message = {
-        "role": _written_role(given, role, forms),
-        "content": _content(content, role, forms),
-    }
+    converted: Message = {"role": _written_role(given, role, forms), "content": written}
     if calls:
         if not (forms.objects or forms.texts):
             raise Dropped(LEFT_OUT)
@@ -324,7 +324,9 @@ def _is_part(value: Any) -> bool:
 
 def _is_text(part: Message) -> bool:
     # Arrow may have added a part without anything. It counts as empty text.
-    return not part or (_is_part(part) and part.get("type", "text") in TEXT_PARTS)
+    if part.get("type", "text") not in TEXT_PARTS:
+        return False
+    return "text" in part or part.keys() <= {"type"}
 
 
 def _call(call: Any, forms: Forms) -> Message:
@@ -336,7 +338,10 @@ def _call(call: Any, forms: Forms) -> Message:
     inner = call.get("function", call)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise Dropped("tool calls without a name")
-    arguments = inner.get("arguments", {})
+    if "arguments" not in inner:  # Llama's calls have parameters
+        inner = {"arguments" if key == "parameters" else key: value for key, value in inner.items()}
+    arguments = inner.get("arguments")
+    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str) and forms.objects and not (forms.texts and arguments.strip()):
         arguments = _json(arguments, "arguments that are not JSON") if arguments.strip() else {}
         if isinstance(arguments, str):  # encoded as JSON twice

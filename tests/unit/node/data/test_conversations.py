@@ -95,7 +95,8 @@ def test_arguments_have_the_form_that_the_template_writes(calls: list[Any], as_j
     kept = inner(messages_of(row, Forms(texts=True))[1])["arguments"]
     assert kept == ('{"city": "Oslo"}' if as_json else {"city": "Oslo"}), "both are written as they are meant"
     twice = json.dumps(json.dumps({"city": "Oslo"}))
-    for other in (json.dumps(calls[0]), [json.dumps(calls[0])], {**CALL, "arguments": twice}):
+    named = {"name": CALL["name"], "parameters": CALL["arguments"]}
+    for other in (json.dumps(calls[0]), [json.dumps(calls[0])], named, {**CALL, "arguments": twice}):
         row = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": other}]}
         assert inner(messages_of(row)[1]) == CALL
     assert messages_of(row)[1]["content"] == "" and messages_of(row, Forms(null=True))[1]["content"] is None
@@ -107,6 +108,9 @@ def test_null_in_arguments_is_kept_where_it_was_written() -> None:
     none = {"function": {"name": "weather", "arguments": "null"}}
     made = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": [call, none]}]})[1]
     assert [each["function"]["arguments"] for each in made["tool_calls"]] == [arguments, {}]
+    text = json.dumps([{"name": "weather", "arguments": None}])
+    (bare,) = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": text}]})[1]["tool_calls"]
+    assert bare == {"name": "weather", "arguments": {}}
     assert made["tool_calls"][0].keys() == {"function"}
 
 
@@ -178,6 +182,11 @@ def test_a_rows_own_variables_are_the_templates_and_stand_behind_its_tools() -> 
         assert normalized(row, "", Forms()).extra == {"enable_thinking": False, "tools": [TOOL]}
 
 
+def test_a_prompts_answers_have_no_labels() -> None:
+    found = normalized({"prompt": [*TALK, ASKED], "completion": [ANSWERED]}, "", Forms())
+    assert found.messages == [*TALK, *TALK] and found.answers == (1, 3) and found.trained == (3,)
+
+
 @pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask"])
 def test_messages_without_weight_have_no_labels(key: str) -> None:
     row = {"messages": [*TALK, ASKED, {**ANSWERED, key: 0}]}
@@ -213,7 +222,15 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ([ASKED, {**ANSWERED, "weight": 0.5}], "a weight other than 0 and 1"),
         ([{"content": "How warm?"}, ANSWERED], "a message without a role"),
         ([ASKED, {"role": "assistant", "content": None}], "an answer without content"),
+        (
+            [ASKED, {"role": "assistant", "content": [{"type": "text", "text": " \n"}]}],
+            "an answer without content",
+        ),
         ([{"role": "user", "text": "How warm?"}, ANSWERED], "a question without content"),
+        (
+            [{"role": "user", "content": [{"type": "text", "content": "How warm?"}]}, ANSWERED],
+            "content other than text",
+        ),
         ([ASKED, {"role": "assistant", "content": math.nan}], "an answer without content"),
         ([ASKED, {"role": "assistant", "content": [math.inf]}], "values that JSON cannot hold"),
         (
