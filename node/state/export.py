@@ -174,8 +174,7 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
             jinja = marker_template(config.data.response_marker)
             (partial / "chat_template.jinja").write_text(jinja, encoding="utf-8")
         if config.data.chat_template or config.data.response_marker:
-            # The run had one template, which is that of conversations with tools too.
-            shutil.rmtree((partial / TOOL_TEMPLATE).parent, ignore_errors=True)
+            _remove_other_templates(partial)
         if adapters and merge is None:
             entries = list(_adapter_entries(config, manifest))
             _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))
@@ -392,6 +391,15 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
             (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
     if not (out / TOKENIZER).exists():
         log.warning("the tokenizer %s is not on this machine: the exported folder has no tokenizer", name)
+
+
+def _remove_other_templates(out: Path) -> None:
+    """Remove the templates of the base's tokenizer, because the run had one of its own for all conversations.
+    Some programs read them first."""
+    shutil.rmtree((out / TOOL_TEMPLATE).parent, ignore_errors=True)
+    settings = json_object(out / SETTINGS)
+    if settings.pop("chat_template", None) is not None:
+        _write_json(out / SETTINGS, settings)
 
 
 def _object(data: bytes) -> dict[str, Any]:

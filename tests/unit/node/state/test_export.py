@@ -368,7 +368,7 @@ def test_tables_of_a_byte_pair_encoding_become_a_tokenizer_that_transformers_loa
 def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Path) -> None:
     import transformers
 
-    folder, marker = write_tokenizer(tmp_path / "t"), '\n### "Answer":\n'
+    folder, marker = write_tokenizer(tmp_path / "t", TEMPLATE), '\n### "Answer":\n'
     (folder / TOOL_TEMPLATE).parent.mkdir()
     (folder / TOOL_TEMPLATE).write_text("another")
     model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400)
@@ -381,6 +381,7 @@ def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Pa
         eos_token="<|endoftext|>",
     )
     assert not (tmp_path / "out" / TOOL_TEMPLATE).exists()
+    assert "chat_template" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     turns = ["one?", "two.", f"three?{marker}"]
     roles = ["user", "assistant", "user"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
