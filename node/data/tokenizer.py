@@ -44,6 +44,9 @@ MOST_ENDS = 1000
 MOST_GROWTH = 1000
 """The most characters that a tokenizer's rules may make of one."""
 
+MOST_SEARCHED = 16 << 20
+"""The most characters of text that are searched for special tokens."""
+
 _BREAK = re.compile(rb"[ \n]")
 _FAST = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
@@ -123,6 +126,10 @@ class BpeTokenizer(Tokenizer):
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
+        added = bpe.get_added_tokens_decoder().values()
+        special = [re.escape(token.content) for token in added if token.special and token.content]
+        self._special = re.compile("|".join(special)) if special else None
+        self._searched = 0
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
         self.begin, behind = _around(bpe)
         if (largest := max(*self.begin, *behind, 0, 0)) >= self.vocabulary:
@@ -154,12 +161,28 @@ class BpeTokenizer(Tokenizer):
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         texts = [piece.decode() for piece in pieces if piece != SEPARATOR]
+        self._report_special(texts)
         with one_line(self._folder, "cannot encode this text"):
             encoded = iter(self._bpe.encode_batch_fast(texts, add_special_tokens=False))
         return [
             self._between if piece == SEPARATOR else np.array(next(encoded).ids, dtype=self.dtype)
             for piece in pieces
         ]
+
+    def _report_special(self, texts: Sequence[str]) -> None:
+        """Warn, once, if a text has the characters of a special token."""
+        for text in texts:
+            if self._special is None or self._searched > MOST_SEARCHED:
+                return
+            self._searched += len(text)
+            if found := self._special.search(text):
+                logger.warning(
+                    "the text has %s, a special token of %s: in text it counts as ordinary characters. Write "
+                    'documents as rows of JSONL, and set data.format to "chat" for conversations',
+                    found[0][:50],
+                    self._folder,
+                )
+                self._special = None
 
     def prompt(self, text: str) -> list[int]:
         self._bpe.encode_special_tokens = False
