@@ -9,6 +9,7 @@ conversation.
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
@@ -64,6 +65,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _NUMBERS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 
@@ -88,6 +90,8 @@ class Forms:
     """It renders the tool calls of a message whose content is empty."""
     null: bool = False
     """It accepts null as the content of a message with tool calls."""
+    short_ids: bool = False
+    """It refuses identities of calls that have not nine letters or digits, as Mistral's does."""
     plain: bool = True
     """It renders content given as text."""
     parts: bool = False
@@ -139,16 +143,20 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     if system and _role(messages[0]) != SYSTEM:
         messages.insert(0, {"role": SYSTEM, "content": _text(system)})
     converted: list[Message] = []
-    answers, trained = [], []
+    answers, trained, results = [], [], []
     waiting: list[str] = []
     for message in messages:
         role = _role(message)
+        if role == TOOL:
+            results.append(len(converted))
         counts = _counts(message)
         if role == ASSISTANT:
             answers.append(len(converted))
             if counts:
                 trained.append(len(converted))
         converted.append(_message(message, role, forms, waiting))
+    if forms.short_ids:
+        _shorten_ids(converted, results)
     if not answers:
         raise Dropped("no assistant message")
     if not trained:
@@ -368,6 +376,21 @@ def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
         waiting.append(f"call{len(waiting):05}")
         function = {"name": inner["name"], "arguments": arguments}
         yield {"id": waiting[-1], "type": "function", "function": function}
+
+
+def _shorten_ids(messages: Sequence[Message], results: Sequence[int]) -> None:
+    """Number the calls, and let their results, which are the messages of these indices, follow."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    given = [call.get("id") for call in calls]
+    given += [messages[index].get("tool_call_id") for index in results]
+    if all(isinstance(name, str) and _SHORT_ID.fullmatch(name) for name in given):
+        return
+    names = [f"call{number:05}" for number in range(len(calls))]
+    known = {str(call["id"]): name for call, name in zip(calls, names, strict=True) if "id" in call}
+    for call, name in zip(calls, names, strict=True):
+        call["id"] = name
+    for index, name in zip(results, names, strict=False):  # without identities they come in order
+        messages[index]["tool_call_id"] = known.get(str(messages[index].get("tool_call_id", "")), name)
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any]:

@@ -353,7 +353,6 @@ class Template:
         asked = {"role": USER, "content": "probe0"}
         system = {"role": SYSTEM, "content": "probe1"}
         tool = {"type": "function", "function": {"name": "probe3", "description": "", "parameters": {}}}
-        result = {"role": TOOL, "name": "probe3", "tool_call_id": "call00000", "content": "7"}
 
         def answer(content: Any, **more: Any) -> Message:
             return {"role": ASSISTANT, "content": content, **more}
@@ -362,18 +361,19 @@ class Template:
             text = self._try([asked, *messages], extra)
             return self._try([system, asked, *messages], extra) if text is None else text
 
-        def call(arguments: Any, content: str | None) -> str | None:
+        def call(arguments: Any, content: str | None, name: str = "call00000") -> str | None:
             function = {"name": "probe3", "arguments": arguments}
-            message = answer(
-                content, tool_calls=[{"id": "call00000", "type": "function", "function": function}]
-            )
+            message = answer(content, tool_calls=[{"id": name, "type": "function", "function": function}])
+            result = {"role": TOOL, "name": "probe3", "tool_call_id": name, "content": "7"}
             text = written(message, tools=[tool])
             return written(message, result, answer("probe2"), tools=[tool]) if text is None else text
 
-        objects = [call({"probe4": "probe5"}, content) for content in ("", None)]
-        texts = [call('{"probe4": "probe5"}', content) for content in ("", None)]
+        shapes = [(given, c) for given in ({"probe4": "probe5"}, '{"probe4": "probe5"}') for c in ("", None)]
+        rendered = [call(*shape) for shape in shapes]
+        objects, texts = rendered[:2], rendered[2:]
         as_object = [text is not None and "probe4" in text and "'probe4'" not in text for text in objects]
         as_text = [text is not None and '"probe4"' in text for text in texts]
+        works = [shape for shape, good in zip(shapes, (*as_object, *as_text), strict=True) if good]
         empty, null = objects if any(as_object) else texts
         plain = written(answer("probe2")) or ""
         parts = written(answer([{"type": "text", "text": "probe2"}])) or ""
@@ -384,6 +384,7 @@ class Template:
             texts=any(as_text),
             empty=as_object[0] or as_text[0],
             null=(as_object[1] or as_text[1]) and (null or "").count("None") == (empty or "").count("None"),
+            short_ids=bool(works) and call(*works[0], "call_probe6") is None,
             plain="probe2" in plain or "probe2" not in parts,
             parts="probe2" in parts and "'text'" not in parts and '"text"' not in parts,
         )

@@ -105,6 +105,22 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
             [TWO[2], {"role": "assistant", "content": "", "tool_calls": [CALL]}],
             '<u>And?<E><A>[[weather{"city": "Oslo"}<E>]]',
         ),
+        # Identities of calls must have nine characters, as Mistral has it.
+        (
+            HEAD
+            + "{{ '<r>' + m.tool_call_id if m.role == 'tool' else '<s>' + m.role + '\n' }}{{ m.content }}"
+            "{% for c in m.tool_calls or [] %}{{ raise_exception('no') if c.id | length != 9 }}{{ c.id }}"
+            "{{ c.function | tojson }}{% endfor %}<e>" + TAIL,
+            [
+                TWO[2],
+                {"role": "assistant", "tool_calls": [{"id": "call_a1B2", **CALL}, {"id": "call_x", **CALL}]},
+                {"role": "tool", "content": "7", "tool_call_id": "call_x"},
+                {"role": "tool", "content": "8"},
+            ],
+            '<s>user\nAnd?<e><s>assistant\n[[call00000{"name": "weather", "arguments": {"city": "Oslo"}}'
+            'call00001{"name": "weather", "arguments": {"city": "Oslo"}}<e>]]'
+            "<r>call000017<e><r>call000018<e>",
+        ),
         # A role is written as it is, and "function" is the type of a tool.
         (
             "{% for t in tools or [] %}{{ t.name if t.type == 'function' }}{% endfor %}"
@@ -129,7 +145,7 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
     ],
     ids=[
         *("thoughts", "moved", "end", "return", "bot", "parts", "arguments", "repeated"),
-        *("space", "null", "tool", "thought"),
+        *("space", "null", "nine", "tool", "thought"),
     ],
 )
 def test_answers_are_found(source: str, messages: list[dict[str, Any]], expected: str) -> None:
