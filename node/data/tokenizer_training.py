@@ -1,13 +1,16 @@
 """Trains a byte-level BPE on a run's text, so that a run from scratch needs no published tokenizer."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from node.config.schema import DataSection
-from node.data.documents import read_text
-from node.data.text import SEPARATOR, write_whole
+from node.data.conversations import Dropped
+from node.data.documents import list_source, needs_shards, read_rows, read_text, text_of
+from node.data.text import SEPARATOR, STDLIB, expanded, write_whole
 from node.data.tokenizer import END_OF_TEXT, load_tokenizer
-from wire.errors import UserError
+from wire.errors import DataError, UserError
 
 TURN_BEGIN, TURN_END = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -23,6 +26,20 @@ LEAST_VOCABULARY = 256 + 3
 """All bytes and the special tokens."""
 MOST_VOCABULARY = 1_000_000
 """The `tokenizers` package allocates memory for all of them in advance."""
+
+
+def _texts(data: DataSection) -> Iterator[str]:
+    """The documents, also those of tables. Raises DataError."""
+    if data.path == STDLIB or not needs_shards(expanded(data.path, "data.path")):
+        yield from (part.decode() for part in read_text(data).split(SEPARATOR))
+        return
+    source = list_source(data.path)
+    if source.is_tokens:
+        raise DataError(f"{data.path} holds token ids: name the text that they were made of")
+    for shard in source.shards:
+        for place, row in read_rows(shard, data, skips=source.skips):
+            with suppress(Dropped):
+                yield text_of(row, place, data).decode()
 
 
 def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool) -> int:
@@ -51,7 +68,6 @@ def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool
     except ImportError:
         raise UserError('training a tokenizer needs: pip install "tokenizers>=0.21"') from None
 
-    text = read_text(data)
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -61,7 +77,7 @@ def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((part.decode() for part in text.split(SEPARATOR)), trainer)
+    bpe.train_from_iterator(_texts(data), trainer)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
     if chat:
         settings["chat_template"] = CHAT_TEMPLATE

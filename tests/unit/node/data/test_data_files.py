@@ -28,6 +28,7 @@ from node.data.documents import list_source, read_rows, read_text, text_of
 from node.data.samples import held_out_samples, packed_parts
 from node.data.shards import ShardedCorpus, in_shards, load_data
 from node.data.text import open_content, read_file
+from node.data.tokenizer_training import train_tokenizer
 from node.model.labels import BatchPart
 from tests.support.cases import each
 from tests.support.chat_data import write_tokenizer
@@ -387,6 +388,22 @@ def test_what_stands_for_something_else_is_refused(
     for order in ("auto", "shards"):
         with pytest.raises(DataError, match=what):
             load_data(config_of(tmp_path / name, order=order))
+
+
+def test_a_tokenizer_is_trained_on_tables_as_on_text_and_not_on_ids(tmp_path: Path) -> None:
+    rows = [WORDS, None, WORDS[::-1], " "]
+    pyarrow.parquet.write_table(pyarrow.table({"body": rows}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": row}) + "\n" for row in rows))
+    for name in ("a.parquet", "a.jsonl"):
+        data = DataSection(path=str(tmp_path / name), jsonl_field="body")
+        assert train_tokenizer(data, 280, tmp_path / f"of-{name}", chat=False) > 259
+    one, other = (
+        (tmp_path / f"of-a.{kind}" / "tokenizer.json").read_bytes() for kind in ("parquet", "jsonl")
+    )
+    assert one == other
+    np.save(tmp_path / "a.npy", np.arange(99))
+    with pytest.raises(DataError, match="holds token ids"):
+        train_tokenizer(DataSection(path=str(tmp_path / "a.npy")), 280, tmp_path / "out", chat=False)
 
 
 @pytest.mark.parametrize(
