@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from node.config.schema import DataSection
-from node.data.conversations import ASSISTANT, USER, Conversation, Dropped, normalized, tools_of
+from node.data.conversations import (
+    ASSISTANT,
+    REASONING,
+    USER,
+    Conversation,
+    Dropped,
+    normalized,
+    tools_of,
+)
 from node.data.templates import ChatTemplate, Rendered
 from node.data.text import expanded
 from node.data.tokenizer import (
@@ -167,7 +175,12 @@ class ChatEncoder:
         template = self._template
         if self._with_tools is not None and tools_of(row):
             template = self._with_tools
-        return normalized(row, place, template.forms), template
+        conversation = normalized(row, place, template.forms)
+        last = conversation.messages[conversation.trained[-1]]
+        thinks = not template.forms.thoughts and "</think>" in str(last.get("content"))
+        if thinks or (not template.forms.reasoning and last.get(REASONING[0])):
+            _say_no_thoughts(str(self._path))
+        return conversation, template
 
     def _tokens(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
         encoded = self._encoded(rendered.text)
@@ -236,6 +249,15 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
     parts += [repr(marker).encode()] if marker is not None else []
     fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
     return ChatEncoder(bpe, templates[0], fingerprint, path, marker, *templates[1:])
+
+
+@cache
+def _say_no_thoughts(tokenizer: str) -> None:
+    logger.warning(
+        "the chat template for %s leaves out the reasoning of answers, so it is not trained on: set "
+        "data.chat_template to one that writes it",
+        tokenizer,
+    )
 
 
 @cache

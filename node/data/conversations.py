@@ -92,6 +92,10 @@ class Forms:
     """It accepts null as the content of a message with tool calls."""
     short_ids: bool = False
     """It refuses identities of calls that have not nine letters or digits, as Mistral's does."""
+    thoughts: bool = True
+    """It renders what stands before `</think>` in the last answer."""
+    reasoning: bool = True
+    """It renders the last answer's reasoning (`REASONING`)."""
     plain: bool = True
     """It renders content given as text."""
     parts: bool = False

@@ -377,6 +377,8 @@ class Template:
         empty, null = objects if any(as_object) else texts
         plain = written(answer("probe2")) or ""
         parts = written(answer([{"type": "text", "text": "probe2"}])) or ""
+        thought = written(answer("<think>\nprobe7\n</think>\n\nprobe2")) or ""
+        reasoned = written(answer("probe2", thinking="probe7", reasoning_content="probe7")) or ""
         forms = Forms(
             roles=self._roles,
             # A form that is refused here may work with other messages.
@@ -385,6 +387,8 @@ class Template:
             empty=as_object[0] or as_text[0],
             null=(as_object[1] or as_text[1]) and (null or "").count("None") == (empty or "").count("None"),
             short_ids=bool(works) and call(*works[0], "call_probe6") is None,
+            thoughts="probe7" in thought or "probe2" not in thought,
+            reasoning="probe7" in reasoned or "probe2" not in reasoned,
             plain="probe2" in plain or "probe2" not in parts,
             parts="probe2" in parts and "'text'" not in parts and '"text"' not in parts,
         )

@@ -1,6 +1,7 @@
 """Conversations: the tokens and the mask of transformers, and a loss on the assistant's tokens alone."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -369,6 +370,26 @@ def test_answers_that_end_with_no_token_of_the_tokenizer_are_reported(
         encoder = chat_encoder(replace(data, chat_template=str(tmp_path / "own.jinja")))
         assert bool(encoder.turn_ends) != reported
         assert ("<|eot|>" in caplog.text) == reported
+
+
+def test_reasoning_that_the_template_leaves_out_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tokenizer(tmp_path / "t", TEMPLATE)
+    cut = TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
+    thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
+    reasoned = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    asked = {"role": "user", "content": "So?"}
+    for number, (template, answer, reported) in enumerate(
+        [(TEMPLATE, thought, False), (cut, thought, True), (TEMPLATE, reasoned, True), (cut, asked, False)]
+    ):
+        (tmp_path / f"{number}").mkdir()
+        own = shutil.copytree(folder, tmp_path / f"{number}" / "t")
+        (own / "chat_template.jinja").write_text(template)
+        caplog.clear()
+        encoder = load_chat_encoder(str(own), "")
+        encoder.encode({"messages": [asked, {"role": "assistant", "content": "No."}, asked, answer]}, "here")
+        assert ("reasoning" in caplog.text) == reported
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
