@@ -370,7 +370,7 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
             )
             raise DataError(
                 f"{place} has no text in field {field!r} ({actual}): repair or remove that row, or set "
-                "[data] jsonl_field to the field that holds the text"
+                f"[data] jsonl_field to the field that holds the text{_chat_advice(row)}"
             )
         # Escapes may encode zero bytes and unpaired surrogates, which a text file cannot contain.
         text = without_marks(utf8(value).replace(SEPARATOR, b" "))
@@ -379,6 +379,14 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
     if not text.strip():
         raise Dropped("empty")
     return text
+
+
+def _chat_advice(names: Iterable[str]) -> str:
+    """Advice for rows with these fields or columns, if they look like conversations; else empty."""
+    known = set(names)
+    if known & {*MESSAGES} or (known & {*QUESTIONS} and known & {*ANSWERS}):
+        return '; or set [data] format to "chat" if rows are conversations'
+    return ""
 
 
 def _names(names: Iterable[Any]) -> str:
@@ -819,6 +827,7 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
             if texts
             else f"no column holds text, only {_names(names)}: name other data"
         )
+        + _chat_advice(names)
     )
 
 

@@ -308,6 +308,12 @@ def test_small_files_share_a_shard(tmp_path: Path) -> None:
     assert sum(len(shard.extents) for shard in source.shards) == 90
 
 
+def parquet(columns: dict[str, list[str]]) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()
+
+
 def saved(array: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, array)
@@ -319,6 +325,8 @@ def saved(array: np.ndarray) -> bytes:
     [
         ("gone.jsonl", None, DataError, "no file or folder"),
         ("a.jsonl", b"{}\n", DataError, "line 1 has no text in field 'text'"),
+        ("a.jsonl", b'{"messages": []}\n', DataError, 'format to "chat"'),
+        ("a.parquet", parquet({"prompt": ["a"], "output": ["b"]}), DataError, 'format to "chat"'),
         ("a.jsonl", b"1\n", DataError, "line 1 is not a JSON object"),
         ("a.jsonl", b"[1]\n", DataError, "row 1 is not a JSON object"),
         ("a.json", b'[{"text": "a"}, {"text"', DataError, "after row 1"),
