@@ -1,7 +1,9 @@
 """Parts of a data set that are not to be mixed: splits (train, test) and configurations (subsets)."""
 
 import json
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +20,8 @@ from node.data.text import (
 )
 from wire.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
 """Names of splits."""
 DATA_CARD = "readme.md"
@@ -27,7 +31,7 @@ _ROWS = frozenset((*TABLES, *JSON_SUFFIXES))
 _SUFFIXES = frozenset((*_ROWS, ".txt", ".csv"))
 """Suffixes of files whose names may say which part of a data set they hold."""
 _SHARDS = re.compile(r"/.*|-[0-9]{5}-of-.*")
-_SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}")
+_SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})")
 """The name of one of several files of a split on the Hugging Face hub."""
 _FRONT = re.compile(r"---[ \t]*\n(.*?\n)---[ \t]*\n", re.DOTALL)
 _CONFIGURATIONS = re.compile(r"^configs:[ \t]*\n((?:[ \t-].*\n|\n)+)", re.MULTILINE)
@@ -35,7 +39,8 @@ _ENTRY = re.compile(r"\s*(?:- +)*(?:(config_name|split|path|data_files|data_dir)
 
 
 def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> None:
-    """Refuse several splits or configurations of a data set in one folder.
+    """Refuse several splits or configurations of a data set in one folder. Warn if some of its files are
+    missing.
 
     The data card, `dataset_dict.json`, `dataset_info.json`, or names that differ in nothing else tell them.
 
@@ -57,6 +62,7 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
             )
         elif path.name == "dataset_info.json" and (name := (info := settings_of(path)).get("config_name")):
             configurations.setdefault(str(info.get("dataset_name")), set()).add(str(name))
+    shards: Counter[tuple[Path, str, int]] = Counter()
     subsets: dict[str, str] = {}
     unpacked: set[Path] = set()
     for path in data:
@@ -71,21 +77,28 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
         whole = str(path.relative_to(base))
         name = whole.lower()[: whole.lower().rindex(suffix)]
         split = _SHARD.fullmatch(Path(name).name)
+        if split:
+            shards[path.parent, split[1], int(split[2])] += 1
         if split and (path.parent.name == "data" or _SPLIT_WORD.search(split[1].replace("_", " "))):
             splits.setdefault(f"{path.parent}/*-00000-of-00000", set()).add(split[1])
         for word in _SPLIT_WORD.finditer(name):
-            shards = _SHARDS.match(name, word.end())
-            after = "" if shards else _SHARDS.sub("", name[word.end() :])
+            sharded = _SHARDS.match(name, word.end())
+            after = "" if sharded else _SHARDS.sub("", name[word.end() :])
             place = f"{base}/{name[: word.start()]}*{re.sub('[0-9]+', '0', after)}"
             splits.setdefault(place, set()).add(word[1])
             if suffix in _ROWS and not after:
                 # The hub keeps each configuration in a folder. Folders that differ in a number may be shards.
                 subset = whole[: word.start()].rpartition("/")[0]
-                subsets.setdefault(subset if shards else re.sub("[0-9]+", "0", subset), subset or ".")
+                subsets.setdefault(subset if sharded else re.sub("[0-9]+", "0", subset), subset or ".")
     for place, words in splits.items():
         _check_one(folder, "splits", words, f" in {place}")
     for several in (*configurations.values(), subsets.values()):
         _check_one(folder, "configurations", several)
+    for (beside, stem, total), count in shards.items():
+        if count < total:
+            logger.warning(
+                "%s holds %d of the %d files of %s: the others are missing", beside, count, total, stem
+            )
 
 
 def _check_one(folder: Path, kind: str, names: Iterable[str], where: str = "") -> None:

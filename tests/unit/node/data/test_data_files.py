@@ -356,6 +356,17 @@ def test_parts_of_a_data_set_are_not_mixed(tmp_path: Path, names: tuple[str, str
             assert not several
 
 
+def test_missing_files_of_a_split_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "d").mkdir()
+    for number in range(3):
+        (tmp_path / "d" / f"train-0000{number}-of-00003.jsonl").write_text('{"text": "one"}\n' * 99)
+    load_data(config_of(tmp_path / "d"))
+    assert "holds" not in caplog.text
+    (tmp_path / "d" / "train-00001-of-00003.jsonl").unlink()
+    load_data(config_of(tmp_path / "d"))
+    assert "holds 2 of the 3 files of train" in caplog.text
+
+
 def test_a_data_card_and_rows_of_tables_beside_text(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(WORDS)
     assert texts_of(tmp_path) == [WORDS.encode()]
