@@ -48,6 +48,8 @@ MOST_SEARCHED = 16 << 20
 """The most characters of text that are searched for special tokens."""
 
 _BREAK = re.compile(rb"[ \n]")
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* 0\r?\n")
+"""The beginning of a table of tiktoken: a token in base64 and its id."""
 _FAST = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
@@ -252,6 +254,11 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
     tables = [read_bounded(file) for file in files]
     with one_line(files[0]):
         if files[0].suffix == ".model":
+            if _TIKTOKEN.match(tables[0]):
+                raise DataError(
+                    f"{files[0]} is a table of tiktoken, not of SentencePiece: use the folder of the "
+                    f"model that has {_FAST}"
+                )
             added = {index: _content(value) for index, value in _placed_tokens(folder).items()}
             bpe = sentencepiece_tokenizer(tables[0], added)
         elif len(files) == 1:

@@ -522,10 +522,17 @@ def test_a_sentencepiece_model_gives_its_own_ids(tmp_path: Path, kind: str) -> N
     assert all(again.encode(text, add_special_tokens=False).ids == ids for text, ids in golden["cases"])
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, b"\x0a\xff\xff\xff\x0f", b"\x0a\x02\x15\x00"])
-def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        *((damage, "cannot be read") for damage in (b"", b"\xff" * 40, b"\x0a\xff\xff\xff\x0f")),
+        (b"\x0a\x02\x15\x00", "cannot be read"),
+        (b"IQ== 0\nIg== 1\n", "is a table of tiktoken"),
+    ],
+)
+def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path, damage: bytes, what: str) -> None:
     (tmp_path / "tokenizer.model").write_bytes(damage)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=what):
         load_tokenizer(str(tmp_path))
 
 
