@@ -201,8 +201,9 @@ class ChatEncoder:
 
     @property
     def turn_ends(self) -> frozenset[int]:
-        """The special token that ends the assistant's turns; empty if they end otherwise."""
-        ids = self._encoded(self._template.turn_end).ids
+        """The special token that ends the assistant's turns; empty if they end otherwise. White space may
+        stand before it, as in Llama 2's template."""
+        ids = self._encoded(self._template.turn_end.lstrip()).ids
         return frozenset(ids[:1]) & self._bpe.get_added_tokens_decoder().keys()
 
     def question(self, text: str) -> list[int]:

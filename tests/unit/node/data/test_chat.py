@@ -365,7 +365,8 @@ def test_answers_that_end_with_no_token_of_the_tokenizer_are_reported(
 ) -> None:
     folder = write_tokenizer(tmp_path / "t", TEMPLATE)
     data = DataSection(format="chat", tokenizer=str(folder))
-    for template, reported in ((TEMPLATE, False), (TEMPLATE.replace("<|im_end|>", "<|eot|>"), True)):
+    for end, reported in (("<|im_end|>", False), (" <|im_end|>", False), ("<|eot|>", True)):
+        template = TEMPLATE.replace("<|im_end|>", end)
         (tmp_path / "own.jinja").write_text(template)
         encoder = chat_encoder(replace(data, chat_template=str(tmp_path / "own.jinja")))
         assert bool(encoder.turn_ends) != reported
