@@ -10,7 +10,7 @@ requester compares their norms with the norms that the run's nodes voted.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,9 +38,6 @@ MOST_COUNTED = 4096
 LEAST_RATE = 10_000.0
 """The least rate of a transfer, in bytes per second, after a grace period. A requester leaves a slower sender
 for another holder."""
-YIELD_SECONDS = 0.25
-"""The longest that a chunk waits while training traffic is queued."""
-_LOOK_SECONDS = 0.01
 
 
 class NotHeldError(LinkError):
@@ -171,11 +168,3 @@ async def get_layer(channel: grpc.aio.Channel, request: LayerRequest) -> AsyncIt
         ) from None
     finally:
         call.cancel()
-
-
-async def yield_to(busy: Callable[[], bool]) -> None:
-    """Wait while `busy`, but at most `YIELD_SECONDS`, so that a transfer continues on busy links too."""
-    for _ in range(int(YIELD_SECONDS / _LOOK_SECONDS)):
-        if not busy():
-            return
-        await asyncio.sleep(_LOOK_SECONDS)

@@ -3,12 +3,17 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 
 BURST_SECONDS = 0.05
 """Sending may exceed the rate by what fits in this time, or by one frame."""
 
 LEAST_PIECE = 16 * 1024
 """The least bytes of a piece, however slow the line is."""
+
+YIELD_SECONDS = 0.25
+"""The longest that a piece of other traffic waits while training traffic is queued."""
+_LOOK_SECONDS = 0.01
 
 KEEP_ALIVE = b"\0"
 """One byte on the bulk stream. It cannot be a frame, which has 64 bytes or more."""
@@ -55,6 +60,41 @@ class Pacer:
         delay = self.reserve(size, time.monotonic())
         if delay > 0:
             await asyncio.sleep(delay)
+
+
+class BesideTraining:
+    """Passes other traffic than training's tensors, such as layers of snapshots. Tensors go first.
+
+    With a bandwidth limit, one small piece at a time takes its share of the rate. A tensor that comes then
+    waits for no more than that piece, however many transfers there are.
+    """
+
+    def __init__(self, pacer: Pacer | None, busy: Callable[[], bool]) -> None:
+        """
+        Args:
+            pacer: the node's bandwidth limit, if it has one.
+            busy: whether training tensors are waiting to be sent.
+        """
+        self._pacer, self._busy = pacer, busy
+        self._turn = asyncio.Lock()
+
+    async def pass_through(self, size: int) -> None:
+        """Wait until `size` bytes may be sent."""
+        if self._pacer is None:
+            return await self._yield()
+        while size > 0:
+            piece = min(size, self._pacer.piece)
+            async with self._turn:
+                await self._yield()
+                await self._pacer.pass_through(piece)
+            size -= piece
+
+    async def _yield(self) -> None:
+        """Wait for training traffic, but not for long: a transfer continues on busy links too."""
+        for _ in range(int(YIELD_SECONDS / _LOOK_SECONDS)):
+            if not self._busy():
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 class KeepAlive:

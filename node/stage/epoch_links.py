@@ -165,8 +165,8 @@ class EpochLinks:
 
     @property
     def busy(self) -> bool:
-        """Whether tensors are waiting to be sent."""
-        return any(link.queued_bytes for link in self._links.values())
+        """Whether tensors are waiting to be sent, to neighbours that are there."""
+        return any(link.up and link.queued_bytes for link in self._links.values())
 
     def figures(self) -> dict[Peer, LinkFigures]:
         """Figures by neighbour, without the codecs of flows and without rows."""

@@ -13,9 +13,9 @@ from node.stage.sums_kept import SumsKept
 from node.state.snapshot_cache import SnapshotCache
 from wire.channels import LinkIdentity, open_channel
 from wire.errors import LinkError, ProtocolViolationError
-from wire.layer_exchange import LayerRequest, NotHeldError, get_layer, yield_to
+from wire.layer_exchange import LayerRequest, NotHeldError, get_layer
 from wire.messages import PlacedStage
-from wire.pacing import Backoff, Pacer
+from wire.pacing import Backoff, BesideTraining
 from wire.peer_probe import LineRate, PassThrough, measure_line
 
 log = logging.getLogger(__name__)
@@ -40,19 +40,11 @@ class LayerPlace:
 class LayersHeld:
     """What this node's port serves to other nodes. Implements `wire.layer_exchange.LayerSource`."""
 
-    def __init__(
-        self, cache: SnapshotCache, sums: SumsKept, pacer: Pacer | None, busy: Callable[[], bool]
-    ) -> None:
-        """
-        Args:
-            sums: gradient sums for nodes that follow the run.
-            pacer: the node's bandwidth limit, if it has one.
-            busy: whether training tensors are waiting to be sent; these have priority.
-        """
+    def __init__(self, cache: SnapshotCache, sums: SumsKept, line: BesideTraining) -> None:
+        """`sums`: gradient sums for nodes that follow the run."""
         self._cache = cache
         self._sums = sums
-        self._pacer = pacer
-        self._busy = busy
+        self._line = line
 
     async def read(self, request: LayerRequest) -> bytes | None:
         if request.sums:
@@ -61,9 +53,7 @@ class LayersHeld:
         return kept.data if kept is not None and kept.sha256 == request.sha256 else None
 
     async def pass_through(self, size: int) -> None:
-        await yield_to(self._busy)
-        if self._pacer is not None:
-            await self._pacer.pass_through(size)
+        await self._line.pass_through(size)
 
 
 class LayerPeers:

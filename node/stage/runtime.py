@@ -47,7 +47,7 @@ from wire.errors import DeviceLostError, RunError, first_error
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.names import join_address
 from wire.interfaces import dialled_from_anywhere
-from wire.layer_exchange import LayerServer, yield_to
+from wire.layer_exchange import LayerServer
 from wire.line_meter import Line
 from wire.link import LinkSettings
 from wire.messages import (
@@ -70,7 +70,7 @@ from wire.messages import (
     ShutOut,
     Welcome,
 )
-from wire.pacing import Pacer
+from wire.pacing import BesideTraining, Pacer
 from wire.peer_probe import ProbeServer
 from wire.port_mapping import MappedPort, routers_to_ask
 from wire.telemetry import Telemetry, relay_path
@@ -145,6 +145,7 @@ class NodeRuntime:
             settings.control_address,
             settings.relay_rate,
         )
+        self._beside = BesideTraining(settings.pacer, lambda: self._links.busy)
         self._mapped = MappedPort((), tell)
         self._peers = LayerPeers(identity)
         self.progress = Progress(tell=tell)
@@ -425,7 +426,7 @@ class NodeRuntime:
             self.progress.doing("measuring a block")
             times = await self._compute.run(lambda: measured_times(config, self._settings.devices.first))
         if config.pipeline.measures_places:
-            self._links.serve_probes(ProbeServer(self._training_first))
+            self._links.serve_probes(ProbeServer(self._beside.pass_through))
             self.progress.doing("measuring a block")
             took = await self._compute.run(lambda: self._block_seconds(config, times))
             self._session.post(BlockTime(seconds=took))
@@ -444,7 +445,7 @@ class NodeRuntime:
         # Outside the snapshots' directory, where unknown entries are removed.
         at = self._settings.cache_directory
         sums = self._sums = SumsKept(at.with_name(f"{at.name}-sums"), self._settings.cache_bytes // SUMS_PART)
-        held = LayersHeld(cache, sums, self._settings.pacer, lambda: self._links.busy)
+        held = LayersHeld(cache, sums, self._beside)
         self._links.serve_layers(LayerServer(held))
         self._member = RunMember(
             executor,
@@ -507,19 +508,13 @@ class NodeRuntime:
             return block_seconds(config, device) / count
         return slices_of(config) * (times.forward + times.backward) / count
 
-    async def _training_first(self, size: int) -> None:
-        """Wait until `size` bytes may be sent besides the training's tensors."""
-        await yield_to(lambda: self._links.busy)
-        if self._settings.pacer is not None:
-            await self._settings.pacer.pass_through(size)
-
     async def _measure_line(self, peer: PlacedStage) -> None:
         """Measure the line to a node. The coordinator asks for the next after the answer."""
         line = None
         if not self._measuring:
             self._measuring = True
             try:
-                line = await self._peers.measure_line(peer, self._training_first)
+                line = await self._peers.measure_line(peer, self._beside.pass_through)
             finally:
                 self._measuring = False
         rate = PeerRate(node_id=peer.node_id)

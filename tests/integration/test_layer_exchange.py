@@ -35,6 +35,7 @@ from wire.layer_exchange import (
 )
 from wire.link_server import LinkServer
 from wire.messages import PlacedStage
+from wire.pacing import BesideTraining
 
 STEP, UNIT = 4, "block.0000"
 pytestmark = pytest.mark.usefixtures("_small_chunks")
@@ -60,7 +61,7 @@ class Holder(LayersHeld):
     """What it sends instead of its file."""
 
     def __post_init__(self) -> None:
-        super().__init__(self.cache, self.sums, None, lambda: False)
+        super().__init__(self.cache, self.sums, BesideTraining(None, lambda: False))
         self._sent = 0
 
     async def read(self, request: LayerRequest) -> bytes | None:

@@ -1,8 +1,11 @@
 """The bandwidth limit, with an invented clock."""
 
+import asyncio
+import time
+
 import pytest
 
-from wire.pacing import BURST_SECONDS, Pacer
+from wire.pacing import BURST_SECONDS, YIELD_SECONDS, BesideTraining, Pacer
 
 
 def test_the_rate_holds_for_any_sender() -> None:
@@ -31,3 +34,24 @@ def test_one_message_larger_than_a_burst_passes_and_is_paid_for_afterwards() -> 
     pacer = Pacer(rate=1000.0)
     assert pacer.reserve(5000, 10.0) == 0.0
     assert pacer.reserve(1, 10.0) == pytest.approx(5.0 - BURST_SECONDS)
+
+
+async def test_a_tensor_waits_for_one_small_piece_of_other_traffic_however_many_transfers_there_are() -> None:
+    pacer = Pacer(1e6)
+    beside = BesideTraining(pacer, lambda: False)
+    async with asyncio.timeout(20.0):
+        transfers = [asyncio.create_task(beside.pass_through(20 * pacer.piece)) for _ in range(4)]
+        await asyncio.wait(transfers, timeout=5 * pacer.piece / pacer.rate)
+        waits = pacer.reserve(1, time.monotonic())
+        for transfer in transfers:
+            transfer.cancel()
+        await asyncio.gather(*transfers, return_exceptions=True)
+    assert waits <= pacer.piece / pacer.rate
+
+
+async def test_other_traffic_yields_to_tensors_but_not_for_ever() -> None:
+    beside = BesideTraining(None, lambda: True)
+    began = time.monotonic()
+    async with asyncio.timeout(20.0):
+        await beside.pass_through(1)
+    assert time.monotonic() - began >= 0.9 * YIELD_SECONDS
