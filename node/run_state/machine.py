@@ -149,6 +149,8 @@ class RunMachine:
             self._assigner, self._roster, self._blame, plan.unit_numbers, follows=plan.follows
         )
         self._ending = Ending()
+        self._next_split = past.next_split
+        """The first step with another split. The run is continued for it (`stop`), which takes a moment."""
         self._states = StateAgreement(plan.unit_numbers, plan.weights_from)
         self._standing = Standing()
         self._undecided = 0
@@ -731,6 +733,8 @@ class RunMachine:
             return self._stop("all steps are done", failed=False)
         if self._ending.due:
             return self._end()
+        if epoch.step >= self._next_split:
+            return []
         if self._newcomers.awaited:
             self._wrong.make_room(epoch, now)
             self._take_from_slow(epoch, now)
@@ -746,7 +750,7 @@ class RunMachine:
     def _may_go_on(self, epoch: Epoch, ahead: int = 0) -> bool:
         """Whether the epoch goes on to the step that is so many after its own."""
         stays = self._newcomers.awaited or self._is_to_end(epoch)
-        return not stays and epoch.step + ahead < self.plan.total_steps
+        return not stays and epoch.step + ahead < min(self.plan.total_steps, self._next_split)
 
     def _leaves_to_others(self, epoch: Epoch) -> bool:
         """Whether the epoch ends only for nodes that leave, and other rows hold the state of their stages."""

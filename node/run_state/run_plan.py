@@ -126,6 +126,15 @@ class Past:
     later: Mapping[int, PastStep] = field(default_factory=dict)
     """Committed steps after the newest snapshot, which run again; empty if they may differ."""
 
+    @property
+    def next_split(self) -> float:
+        """The first step whose recorded split is another than the next step's; infinite if there is none."""
+        split = self.splits.at(self.newest_snapshot)
+        later = (
+            first for first, other in self.splits.changes if first > self.newest_snapshot and other != split
+        )
+        return next(later, math.inf)
+
     def scale_of(self, step: int) -> LossScale | None:
         """The scale of the loss in a step. All steps before it must be committed."""
         return None if self.scales is None else self.scales.at(step)

@@ -1,8 +1,11 @@
 """A coordinator that has died and goes on from its database: whom it waits for, and from which state."""
 
-from node.run_state.actions import RecordPlacement
-from node.run_state.epoch import Committed
+from dataclasses import replace
+
+from node.run_state.actions import OpenSnapshot, RecordPlacement
+from node.run_state.epoch import Committed, Phase
 from node.run_state.run_plan import Past
+from node.tuning.decisions import StepHistory
 from tests.support.machine_driver import (
     REGROUP,
     Driver,
@@ -40,6 +43,20 @@ def test_a_coordinator_that_died_after_the_last_snapshot_is_done() -> None:
     run = Driver(stages=2, steps=6, past=past(step=5, snapshot=6))
     run.join("ab")
     assert stop_of(run.restored(6)).reason == "all steps are done"
+
+
+def test_no_step_begins_with_a_split_that_is_not_its_own() -> None:
+    """The request to continue the run with the next split takes a moment, and steps may be shorter."""
+    splits = StepHistory(((0, (3, 2)), (5, (3, 2)), (6, (4, 1))))
+    run = Driver(stages=2, every=20, past=replace(past(step=8, snapshot=4), splits=splits))
+    run.join("ab")
+    run.restored(4)
+    run.steps(1)
+    assert (run.epoch.phase, run.epoch.step) == (Phase.STEPPING, 5)
+    actions = run.step()
+    assert [opened.step for opened in of_kind(actions, OpenSnapshot)] == [6]
+    assert run.stored(6) == [] and run.tick(1.0) == []
+    assert stop_of(run.stop()).reason
 
 
 def test_a_single_stage_row_goes_on_alone() -> None:
