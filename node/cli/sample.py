@@ -2,17 +2,20 @@
 
 import argparse
 import json
+import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from node.cli.parser import UsageError, number
 from node.cli.snapshot_model import add_arguments, load_model, open_snapshot
-from wire.errors import escaped
+from wire.errors import escaped, shortened
 
 if TYPE_CHECKING:
     from node.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -50,6 +53,13 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
     if args.seed >= 1 << 63:
         raise UsageError(f"--seed must be below 2**63, got {args.seed}")
+    for prompt in args.prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"the prompt {shortened(repr(prompt))} is not UTF-8 text: write it as such"
+            ) from None
     import numpy as np
 
     from node.data.chat import chat_encoder
@@ -71,6 +81,12 @@ def run(args: argparse.Namespace) -> int:
             f"the prompt has the token {outside[0]} ({tokenizer.decode(np.array(outside[:1]))!r}), which is "
             "not in the model's vocabulary: leave it out"
         )
+    if (longest := max(map(len, prompts))) > config.model.sequence:
+        log.warning(
+            "a prompt has %d tokens, of which the model reads the last %d (model.sequence)",
+            longest,
+            config.model.sequence,
+        )
     step, model = load_model(args)
     for prompt, ids in zip(args.prompts, prompts, strict=True):
         tokens = model.generate(
@@ -81,25 +97,32 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             ends=ends,
         )
+        # An answer is a text of its own.
+        pieces = _pieces(tokens, tokenizer, [] if args.chat else ids)
         if args.json:
-            text = "".join(_pieces(tokens, tokenizer))
+            text = "".join(pieces)
             sys.stdout.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
             sys.stdout.flush()
             continue
         sys.stdout.write("" if args.chat else prompt)
-        for piece in _pieces(tokens, tokenizer):
+        for piece in pieces:
             sys.stdout.write(escaped(piece))
             sys.stdout.flush()
         sys.stdout.write("\n")
     return 0
 
 
-def _pieces(tokens: Iterable[int], tokenizer: "Tokenizer") -> Iterator[str]:
-    """The text of token ids, piece by piece. A character of several tokens is yielded whole."""
+def _pieces(tokens: Iterable[int], tokenizer: "Tokenizer", before: Sequence[int]) -> Iterator[str]:
+    """The text of token ids, piece by piece. A character of several tokens is yielded whole.
+
+    Args:
+        before: the ids that the text continues. Decoders in SentencePiece's style drop the space at the
+            beginning of a text.
+    """
     import numpy as np
 
-    ids: list[int] = []
-    shown = 0
+    ids = list(before)
+    shown = len(tokenizer.decode(np.array(ids)))
     for token in tokens:
         ids.append(token)
         text = tokenizer.decode(np.array(ids))

@@ -107,7 +107,8 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode())
 
     def decode(self, ids: np.ndarray) -> str:
-        return ids.astype(np.uint8).tobytes().decode(errors="replace")
+        # A model's vocabulary may have more ids than there are bytes. They have no text.
+        return ids[ids < self.vocabulary].astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class BpeTokenizer(Tokenizer):

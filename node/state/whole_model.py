@@ -123,5 +123,6 @@ def pick(logits_v: Tensor, *, temperature: float, top_k: int, random: torch.Gene
         values, ids = logits_v.topk(top_k)
     else:
         values, ids = logits_v, torch.arange(len(logits_v))
-    shares = torch.softmax(values.double() / temperature, dim=0)
+    # The largest quotient is 0, because those of a tiny temperature would be infinite.
+    shares = torch.softmax((values.double() - values.max()) / temperature, dim=0)
     return int(ids[torch.multinomial(shares, 1, generator=random)])
