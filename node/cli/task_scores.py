@@ -67,11 +67,10 @@ def score(args: argparse.Namespace) -> int:
 def _prefix(folder: Path) -> str:
     """The argument of lm-eval's model that sets the token before a text without context: a line break if the
     tokenizer has neither a beginning- nor an end-of-text token, without which lm-eval fails."""
-    config, tables = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if not (config.is_file() and tables.is_file()):
-        return ""
-    known = json.loads(config.read_text())
-    if known.get("bos_token") or known.get("eos_token"):
+    from node.data.tokenizer import special_tokens
+
+    tables = folder / "tokenizer.json"
+    if not tables.is_file() or special_tokens(folder).keys() & {"bos_token", "eos_token"}:
         return ""
     from tokenizers import Tokenizer
 

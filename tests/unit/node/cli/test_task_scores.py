@@ -58,12 +58,20 @@ def in_history(directory: Path) -> list[TaskScores]:
     return [entry.event for entry in read_history(directory) if isinstance(entry.event, TaskScores)]
 
 
-@pytest.mark.parametrize(("ends", "asked"), [({}, {"prefix": 2.0}), ({"eos_token": "<end>"}, {})])
+@pytest.mark.parametrize(
+    ("file", "ends", "asked"),
+    [
+        ("tokenizer_config.json", {}, {"prefix": 2.0}),
+        ("tokenizer_config.json", {"eos_token": "<end>"}, {}),
+        ("special_tokens_map.json", {"bos_token": {"content": "<begin>"}}, {}),
+        ("other.json", {}, {"prefix": 2.0}),
+    ],
+)
 def test_a_tokenizer_without_an_end_of_text_begins_with_a_line_break(
-    ends: dict[str, str], asked: dict[str, float], run_dir: Path
+    file: str, ends: dict[str, Any], asked: dict[str, float], run_dir: Path
 ) -> None:
     folder = task_scores.exported(argparse.Namespace(step="200"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
+    (folder / file).write_text(json.dumps(ends))
     tables = Tokenizer(models.WordLevel({"a": 0, "b": 1, "\n": 2}, unk_token="a"))
     tables.save(str(folder / "tokenizer.json"))
     assert main(["eval", str(run_dir), "--tasks", "piqa"]) == 0
