@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -17,12 +16,15 @@ from node.cli.serve import (
     TRANSFORMERS,
     check_installed,
     exported,
+    free_port,
+    has_chat_template,
     server_command,
     server_environment,
 )
 from node.cli.snapshot_model import add_snapshot_arguments
-from wire.errors import RunError
+from wire.errors import DataError, RunError
 
+HOST = "127.0.0.1"
 START_SECONDS = 600.0
 """How long the server may take to start."""
 
@@ -42,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
             f"{args.run_dir} trains on plain text, without a chat template: use `thinwire sample`, or set "
             "data.chat_template or data.response_marker"
         )
+    if args.system:
+        check_system_message(folder, args.system)
     with serving(folder) as url:
         command = [sys.executable, "-m", "transformers.cli.transformers", "chat", folder.name, url]
         command += ["--save-folder", str(folder.parent / "chats")]
@@ -49,30 +53,36 @@ def run(args: argparse.Namespace) -> int:
         return subprocess.run(command, cwd=folder.parent, env=client_environment()).returncode
 
 
-def has_chat_template(folder: Path) -> bool:
-    """Whether an exported model's tokenizer has a chat template."""
-    from node.data.tokenizer import json_object
+def check_system_message(folder: Path, text: str) -> None:
+    """Raise UsageError if an exported model's chat template refuses or leaves out a system message."""
+    from node.data.chat import load_chat_encoder
 
-    template = folder / "chat_template.jinja"
-    return template.is_file() or "chat_template" in json_object(folder / "tokenizer_config.json")
+    encoder = load_chat_encoder(str(folder), "")
+    plain = encoder.question("a")
+    try:
+        written = encoder.question("a", system=text) != plain
+    except DataError as error:
+        raise UsageError(f"{error}; leave out --system") from None
+    if not written:
+        raise UsageError("the chat template leaves out system messages: leave out --system")
 
 
 def client_environment() -> dict[str, str]:
-    """The environment of the chat client, which must not be offline: huggingface_hub would then also refuse
-    the server on this machine."""
+    """The environment of the chat client. It must not be offline, because huggingface_hub would then also
+    refuse the server on this machine, nor reach that server through a proxy."""
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return {name: value for name, value in server_environment().items() if name not in offline}
+    environment = {name: value for name, value in server_environment().items() if name not in offline}
+    return environment | {"no_proxy": "*", "NO_PROXY": "*"}
 
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Run transformers' server for the model on a free local port until the chat ends. Yields its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
+    port = free_port(HOST)
     log = folder.parent / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
-            server_command(TRANSFORMERS, folder.name, "127.0.0.1", port),
+            server_command(TRANSFORMERS, folder.name, HOST, port),
             cwd=folder.parent,
             env=server_environment(),
             stdin=subprocess.DEVNULL,
@@ -80,7 +90,7 @@ def serving(folder: Path) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C stops an answer, not the server
         )
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{HOST}:{port}"
     try:
         _wait_until_ready(server, url, log)
         yield url
@@ -95,12 +105,13 @@ def serving(folder: Path) -> Iterator[str]:
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < deadline:
         try:
             server.wait(0.2)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError, urllib.error.URLError):
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                opener.open(f"{url}/health", timeout=5).close()
                 return
         else:
             raise RunError(f"the model's server ended before it answered; its output is in {log}")

@@ -5,14 +5,20 @@ The snapshot is exported into a cache and served by vLLM if it is installed, or 
 
 import argparse
 import importlib.util
+import logging
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from node.cli.parser import UsageError
 from node.cli.snapshot_model import add_snapshot_arguments, open_snapshot
+from wire.errors import UserError
+from wire.identity.names import join_address
+
+log = logging.getLogger(__name__)
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 NEEDED = {
@@ -43,14 +49,49 @@ def run(args: argparse.Namespace) -> int:
     host, port = parse_listen(args.listen)
     engine = args.engine or (VLLM if importlib.util.find_spec(VLLM) else TRANSFORMERS)
     check_installed(engine)
+    port = free_port(host, port)
     folder = exported(args)
-    sys.stdout.write(
-        f"{folder.name} at http://{host}:{port}/v1, model {folder.name!r}; press Ctrl-C to stop\n"
-    )
+    if not has_chat_template(folder):
+        log.warning("the model has no chat template: it serves /v1/completions, but no chats")
+    url = f"http://{join_address(host, port)}/v1"
+    sys.stdout.write(f"{folder.name} at {url}, model {folder.name!r}; press Ctrl-C to stop\n")
     sys.stdout.flush()
     os.chdir(folder.parent)
     command = server_command(engine, folder.name, host, port)
-    os.execve(command[0], command, server_environment())
+    listed = {"HF_HUB_CACHE": str(listed_model(folder))} if engine == TRANSFORMERS else {}
+    os.execve(command[0], command, server_environment() | listed)
+
+
+def free_port(host: str, port: int = 0) -> int:
+    """The port of this address, or a free one for 0. Raises UserError if nothing can listen there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        where = join_address(host, port)
+        raise UserError(f"cannot listen at {where} ({error.strerror}): name another address") from None
+
+
+def listed_model(folder: Path) -> Path:
+    """A cache of the hub with the model alone, because `/v1/models` of transformers lists the cache."""
+    cache = folder.parent / "hub"
+    model = cache / f"models--{folder.name}"
+    (model / "refs").mkdir(parents=True, exist_ok=True)
+    (model / "refs" / "main").write_text("main")
+    (model / "snapshots" / "main").mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / "config.json", model / "snapshots" / "main" / "config.json")
+    return cache
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether an exported model's tokenizer has a chat template."""
+    from node.data.tokenizer import json_object
+
+    template = folder / "chat_template.jinja"
+    return template.is_file() or "chat_template" in json_object(folder / "tokenizer_config.json")
 
 
 def check_installed(engine: str) -> None:

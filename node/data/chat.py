@@ -21,6 +21,7 @@ from node.config.schema import DataSection
 from node.data.conversations import (
     ASSISTANT,
     REASONING,
+    SYSTEM,
     USER,
     Conversation,
     Dropped,
@@ -206,8 +207,9 @@ class ChatEncoder:
         ids = self._encoded(self._template.turn_end.lstrip()).ids
         return frozenset(ids[:1]) & self._bpe.get_added_tokens_decoder().keys()
 
-    def question(self, text: str) -> list[int]:
-        """The ids of a conversation whose only message is the user's `text`, up to the answer.
+    def question(self, text: str, system: str = "") -> list[int]:
+        """The ids of a conversation up to the answer to the user's `text`, its first message except for that
+        of the `system`.
 
         Raises:
             DataError: the template cannot render the prompt.
@@ -215,7 +217,8 @@ class ChatEncoder:
         if self._marker is not None:
             text = self._marker.question(text)
         try:
-            rendered = self._template.prompt([{"role": "user", "content": text}])
+            before = [{"role": SYSTEM, "content": system}] if system else []
+            rendered = self._template.prompt([*before, {"role": USER, "content": text}])
         except Dropped as error:
             raise DataError(f"the chat template cannot render the prompt: {error}") from error
         return list(self._encoded(rendered).ids)

@@ -115,12 +115,13 @@ def test_a_model_answers_as_it_was_taught(
         # The chat's answers came from this server: here it is enough to see that it is started.
         started: list[tuple[Path, list[str], dict[str, str]]] = []
         monkeypatch.setattr(os, "execve", lambda _, *given: started.append((Path.cwd(), *given)))
-        main([*quoted("serve", str(run.run_dir)), "--listen", "127.0.0.1:8001"])
+        main([*quoted("serve", str(run.run_dir)), "--listen", "127.0.0.1:0"])
         ((folder, command, environment),) = started
         model, _, url = capsys.readouterr().out.split(",")[0].split()
-        assert (folder / model / "config.json").is_file() and url == "http://127.0.0.1:8001/v1"
-        assert command == server_command(TRANSFORMERS, model, "127.0.0.1", 8001)
-        assert environment == server_environment()
+        port = int(command[-1])
+        assert (folder / model / "config.json").is_file() and url == f"http://127.0.0.1:{port}/v1"
+        assert command == server_command(TRANSFORMERS, model, "127.0.0.1", port)
+        assert environment == server_environment() | {"HF_HUB_CACHE": str(folder / "hub")}
 
 
 @pytest.mark.timeout(300)
