@@ -3,7 +3,7 @@
     OUT/config.json  generation_config.json  README.md  tokenizer files
         model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
 
-It reads only the run directory, so it works while the run is on. The folder is written under a temporary name
+It reads only the run directory, so it works while the run is on. The files are written to a temporary folder
 and then renamed.
 """
 
@@ -71,6 +71,8 @@ SETTINGS = "tokenizer_config.json"
 PATH_KEYS = frozenset(("name_or_path", "tokenizer_file", "special_tokens_map_file"))
 """Keys of `SETTINGS` with paths that transformers writes but does not read."""
 GENERATION = "generation_config.json"
+PARTIAL = ".partial"
+"""The name, or the end of the name, of a folder that is being written."""
 SNAPSHOT_TRIES = 5
 """How many snapshots to try, because a run may remove one while it is read."""
 
@@ -119,7 +121,7 @@ def export(
             model.
         RunError: the snapshot is damaged, or was pruned meanwhile.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(path.name != PARTIAL for path in out.iterdir())):
         raise UserError(f"{out} is in use: name a new folder")
     tries_left = SNAPSHOT_TRIES
     while True:
@@ -162,7 +164,9 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
     dtype = dtype or _dtype_of(original)
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-    partial = out.with_name(f".{out.name}.partial")
+    is_there = out.is_dir()
+    # A folder that is there may be a link, a mount or the working directory, which cannot be replaced.
+    partial = out / PARTIAL if is_there else out.with_name(f".{out.name}{PARTIAL}")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -196,9 +200,11 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         library = "peft" if adapters and merge is None else "transformers"
         card = model_card(run_directory, manifest, config, dtype, library)
         (partial / "README.md").write_text(card, encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        partial.replace(out)
+        if is_there:
+            for file in partial.iterdir():
+                file.replace(out / file.name)
+        else:
+            partial.replace(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; name another folder") from error
     finally:

@@ -536,6 +536,25 @@ def test_bad_requests_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "third").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_an_empty_folder_is_filled_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that an earlier export began to write."""
+    snapshot(tmp_path / "run", replace(RunConfig(), model=SHAPE))
+    names = set()
+    for out in (tmp_path / "new", tmp_path / "link", Path()):
+        folder = tmp_path / f"of-{out.name}"
+        if out.name != "new":
+            (folder / ".partial").mkdir(parents=True)
+        if out.name == "link":
+            out.symlink_to(folder)
+        if not out.name:
+            monkeypatch.chdir(folder)
+        export(tmp_path / "run", out)
+        names.add(tuple(sorted(path.name for path in out.iterdir())))
+    assert len(names) == 1 and "model.safetensors" in names.pop()
+    with pytest.raises(UserError, match="is in use"):
+        export(tmp_path / "run", Path())
+
+
 def test_a_step_that_ran_again_is_served_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from node.cli.serve import exported
 
