@@ -91,4 +91,6 @@ class Gpt2(Family):
             "layer_norm_epsilon": model.norm_eps,
             "activation_function": "gelu_new",
         }
-        return {"bos_token_id": None, "eos_token_id": None, **(rest or {}), **common, **sizes}
+        # A synonym would count more than the key itself.
+        kept = {key: value for key, value in (rest or {}).items() if key not in _OTHER_NAMES.values()}
+        return {"bos_token_id": None, "eos_token_id": None, **kept, **common, **sizes}
