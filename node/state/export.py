@@ -395,8 +395,18 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         if data is not None:
             (out / file).parent.mkdir(exist_ok=True)
             (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
+    if (pieces := _sentencepiece(path, start)) is not None:
+        (out / SENTENCEPIECE).write_bytes(pieces)
     if not (out / TOKENIZER).exists():
         log.warning("the tokenizer %s is not on this machine: the exported folder has no tokenizer", name)
+
+
+def _sentencepiece(path: Path, start: str) -> bytes | None:
+    """The model of SentencePiece that belongs to the run's `tokenizer.json`, for llama.cpp's converter."""
+    if not path.exists():
+        return original_file(start, SENTENCEPIECE)
+    own = path / TOKENIZER if path.is_dir() else path
+    return small_file(own.with_name(SENTENCEPIECE)) if own.name == TOKENIZER else None
 
 
 def _remove_other_templates(out: Path) -> None:

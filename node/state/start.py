@@ -35,8 +35,8 @@ OTHER_FILES = (
 """Small files that an export copies."""
 ADAPTER_CONFIG = "adapter_config.json"
 MOST_CONFIG_BYTES = 4 << 20
-OTHER_TABLES = ("vocab.json", "merges.txt", SENTENCEPIECE)
-"""The files of a tokenizer that has no `TOKENIZER`."""
+OTHER_TABLES = ("vocab.json", "merges.txt")
+"""The files of a tokenizer that has neither `TOKENIZER` nor `SENTENCEPIECE`."""
 PADDING = 1024
 """A model's vocabulary and its tokenizer's differ by fewer tokens than this."""
 
@@ -67,7 +67,8 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
         name = str(repository)
         path = download(repository, CONFIG)
         tables = download(repository, TOKENIZER, required=False)
-        for other in (ADAPTER_CONFIG, *OTHER_FILES, *(OTHER_TABLES if tables is None else ())):
+        others = (ADAPTER_CONFIG, SENTENCEPIECE, *OTHER_FILES)
+        for other in (*others, *(OTHER_TABLES if tables is None else ())):
             download(repository, other, required=False)
         assert path is not None, "a required file"
     else:

@@ -113,6 +113,23 @@ def test_import_then_export_gives_the_same_bytes(family: str, dtype: torch.dtype
         assert sampled(tmp_path / "run", config, tokens[0].tolist()) == continued(loaded, tokens)
 
 
+def test_a_gpt2_with_synonyms_of_keys_is_exported_with_fewer_positions(tmp_path: Path) -> None:
+    import transformers
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    make("gpt2").save_pretrained(source)
+    described = json.loads((source / "config.json").read_text())
+    described |= {"max_position_embeddings": described["n_positions"], "hidden_size": described["n_embd"]}
+    (source / "config.json").write_text(json.dumps(described))
+    config = replace(RunConfig(), model=section(source, 64))
+    snapshot(tmp_path / "run", config)
+    export(tmp_path / "run", out)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.config.n_positions == 64
+    tokens = torch.arange(20)[None]
+    assert sampled(tmp_path / "run", config, tokens[0].tolist()) == continued(loaded, tokens)
+
+
 def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     path = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
@@ -576,6 +593,25 @@ def test_a_step_that_ran_again_is_served_anew(tmp_path: Path, monkeypatch: pytes
         shutil.rmtree(run / "snapshots")
     assert folders[0] != folders[1]
     assert not folders[0].exists() and (folders[1] / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "pieces"),
+    [("t", b"of t"), ("t/tokenizer.json", b"of t"), ("t/other.json", None), ("gone", b"of the base")],
+)
+def test_a_sentencepiece_model_is_exported_with_its_tokenizer(
+    tokenizer: str, pieces: bytes | None, tmp_path: Path
+) -> None:
+    make("llama3").save_pretrained(tmp_path / "base")
+    (write_tokenizer(tmp_path / "base", TEMPLATE) / "tokenizer.model").write_bytes(b"of the base")
+    own = write_tokenizer(tmp_path / "t", TEMPLATE)
+    shutil.copyfile(own / "tokenizer.json", own / "other.json")
+    (own / "tokenizer.model").write_bytes(b"of t")
+    data = DataSection(tokenizer=str(tmp_path / tokenizer))
+    snapshot(tmp_path / "run", replace(RunConfig(), model=section(tmp_path / "base", 64), data=data))
+    export(tmp_path / "run", tmp_path / "out")
+    written = tmp_path / "out" / "tokenizer.model"
+    assert (written.read_bytes() if written.exists() else None) == pieces
 
 
 def test_an_export_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
