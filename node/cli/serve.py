@@ -118,6 +118,7 @@ def exported(args: argparse.Namespace) -> Path:
     from node.state.export import export
     from node.state.manifest import MANIFEST_NAME
     from node.state.merging import merged_parameters
+    from node.state.start import TOKENIZER
     from wire.identity.files import cache_folder
 
     directory = existing_run_directory(args.run_dir).resolve()
@@ -129,6 +130,9 @@ def exported(args: argparse.Namespace) -> Path:
         shutil.rmtree(parent, ignore_errors=True)
         folder.parent.mkdir(parents=True)
         export(directory, folder, step=step, merge=merged_parameters if config.lora.rank else None)
+    if not (folder / TOKENIZER).is_file():
+        shutil.rmtree(parent, ignore_errors=True)  # it may be there next time
+        raise UserError(f"the tokenizer {config.data.tokenizer} is not on this machine: copy it there")
     return folder
 
 

@@ -614,6 +614,24 @@ def test_a_sentencepiece_model_is_exported_with_its_tokenizer(
     assert (written.read_bytes() if written.exists() else None) == pieces
 
 
+def test_a_model_without_its_tokenizer_is_not_served_until_it_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from node.cli import serve
+
+    config = RunConfig(model=replace(SHAPE, vocab=400), data=DataSection(tokenizer=str(tmp_path / "t")))
+    snapshot(tmp_path / "run", config)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("node.cli.run_directory.existing_run_directory", lambda directory: directory)
+    kept = snapshot_directory(tmp_path / "run" / "snapshots", 4)
+    monkeypatch.setattr(serve, "open_snapshot", lambda args: (config, 4, kept))
+    arguments = argparse.Namespace(run_dir=tmp_path / "run", step="4")
+    with pytest.raises(UserError, match="copy it there"):
+        serve.exported(arguments)
+    write_tokenizer(tmp_path / "t", TEMPLATE)
+    assert (serve.exported(arguments) / "tokenizer.json").is_file()
+
+
 def test_an_export_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = RunConfig(model=SHAPE, data=DataSection(tokenizer=str(tmp_path / "gone")))
     snapshot(tmp_path / "run", config)
