@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -125,7 +126,8 @@ def exported(args: argparse.Namespace) -> Path:
     config, step, snapshot = open_snapshot(args)
     parent = cache_folder() / "exports" / sha256(os.fsencode(directory)).hexdigest()[:16]
     version = sha256((snapshot / MANIFEST_NAME).read_bytes()).hexdigest()[:16]
-    folder = parent / version / f"{config.run.name}-{step}"
+    # The hub's cache writes the slash of a model's name as two hyphens.
+    folder = parent / version / re.sub("-+", "-", f"{config.run.name}-{step}")
     if not folder.is_dir():
         shutil.rmtree(parent, ignore_errors=True)
         folder.parent.mkdir(parents=True)

@@ -619,7 +619,8 @@ def test_a_model_without_its_tokenizer_is_not_served_until_it_has_it(
 ) -> None:
     from node.cli import serve
 
-    config = RunConfig(model=replace(SHAPE, vocab=400), data=DataSection(tokenizer=str(tmp_path / "t")))
+    run, model = RunSection(name="a--b-"), replace(SHAPE, vocab=400)
+    config = RunConfig(run=run, model=model, data=DataSection(tokenizer=str(tmp_path / "t")))
     snapshot(tmp_path / "run", config)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("node.cli.run_directory.existing_run_directory", lambda directory: directory)
@@ -629,7 +630,8 @@ def test_a_model_without_its_tokenizer_is_not_served_until_it_has_it(
     with pytest.raises(UserError, match="copy it there"):
         serve.exported(arguments)
     write_tokenizer(tmp_path / "t", TEMPLATE)
-    assert (serve.exported(arguments) / "tokenizer.json").is_file()
+    folder = serve.exported(arguments)
+    assert folder.name == "a-b-4" and (folder / "tokenizer.json").is_file()
 
 
 def test_an_export_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
