@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from node.cli.parser import UsageError
 from node.cli.serve import (
@@ -78,6 +79,8 @@ def client_environment() -> dict[str, str]:
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Run transformers' server for the model on a free local port until the chat ends. Yields its URL."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)  # the server has a session of its own, and would stay
     port = free_port(HOST)
     log = folder.parent / "server.log"
     with log.open("wb") as output:
@@ -101,6 +104,10 @@ def serving(folder: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -100,3 +101,27 @@ def test_the_chat_reaches_its_server_without_the_proxy(
             waits.communicate(b"\n")
     assert asked == ["/health"]
     assert chat.client_environment()["no_proxy"] == "*"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_chat_that_is_ended_takes_its_server_along(
+    number: signal.Signals, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[subprocess.Popen[bytes]] = []
+
+    def ended(server: "subprocess.Popen[bytes]", *args: Any) -> None:
+        servers.append(server)
+        os.kill(os.getpid(), number)
+
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(chat, "server_command", lambda *args: command)
+    monkeypatch.setattr(chat, "_wait_until_ready", ended)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(SystemExit), chat.serving(folder):
+            pytest.fail("it goes on")
+    finally:
+        for changed, handler in before.items():
+            signal.signal(changed, handler)
+    assert [server.returncode for server in servers] == [-signal.SIGTERM]
