@@ -4,8 +4,8 @@ these.
 A source is a file or folder. Its listing has the names of its files, their sizes and a digest of their ends.
 Only the listing determines how the files are cut into shards of about `SHARD_BYTES`: byte ranges of plain
 files, row groups of parquet, record batches of Arrow files (which the `datasets` package saves), whole
-compressed files, and several small files together. So a run's order follows from the seed and the listing,
-before anything is tokenized.
+compressed files, and several small files or row groups together, because what is left at a shard's end is in
+no sample. So a run's order follows from the seed and the listing, before anything is tokenized.
 """
 
 import csv
@@ -74,6 +74,8 @@ SHARD_BYTES = 4 << 20
 """The approximate text size of a shard. The first shard is tokenized within seconds."""
 TOKEN_BYTES = 8 << 20
 """The size of a shard of token ids, in bytes."""
+SMALL_BYTES = 256 << 10
+"""Compressed files, tables, token files and row groups below this size are joined to shards."""
 TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
 CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, SETTINGS, "tools", "functions", "documents"))
@@ -187,8 +189,9 @@ def list_source(name: str) -> Source:
         total += size
         relative = str(path.relative_to(base)) if base else path.name
         digest.update(sha256(repr((relative, size)).encode() + ends).digest())
-        for extent in _extents(path, size):
-            small = extent.start == 0 and extent.stop == size < SHARD_BYTES and _is_plain(path)
+        cuts = list(_extents(path, size))
+        small = len(cuts) == 1 and size < (SHARD_BYTES if _is_plain(path) else SMALL_BYTES)
+        for extent in cuts:
             if small and room >= size:
                 extents[-1].append(extent)
             else:
@@ -514,9 +517,9 @@ def _extents(path: Path, size: int) -> Iterator[Extent]:
     if size == 0:
         return
     if suffix == PARQUET:
-        yield from (Extent(path, group, group + 1) for group in range(_row_groups(path)))
+        yield from _joined(path, _row_groups(path), SMALL_BYTES)
     elif suffix == ARROW:
-        yield from _arrow_extents(path)
+        yield from _joined(path, (batch.nbytes for batch in _arrow_batches(path)), SHARD_BYTES)
     elif suffix in TOKEN_SUFFIXES:
         yield from (
             Extent(path, start, min(size, start + TOKEN_BYTES)) for start in range(0, size, TOKEN_BYTES)
@@ -527,6 +530,18 @@ def _extents(path: Path, size: int) -> Iterator[Extent]:
         )
     else:
         yield Extent(path, 0, size)
+
+
+def _joined(path: Path, sizes: Iterable[int], least: int) -> Iterator[Extent]:
+    """Extents of consecutive row groups or record batches, each of at least `least` bytes except the last."""
+    start = size = number = 0
+    for number, added in enumerate(sizes, start=1):
+        size += added
+        if size >= least:
+            yield Extent(path, start, number)
+            start, size = number, 0
+    if number > start:
+        yield Extent(path, start, number)
 
 
 def _head(path: Path) -> bytes:
@@ -773,9 +788,10 @@ def _table(path: Path, kind: str) -> Iterator[Any]:
         raise DataError(f"{path} is not {kind}, or damaged ({' '.join(str(error).split())})") from error
 
 
-def _row_groups(path: Path) -> int:
+def _row_groups(path: Path) -> list[int]:
+    """The bytes of each row group before compression."""
     with _table(path, "parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
-        return int(file.num_row_groups)
+        return [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
 
 
 def _parquet_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:
@@ -785,14 +801,13 @@ def _parquet_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Docu
         pyarrow.parquet.ParquetFile(extent.path, pre_buffer=False, buffer_size=_HEAD_BYTES) as file,
     ):
         columns = _columns(extent.path, file.schema_arrow, data)
-        groups = list(range(extent.start, min(extent.stop, file.num_row_groups)))
-        read = file.iter_batches(
-            batch_size=_TABLE_ROWS, row_groups=groups, columns=columns, use_threads=False
-        )
-        first = 1
-        for batch in read:
-            yield from _table_rows(batch, f"{extent.path} row group {extent.start}", first, data)
-            first += batch.num_rows
+        for group in range(extent.start, min(extent.stop, file.num_row_groups)):
+            first = 1
+            for batch in file.iter_batches(
+                batch_size=_TABLE_ROWS, row_groups=[group], columns=columns, use_threads=False
+            ):
+                yield from _table_rows(batch, f"{extent.path} row group {group}", first, data)
+                first += batch.num_rows
 
 
 def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
@@ -898,17 +913,6 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
         for batch in batches:
             batch.validate()  # offsets beyond the data would end the process
             yield batch
-
-
-def _arrow_extents(path: Path) -> Iterator[Extent]:
-    start = size = number = 0
-    for number, batch in enumerate(_arrow_batches(path), start=1):
-        size += batch.nbytes
-        if size >= SHARD_BYTES:
-            yield Extent(path, start, number)
-            start, size = number, 0
-    if number > start:
-        yield Extent(path, start, number)
 
 
 def _arrow_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:

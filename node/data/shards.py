@@ -33,6 +33,7 @@ from node.data.data import Corpus, check_tokens, check_vocabulary, document_star
 from node.data.documents import (
     LARGE_BYTES,
     Batch,
+    Extent,
     Shard,
     Source,
     batches,
@@ -52,7 +53,7 @@ from wire.errors import ConfigError, DataError
 
 COUNTS, BEGINS = 1, 2
 """The bits of a mask: the token counts as a label; the token begins a document."""
-FORMAT = "5"
+FORMAT = "6"
 """Increase this when files are read, cut or rendered in another way."""
 _LLM_C = (20240520, 20240801)
 """The first numbers of token files of llm.c, for GPT-2 and for Llama 3."""
@@ -163,7 +164,7 @@ class TokenizedSource:
             mapped = self._open.get(key)
             if mapped is None:
                 tokens = self.source.is_tokens
-                mapped = self._token_array(self.source.shards[shard]) if tokens else self._map(shard, part)
+                mapped = self._token_arrays(self.source.shards[shard]) if tokens else self._map(shard, part)
                 self._open[key] = mapped
             self._open.move_to_end(key)
             while len(self._open) > OPEN_PARTS:
@@ -294,8 +295,13 @@ class TokenizedSource:
             else:
                 yield end, None, document
 
-    def _token_array(self, shard: Shard) -> Part:
-        (extent,) = shard.extents
+    def _token_arrays(self, shard: Shard) -> Part:
+        arrays = [self._token_array(extent) for extent in shard.extents]
+        return Part(
+            arrays[0] if len(arrays) == 1 else np.concatenate([ids.astype(np.uint32) for ids in arrays]), None
+        )
+
+    def _token_array(self, extent: Extent) -> np.ndarray:
         try:
             if suffix_of(extent.path) == ".npy":
                 whole = np.load(extent.path, mmap_mode="r", allow_pickle=False)
@@ -325,12 +331,12 @@ class TokenizedSource:
         first, last = (min(len(whole), at // whole.dtype.itemsize) for at in (extent.start, extent.stop))
         tokens = whole[first:last]
         if len(tokens) == 0:
-            return Part(np.zeros(0, np.uint32), None)
+            return np.zeros(0, np.uint32)
         if tokens.min() < 0:
             raise DataError(f"{extent.path} holds the token {tokens.min()}: ids are not negative")
         if suffix_of(extent.path) != ".bin":
             self._check(tokens, str(extent.path))
-            return Part(tokens, None)
+            return tokens
         bits = 8 * whole.dtype.itemsize
         self._check(tokens, f"{extent.path}, read as ids of {bits} bits,")
         if not whole[1 : 1 << 16 : 2].any():
@@ -338,7 +344,7 @@ class TokenizedSource:
                 f"{extent.path} has a zero for every second id, as ids of {2 * bits} bits have: write them "
                 f"in {bits}"
             )
-        return Part(tokens, None)
+        return tokens
 
     def _check(self, ids: np.ndarray, place: str) -> None:
         check_tokens(ids, self._vocab, None if self.source.is_tokens else self._tokenizer, place)

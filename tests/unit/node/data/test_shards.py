@@ -40,6 +40,7 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(documents, "SHARD_BYTES", 4000)
     monkeypatch.setattr(documents, "TOKEN_BYTES", 2000)
+    monkeypatch.setattr(documents, "SMALL_BYTES", 2000)
     monkeypatch.setattr(shards, "PART_TOKENS", 1500)
     monkeypatch.setattr(documents, "BATCH_DOCUMENTS", 4)
     monkeypatch.setattr(shards, "GROUP_PARTS", 2)
@@ -306,6 +307,31 @@ def test_small_files_share_a_shard(tmp_path: Path) -> None:
     source = list_source(str(tmp_path))
     assert 1 < len(source.shards) < 10
     assert sum(len(shard.extents) for shard in source.shards) == 90
+
+
+@pytest.mark.parametrize("suffix", ["txt.gz", "parquet", "arrow", "npy", "bin"])
+def test_small_files_lose_no_tokens_at_their_ends(tmp_path: Path, suffix: str) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for number in range(60):
+        write(folder / f"{number}.{suffix}", ["short"])
+    (stream,) = sharded(config_of(path=str(folder))).streams
+    joined = sum(len(window) - 1 for window, _ in stream.in_order(1000))
+    assert joined >= 60 * len("short") - SEQUENCE * len(stream.tokenized.source.shards)
+    assert len(stream.tokenized.source.shards) <= 15
+
+
+def test_small_row_groups_share_a_shard(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=1)
+    (stream,) = sharded(config_of(path=str(path))).streams
+    source = stream.tokenized.source
+    (first, *_) = source.shards
+    rows = [place for place, _ in documents.read_rows(first, DataSection(), skips=False)]
+    assert 1 < len(rows) < 30 and 10 < len(source.shards) < 100
+    assert rows[1] == f"{path} row group 1 row 1"
+    joined = sum(len(window) - 1 for window, _ in stream.in_order(10_000))
+    assert joined > len("".join(TEXTS)) - SEQUENCE * len(source.shards)
 
 
 def parquet(columns: dict[str, list[str]]) -> bytes:
