@@ -251,9 +251,10 @@ def read_text(data: DataSection, dropped: Counter[str] | None = None) -> bytes:
     else:
         dropped = Counter() if dropped is None else dropped
         path = expanded(data.path, "data.path")
-        if (whole := is_folder(path)) and not (files := _text_files(path)):
+        left_out: Counter[str] = Counter()
+        if (whole := is_folder(path)) and not (files := _text_files(path, left_out)):
             raise DataError(
-                f"no text files in folder {path}; expected names that end in "
+                f"no text files in folder {path}{_skipped(left_out)}; expected names that end in "
                 f"{', '.join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))}, with or without "
                 f"{', '.join(sorted(COMPRESSED))}"
             )
@@ -435,8 +436,7 @@ def _is_text(path: Path) -> bool:
     return suffix in TEXT_SUFFIXES or (suffix in JSON_SUFFIXES and (suffix != ".json" or _has_rows(path)))
 
 
-def _text_files(folder: Path) -> list[Path]:
-    left_out: Counter[str] = Counter()
+def _text_files(folder: Path, left_out: Counter[str]) -> list[Path]:
     every = list(files_below(folder, left_out=left_out))
     chosen = _without_cards([path for path in every if _is_text(path)])
     if chosen:
@@ -459,11 +459,18 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
     if tokens and not chosen:
         chosen = tokens
     if not chosen:
-        seen = f" (skipped: {listed(left_out)})" if left_out else ""
-        raise DataError(f"no data in folder {path}{seen}; expected text, JSONL, parquet, Arrow, .npy or .bin")
+        raise DataError(
+            f"no data in folder {path}{_skipped(left_out)}; expected text, JSONL, parquet, Arrow, .npy "
+            "or .bin"
+        )
     check_parts(path, every, chosen)
     report_skipped(path, every, chosen, left_out)
     return chosen, path
+
+
+def _skipped(left_out: Counter[str]) -> str:
+    """What `files_below` left out of a folder, for messages."""
+    return f" (skipped: {listed(left_out)})" if left_out else ""
 
 
 def _caches(every: list[Path]) -> set[Path]:

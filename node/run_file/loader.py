@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import tomllib
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -61,7 +62,11 @@ MOST_WRONG = 1000
 INTEGER_BITS = 64
 """The bits of TOML's whole numbers. Python's have any length."""
 
-LENGTHS = {("run", "steps"): "tokens", ("training", "decay_steps"): "decay_tokens"}
+LENGTHS = {
+    ("run", "steps"): "tokens",
+    ("training", "warmup_steps"): "warmup_tokens",
+    ("training", "decay_steps"): "decay_tokens",
+}
 """Lengths in steps, and the keys that give the same lengths in tokens."""
 
 Values = dict[str, dict[str, Any]]
@@ -304,11 +309,25 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a {kind} is TOML") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        odd = _odd_character(text.decode("utf-8-sig"), str(error))
+        raise ConfigError(f"{path} is not valid TOML: {error}{odd}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: a number in it has thousands of digits") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid TOML: hundreds of brackets in it are not closed") from error
+
+
+def _odd_character(text: str, error: str) -> str:
+    """The character at which an error of `tomllib` is, if it only looks like one of TOML: a curly quote, a
+    wide space or another alphabet's letter; else empty."""
+    place = re.search(r"line (\d+), column (\d+)", error)
+    if not place:
+        return ""
+    line = text.split("\n")[int(place[1]) - 1]
+    character = line[int(place[2]) - 1 : int(place[2])]
+    if character.isascii():
+        return ""
+    return f"; there is {unicodedata.name(character, 'a character')} (U+{ord(character):04X}): type it again"
 
 
 def _absolute(section: str, key: str, value: Any) -> Any:
@@ -327,6 +346,8 @@ def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConf
     for override in overrides:
         section, key, value = parse_override(override)
         values.setdefault(section, {})[key] = value
+        if (section, key) in LENGTHS:
+            values[section][LENGTHS[section, key]] = 0  # the length that was given last counts
     config = _with_short_warmup(_build(_with_checkpoint(values)))
     validate(config, where=where)
     if config.training.optimizer == "muon" and config.lora.rank > 0:
@@ -443,7 +464,7 @@ OTHER_NAMES = {
     "run.steps": ("max_steps", "num_steps", "num_train_steps", "train_steps", "iterations", "max_iters"),
     "run.snapshot_every": ("save_steps", "save_every", "checkpoint_every"),
     "training.lr": ("learning_rate", "max_lr"),
-    "training.global_batch": ("batch_size", "batch", "train_batch_size"),
+    "training.global_batch": ("batch_size", "batch", "train_batch_size", "gradient_accumulation_steps"),
     "training.microbatch": ("micro_batch_size", "per_device_train_batch_size"),
     "training.clip": ("max_grad_norm", "grad_clip", "gradient_clipping"),
     "training.schedule": ("lr_scheduler", "lr_scheduler_type", "lr_schedule", "scheduler"),

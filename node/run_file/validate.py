@@ -226,7 +226,7 @@ def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
     yield from name_problem("data.order", data.order, ORDERS)
     if data.weights and len(data.weights) != len(data.sources):
         yield f"data.weights has {len(data.weights)} numbers for {len(data.sources)} data.sources"
-    if any(not 0 < weight < math.inf for weight in data.weights):
+    if any(not 0 < weight < math.inf for weight in data.weights) or sum(data.weights) == math.inf:
         yield f"data.weights must be finite numbers above 0, got {list(data.weights)}"
     if data.sources and data.path != DataSection.path:
         yield "data.sources takes the place of data.path: name that one among the sources, or leave it out"

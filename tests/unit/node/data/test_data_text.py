@@ -96,6 +96,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     refused(folder, "no text files in folder")
+    (folder / "link.txt").symlink_to(tmp_path / "empty.txt")
+    refused(folder, r"no text files in folder .* \(skipped: 1 x link out of the folder\)")
     (folder / "bad.txt").write_bytes(b"\xff")
     refused(folder, "no text in .*folder")
 

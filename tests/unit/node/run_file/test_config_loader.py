@@ -103,6 +103,9 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ("[run]\nname = 1979-05-27", ["run.name must be a string", "(date)"]),
         ("[run\nsteps = 3", ["not valid TOML", "line 1"]),
         ("[run]\nsteps = 3\nsteps = 4", ["not valid TOML"]),
+        ("[run]\nname = \u201cx\u201d", ["not valid TOML", "LEFT DOUBLE QUOTATION MARK (U+201C)"]),
+        ("[run]\nst\u0435ps = 3", ["not valid TOML", "CYRILLIC SMALL LETTER IE (U+0435)"]),
+        ("[run]\nsteps\u00a0= 3", ["not valid TOML", "NO-BREAK SPACE (U+00A0)"]),
         (f"[run]\nsteps = {'9' * 5000}", ["not valid TOML: a number in it has thousands of digits"]),
         (f"[run]\nsteps = 0x{'f' * 5000}", ["run.steps must be a whole number of at most 64 bits"]),
         (f"[training]\nlr = {'9' * 400}", ["training.lr must be a number of at most 64 bits"]),
@@ -306,6 +309,16 @@ def test_lengths_in_tokens_become_steps() -> None:
     config = default_config([*overrides, "training.warmup_tokens=10240", "training.decay_tokens=1025"])
     assert config.tokens_per_step == 1024
     assert (config.run.steps, config.training.warmup_steps, config.training.decay_steps) == (977, 10, 2)
+    assert from_json(to_json(config)) == config
+
+
+def test_a_length_in_steps_after_the_command_counts_before_one_in_tokens_in_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "[run]\ntokens = 9_000_000\n[training]\nwarmup_tokens = 90_000\ndecay_tokens = 90_000"
+    )
+    config = load_config(path, ["run.steps=50", "training.warmup_steps=4", "training.decay_steps=6"])
+    assert (config.run.steps, config.training.warmup_steps, config.training.decay_steps) == (50, 4, 6)
+    assert load_config(path, ["run.steps=50", "run.tokens=409_600"]).run.steps == 100
     assert from_json(to_json(config)) == config
 
 

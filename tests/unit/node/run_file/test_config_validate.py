@@ -292,6 +292,7 @@ def test_addresses_that_are_none(address: str) -> None:
         (["telemetry.loggers=wanbd"], "telemetry.loggers 'wanbd' is unknown; did you mean 'wandb'?"),
         (["data.sources=a,b", "data.weights=1"], "data.weights has 1 numbers for 2 data.sources"),
         (["data.sources=a", "data.weights=0"], "data.weights must be finite numbers above 0"),
+        (["data.sources=a,b", "data.weights=1e308,1e308"], "data.weights must be finite numbers above 0"),
         (["data.sources=a", "data.path=b"], "data.sources takes the place of data.path"),
         (["model.rope_factor=4"], "model.rope_factor (4.0) needs model.rope_scaling"),
         (["model.no_window=1"], "model.no_window names blocks without the window"),
