@@ -56,6 +56,10 @@ MOST_VALID_SAMPLES = 65_536
 MOST_PROMPTS = 16
 MOST_PROMPT = 1000
 """The most characters of a prompt. Prompts are part of the page, which every reader loads."""
+LEAST_COMPUTED = 1e-37
+"""The least number above 0 that enters computations. Below it float32 loses digits, and then the number."""
+MOST_COMPUTED = 1e18
+"""The largest number that enters computations. Messages to nodes hold no larger one."""
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
 MAX_MICROBATCHES = 16_384
@@ -177,7 +181,7 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
     }
     wrong = list(_at_least(1, sizes))
     yield from wrong
-    yield from positive({"model.norm_eps": model.norm_eps, "model.init_std": model.init_std})
+    yield from _computed({"model.norm_eps": model.norm_eps, "model.init_std": model.init_std})
     if wrong:
         return
     family = FAMILIES.get(model.family)
@@ -289,7 +293,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
             f"training.global_batch ({training.global_batch}) comes to more than {MAX_MICROBATCHES} "
             f"microbatches of training.microbatch ({training.microbatch}) a step: lower it, or raise that"
         )
-    yield from positive({"training.lr": training.lr, "training.eps": training.eps})
+    yield from _computed({"training.lr": training.lr, "training.eps": training.eps})
     if not 0 <= training.min_lr_ratio <= 1:
         yield f"training.min_lr_ratio must be from 0 to 1, got {training.min_lr_ratio}"
     yield from name_problem("training.schedule", training.schedule, SCHEDULES)
@@ -310,6 +314,8 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     for key in ("weight_decay", "clip"):
         if not 0 <= getattr(training, key) < math.inf:
             yield f"training.{key} must be a finite number of at least 0, got {getattr(training, key)}"
+        elif getattr(training, key) > 0:
+            yield from _computed({f"training.{key}": getattr(training, key)})
     yield from name_problem("training.precision", training.precision, PRECISIONS)
     yield from name_problem("training.compute", training.compute, COMPUTES)
     yield from name_problem("training.weight_gradients", training.weight_gradients, COMPUTES)
@@ -352,7 +358,7 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
         if lora.rank == 0 and lora != LoraSection():
             yield "lora.rank is 0, which trains the whole model: set it, for example to 16, or drop [lora]"
         return
-    yield from positive({"lora.alpha": lora.alpha})
+    yield from _computed({"lora.alpha": lora.alpha})
     if not 0 <= lora.dropout < 1:
         yield f"lora.dropout must be at least 0 and below 1, got {lora.dropout}"
     yield from name_problem("lora.base", lora.base, FORMS)
@@ -460,7 +466,7 @@ def _local_steps(config: RunConfig) -> Iterator[str]:
     wrong = list(_at_least(1, {"sync.every": sync.every}))
     yield from wrong
     yield from _at_least(0, {"sync.warmup": sync.warmup})
-    yield from positive({"sync.outer_lr": sync.outer_lr})
+    yield from _computed({"sync.outer_lr": sync.outer_lr})
     if not 0 <= sync.outer_momentum < 1:
         yield f"sync.outer_momentum must be at least 0 and below 1, got {sync.outer_momentum}"
     yield from _codec("sync.codec", sync.codec, Carried.SUMS)
@@ -561,6 +567,15 @@ def _telemetry(telemetry: TelemetrySection) -> Iterator[str]:
     yield from _at_least(1, {"telemetry.trace_mb": telemetry.trace_mb})
     for logger in telemetry.loggers:
         yield from name_problem("telemetry.loggers", logger, LOGGERS)
+
+
+def _computed(values: dict[str, float]) -> Iterator[str]:
+    """A problem for each value that is not finite and above 0, or that float32 would turn into 0 or
+    infinity."""
+    yield from positive(values)
+    for name, value in values.items():
+        if 0 < value < LEAST_COMPUTED or MOST_COMPUTED < value < math.inf:
+            yield f"{name} must be from {LEAST_COMPUTED:g} to {MOST_COMPUTED:g}, got {value}"
 
 
 def _at_least(least: int, values: dict[str, int]) -> Iterator[str]:

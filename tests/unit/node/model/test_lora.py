@@ -246,6 +246,7 @@ def test_snapshots_hold_adapters_alone() -> None:
         ({"rank": 0, "dropout": 0.1}, "lora.rank is 0, which trains the whole model"),
         ({"rank": 49}, "lora.rank (49) must be at most 48"),
         ({"rank": 4, "alpha": 0.0}, "lora.alpha must be a finite number above 0"),
+        ({"rank": 4, "alpha": 1e300}, "lora.alpha must be from 1e-37 to 1e+18"),
         ({"rank": 4, "dropout": 1.0}, "lora.dropout must be at least 0 and below 1"),
         ({"rank": 4, "base": "nf4"}, "lora.base 'nf4' is unknown"),
         ({"rank": 4, "targets": ("querry",)}, "lora.targets 'querry' is unknown; did you mean 'query'?"),
