@@ -645,6 +645,8 @@ def _opened(extent: Extent) -> Iterator[tuple[IO[bytes], int]]:
     """The file, positioned at the first line that begins in the extent, and that position; 0 in compressed
     files."""
     with explained(extent.path), open_content(extent.path) as file:
+        if extent.path.stat().st_size < extent.stop < sys.maxsize:
+            raise DataError(f"{extent.path} is shorter than at the start: restore it, and resume the run")
         at = extent.start
         if at:
             file.seek(at - 1)

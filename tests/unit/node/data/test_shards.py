@@ -234,6 +234,16 @@ def test_the_first_step_needs_the_first_group_only(tmp_path: Path, monkeypatch: 
     assert len(list(source._folder.glob("*.json"))) < len(source.source.shards), "no more than it is asked to"
 
 
+@pytest.mark.parametrize("left", [0, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_file_that_shrinks_during_a_run_is_reported(tmp_path: Path, name: str, left: float) -> None:
+    path = write(tmp_path / name, TEXTS)
+    (stream,) = sharded(config_of(path=str(path))).streams
+    os.truncate(path, int(left * path.stat().st_size))
+    with pytest.raises(DataError, match=f"{name} is shorter than at the start"):
+        list(stream.in_order(10_000))
+
+
 LARGE = """
 import hashlib, resource, sys
 from node.config.schema import DataSection, ModelSection, RunConfig, TrainingSection
