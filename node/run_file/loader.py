@@ -462,22 +462,38 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
 
 OTHER_NAMES = {
     "run.steps": ("max_steps", "num_steps", "num_train_steps", "train_steps", "iterations", "max_iters"),
+    "run.tokens": ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
     "run.snapshot_every": ("save_steps", "save_every", "checkpoint_every"),
     "training.lr": ("learning_rate", "max_lr"),
     "training.global_batch": ("batch_size", "batch", "train_batch_size", "gradient_accumulation_steps"),
     "training.microbatch": ("micro_batch_size", "per_device_train_batch_size"),
+    "training.precision": ("bf16", "fp16", "dtype", "torch_dtype", "amp"),
+    "training.eps": ("adam_epsilon", "epsilon"),
     "training.clip": ("max_grad_norm", "grad_clip", "gradient_clipping"),
     "training.schedule": ("lr_scheduler", "lr_scheduler_type", "lr_schedule", "scheduler"),
-    "model.sequence": ("max_seq_length", "max_length", "context_length", "block_size", "seq_length"),
+    "model.sequence": (
+        "max_position_embeddings",
+        "max_seq_length",
+        "max_length",
+        "context_length",
+        "block_size",
+        "seq_length",
+    ),
+    "model.heads": ("num_attention_heads", "n_head", "n_heads"),
     "model.hidden": ("d_model", "hidden_size", "n_embd", "dim"),
     "model.layers": ("num_hidden_layers", "num_layers", "depth"),
     "model.vocab": ("vocab_size",),
     "model.ffn": ("intermediate_size", "d_ff"),
     "model.from": ("model_name_or_path", "base_model", "checkpoint", "pretrained"),
     "data.path": ("dataset", "dataset_name", "train_file", "file", "files"),
-    "data.jsonl_field": ("text_column", "text_field", "dataset_text_field"),
+    "data.jsonl_field": ("text_column", "text_field", "dataset_text_field", "column"),
+    "data.valid": ("validation", "val", "test", "eval_file", "validation_file"),
+    "data.valid_every": ("eval_steps", "eval_every", "eval_interval"),
     "pipeline.stages": ("pp", "num_stages", "pipeline_parallel_size"),
     "lora.rank": ("lora_r", "lora_rank"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.dropout": ("lora_dropout",),
+    "lora.targets": ("target_modules", "lora_target_modules"),
 }
 """What other programs call a key, all in small letters."""
 
@@ -491,7 +507,8 @@ def _field_type(section: str, key: str, where: str) -> Any:
     if key in types:
         return types[key]
     hint = nearest(key, types)
-    elsewhere = [full for full in full_keys() if full.endswith(f".{key}")]
+    longer = any(name.startswith(f"{key}_") for name in types)
+    elsewhere = [full for full in full_keys() if full.endswith(f".{key}") and not longer]
     elsewhere = elsewhere or [full for full, names in OTHER_NAMES.items() if key.lower() in names]
     if elsewhere:
         hint = f"; did you mean {' or '.join(elsewhere)}?"
