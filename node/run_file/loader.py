@@ -350,6 +350,12 @@ def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConf
             values[section][LENGTHS[section, key]] = 0  # the length that was given last counts
     config = _with_short_warmup(_build(_with_checkpoint(values)))
     validate(config, where=where)
+    if config.training.decay_steps and config.training.schedule != "wsd":
+        log.warning(
+            "training.decay_steps = %d has no effect: training.schedule is %s, not wsd",
+            config.training.decay_steps,
+            config.training.schedule,
+        )
     if config.training.optimizer == "muon" and config.lora.rank > 0:
         log.warning(
             "training.optimizer = muon steps matrices of blocks, and this run trains adapters: set "

@@ -338,6 +338,13 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_that_is_said(caplog: pytest.Lo
     assert "training.warmup_steps = 200 is cut to 5" in caplog.text
 
 
+def test_a_decay_that_the_schedule_does_not_have_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    default_config(["training.decay_steps=50", "training.schedule=wsd"])
+    assert not caplog.records
+    default_config(["training.decay_tokens=50000"])
+    assert "training.decay_steps = 13 has no effect" in caplog.text
+
+
 def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[training]\nlrr = 1\nclip = "x"\n[piepline]\nstages = 2\n[run]\nsteps = 5\n')
