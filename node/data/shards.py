@@ -14,6 +14,7 @@ Several sources are mixed by weights. The source of each sample is drawn in bloc
 """
 
 import json
+import logging
 import os
 import threading
 from bisect import bisect_right
@@ -51,6 +52,8 @@ from node.model.labels import IGNORED
 from node.model.rng import generator
 from wire.errors import ConfigError, DataError
 
+logger = logging.getLogger(__name__)
+
 COUNTS, BEGINS = 1, 2
 """The bits of a mask: the token counts as a label; the token begins a document."""
 FORMAT = "6"
@@ -67,6 +70,8 @@ GROUPS_AHEAD = 4
 """The number of groups that are tokenized beyond those that training has used."""
 OPEN_PARTS = 64
 """The most parts that are kept mapped."""
+LONG_SHARE = 10
+"""If more than one conversation in this many is longer than a sample, this is reported."""
 MOST_PARTS = 16
 """The most parts of a shard that are tokenized to estimate its size."""
 CLOSE_SECONDS = 2.0
@@ -417,6 +422,16 @@ class Stream:
         all_counts = [self.tokenized.counts(*place) for place in sorted(places)]
         return [counts for counts in all_counts if counts is not None]
 
+    def longer_than_samples(self) -> tuple[int, int]:
+        """How many conversations of the first group are longer than a sample, and how many it has."""
+        longer = total = 0
+        for place in {place[:2] for group in self._groups[:1] for place in group.places}:
+            if (mask := self.tokenized.part(*place).mask) is not None:
+                lengths = np.diff(np.append(np.flatnonzero(mask & BEGINS), len(mask)))
+                longer += int(np.count_nonzero(lengths > self._sequence + 1))
+                total += len(lengths)
+        return longer, total
+
     def estimated_tokens(self) -> int:
         """The tokens of the source, estimated from its first shards. It is too low if these have over
         `MOST_PARTS` parts."""
@@ -644,6 +659,16 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
         shards = len(stream.tokenized.source.shards)
         rest = f": the first of {shards} shards is tokenized, the rest beside training" if shards > 1 else ""
         tell(f"{stream.tokenized.source.path} is read in shards{rest}")
+        longer, total = stream.longer_than_samples()
+        if longer * LONG_SHARE > total:
+            logger.warning(
+                "%d of the first %d conversations of %s have more than model.sequence = %d tokens and are "
+                "cut: answers may lack their questions",
+                longer,
+                total,
+                stream.tokenized.source.path,
+                sequence,
+            )
     return corpus
 
 

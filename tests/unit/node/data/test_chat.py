@@ -82,6 +82,17 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, row: dict[str
     assert mask.astype(int).tolist() == expected["assistant_masks"]
 
 
+@pytest.mark.parametrize(("sequence", "reported"), [(16, True), (256, False)])
+def test_conversations_that_do_not_fit_a_sample_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sequence: int, reported: bool
+) -> None:
+    config = chat_config(tmp_path)
+    corpus_of(replace(config, model=replace(config.model, sequence=sequence)))
+    assert (
+        f"60 conversations of {config.data.path} have more than model.sequence" in caplog.text
+    ) == reported
+
+
 def test_a_question_is_encoded_up_to_the_answer(tmp_path: Path) -> None:
     import transformers
 
