@@ -344,6 +344,24 @@ def test_small_row_groups_share_a_shard(tmp_path: Path) -> None:
     assert joined > len("".join(TEXTS)) - SEQUENCE * len(source.shards)
 
 
+@pytest.mark.parametrize(
+    ("suffix", "files", "changed"),
+    [("txt", 3, False), ("txt.gz", 1, False), ("txt.gz", 3, True), ("npy", 3, True), ("parquet", 1, True)],
+)
+def test_a_run_whose_samples_were_others_before_small_parts_were_joined_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, files: int, changed: bool
+) -> None:
+    """By the digest that a resumed run compares."""
+    for number in range(files):
+        write(tmp_path / f"{number}.{suffix}", ["short"])
+    if suffix == "parquet":
+        table = pyarrow.table({"text": TEXTS[:4]})
+        pyarrow.parquet.write_table(table, tmp_path / "0.parquet", row_group_size=1)
+    found = list_source(str(tmp_path)).digest
+    monkeypatch.setattr(documents, "SMALL_BYTES", 0)
+    assert (list_source(str(tmp_path)).digest != found) == changed
+
+
 def parquet(columns: dict[str, list[str]]) -> bytes:
     file = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table(columns), file)
