@@ -1,3 +1,4 @@
+import signal
 import sys
 
 if sys.platform == "win32":
@@ -7,3 +8,7 @@ if sys.platform == "win32":
         "it there, where the GPU works too\n"
     )
     raise SystemExit(2)
+
+if sys.argv[0].endswith("/thinwire") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C during the imports ends the process without a traceback. `main.program` restores the handler.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

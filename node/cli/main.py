@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -81,6 +82,8 @@ EXIT_INTERRUPTED = 130
 
 def program() -> NoReturn:
     """Run this process's command line, and end the process."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # see `node.cli`
     code = main()
     if "grpc" not in sys.modules:
         sys.exit(code)

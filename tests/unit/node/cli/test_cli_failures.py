@@ -5,6 +5,7 @@ import errno
 import importlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +279,22 @@ def test_the_interpreter_is_not_taken_down_below_threads_of_grpc(loaded: bool) -
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
     lines = ["at exit"] if loaded else ["at exit", "the interpreter is taken down"]
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (3, lines, "")
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "node.cli.parser":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.argv = ["/bin/thinwire", "status"]
+sys.meta_path.insert(0, Finder())
+from node.cli.main import program
+"""
+
+
+def test_ctrl_c_during_the_imports_prints_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
