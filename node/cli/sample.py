@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if (longest := max(map(len, prompts))) > config.model.sequence:
         log.warning(
-            "a prompt has %d tokens, of which the model reads the last %d (model.sequence)",
+            "a prompt has %d tokens; the model reads only the last %d (model.sequence)",
             longest,
             config.model.sequence,
         )

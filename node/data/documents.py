@@ -174,7 +174,6 @@ def list_source(name: str) -> Source:
     files, base = _files(name)
     extents: list[list[Extent]] = []
     room = 0
-    is_joined = False
     digest, stamps = sha256(), sha256()
     total = 0
     for path in files:
@@ -192,11 +191,9 @@ def list_source(name: str) -> Source:
         digest.update(sha256(repr((relative, size)).encode() + ends).digest())
         cuts = list(_extents(path, size))
         small = len(cuts) == 1 and size < (SHARD_BYTES if _is_plain(path) else SMALL_BYTES)
-        is_joined |= content_suffix(path) == PARQUET and any(cut.stop - cut.start > 1 for cut in cuts)
         for extent in cuts:
             if small and room >= size:
                 extents[-1].append(extent)
-                is_joined |= not _is_plain(path)
             else:
                 extents.append([extent])
                 room = SHARD_BYTES if small else 0
@@ -204,12 +201,20 @@ def list_source(name: str) -> Source:
     shards = tuple(Shard(number, tuple(several)) for number, several in enumerate(extents))
     if not shards:
         raise DataError(f"no data in {name}: all of its files are empty")
-    if is_joined:
-        # Earlier versions made a shard of each of these. A run that they began had other samples.
+    if any(map(_was_several, shards)):
+        # A run that an earlier version began had other samples.
         digest.update(b"joined")
     return Source(
         name, shards, total, base is not None or len(files) > 1, digest.hexdigest(), stamps.hexdigest()
     )
+
+
+def _was_several(shard: Shard) -> bool:
+    """Whether earlier versions made several shards of this one: they joined plain files only."""
+    first, *others = shard.extents
+    if others:
+        return not all(_is_plain(extent.path) for extent in shard.extents)
+    return content_suffix(first.path) == PARQUET and first.stop - first.start > 1
 
 
 def read_rows(shard: Shard, data: DataSection, *, skips: bool) -> Iterator[tuple[str, Document]]:

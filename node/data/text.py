@@ -1,4 +1,4 @@
-"""The user's files: which of them a folder contributes, what they contain, how they are opened and written.
+"""The user's files: which files of a folder count, what they contain, and how to open and write them.
 
 Training text is UTF-8, optionally compressed. A byte order mark is not part of the text. A file with a zero
 byte is not text, so that this byte can separate documents.

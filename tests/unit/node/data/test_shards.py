@@ -345,18 +345,26 @@ def test_small_row_groups_share_a_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "files", "changed"),
-    [("txt", 3, False), ("txt.gz", 1, False), ("txt.gz", 3, True), ("npy", 3, True), ("parquet", 1, True)],
+    ("names", "changed"),
+    [
+        (("0.txt", "1.txt", "2.txt"), False),
+        (("0.txt.gz",), False),
+        (("0.txt.gz", "1.txt.gz", "2.txt.gz"), True),
+        (("0.txt", "1.txt.gz"), True),
+        (("0.txt.gz", "1.txt"), True),
+        (("0.npy", "1.npy", "2.npy"), True),
+        (("0.parquet",), True),
+    ],
 )
 def test_a_run_whose_samples_were_others_before_small_parts_were_joined_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, files: int, changed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], changed: bool
 ) -> None:
     """By the digest that a resumed run compares."""
-    for number in range(files):
-        write(tmp_path / f"{number}.{suffix}", ["short"])
-    if suffix == "parquet":
+    for name in names:
+        write(tmp_path / name, ["short"])
+    if names == ("0.parquet",):
         table = pyarrow.table({"text": TEXTS[:4]})
-        pyarrow.parquet.write_table(table, tmp_path / "0.parquet", row_group_size=1)
+        pyarrow.parquet.write_table(table, tmp_path / names[0], row_group_size=1)
     found = list_source(str(tmp_path)).digest
     monkeypatch.setattr(documents, "SMALL_BYTES", 0)
     assert (list_source(str(tmp_path)).digest != found) == changed
