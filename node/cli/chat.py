@@ -17,7 +17,6 @@ from node.cli.serve import (
     TRANSFORMERS,
     check_installed,
     exported,
-    free_port,
     has_chat_template,
     server_command,
     server_environment,
@@ -79,9 +78,11 @@ def client_environment() -> dict[str, str]:
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Run transformers' server for the model on a free local port until the chat ends. Yields its URL."""
+    from node.coordinator.ports import free_port
+
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # the server has a session of its own, and would stay
-    port = free_port(HOST)
+    port = free_port(HOST, 0, "free a port")
     log = folder.parent / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from node.coordinator.ports import free_port
     from node.run_file.addresses import parse_listen
 
     host, port = parse_listen(args.listen)
     engine = args.engine or (VLLM if importlib.util.find_spec(VLLM) else TRANSFORMERS)
     check_installed(engine)
-    port = free_port(host, port)
+    port = free_port(host, port, "name another address")
     folder = exported(args)
     if not has_chat_template(folder):
         log.warning("the model has no chat template: it serves /v1/completions, but no chats")
@@ -61,19 +61,6 @@ def run(args: argparse.Namespace) -> int:
     command = server_command(engine, folder.name, host, port)
     listed = {"HF_HUB_CACHE": str(listed_model(folder))} if engine == TRANSFORMERS else {}
     os.execve(command[0], command, server_environment() | listed)
-
-
-def free_port(host: str, port: int = 0) -> int:
-    """The port of this address, or a free one for 0. Raises UserError if nothing can listen there."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        where = join_address(host, port)
-        raise UserError(f"cannot listen at {where} ({error.strerror}): name another address") from None
 
 
 def listed_model(folder: Path) -> Path:

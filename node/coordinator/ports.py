@@ -174,10 +174,10 @@ def check_ports(settings: CoordinatorSection, page: tuple[str, int] | None = Non
     host, port = parse_listen(settings.listen)
     free = "whose port is free" if settings.one_port else "whose port and the next are free"
     for number in control_ports(settings) if port else ():
-        _check_port(host, number, f"set [coordinator] listen to an address of this machine {free}")
+        free_port(host, number, f"set [coordinator] listen to an address of this machine {free}")
     if page is not None and page[1]:
         free = 'to an address of this machine whose port is free, or to "" for no page'
-        _check_port(*page, f"that is the page's: set [dashboard] listen {free}")
+        free_port(*page, f"that is the page's: set [dashboard] listen {free}")
 
 
 def control_ports(settings: CoordinatorSection) -> tuple[int, ...]:
@@ -186,13 +186,15 @@ def control_ports(settings: CoordinatorSection) -> tuple[int, ...]:
     return (port,) if settings.one_port else (port, port + 1)
 
 
-def _check_port(host: str, port: int, advice: str) -> None:
+def free_port(host: str, port: int, advice: str) -> int:
+    """The port of this address, or a free one for 0. Raises UserError if this process cannot listen there."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             # Like gRPC: a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+            return int(probe.getsockname()[1])
     except PermissionError:
         raise UserError(
             f"cannot listen at {join_address(host, port)}: ports below 1024 need a privilege, such as "
