@@ -81,14 +81,18 @@ def check_room(config: RunConfig, directory: Path, *, held: int = 0) -> str | No
     Args:
         held: the bytes of the run's existing snapshots.
 
-    Raises UserError if there is no space for the newest snapshot and the one after it.
+    Raises UserError if there is no space for the newest snapshot and the one after it, or for the last one
+    if nodes or a store keep the others.
     """
     each, all_of_them = snapshots_need(config)
+    least = min(2 * each, all_of_them)
     free = shutil.disk_usage(directory).free + held
-    if free < 2 * each:
+    if free < least:
+        count = "two" if least > each else "the last one"
         raise UserError(
-            f"a snapshot of this run takes {bytes_text(each)}, and two must fit on the disk of {directory}, "
-            f"which has {bytes_text(free)}: free {bytes_text(2 * each - free)}, or give another --run-dir"
+            f"a snapshot of this run takes {bytes_text(each)}, and {count} must fit on the disk of "
+            f"{directory}, which has {bytes_text(free)}: free {bytes_text(least - free)}, or give another "
+            "--run-dir"
         )
     if free < all_of_them:
         return (

@@ -169,7 +169,9 @@ def run_config(case: Case, arguments: argparse.Namespace) -> RunConfig:
             backward_codec=arguments.codecs[1],
         ),
         # On the coordinator two snapshots must fit, which for whole states is more than a card's machine has.
-        snapshots=SnapshotsSection(keep="nodes" if case.low_state else "coordinator"),
+        snapshots=SnapshotsSection(
+            keep="nodes" if case.low_state else "coordinator", last_here=not case.low_state
+        ),
         coordinator=CoordinatorSection(listen="127.0.0.1:0", silent_seconds=60.0),
     )
 

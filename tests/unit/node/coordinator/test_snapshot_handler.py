@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load
 
-from node.config.schema import ModelSection, RunConfig
+from node.config.schema import ModelSection, RunConfig, SnapshotsSection
 from node.coordinator import disk as disk_module
 from node.coordinator import snapshot_handler
 from node.coordinator.disk import Disk, check_room
@@ -225,6 +225,15 @@ def test_disk_needed_for_snapshots_is_known_before_a_run_starts(
     free(2 * one - 1)
     with pytest.raises(UserError, match="two must fit"):
         check_room(CONFIG, tmp_path)
+    # Where nodes keep the layers, only the last snapshot comes here, or none.
+    kept = replace(CONFIG, snapshots=SnapshotsSection(keep="nodes"))
+    free(one)
+    assert check_room(kept, tmp_path) is None
+    free(one - 1)
+    with pytest.raises(UserError, match="the last one must fit"):
+        check_room(kept, tmp_path)
+    free(0)
+    assert check_room(replace(CONFIG, snapshots=replace(kept.snapshots, last_here=False)), tmp_path) is None
 
 
 def header(tensors: object, data: bytes = b"") -> bytes:
