@@ -292,6 +292,10 @@ class Epoch:
         """The portion that a row computes in the current step."""
         return self._shared.of(replica)
 
+    def given_at(self, node_id: str) -> float:
+        """When a node's row got groups last within the step that runs; 0 if it has those it began with."""
+        return self._shared.given_at.get(self.replica_of(node_id), 0.0)
+
     @property
     def most_groups(self) -> int:
         """The portion of any row in the current step, also of a row that has lost a node after all its

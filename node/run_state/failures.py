@@ -637,6 +637,8 @@ class Stragglers:
         self._phase: _Phase | None = None
         self._first = self._last = 0.0
         self._answered = 0
+        self._generation = -1
+        """That of the answers. After a change of the step's work all nodes answer anew."""
         self._is_told = False
         self._before = sorted(seconds)[len(seconds) // 4] if seconds else 0.0
         """The usual step time of an earlier coordinator, most of whose steps may have had a slow node."""
@@ -678,7 +680,7 @@ class Stragglers:
             return
         if before is not None and len(before.answers) == len(before.asked):
             self._judge(before, now - before.began)
-        self._answered, self._is_told = 0, False
+        self._answered, self._is_told, self._generation = 0, False, -1
         self._phase = None
         if epoch is not None and at is not None:
             is_first = epoch.steps_done == 0
@@ -791,6 +793,8 @@ class Stragglers:
             return stuck
         if not epoch.answered:
             return Late()
+        if epoch.generation != self._generation:
+            self._generation, self._answered = epoch.generation, 0
         if self._answered == 0:
             self._first = now
         if len(epoch.answered) > self._answered:
@@ -834,16 +838,19 @@ class Stragglers:
             # Others have done all that these nodes need, and these do not report waiting for one another.
             stuck = [node for node in missing if node in stuck or self._is_alone(epoch, node, waits[node])]
         least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
-        late = now - self._began - usual
         idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in _IDLE]
-        if idle and late > max(least, PATIENCE_TIMES * usual):
+        # A node may have got its seat, or its groups, long after the step began.
+        lates = {node: now - max(self._began, epoch.given_at(node)) - usual for node in missing}
+        over = [node for node in idle if lates[node] > max(least, PATIENCE_TIMES * usual)]
+        if over:
             line = f"it did nothing in step {epoch.step + 1}, which waits for it: start it again"
-            return Late(nodes=dict.fromkeys(idle, line))
+            return Late(nodes=dict.fromkeys(over, line))
+        late = max(lates[node] for node in stuck or missing)
         if usual and late > max(WORKING_PATIENCE * least, WORKING_TIMES * usual):
             # Before a step is measured, its usual time is unknown.
             if stuck:
                 line = f"step {epoch.step + 1} waits for it {late:.0f} s beyond what is usual: start it again"
-                return Late(nodes=dict.fromkeys(stuck, line))
+                return Late(nodes=dict.fromkeys((node for node in stuck if lates[node] == late), line))
             for node, other in waits.items():
                 if other is not None and waits.get(other) == node:
                     return Late(deadlock=(node, _deadlock(epoch, other)))

@@ -160,6 +160,8 @@ class StepGroups:
         self._began = now
         self._had: dict[int, set[int]] = {}
         """The groups that each row has lost."""
+        self.given_at: dict[int, float] = {}
+        """When each row got groups last, if it got any within the step."""
         self._free_at: dict[int, float] = {}
         """When each row will finish its groups, by estimate. A row without an entry has worked on them since
         the step began."""
@@ -223,6 +225,7 @@ class StepGroups:
             given.setdefault(row, []).append(group)
         self.waiting = left
         self.runs += [(row, tuple(groups)) for row, groups in sorted(given.items())]
+        self.given_at.update(dict.fromkeys(given, now))
         return bool(given)
 
 

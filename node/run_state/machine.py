@@ -275,7 +275,7 @@ class RunMachine:
         if late.deadlock is not None and self.epoch is not None:
             actions += self._failed(self.epoch, *late.deadlock, now)
         if self.epoch is not None:
-            actions += self.epoch.give(now)
+            actions += self.epoch.give(seen)
         return actions + self._try_place(now)
 
     def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
@@ -661,7 +661,7 @@ class RunMachine:
 
     def _open_step(self, epoch: Epoch, step: int, now: float) -> list[Action]:
         """Open a step between two steps, or the next one together with the commit of the epoch's own step."""
-        epoch.opened_at = now
+        epoch.opened_at = now - self._unseen
         seated = self._newcomers.seated(epoch, step)
         self._note_seated(epoch, seated, now)
         open_step = epoch.begin if step == epoch.step else epoch.go_on
@@ -865,7 +865,7 @@ class RunMachine:
                 actions += [epoch.seat_lost(node, why), *epoch_over([node], epoch.number, why)]
                 self._assigner.vacate(node, now)
                 left = Seat(epoch.replica_of(node), epoch.stage_of(node))
-                outcome = epoch.lose(node, now)
+                outcome = epoch.lose(node, now - self._unseen)
                 actions += [*epoch.emptied(left), *self._offer_seat(epoch, node, seat, now)]
             assert isinstance(outcome, list), "no row that was whole has lost a node"
             actions += outcome
@@ -879,7 +879,7 @@ class RunMachine:
         if not nodes:
             return []
         self._note_seated(epoch, nodes, now)
-        actions = epoch.seat(nodes, now)
+        actions = epoch.seat(nodes, now - self._unseen)
         self._standing.noted(epoch, nodes)
         return actions
 
@@ -1122,7 +1122,7 @@ class RunMachine:
         if not self.plan.follows or not epoch.can_lose(node_id):
             return self._end_epoch(AbortKind.LOST, reason)
         phase, lost = epoch.phase, epoch.seat_lost(node_id, reason)
-        outcome = epoch.lose(node_id, now)
+        outcome = epoch.lose(node_id, now - self._unseen)
         actions: list[Action] = [replace(lost, portions=epoch.portions), *self._newcomers.seat_lost()]
         actions += epoch.emptied(Seat(lost.row, lost.stage))
         for step in self._snapshots.lost(node_id):

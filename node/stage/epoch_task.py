@@ -150,6 +150,8 @@ class EpochTask:
         """The newest `Begin` that was received. It may redistribute the work of the running step."""
         self._news = asyncio.Event()
         """Set when `_newest` has other work for the running step."""
+        self._groups: tuple[int, ...] = ()
+        """The groups of the row in that `Begin`."""
         self._sampled: set[int] = set()
         """Groups whose samples are there for the running step."""
         self._io: LinksIO | None = None
@@ -385,8 +387,10 @@ class EpochTask:
         services.step_begins()
         services.progress.step_begins()
         services.keep_sums(wanted=begin.keep_sums)
-        services.inbox.forget_before(step)
+        for key in services.inbox.forget_before(step):
+            self._release(key)
         self._step = self._running = step
+        self._groups = ()
         change = self._change(begin)
         groups = change.work.groups if len(self.placement.rows) > 1 else ()
         self._sampled = {*change.work.groups, *begin.audited}
@@ -424,7 +428,7 @@ class EpochTask:
         executor = self._services.executor
         self._running = begin.step
         change = (await self._with_samples(self._change(begin))).after(late)
-        if self._io is not None and not change.work.groups:
+        if self._io is not None and change.has_lost:
             self._io.leave_row()
         await self._voted(lambda: executor.vote(change))
 
@@ -443,7 +447,7 @@ class EpochTask:
                 assert self._newest is not None, "_news is set with _newest"
                 change = await self._with_samples(self._change(self._newest))
                 services.inbox.announce(change)
-                if self._io is not None and not change.work.groups:
+                if self._io is not None and change.has_lost:
                     self._io.leave_row()
         finally:
             if not computing.done():  # the epoch is over, and the computation ends soon
@@ -473,7 +477,10 @@ class EpochTask:
             work = self._share.work(begin.portions, absent, late)
         except ValueError as error:
             raise ProtocolViolationError(f"the coordinator's begin of a step: {error}") from error
-        return StepChange(generation=begin.generation, work=work, audited=begin.audited)
+        # A row loses its groups together. Another node may have the seat by now, and the row others.
+        has_lost = not set(self._groups).issubset(work.groups)
+        self._groups = work.groups
+        return StepChange(generation=begin.generation, work=work, audited=begin.audited, has_lost=has_lost)
 
     async def _with_samples(self, change: StepChange) -> StepChange:
         """The change, with the samples of groups that the row has not yet computed in this step."""
@@ -534,6 +541,13 @@ class EpochTask:
         if stage != BETWEEN_ROWS:
             return peer == Peer(self.placement.replica, stage)
         return peer.stage == self.stage and peer.replica != self.placement.replica
+
+    def _release(self, key: TensorKey) -> None:
+        """Free the room in a link's window of a tensor of a group that the row had lost."""
+        stage = source_stage(key, len(self.placement.stages))
+        if (link := self._links.get(Peer(self.placement.replica, stage))) is not None:
+            with contextlib.suppress(ValueError):  # the link is a new one
+                link.release(key)
 
     def _is_gone(self, peer: Peer) -> bool:
         """Whether a neighbour will send nothing more, or nothing that this row still needs."""

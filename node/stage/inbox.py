@@ -52,15 +52,18 @@ class StepChange:
     """Groups of another row that this row computes too, only for their digests."""
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
     """The samples of each group that the row also has to compute, by part."""
+    has_lost: bool = False
+    """Whether the row has lost a node since its work changed last, and with it all groups that it had.
+    Another node may have the seat by now, and the row other groups."""
 
     def after(self, before: "StepChange | None") -> "StepChange":
-        """This change, with the samples of an earlier change that was not taken: samples are fetched only
-        once."""
+        """This change and an earlier one that was not taken: samples are fetched only once, and groups that
+        the row had before both are lost if either has lost them."""
         if before is None:
             return self
         parts = {*before.samples, *self.samples}
         samples = {part: {**before.samples.get(part, {}), **self.samples.get(part, {})} for part in parts}
-        return replace(self, samples=samples)
+        return replace(self, samples=samples, has_lost=self.has_lost or before.has_lost)
 
 
 class Inbox:
@@ -135,8 +138,8 @@ class Inbox:
         """The error that ends a wait for a tensor of this row, if any."""
         if self._interruption is not None:
             return self._interruption
-        # A row that still has groups to compute continues with them.
-        if self._change is not None and (row != OWN_ROW or not self._change.work.groups):
+        # A row that keeps its groups continues with them.
+        if self._change is not None and (row != OWN_ROW or self._change.has_lost):
             return RegroupedError("the step's groups were redistributed")
         return None
 
@@ -152,13 +155,16 @@ class Inbox:
             change, self._change = self._change, None
             return change
 
-    def forget_before(self, step: int) -> None:
-        """Drop tensors of earlier steps: duplicates, or those that came too late."""
+    def forget_before(self, step: int) -> list[TensorKey]:
+        """Drop tensors of earlier steps that nobody took; returns those of this row, which a link still
+        holds."""
         with self._arrived:
-            for place in [place for place in self._buffers if place[1].step < step]:
+            old = [place for place in self._buffers if place[1].step < step]
+            for place in old:
                 del self._buffers[place]
             for key in [key for key in self._watched if key.step < step]:
                 del self._watched[key]
+        return [key for row, key in old if row == OWN_ROW]
 
     def interrupt(self, reason: str, cause: Exception | None = None) -> None:
         """End the running step's waits. The first reason counts until `reset`."""

@@ -131,7 +131,8 @@ class StepPasses:
                 return
 
     def regroup(self, change: StepChange) -> None:
-        """The step's groups were redistributed: this row gets more than before, or none at all."""
+        """The step's groups were redistributed: this row gets more than before, or has lost those that it
+        had."""
         assert self.sync is not None, "only a run with gradient groups has rows"
         self.work, self.generation, self.audited = change.work, change.generation, change.audited
         more = [group for group in change.work.groups if group not in self._known]
@@ -139,9 +140,9 @@ class StepPasses:
             for group, batch in batches.items():
                 numbers = self.order.numbers_of([group])
                 self._given.setdefault(part, {}).update(zip(numbers, self.cut(part, batch), strict=True))
-        if not change.work.groups:
+        if change.has_lost:
             self._drop()
-        self.sync.use(change.work)
+        self.sync.use(change.work, has_lost=change.has_lost)
         if more and self._has_sums:
             # Further passes add to gradients, which start at 0.
             self.model.begin_step(self.loss_weight)
@@ -159,7 +160,7 @@ class StepPasses:
             self.transfer.settle()
             if self._is_round:
                 self.model.local.end()
-            self.model.begin_step()
+            self.model.begin_step(self.loss_weight)
 
     def _compute(self) -> None:
         while self._waiting:
@@ -213,7 +214,7 @@ class StepPasses:
             self.io.check()
             if extends and (change := self.io.take_change()) is not None:
                 self.regroup(change)
-                if not change.work.groups:
+                if change.has_lost:
                     raise RegroupedError("the row has lost a node")
                 # Additional groups begin before the pipeline is empty.
                 groups, self._waiting = (*groups, *self._waiting), []

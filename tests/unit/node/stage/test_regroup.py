@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cache
+from typing import NoReturn
 
 import pytest
 from torch import Tensor
@@ -31,18 +32,33 @@ class Deaths:
     """A step of a `MemoryPipeline` in which nodes die and come, with the coordinator's part of it."""
 
     def __init__(
-        self, stages: MemoryPipeline, rows: list[tuple[int, ...]], comes: Mapping[int, Future[None]] = {}
+        self,
+        stages: MemoryPipeline,
+        rows: list[tuple[int, ...]],
+        comes: Mapping[int, Future[None]] = {},
+        *,
+        follows: int | None = None,
+        waiting: tuple[int, ...] = (),
     ) -> None:
-        """`comes`: by place, row after row, when a node takes the seat, which is empty until then. Groups
-        that its row had been placed with wait for it, and one of each other row."""
-        self.stages, self.rows, self.comes = stages, rows, dict(comes)
+        """
+        Args:
+            comes: by place, row after row, when a node takes the seat, which is empty until then. Groups that
+                its row had been placed with wait for it, and one of each other row.
+            follows: a place whose node dies, and that another node has before anyone hears of the death.
+            waiting: groups that no row has until then.
+        """
+        self.stages, self.rows, self.comes, self.follows = stages, rows, dict(comes), follows
         self.dead: set[int] = {*comes}
         """Places, row after row."""
         self.audited: dict[int, tuple[int, ...]] = {}
         """By row, groups of another that it computes to check them, until a death ends the comparison."""
         self.late: list[int] = []
         self.generation = 0
-        self.shared = StepGroups({row: rows[row] for row in self.whole()}, 0.0)
+        held = {row: tuple(group for group in rows[row] if group not in waiting) for row in self.whole()}
+        self.shared = StepGroups(held, 0.0)
+        self.shared.waiting += waiting
+        self.told = {place: self.shared.of(place // STAGES) for place in range(len(stages.executors))}
+        """By place, its row's groups when its node heard of them last."""
         if comes:
             self.shared.hold_back(dict.fromkeys(self.whole(), 2.0))
             self.shared.waiting += [group for place in comes for group in rows[place // STAGES]]
@@ -72,7 +88,10 @@ class Deaths:
         )
         waiting = [(len(self.rows), tuple(self.shared.waiting))] if self.shared.waiting else []
         work = self.shares[row].work([*self.shared.runs, *waiting], absent, late)
-        return StepChange(generation=self.generation, work=work, samples=self.samples(place, work.groups))
+        has_lost = not set(self.told[place]).issubset(work.groups)
+        self.told[place] = work.groups
+        samples = self.samples(place, work.groups)
+        return StepChange(generation=self.generation, work=work, samples=samples, has_lost=has_lost)
 
     def die(self, place: int) -> None:
         """It is gone: its row's groups go to rows that are whole, and all others hear of it."""
@@ -80,11 +99,23 @@ class Deaths:
         self.late = [one for one in self.late if one != place]
         self.votes.pop(place, None)
         self.shared.lose(place // STAGES)
-        self._give()
+        if place == self.follows:
+            self.follows = None
+            executor, inbox = self.stages.executors[place], self.stages.inboxes[place]
+            executor.place(place % STAGES, STAGES, self.shares[place // STAGES])
+            executor.restore(self.stages.step, nothing_to_fetch)
+            inbox.reset()
+            self.told[place] = ()
+            self._seat(place)
+        else:
+            self._give()
 
     def come(self, place: int) -> None:
         """A node that holds the state has an empty seat."""
         del self.comes[place]
+        self._seat(place)
+
+    def _seat(self, place: int) -> None:
         self.dead.remove(place)
         self.late.append(place)
         self._give()
@@ -110,7 +141,7 @@ class Deaths:
 
     def run(self) -> list[Vote]:
         for place in set(range(len(self.stages.executors))) - self.dead:
-            change = self.change(place) if self.dead else None
+            change = self.change(place) if self.dead or self.shared.waiting else None
             self.running[self.stages.submit(lambda place=place, of=change: self._step(place, of))] = place
         coming = {future: place for place, future in self.comes.items()}
         self.running.update(coming)  # type: ignore[arg-type]
@@ -141,6 +172,10 @@ class Deaths:
         return executor.run_step(1, self.stages.step, self.stages.ios[place], whole, change=change)
 
 
+def nothing_to_fetch(unit: str) -> NoReturn:
+    raise AssertionError(f"{unit} was fetched at step 0")
+
+
 def numpy_joined(found: dict[int, object]) -> object:
     import numpy as np
 
@@ -155,7 +190,7 @@ def dies(stages: MemoryPipeline, place: int, when: Callable[[TensorKey], bool], 
     def look(key: TensorKey) -> None:
         if when(key):
             left[0] -= 1
-            if left[0] < 0:
+            if left[0] == -1:
                 # Its other threads end, too.
                 stages.inboxes[place].interrupt("dead", DeadError())
                 raise DeadError
@@ -338,6 +373,33 @@ def test_a_row_that_is_whole_again_within_a_step_takes_groups_that_wait(
     config = changed(pipeline={"sync_codec": "fixed-8"})
     with MemoryPipeline(config, rows=ROWS[rows]) as stages:
         deaths = Deaths(stages, ROWS[rows], {place: seen(stages, sender, WHEN[when])})
+        assert ended(stages, deaths) == once(config)
+        assert deaths.shared.of(place // STAGES) and not deaths.dead
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("place", "when", "skip"),
+    [
+        (0, "forward", 0),
+        (0, "forward", 1),
+        (0, "share", 0),
+        (1, "backward", 0),
+        (1, "backward", 1),
+        (1, "share", 0),
+        (1, "share", 3),
+    ],
+)
+@pytest.mark.parametrize("variant", range(3))
+def test_a_seat_has_another_node_before_anyone_hears_of_the_death(
+    place: int, when: str, skip: int, variant: int
+) -> None:
+    """The row then has other groups than the ones that it was computing, without a time in which it had
+    none."""
+    config = changed(**VARIANTS[variant])
+    with MemoryPipeline(config, rows=ROWS[2]) as stages:
+        dies(stages, place, WHEN[when], skip)
+        deaths = Deaths(stages, ROWS[2], follows=place, waiting=(1, 3))
         assert ended(stages, deaths) == once(config)
         assert deaths.shared.of(place // STAGES) and not deaths.dead
 
