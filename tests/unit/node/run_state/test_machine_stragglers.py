@@ -8,6 +8,7 @@ import pytest
 from node.run_state.actions import Action, Announce, Released, Send
 from node.run_state.epoch import PLACING_SECONDS, PREPARING_SECONDS, Phase
 from node.run_state.failures import FIRST_PATIENCE, LATE_SECONDS, MAX_STRIKES, STEP_PATIENCE
+from node.run_state.grid import LEAST_STEPS
 from tests.support.machine_driver import (
     Driver,
     aborts,
@@ -18,6 +19,7 @@ from tests.support.machine_driver import (
     stop_of,
     units_of,
 )
+from wire.messages import Placed
 
 
 def wait(run: Driver, seconds: float) -> list[Action]:
@@ -143,6 +145,32 @@ def test_an_idle_node_is_replaced_even_if_nobody_can_answer() -> None:
     actions = says(run, 4, b="wait_coordinator", **waiting)
     assert finishes(actions) == {"b": "it did nothing in step 3, which waits for it: start it again"}
     assert placement_of(actions) == ("a", "x", "c", "d")
+
+
+def test_a_node_whose_row_got_its_groups_late_has_the_usual_time_from_then_on() -> None:
+    """Two rows have lost a node, and one of them is whole again long after the step began."""
+    run = Driver(stages=2, groups=12, every=50, steps=200, follows=True).started("abcdef", 1)
+    for _ in range(LEAST_STEPS):
+        run.machine.row_speeds(dict.fromkeys("abcdef", 6.0), 24.0, run.time)
+    run.die("a")
+    epoch, working = run.epoch, dict(e="forward", f="forward")
+    assert finishes(says(run, 100, b="wait_coordinator", **working)) == {}
+    run.die("d")
+    run.machine.message("c", Placed(epoch=epoch.number, held_step=1, voted=False, lineage=1), run.time)
+    run.ready("c")
+    waiting = {"b": "wait_upstream", "c": "wait_coordinator", **working}
+    assert epoch.groups_of(0) and finishes(says(run, int(STEP_PATIENCE) - 5, **waiting)) == {}
+    assert finishes(says(run, 2 * int(STEP_PATIENCE), **waiting)).keys() == {"c"}
+
+
+def test_votes_that_a_death_made_void_say_nothing_of_who_is_late() -> None:
+    run = measured(Driver(stages=2, groups=6, every=50, steps=200, follows=True).started("abcdef", 1))
+    for node in "abcd":
+        run.vote(node)
+    assert finishes(wait(run, LATE_SECONDS // 3)) == finishes(run.die("f")) == {}
+    run.vote("b")
+    assert finishes(wait(run, LATE_SECONDS - 5)) == {}, "the first answer since then"
+    assert finishes(wait(run, 30)).keys() >= {"a", "c", "d"}
 
 
 def test_a_node_that_reports_progress_gets_more_time_but_not_unlimited() -> None:
