@@ -167,7 +167,8 @@ def capped_runs() -> str:
     report = read_report(CAPPED)
     lines = []
     for run in report["runs"]:
-        trained = "all weights" if run["low_state"] else f"adapters, the model in {run['lora']['base']} bits"
+        base = run["lora"]["base"]
+        trained = f"adapters, the model in {base} bits" if run["lora"]["rank"] else "all weights"
         peaks = sorted(peak["reserved"] / 1e9 for peak in run["peaks"])
         kill = run.get("kill")
         after = "" if kill is None else ("the same" if kill["equal"] else "others")
@@ -176,15 +177,15 @@ def capped_runs() -> str:
                 run["case"],
                 trained,
                 f"{run['stages']} x {run['cap_gb']:g}",
-                f"{run['microbatches']} x {run['samples']} x {run['model']['sequence']:,}",
-                f"{run['rate']:g}",
+                f"{run['microbatches']} x {run['samples']} x {run['model']['sequence']:,}" + _slices(run),
+                f"{run['rate']:g}" + (f" + {2 * run['delay']:g} ms" if run.get("delay") else ""),
                 f"{run['tokens_per_second']:,.0f}" + ("*" if run.get("beside") else ""),
                 f"{peaks[0]:.1f} to {peaks[-1]:.1f}",
                 after,
             ]
         )
     columns = [("shape", "left"), ("trained", "left"), ("cards, GB", "right")]
-    columns += [("microbatches x samples x tokens", "right"), ("links, Mbit/s", "right")]
+    columns += [("microbatches x samples x tokens", "right"), ("links, Mbit/s + round trip", "right")]
     columns += [("tokens/s", "right"), ("peak, GB", "right"), ("bits after a killed node", "left")]
     wheres = dict.fromkeys(
         f"{run['hardware']}, torch {run['versions']['torch']}, commit {commit(run)}" for run in report["runs"]
@@ -200,6 +201,10 @@ def capped_runs() -> str:
         f"peaks are what torch had reserved on each node. {kills}{'; '.join(wheres)}."
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
+
+
+def _slices(run: dict[str, Any]) -> str:
+    return f" in {run['slices']} slices" if run["slices"] > 1 else ""
 
 
 def _ratios(row: dict[str, Any], estimates: list[dict[str, Any]]) -> tuple[str, str]:
