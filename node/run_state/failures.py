@@ -613,6 +613,8 @@ class _Phase:
     began: float
     answers: dict[str, float] = field(default_factory=dict)
     """By node, the seconds from the phase's start to its answer."""
+    newest: dict[str, float] = field(default_factory=dict)
+    """When each node answered last; a death has it answer again."""
     waited: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """By node, its seconds by `TimeKind`, as it reports."""
     loading: Mapping[str, float] = field(default_factory=dict)
@@ -637,8 +639,8 @@ class Stragglers:
         self._phase: _Phase | None = None
         self._first = self._last = 0.0
         self._answered = 0
-        self._generation = -1
-        """That of the answers. After a change of the step's work all nodes answer anew."""
+        self._generation, self._changed_at = -1, 0.0
+        """That of the answers, and since when. After a change of the step's work all nodes answer anew."""
         self._is_told = False
         self._before = sorted(seconds)[len(seconds) // 4] if seconds else 0.0
         """The usual step time of an earlier coordinator, most of whose steps may have had a slow node."""
@@ -671,6 +673,7 @@ class Stragglers:
             )
             self._spent[node_id] = phase.at[0], spent
         phase.answers.setdefault(node_id, now - phase.began)
+        phase.newest[node_id] = now
 
     def watch(self, epoch: Epoch | None, now: float) -> None:
         """Call it whenever a phase may have ended or begun."""
@@ -788,13 +791,13 @@ class Stragglers:
         if epoch is None or phase is None or epoch.phase in (Phase.PLACING, Phase.IDLE):
             return Late()
         phase.loading = loading
+        if epoch.generation != self._generation:
+            self._generation, self._changed_at, self._answered = epoch.generation, now, 0
         usual = self._usual(epoch)
         if epoch.phase is Phase.STEPPING and (stuck := self._stuck(epoch, now, usual)) is not None:
             return stuck
         if not epoch.answered:
             return Late()
-        if epoch.generation != self._generation:
-            self._generation, self._answered = epoch.generation, 0
         if self._answered == 0:
             self._first = now
         if len(epoch.answered) > self._answered:
@@ -839,8 +842,7 @@ class Stragglers:
             stuck = [node for node in missing if node in stuck or self._is_alone(epoch, node, waits[node])]
         least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
         idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in _IDLE]
-        # A node may have got its seat, or its groups, long after the step began.
-        lates = {node: now - max(self._began, epoch.given_at(node)) - usual for node in missing}
+        lates = {node: now - self._busy_since(epoch, node) - usual for node in missing}
         over = [node for node in idle if lates[node] > max(least, PATIENCE_TIMES * usual)]
         if over:
             line = f"it did nothing in step {epoch.step + 1}, which waits for it: start it again"
@@ -861,6 +863,16 @@ class Stragglers:
     @property
     def _began(self) -> float:
         return 0.0 if self._phase is None else self._phase.began
+
+    def _busy_since(self, epoch: Epoch, node: str) -> float:
+        """When a node got the work that it has not done yet.
+
+        Its row may have got groups long after the step began. A node that has voted since then only has to
+        vote again.
+        """
+        since = max(self._began, epoch.given_at(node))
+        newest = -math.inf if self._phase is None else self._phase.newest.get(node, -math.inf)
+        return max(since, self._changed_at) if newest >= since else since
 
     def _is_alone(self, epoch: Epoch, node: str, awaited: str | None) -> bool:
         """Whether a node reports, in this step, that it waits for no node that has not answered."""

@@ -163,6 +163,20 @@ def test_a_node_whose_row_got_its_groups_late_has_the_usual_time_from_then_on() 
     assert finishes(says(run, 2 * int(STEP_PATIENCE), **waiting)).keys() == {"c"}
 
 
+def test_a_node_whose_vote_a_death_made_void_is_not_late() -> None:
+    """It has done its work, long ago, and only votes again."""
+    nodes = "abcdefghij"
+    run = measured(Driver(stages=2, groups=10, every=50, steps=200, follows=True).started(nodes, 1))
+    for node in "abcdef":
+        run.vote(node)
+    working, done = dict(g="forward", h="forward"), dict.fromkeys("abcdef", "wait_votes")
+    assert finishes(says(run, int(STEP_PATIENCE), **working, **done)) == {}
+    run.die("j")
+    assert [*map(run.epoch.given_at, "ace")] == [run.time, run.time, 0.0], "row 2 has got no more"
+    run.vote("a")
+    assert finishes(says(run, int(STEP_PATIENCE) - 5, **working, **done)) == {}
+
+
 def test_votes_that_a_death_made_void_say_nothing_of_who_is_late() -> None:
     run = measured(Driver(stages=2, groups=6, every=50, steps=200, follows=True).started("abcdef", 1))
     for node in "abcd":
