@@ -28,7 +28,7 @@ from node.schedule.gradient_groups import (
 )
 from node.stage.device_transfer import CudaTransfer
 from node.stage.digests import StepDigests
-from node.stage.inbox import LinksIO, StepInterrupted
+from node.stage.inbox import LinksIO, StepInterrupted, TensorLink
 from node.stage.tensor_transfer import BadTensorError
 from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums
 from wire.codecs.base import Codec
@@ -140,8 +140,8 @@ class GradientSync:
         self._sums_of: dict[int, Tensor] = {}
         """For each piece, the sum over all groups. They are kept for a row that computes more groups in this
         step."""
-        self._sent: set[tuple[int, int, Direction, int]] = set()
-        """The piece, node of the tree, direction and row of every tensor that was sent."""
+        self._sent: set[tuple[int, int, Direction, TensorLink]] = set()
+        """The piece, node of the tree, direction and link of every tensor that was sent."""
         self._roots: dict[str, Future[None]] = {}
         self._joined_units: set[str] = set()
         self._kept_units: set[str] = set()
@@ -320,8 +320,8 @@ class GradientSync:
                 self._send(owner, piece, node, Direction.SYNC_SHARE, held[node])
 
     def _send(self, row: int, piece: Piece, node: int, direction: Direction, packed: Tensor) -> None:
-        """Send a tensor to a row unless it was sent before in this step."""
-        if (sent := (piece.number, node, direction, row)) not in self._sent:
+        """Send a tensor to a row unless its node has got it in this step."""
+        if (sent := (piece.number, node, direction, self._io.link_to_row(row))) not in self._sent:
             self._sent.add(sent)
             self._io.send_to_row(row, self._key(piece, node, direction), packed, piece.elements)
 

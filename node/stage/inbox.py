@@ -286,6 +286,10 @@ class LinksIO:
         payload = memoryview(packed.numpy().data)
         self._send_behind(functools.partial(self._send, self._rows[row], key, payload, elements, to_row=True))
 
+    def link_to_row(self, row: int) -> TensorLink:
+        """The link to another row; another one once another node has the seat there."""
+        return self._rows[row]
+
     def interrupt(self, error: Exception) -> None:
         """End the current or next wait of `take`, because its tensor may depend on one that was not sent."""
         self._inbox.interrupt(str(error), error)

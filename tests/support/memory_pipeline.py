@@ -67,7 +67,7 @@ class MemoryIO:
         self,
         stage: int,
         executors: Sequence[StageExecutor],
-        inboxes: Sequence[Inbox],
+        inboxes: list[Inbox],
         rows: Sequence[tuple[StageExecutor, Inbox]] = (),
         row: int = 0,
     ) -> None:
@@ -82,7 +82,7 @@ class MemoryIO:
         self._stage = stage
         self._executors = executors
         self._inboxes = inboxes
-        self._rows = rows
+        self._rows = [*rows]
 
     def holds(self, key: TensorKey) -> bool:
         return self._inboxes[self._stage].holds(key)
@@ -127,6 +127,9 @@ class MemoryIO:
         assert executor.expected_bytes(key) == packed.numel()
         self.sent.append((key, packed.numel()))
         inbox.put(key, bytearray(packed.numpy()), self.row)
+
+    def link_to_row(self, row: int) -> Inbox:
+        return self._rows[row][1]
 
     def interrupt(self, error: Exception) -> None:
         self._inboxes[self._stage].interrupt(str(error), error)
@@ -269,6 +272,19 @@ class MemoryPipeline:
     def submit(self, work: Callable[[], Result]) -> "Future[Result]":
         """Run `work` on one of the stages' threads."""
         return self._pool.submit(work)
+
+    def another_node(self, place: int, share: RowShare) -> None:
+        """Another node has a place, with links of its own and the state at which the step began."""
+        stages, executor = self.config.pipeline.stages, self.executors[place]
+        row, stage = divmod(place, stages)
+        inbox = self.inboxes[place] = Inbox()
+        for other, io in enumerate(self.ios):
+            if other // stages == row:
+                io._inboxes[stage] = inbox
+            if other % stages == stage:
+                io._rows[row] = executor, inbox
+        executor.place(stage, stages, share)
+        executor.restore(self.step, _nothing_to_fetch)
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Weights and optimizer state of every unit."""

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cache
-from typing import NoReturn
 
 import pytest
 from torch import Tensor
@@ -101,10 +100,7 @@ class Deaths:
         self.shared.lose(place // STAGES)
         if place == self.follows:
             self.follows = None
-            executor, inbox = self.stages.executors[place], self.stages.inboxes[place]
-            executor.place(place % STAGES, STAGES, self.shares[place // STAGES])
-            executor.restore(self.stages.step, nothing_to_fetch)
-            inbox.reset()
+            self.stages.another_node(place, self.shares[place // STAGES])
             self.told[place] = ()
             self._seat(place)
         else:
@@ -170,10 +166,6 @@ class Deaths:
         parts = self.samples(place, tuple(range(CONFIG.pipeline.groups)) if change is None else groups)
         whole = {part: numpy_joined(found) for part, found in parts.items() if found}
         return executor.run_step(1, self.stages.step, self.stages.ios[place], whole, change=change)
-
-
-def nothing_to_fetch(unit: str) -> NoReturn:
-    raise AssertionError(f"{unit} was fetched at step 0")
 
 
 def numpy_joined(found: dict[int, object]) -> object:
@@ -402,6 +394,22 @@ def test_a_seat_has_another_node_before_anyone_hears_of_the_death(
         deaths = Deaths(stages, ROWS[2], follows=place, waiting=(1, 3))
         assert ended(stages, deaths) == once(config)
         assert deaths.shared.of(place // STAGES) and not deaths.dead
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize(
+    ("place", "when", "skip"), [(0, "sum", 0), (1, "sum", 0), (0, "share", 2), (1, "share", 4)]
+)
+def test_another_node_of_a_seat_gets_the_sums_that_the_one_before_had(
+    rows: int, place: int, when: str, skip: int
+) -> None:
+    config = changed(pipeline={"sync_codec": "fixed-8"})
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        dies(stages, place, WHEN[when], skip)
+        deaths = Deaths(stages, ROWS[rows], follows=place)
+        assert ended(stages, deaths) == once(config)
+        assert not deaths.dead and deaths.generation == 1
 
 
 @pytest.mark.timeout(120)
