@@ -12,6 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from node.state.manifest import is_unit_name
+
 
 class SumsKept:
     """The sums that one node keeps. A failing or full disk is no error: a follower then finds no sums
@@ -52,7 +54,9 @@ class SumsKept:
             self._thread.submit(self._drop, None)
 
     def read(self, step: int, unit: str) -> bytes | None:
-        """A unit's packed sum, or None. Blocks on the disk."""
+        """A unit's packed sum, or None. Blocks on the disk. Any member may ask for any name."""
+        if not is_unit_name(unit):
+            return None
         if (write := self._writes.get((step, unit))) is not None:
             write.exception()
         try:

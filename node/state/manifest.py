@@ -206,6 +206,11 @@ class SnapshotStore(Protocol):
         """Keep these snapshots and remove older ones. `record` is the data for `thinwire recover`."""
 
 
+def is_unit_name(text: str) -> bool:
+    """Whether a file may have this name from a stranger: it leads to no other folder."""
+    return text.replace(".", "").isalnum()
+
+
 def unit_file(unit: str) -> str:
     return f"{unit}.safetensors"
 

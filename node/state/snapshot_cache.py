@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from node.state.manifest import LayerFile
+from node.state.manifest import LayerFile, is_unit_name
 from wire.errors import RunError
 
 KEPT_STEPS = 2
@@ -188,7 +188,7 @@ class SnapshotCache:
 
     def _path(self, step: int, unit: str) -> Path | None:
         """The file's path; None for a unit whose name is not a file name."""
-        if not unit.replace(".", "").isalnum() or step < 0:
+        if not is_unit_name(unit) or step < 0:
             return None
         return self._directory / str(step) / f"{unit}.layer"
 

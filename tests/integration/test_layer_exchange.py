@@ -256,6 +256,22 @@ async def test_only_a_node_that_knows_the_hash_gets_the_file(tmp_path: Path) -> 
             await LayerPeers(stranger).fetch(here.place(0), len(DATA), set())
 
 
+@pytest.mark.parametrize("unit", ["{secret}", "../../secret", "../../secret\0", ".", "", "x" * 5000])
+async def test_no_name_of_a_layer_reaches_another_file(tmp_path: Path, unit: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a private key")
+    async with scene(tmp_path, 1) as here:
+        here.holders[0].sums.keep_bytes(STEP, UNIT, DATA)
+        placed = here.placed[0]
+        name = here.identity.server_name(placed.node_id)
+        async with open_channel(placed.address, identity=here.identity, server_name=name) as channel:
+            for sums in (True, False):
+                asked = LayerRequest(step=STEP, unit=unit.format(secret=secret), sums=sums)
+                with pytest.raises(NotHeldError):
+                    async for _ in get_layer(channel, asked):
+                        raise AssertionError("something came")
+
+
 async def test_summed_gradients_come_from_whoever_keeps_them(tmp_path: Path) -> None:
     async with scene(tmp_path, 3) as here:
         here.holders[1].sums.keep(STEP, UNIT, [torch.full((100,), 7, dtype=torch.uint8)])
