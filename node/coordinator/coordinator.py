@@ -698,7 +698,9 @@ class Coordinator:
         """See `KeptSnapshots.where`; None if the coordinator has the layer itself."""
         if step not in self._kept or self._snapshots.path(step).joinpath(MANIFEST_NAME).exists():
             return None
-        return self._kept.where(node_id, step, unit, bad)
+        epoch = self._machine.epoch
+        needed = epoch is not None and epoch.needs_state(node_id, step)
+        return self._kept.where(node_id, step, unit, bad, needed=needed)
 
     def hold_layers(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]

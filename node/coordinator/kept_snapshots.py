@@ -167,8 +167,8 @@ class KeptSnapshots:
         self._run = run
         self._units = book.units
         self._places = LayerPlaces(self._units)
-        self._first_missed: dict[int, float] = {}
-        """By step, when a node first asked for a layer that no connected node holds."""
+        self._missed: dict[int, tuple[float, float]] = {}
+        """By step, when nodes that need it first and last asked for a layer that no connected node holds."""
         self._changed = asyncio.Event()
         holders, urls = _read_holders(directory), stored_steps(directory)
         for manifest in kept_manifests(directory):
@@ -263,12 +263,14 @@ class KeptSnapshots:
     # ---- fetching
 
     def where(
-        self, node_id: str, step: int, unit: str, bad: Sequence[str]
+        self, node_id: str, step: int, unit: str, bad: Sequence[str], *, needed: bool
     ) -> tuple[UnitEntry, list[PlacedStage], str]:
         """A layer's entry, the present nodes that hold it, and the object store's folder with it.
 
         Args:
             bad: nodes whose copy was damaged or missing, which check theirs again.
+            needed: whether the run waits for this node to load the snapshot. Else any member could have it
+                given up, by saying that all copies are damaged.
 
         Raises NotYetError while holders may still return, RunError when none did.
         """
@@ -289,7 +291,7 @@ class KeptSnapshots:
             raise RunError(f"layer {unit} of step {step} was not saved yet")
         url = self._places.url(step)
         if not url and not others and node_id not in holders:
-            self._wait_for(step, unit, holders)
+            self._wait_for(step, unit, holders, needed=needed)
         return entry, others, url
 
     def message(self) -> Retain:
@@ -315,14 +317,18 @@ class KeptSnapshots:
             for unit in units:
                 self._run.layer_received(step, unit)  # nothing waits for the first node any more
 
-    def _wait_for(self, step: int, unit: str, holders: Sequence[str]) -> None:
+    def _wait_for(self, step: int, unit: str, holders: Sequence[str], *, needed: bool) -> None:
         """No present node holds the layer: wait a while, then continue from an older snapshot if there is
-        one."""
-        settings = self._config.coordinator
-        since = self._first_missed.setdefault(step, time.monotonic())
+        one and this one is needed now."""
+        patience = self._config.coordinator.regroup_seconds + self._config.coordinator.silent_seconds
+        now = time.monotonic()
+        since, last = self._missed.get(step, (now, now))
+        if needed:
+            since = since if now - last < patience else now
+            self._missed[step] = since, now
         holder = " or ".join(f"node {node}" for node in holders) or "a node that has not returned"
         what = f"layer {unit} of the snapshot of step {step} is held by {holder}"
-        if time.monotonic() - since < settings.regroup_seconds + settings.silent_seconds:
+        if not needed or now - since < patience:
             raise NotYetError(f"{what}, which is not here yet")
         present = set(self._run.addresses())
         places = self._places
@@ -345,7 +351,7 @@ class KeptSnapshots:
             if self._places.entries(step) != manifest.units:
                 continue  # it was requested again meanwhile
             self._places.completed(step)
-            self._first_missed.clear()
+            self._missed.clear()
             await self._prune()
             retain = self.message()
             if url := self._places.url(step):

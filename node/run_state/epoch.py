@@ -380,6 +380,10 @@ class Epoch:
         stage = self.loss_stage if part is BatchPart.LABELS else 0
         return node_id in self._seats and (part is BatchPart.DOCUMENTS or self.stage_of(node_id) == stage)
 
+    def needs_state(self, node_id: str, step: int) -> bool:
+        """Whether the epoch waits for this node to load the state of `step`."""
+        return self.phase is Phase.RESTORING and step == self.step and node_id in self._seats
+
     def _extra(self, node_id: str) -> tuple[int, ...]:
         """The groups of another row that this node computes in the step that runs."""
         return () if self.audit is None else self.audit.extra(self.replica_of(node_id))

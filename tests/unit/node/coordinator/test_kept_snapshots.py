@@ -1,0 +1,92 @@
+"""Snapshots on the disks of nodes: who may have one given up."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from node.coordinator import kept_snapshots
+from node.coordinator.kept_snapshots import KeptSnapshots, SnapshotBook, write_kept_manifest
+from node.state.manifest import Manifest, UnitEntry, unit_file
+from tests.unit.node.coordinator.test_snapshot_handler import CONFIG, UNITS, Told
+from wire.errors import NotYetError, RunError
+from wire.messages import HeldLayer, Prefetch
+
+HOLDERS, LIAR = ("node-a", "node-b"), "node-liar"
+PATIENCE = CONFIG.coordinator.regroup_seconds + CONFIG.coordinator.silent_seconds
+OLD, NEW = 4, 8
+EMBED = UNITS[0]
+
+
+class Here(Told):
+    def addresses(self) -> dict[str, str]:
+        return dict.fromkeys((*HOLDERS, LIAR), "127.0.0.1:1")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    at = [0.0]
+    monkeypatch.setattr(kept_snapshots, "time", SimpleNamespace(monotonic=lambda: at[0], time=lambda: 0.0))
+    yield at
+
+
+@pytest.fixture
+def run() -> Here:
+    return Here()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, clock: list[float], run: Here) -> KeptSnapshots:
+    book = SnapshotBook(
+        config=CONFIG, windows=1, directory=tmp_path, run_id="run-1", store=Mock(), disk=run.disk
+    )
+    entries = [UnitEntry(unit, unit_file(unit), 8, "0" * 64, "0" * 64) for unit in UNITS]
+    for step in (OLD, NEW):
+        write_kept_manifest(tmp_path, Manifest.of("run-1", step, CONFIG, entries, None))
+    return KeptSnapshots(book, CONFIG, run)
+
+
+def hold(kept: KeptSnapshots) -> None:
+    files = [HeldLayer(step=s, unit=u, bytes=8, sha256="0" * 64) for s in (OLD, NEW) for u in UNITS]
+    for node in HOLDERS:
+        assert kept.hold(node, files, []) == []
+
+
+def test_a_member_that_calls_all_copies_damaged_has_no_snapshot_given_up(
+    kept: KeptSnapshots, clock: list[float], run: Here
+) -> None:
+    hold(kept)
+    for clock[0] in range(0, 5 * int(PATIENCE), 7):
+        with pytest.raises(NotYetError):
+            kept.where(LIAR, NEW, EMBED, HOLDERS, needed=False)
+        asked = {node for node, message in run.sent if isinstance(message, Prefetch)}
+        assert asked == {*HOLDERS}, "they look at their copies"
+        hold(kept)
+    assert kept.complete == (OLD, NEW) and run.damaged == []
+    _, others, _ = kept.where(LIAR, NEW, EMBED, (), needed=False)
+    assert {place.node_id for place in others} == {*HOLDERS}
+
+
+def test_a_layer_that_the_run_needs_and_nobody_holds_is_waited_for_each_time(
+    kept: KeptSnapshots, clock: list[float], run: Here
+) -> None:
+    def missed(at: float) -> None:
+        clock[0] = at
+        with pytest.raises(NotYetError):
+            kept.where(LIAR, NEW, EMBED, (), needed=True)
+
+    missed(0.0)
+    later = 3 * PATIENCE
+    missed(later)
+    missed(later + PATIENCE - 1)
+    assert run.damaged == []
+    hold(kept)
+    kept.hold(HOLDERS[0], [], [(NEW, EMBED)])
+    kept.hold(HOLDERS[1], [], [(NEW, EMBED)])
+    clock[0] = later + PATIENCE
+    with pytest.raises(RunError) as refused:
+        kept.where(LIAR, NEW, EMBED, (), needed=True)
+    assert not isinstance(refused.value, NotYetError)
+    assert run.damaged == [(NEW, OLD)] and kept.complete == (OLD,)
