@@ -40,6 +40,14 @@ def node_id(text: str) -> str:
     return text
 
 
+def sha256_hex(text: str) -> str:
+    """`text` if it is a SHA-256 in hex or empty; otherwise raises ValueError."""
+    if text and not (len(text) == 64 and set(text) <= set("0123456789abcdef")):
+        raise ValueError("not a SHA-256 in hex")
+    return text
+
+
+Sha256 = Annotated[str, Parsed(sha256_hex)]
 NodeId = Annotated[str, Parsed(node_id)]
 Reason = Annotated[str, Line(LONGEST_REASON)]
 Digest = Annotated[bytes, Size(DIGEST_BYTES)]
@@ -71,9 +79,8 @@ class HeldLayer:
     step: int
     unit: str
     bytes: int
-    sha256: str
-    """The SHA-256 in hex."""
-    weights_sha256: str = ""
+    sha256: Sha256
+    weights_sha256: Sha256 = ""
 
 
 # ---- node to coordinator

@@ -24,7 +24,7 @@ from google.protobuf.message_factory import GetMessageClass
 from wire.declared import AtMost, Declared, Line, Parsed, Present, Size, Within, declared_fields, line
 from wire.errors import ConfigError, ProtocolViolationError
 from wire.identity.enrolment import Refusal
-from wire.messages import CoordinatorMessage, NodeMessage, Waiting
+from wire.messages import CoordinatorMessage, HeldLayer, NodeMessage, Waiting
 from wire.telemetry import MOST_SPANS, SPAN_COLUMNS, SpanColumns, StepSpans
 from wire.v1 import control_pb2, enrolment_pb2
 
@@ -396,6 +396,7 @@ _OF_THE_COORDINATOR: _Messages[CoordinatorMessage] = _Messages(
     CoordinatorMessage, control_pb2.CoordinatorMessage.DESCRIPTOR, "the coordinator"
 )
 _REFUSAL = form_of(Refusal, enrolment_pb2.Refusal.DESCRIPTOR)
+_HELD = form_of(HeldLayer, control_pb2.HeldLayer.DESCRIPTOR)
 
 
 def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
@@ -418,6 +419,12 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
 
 def refusal_from_proto(message: enrolment_pb2.Refusal) -> Refusal:
     found: Refusal = _REFUSAL.decode(message)
+    return found
+
+
+def held_layer_from_proto(message: control_pb2.HeldLayer) -> HeldLayer:
+    """See `node_message_from_proto`."""
+    found: HeldLayer = _HELD.decode(message)
     return found
 
 

@@ -39,8 +39,8 @@ from wire.errors import ProtocolViolationError, ThinwireError
 from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
-from wire.messages import MOST_HELD, HeldLayer, Hello, PlacedStage
-from wire.messages_proto import coordinator_message_to_proto, node_message_from_proto
+from wire.messages import MOST_HELD, Hello, PlacedStage
+from wire.messages_proto import coordinator_message_to_proto, held_layer_from_proto, node_message_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 
 log = logging.getLogger(__name__)
@@ -166,18 +166,9 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             why = f"a report of {count} layers, more than {MOST_HELD}"
             self.handler.refused(node_id, why)
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
-        layers = [
-            HeldLayer(
-                step=layer.step,
-                unit=layer.unit,
-                bytes=layer.bytes,
-                sha256=layer.sha256,
-                weights_sha256=layer.weights_sha256,
-            )
-            for layer in request.layers
-        ]
         missing = [(name.step, name.unit) for name in request.missing]
         try:
+            layers = [held_layer_from_proto(layer) for layer in request.layers]
             async with self._turn(node_id, "hold layers"):
                 unknown = self.handler.hold_layers(node_id, layers, missing)
         except ThinwireError as error:

@@ -205,7 +205,7 @@ async def test_who_calls_too_often_waits_and_nobody_else_does(monkeypatch: pytes
 
 
 async def test_a_report_of_more_layers_than_a_node_names_is_held_against_it() -> None:
-    handler, layer = Handler(), HeldLayer(step=4, unit="embed", bytes=1, sha256="00")
+    handler, layer = Handler(), HeldLayer(step=4, unit="embed", bytes=1, sha256="00" * 32)
     async with coordinator(handler) as (port, _):
         node = client(port, NODE)
         assert len(await node.hold_layers([layer] * MOST_HELD)) == MOST_HELD
@@ -214,6 +214,25 @@ async def test_a_report_of_more_layers_than_a_node_names_is_held_against_it() ->
             await node.hold_layers([layer] * MOST_HELD, [(4, "embed")])
         (refused,) = handler.refusals
         assert refused[0] == NODE.node_id and "201 layers" in refused[1]
+        await node.close()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        HeldLayer(step=4, unit="embed", bytes=1, sha256="00" * 31),
+        HeldLayer(step=4, unit="embed", bytes=1, sha256="00" * 32, weights_sha256="0" * 200_000),
+        HeldLayer(step=4, unit="embed", bytes=1, sha256="zz" * 32),
+    ],
+)
+async def test_a_hash_that_is_none_reaches_no_manifest(layer: HeldLayer) -> None:
+    handler = Handler()
+    async with coordinator(handler) as (port, _):
+        node = client(port, NODE)
+        with pytest.raises(RunError, match="sha256"):
+            await node.hold_layers([layer])
+        (refused,) = handler.refusals
+        assert refused[0] == NODE.node_id and len(refused[1]) < 200
         await node.close()
 
 
