@@ -9,6 +9,8 @@ _RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _NODE_ID = re.compile(r"node-[a-z2-7]{10}")
 MOST_NAME = 40
 """The most characters of a node's name, which its owner chooses."""
+MOST_HOST = 255
+"""The most characters of a host. A member's addresses are passed on to its neighbours."""
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -82,7 +84,8 @@ def split_address(address: str) -> tuple[str, int]:
     if bracketed:
         host = host[1:-1]
     # It must be printable, because a NUL would end the name in the system's resolver.
-    fits = colon and host and (bracketed or ":" not in host) and host.isprintable() and " " not in host
+    fits = colon and 0 < len(host) <= MOST_HOST and (bracketed or ":" not in host)
+    fits = fits and host.isprintable() and " " not in host
     if not fits or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
         raise ValueError(f"{address!r} is not an address: expected host:port, with a port from 1 to 65535")
     return host, int(port)

@@ -136,7 +136,8 @@ def test_nodes_hear_of_relays_and_relays_of_whom_they_may_join() -> None:
 
 def test_a_node_that_can_be_dialled_may_be_so_at_its_further_addresses_too() -> None:
     desk = RelayDesk(Sent(), enabled=True)
-    also = ("[2001:db8::7]:70", "198.51.100.7:70", "no address", "198.51.100.8:70", "198.51.100.9:70")
+    false = "no address", f"{'a' * 100_000}:70"
+    also = ("[2001:db8::7]:70", "198.51.100.7:70", *false, "198.51.100.8:70", "198.51.100.9:70")
     for node, address in ((A, "198.51.100.7:70"), (B, "")):
         one = session(node, address)
         one.hello = replace(one.hello, also=also)
