@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 from wire.codecs.formats import codec_format
 from wire.declared import Amount, AtMost, Count, Finite, Parsed, Seconds
 from wire.figures import LinkFigures, StageFigures
+from wire.identity.names import is_node_id
 from wire.spec import ON_LINKS, Direction, TensorKey
 
 DIRECT = "direct"
@@ -39,8 +40,8 @@ def is_relayed(path: str) -> bool:
 
 def known_path(path: str) -> str:
     """`path` if it is valid, else ""."""
-    known = path in (DIRECT, TOGETHER, RELAY) or path == relay_path(path.removeprefix(f"{RELAY} "))
-    return path if known else ""
+    by = path.removeprefix(f"{RELAY} ")
+    return path if path in (DIRECT, TOGETHER, RELAY) or (by != path and is_node_id(by)) else ""
 
 
 def known_codec(name: str) -> str:

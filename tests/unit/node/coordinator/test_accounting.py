@@ -152,7 +152,18 @@ def test_a_step_costs_the_difference_of_totals() -> None:
     assert costs.stages[0].memory_bytes == 5000 and costs.stages[1].node_id == "b"
 
 
-@pytest.mark.parametrize(("said", "shown"), [("direct",) * 2, ("relay",) * 2, ("", ""), ("owned", "")])
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("direct",) * 2,
+        ("relay",) * 2,
+        ("relay node-cccccccccc",) * 2,
+        ("relay owned", ""),
+        ("relay relay", ""),
+        ("", ""),
+        ("owned", ""),
+    ],
+)
 def test_a_link_costs_by_the_path_that_its_sender_names(said: str, shown: str) -> None:
     books = accounting()
     began(books)

@@ -35,6 +35,7 @@ from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 from wire.errors import UserError
 from wire.telemetry import relay_path
 
+BY_VOLUNTEER = relay_path("node-cccccccccc")
 LINK = (("replica", "0"), ("source", "0"), ("target", "1"), ("target_replica", "0"))
 
 
@@ -56,7 +57,7 @@ class Watched:
     def report(self, steps: float, epoch: int = EPOCH) -> None:
         for stage, node in enumerate(NODES[:2]):
             told = replace(totals(steps, stage=stage, epoch=epoch), clock_error_seconds=1e-3, relayed_bytes=5)
-            links = tuple(replace(link, path=relay_path(NODES[2])) for link in told.links)
+            links = tuple(replace(link, path=BY_VOLUNTEER) for link in told.links)
             self.accounting.report(node, replace(told, links=links))
 
     async def view(self) -> RunView:
@@ -127,7 +128,7 @@ def test_a_link_that_is_not_direct_says_why(watched: Watched) -> None:
     def relayed(event: events.Event) -> events.Event:
         if not isinstance(event, events.StepCosts):
             return event
-        return replace(event, links=tuple(replace(one, path=relay_path(NODES[2])) for one in event.links))
+        return replace(event, links=tuple(replace(one, path=BY_VOLUNTEER) for one in event.links))
 
     watched.say(events.NodeJoined(node_id=NODES[1], device="cpu", address="", listens=False))
     watched.say(*map(relayed, step(1)))
@@ -135,7 +136,7 @@ def test_a_link_that_is_not_direct_says_why(watched: Watched) -> None:
     found = [dict(labels) for name, labels in watched.samples() if name == "thinwire_link_path"]
     assert found
     for labels in found:
-        assert labels["path"] == relay_path(NODES[2])
+        assert labels["path"] == BY_VOLUNTEER
         assert f"the node of stage 1 {NOT_LISTENING}" in labels["why"]
 
 
