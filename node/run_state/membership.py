@@ -35,6 +35,8 @@ class Member:
     """When a neighbour last did not hear it."""
     asked_at: float | None = None
     """When it was asked whether it is alive; None if it has sent something since."""
+    ask_from: float = -math.inf
+    """When it may be asked again: answers beyond a rate would count against it."""
     leaving: bool = False
     prepared_at: float = -inf
     """When it last reported that it cannot take a place yet."""
@@ -71,9 +73,9 @@ class Roster:
         """A neighbour does not hear a member. Returns whether to ask the member if it is alive."""
         member = self.members[node_id]
         member.suspected_at = now
-        if member.disconnected_at is not None or member.asked_at is not None:
+        if member.disconnected_at is not None or member.asked_at is not None or now < member.ask_from:
             return False
-        member.asked_at = now
+        member.asked_at, member.ask_from = now, now + ANSWER_SECONDS
         return True
 
     def silenced(self, node_id: str, now: float) -> str | None:

@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from node.coordinator.sessions import OTHERS_A_SECOND, Measured, MessageLimits
+from node.run_file.loader import default_config
 from node.run_state.actions import Action, RecordPlacement, Released, SeatFilled, SeatLost
 from node.run_state.epoch import Phase
 from node.run_state.machine import RunMachine
@@ -54,7 +56,16 @@ def test_a_node_that_answers_is_not_lost_whatever_its_neighbours_say() -> None:
     for _ in range(20):
         assert sent(suspects(run, "b", 0), "a") == [AskHeartbeat()]
         assert suspects(run, "c", 0) == [], "it was asked already"
-        assert gone(pass_time(run, 1.0)) == []
+        assert gone(pass_time(run, ANSWER_SECONDS)) == []
+
+
+def test_false_reports_do_not_bring_a_node_over_the_limit_of_its_messages() -> None:
+    run, limits = grid(), MessageLimits(default_config())
+    for _ in range(60 * int(OTHERS_A_SECOND)):
+        run.time += 1 / OTHERS_A_SECOND
+        if sent(suspects(run, "b", 0), "a"):
+            run.machine.heard("a", run.time)
+            assert limits.refusal(Measured("heartbeat", 100), run.time) is None
 
 
 def test_a_node_that_neither_answers_nor_is_heard_by_a_neighbour_is_lost_soon() -> None:
