@@ -12,6 +12,7 @@ import logging
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from node.dashboard.feed import Feed, json_of, make_patch
 from node.dashboard.operator import ChangeGuard, ChangeRequest, Operator, connection_denied, is_loopback
 from node.run_file.addresses import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
-from wire.admission import Limits
+from wire.admission import Limits, address_group
 from wire.descriptors import raise_limit
 from wire.errors import UserError
 from wire.front import TLS_HANDSHAKE, Front
@@ -34,8 +35,8 @@ from wire.identity.names import join_address
 
 log = logging.getLogger(__name__)
 
-MOST_STREAMS = 64
-"""The most open pages. Further ones are asked to retry."""
+MOST_STREAMS, MOST_STREAMS_OF_AN_ADDRESS = 64, 48
+"""The most open pages, in total and from one address. Further ones are asked to retry."""
 STREAM_SECONDS = 1.0
 """The least time between two updates of a page."""
 KEEPALIVE_SECONDS = 15.0
@@ -200,7 +201,8 @@ class _Routes:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._feed = page.feed
-        self._streams = 0
+        self._streams = Counter[str]()
+        """The open pages by address."""
 
     async def view(self, request: web.Request) -> web.Response:
         message = self._message((await self._feed.newest())[1])
@@ -219,9 +221,10 @@ class _Routes:
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Send server-sent events: `view` (the whole view), then `patch` (changes), and `end` at the end."""
-        if self._streams >= MOST_STREAMS:
+        address = address_group(request.remote or "")
+        if self._streams.total() >= MOST_STREAMS or self._streams[address] >= MOST_STREAMS_OF_AN_ADDRESS:
             raise web.HTTPServiceUnavailable(text="too many open pages\n", headers={"Retry-After": "10"})
-        self._streams += 1
+        self._streams[address] += 1
         try:
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
@@ -235,7 +238,7 @@ class _Routes:
                     request.transport.abort()
             return response
         finally:
-            self._streams -= 1
+            self._streams -= Counter([address])
 
     async def _updates(self, response: web.StreamResponse) -> None:
         version, sent = await self._feed.newest()
