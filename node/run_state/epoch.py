@@ -12,7 +12,7 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 
 import functools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -362,6 +362,21 @@ class Epoch:
         """Whole rows whose nodes' state the run knows; all whole ones if there are none."""
         rows = self.whole_rows
         return [row for row in rows if self.newcomers.isdisjoint(self.row(row))] or rows
+
+    @property
+    def checked_rows(self) -> list[int]:
+        """The proven rows each of whose nodes has the most others of its kind beside it, which hold the same
+        bits. Nodes say themselves of what kind they are: nobody could check one that named its own."""
+        kinds, rows = self.kinds_of, self.proven_rows
+        known = [
+            Counter(kinds[node] for node in self.column(stage) if node not in self.newcomers)
+            for stage in range(self.stages)
+        ]
+        alike = {
+            row: min(count[kinds[node]] for count, node in zip(known, self.row(row), strict=True))
+            for row in rows
+        }
+        return [row for row in rows if alike[row] == max(alike.values())]
 
     def trust(self, nodes: Collection[str]) -> None:
         """These hosts hold the run's state; all others are newcomers."""

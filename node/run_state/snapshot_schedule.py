@@ -153,7 +153,7 @@ class SnapshotSchedule:
     def take(self, epoch: Epoch, plan: RunPlan, now: float, *, await_it: bool) -> list[Action]:
         """Take one of the state that every stage holds now, as `ask` says."""
         # Rows take turns: each has the complete state, and a snapshot costs its nodes a copy and an upload.
-        rows = epoch.proven_rows
+        rows = epoch.checked_rows
         replica = rows[epoch.step // plan.snapshot_every % len(rows)]
         nodes = epoch.row(replica)
         # All report what they hold, and one row hands it in.

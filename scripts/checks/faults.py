@@ -540,8 +540,11 @@ such members, in three rows of two stages without audits.
 - *If half of the nodes are gone* before they have reported their hashes, the snapshot is taken at the next
   step instead.
 
+Nodes say of what kind they are. So only the rows hand in layers whose nodes have the most others of their kind
+beside them: a member that names a kind of its own is not asked where two others hold its layers.
+
 There remains the case in which *one* node is the only one of its kind to hold a layer: with one row, or with
-rows of different machines. Its file must be well formed. The sums of squares of weights and moments are
+rows that all have different machines. Its file must be well formed. The sums of squares of weights and moments are
 compared with those of nodes of other kinds ({OTHER_KIND:.0%}), and with the previous snapshot: weights must
 be between {LEAST_TIMES**0.5:g} and {MOST_TIMES**0.5:g} times as large, moments must not vanish, and there
 must be no zeros where there were gradients. A spare computes a layer outside these bounds again; without a

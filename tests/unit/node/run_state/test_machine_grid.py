@@ -176,6 +176,30 @@ def test_rows_take_turns_at_snapshots() -> None:
         run.steps(4)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "hand_in"),
+    [
+        ({"a": "its own"}, "c d, e f, g h"),
+        ({"d": "its own"}, "a b, e f, g h"),
+        ({"d": "its own", "f": "another"}, "a b, g h"),
+        ({"g": "theirs", "h": "theirs"}, "a b, c d, e f"),
+        ({"e": "theirs", "g": "theirs"}, "a b, c d, e f, g h"),
+        (dict(zip("aceg", "1234", strict=True)), "a b, c d, e f, g h"),
+    ],
+)
+def test_who_names_a_kind_of_its_own_hands_in_no_layer_that_others_could_check(
+    kinds: dict[str, str], hand_in: str
+) -> None:
+    run = Driver(stages=2, steps=100, every=1, groups=4)
+    run.kinds = kinds
+    run.started("abcdefgh")
+    asked = set()
+    for _ in range(8):
+        run.steps(1)
+        asked.add(" ".join(run.epoch.snapshot_nodes))
+    assert ", ".join(sorted(asked)) == hand_in
+
+
 def test_held_out_passes_run_on_one_row() -> None:
     run = grid(1).validating(2)
     run.all_vote()
