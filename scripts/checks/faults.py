@@ -491,9 +491,10 @@ steps nodes only hash what they send.
 
 Not protected: the member with the head can report any loss in range, and any member can send finite but wrong
 tensors, or vote a wrong norm within the range of recent steps. With one row, or without audits, nothing finds
-these lies, because that takes a second computation of the same work. A member that computes correctly but
-sends wrong sums to another row makes the node that holds those sums look wrong. That node may lose its stage,
-but nothing else is held against it.
+these lies, because that takes a second computation of the same work. Nor does an audit find a member that
+names a kind of its own, because only nodes of one kind compute the same bits. A member that computes
+correctly but sends wrong sums to another row makes the node that holds those sums look wrong. That node may
+lose its stage, but nothing else is held against it.
 
 If two nodes disagree, a third node of the same kind decides: a node of another row, a spare, or a node of
 another stage that changes places with one of the two. If only two nodes are of that kind, both compute the
