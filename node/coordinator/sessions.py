@@ -438,7 +438,7 @@ class SessionDesk:
                 continue
             return address
         if self._relays:
-            log.info("%s cannot be reached at %s: it needs a relay", node_id, address[:80])
+            log.info("%s cannot be reached at %.80r: it needs a relay", node_id, address)
             return ""
         return Refusal(
             RefusalCode.UNREACHABLE,

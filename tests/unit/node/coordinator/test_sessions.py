@@ -1,15 +1,27 @@
 """Limits on a member's messages: a correct node stays below all of them, a flood does not."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from node.coordinator.sessions import CALLS, MOST_LINKS, Greetings, MessageLimits, heartbeat_pause, measured
+from node.coordinator.sessions import (
+    CALLS,
+    MOST_LINKS,
+    ControlSession,
+    Greetings,
+    MessageLimits,
+    SessionDesk,
+    heartbeat_pause,
+    measured,
+)
 from node.run_file.loader import default_config
+from tests.support.control_handler import NobodyAsks
+from tests.support.pki import hello
 from wire.figures import LinkFigures
-from wire.messages import Heartbeat, NodeMessage, Ready, Vote
+from wire.messages import Heartbeat, Hello, NodeMessage, Ready, Vote
 from wire.messages_proto import node_message_to_proto
 from wire.telemetry import MOST_SPANS, Span, StepSpans, Telemetry
 
@@ -116,3 +128,17 @@ async def test_a_newer_session_that_ends_first_does_not_trouble_the_older_one() 
     with pytest.raises(TimeoutError):
         await older
     assert len(greetings) == 0
+
+
+async def test_an_address_that_is_none_forges_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    said = hello("a\n12:00:00 ERROR node.coordinator: forged\x1b[31m" + "x" * 10_000)
+
+    async def say() -> Hello:
+        return said
+
+    desk = SessionDesk(NobodyAsks(), relays=True)
+    session = await desk.greet("node-a", "127.0.0.1", say)
+    assert isinstance(session, ControlSession) and session.address == ""
+    (line,) = caplog.messages
+    assert line.isprintable() and len(line) < 200 and "forged" in line
