@@ -33,6 +33,8 @@ MOST_TRANSFERS, MOST_OF_A_NODE = 4, 2
 AT_ONCE, AGAIN_SECONDS = 8, 60.0
 """A node gets each file at most `AT_ONCE` times, and then once per `AGAIN_SECONDS`. It needs a file once, and
 again after a broken connection."""
+LEAST_SHARE = 0.125
+"""A request counts as this share of a file at least, because the whole file is read and hashed for it."""
 MOST_COUNTED = 4096
 """How many pairs of requester and file are counted for that limit."""
 LEAST_RATE = 10_000.0
@@ -92,20 +94,26 @@ class LayerServer:
         # A node with many requests must not occupy all places.
         turn = self._turns.setdefault(peer, asyncio.Semaphore(MOST_OF_A_NODE))
         async with turn, self._turn:
+            await self._count(peer, request, LEAST_SHARE, context)
             data = await self._source.read(request)
             if data is None or request.offset > len(data):
                 kind = "the gradient of" if request.sums else "layer"
                 name = f"{kind} {request.unit[:40]!r} of step {request.step}"
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"{name} is not held here")
                 raise AssertionError("abort raises")
-            if not self._may_send(peer, request, 1 - request.offset / max(1, len(data)), time.monotonic()):
-                await context.abort(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, "this node has sent it to you too often"
-                )
+            share = 1 - request.offset / max(1, len(data))
+            await self._count(peer, request, max(0.0, share - LEAST_SHARE), context)
             view = memoryview(data)
             for start, end in growing_pieces(request.offset, len(data), CHUNK_BYTES, MOST_CHUNK_BYTES):
                 await self._source.pass_through(end - start)
                 await context.write(bytes(view[start:end]))
+
+    async def _count(
+        self, peer: str, request: LayerRequest, share: float, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> None:
+        """Count a share of the file, or end the call if this node asks for it too often."""
+        if not self._may_send(peer, request, share, time.monotonic()):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node has sent it to you too often")
 
     def _may_send(self, peer: str, request: LayerRequest, share: float, now: float) -> bool:
         """Whether this share of the file may be sent now. If so, it is counted."""

@@ -5,7 +5,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from wire.layer_exchange import (
     AT_ONCE,
     CHUNK_BYTES,
     LAYER_METHOD,
+    LEAST_SHARE,
     LayerRequest,
     LayerServer,
     NotHeldError,
@@ -138,6 +139,22 @@ async def test_a_node_is_sent_a_file_a_few_times_and_others_all_the_same(tmp_pat
         assert server._may_send("node-another000", request, 1.0, now) and server._may_send(
             me, other, 1.0, now
         )
+
+
+@pytest.mark.parametrize("offset", [0, len(DATA), len(DATA) + 1])
+async def test_a_member_that_asks_again_and_again_has_the_file_read_a_few_times(
+    tmp_path: Path, offset: int
+) -> None:
+    async with scene(tmp_path, 1) as here:
+        placed = here.placed[0]
+        name = here.identity.server_name(placed.node_id)
+        request = LayerRequest(step=STEP, unit=UNIT, sha256="0" * 64 if not offset else here.place(0).sha256)
+        async with open_channel(placed.address, identity=here.identity, server_name=name) as channel:
+            for _ in range(200):
+                with contextlib.suppress(LinkError):
+                    async for _ in get_layer(channel, replace(request, offset=offset)):
+                        pass
+        assert len(here.holders[0].offsets) <= AT_ONCE / LEAST_SHARE + 1
 
 
 class Trickle:
