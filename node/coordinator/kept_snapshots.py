@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 DIRECTORY = "kept"
 HOLDERS_FILE = "holders.json"
 LOOK_SECONDS = 1.0
+RECORD_CHARACTERS = 160_000
+"""The record has the newest manifests up to this length, so that it fits a message (`wire.channels`)."""
 RECORD_FORMAT = 1
 """The format version of the record that nodes keep for `thinwire recover`."""
 _NAME = re.compile(r"step-(\d{8,})\.json")
@@ -297,6 +299,8 @@ class KeptSnapshots:
     def message(self) -> Retain:
         """The message that tells nodes what to keep."""
         manifests = [self._manifest(step).to_json() for step in self._places.complete]
+        while len(manifests) > 1 and sum(map(len, manifests)) > RECORD_CHARACTERS:
+            del manifests[0]
         urls = {step: url for step in self._places.complete if (url := self._places.url(step))}
         record = {
             **self._run.record(),

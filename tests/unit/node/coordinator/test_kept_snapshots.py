@@ -1,6 +1,8 @@
 """Snapshots on the disks of nodes: who may have one given up."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,10 +11,13 @@ import pytest
 
 from node.coordinator import kept_snapshots
 from node.coordinator.kept_snapshots import KeptSnapshots, SnapshotBook, write_kept_manifest
+from node.model.units import unit_names
 from node.state.manifest import Manifest, UnitEntry, unit_file
 from tests.unit.node.coordinator.test_snapshot_handler import CONFIG, UNITS, Told
+from wire.channels import MESSAGE_BYTES
 from wire.errors import NotYetError, RunError
 from wire.messages import HeldLayer, Prefetch
+from wire.messages_proto import coordinator_message_to_proto
 
 HOLDERS, LIAR = ("node-a", "node-b"), "node-liar"
 PATIENCE = CONFIG.coordinator.regroup_seconds + CONFIG.coordinator.silent_seconds
@@ -90,3 +95,20 @@ def test_a_layer_that_the_run_needs_and_nobody_holds_is_waited_for_each_time(
         kept.where(LIAR, NEW, EMBED, (), needed=True)
     assert not isinstance(refused.value, NotYetError)
     assert run.damaged == [(NEW, OLD)] and kept.complete == (OLD,)
+
+
+def test_the_record_of_many_snapshots_of_many_layers_fits_a_message(tmp_path: Path, run: Here) -> None:
+    config = replace(CONFIG, model=replace(CONFIG.model, layers=126))
+    entries = [
+        UnitEntry(unit, unit_file(unit), 10**9, "0" * 64, "0" * 64) for unit in unit_names(config.model)
+    ]
+    for step in range(1, 21):
+        write_kept_manifest(tmp_path, Manifest.of("run-1", step, config, entries, None))
+    book = SnapshotBook(
+        config=config, windows=1, directory=tmp_path, run_id="run-1", store=Mock(), disk=run.disk
+    )
+    message = KeptSnapshots(book, config, run).message()
+    assert coordinator_message_to_proto(message).ByteSize() < MESSAGE_BYTES
+    assert message.steps == tuple(range(1, 21)), "all are kept"
+    known = [Manifest.from_json(text, "") for text in json.loads(message.record)["manifests"]]
+    assert len(known) > 2 and [one.step for one in known] == [*range(21 - len(known), 21)]
