@@ -18,6 +18,7 @@ from typing import Protocol
 
 from node.config.schema import RunConfig
 from node.coordinator.disk import Disk
+from node.coordinator.enrolment_service import RateLimits
 from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.run_state.layer_places import LayerPlaces
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 DIRECTORY = "kept"
 HOLDERS_FILE = "holders.json"
 LOOK_SECONDS = 1.0
+DOUBTS_A_SECOND, DOUBTS_AT_ONCE = 1.0, 100.0
+"""The rate and burst of one node's doubts about others' copies. For each, another node hashes one."""
 RECORD_CHARACTERS = 160_000
 """The record has the newest manifests up to this length, so that it fits a message (`wire.channels`)."""
 RECORD_FORMAT = 1
@@ -171,6 +174,8 @@ class KeptSnapshots:
         self._places = LayerPlaces(self._units)
         self._missed: dict[int, tuple[float, float]] = {}
         """By step, when nodes that need it first and last asked for a layer that no connected node holds."""
+        self._doubts = RateLimits(DOUBTS_A_SECOND, DOUBTS_AT_ONCE)
+        """By node that doubts."""
         self._changed = asyncio.Event()
         holders, urls = _read_holders(directory), stored_steps(directory)
         for manifest in kept_manifests(directory):
@@ -279,7 +284,7 @@ class KeptSnapshots:
         self._book.most_bytes(unit)
         addresses = self._run.addresses()
         for other in bad:
-            if self._places.doubted(other, step, unit):
+            if self._doubts.take(node_id, time.monotonic()) and self._places.doubted(other, step, unit):
                 log.warning("node %s found no good copy of layer %s at node %s", node_id, unit, other)
                 self._run.send(other, Prefetch(step=step, units=(unit,), keep=True))
         entry = self._places.entry(step, unit)

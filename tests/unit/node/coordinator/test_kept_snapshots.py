@@ -1,5 +1,6 @@
 """Snapshots on the disks of nodes: who may have one given up."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,13 @@ from unittest.mock import Mock
 import pytest
 
 from node.coordinator import kept_snapshots
-from node.coordinator.kept_snapshots import KeptSnapshots, SnapshotBook, write_kept_manifest
+from node.coordinator.kept_snapshots import (
+    DOUBTS_A_SECOND,
+    DOUBTS_AT_ONCE,
+    KeptSnapshots,
+    SnapshotBook,
+    write_kept_manifest,
+)
 from node.model.units import unit_names
 from node.state.manifest import Manifest, UnitEntry, unit_file
 from tests.unit.node.coordinator.test_snapshot_handler import CONFIG, UNITS, Told
@@ -72,6 +79,17 @@ def test_a_member_that_calls_all_copies_damaged_has_no_snapshot_given_up(
     assert kept.complete == (OLD, NEW) and run.damaged == []
     _, others, _ = kept.where(LIAR, NEW, EMBED, (), needed=False)
     assert {place.node_id for place in others} == {*HOLDERS}
+
+
+def test_a_member_that_doubts_copies_again_and_again_has_few_of_them_read(
+    kept: KeptSnapshots, clock: list[float], run: Here
+) -> None:
+    for turn in range(5000):
+        hold(kept)
+        clock[0] = turn / 50
+        with contextlib.suppress(NotYetError):
+            kept.where(LIAR, NEW, EMBED, HOLDERS, needed=False)
+    assert len(run.sent) <= DOUBTS_AT_ONCE + DOUBTS_A_SECOND * clock[0] + 1
 
 
 def test_a_layer_that_the_run_needs_and_nobody_holds_is_waited_for_each_time(
