@@ -33,6 +33,8 @@ from node.view.view_builder import RunViewBuilder
 from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 from wire.errors import UserError
+from wire.figures import FlowFigures
+from wire.spec import Direction
 from wire.telemetry import relay_path
 
 BY_VOLUNTEER = relay_path("node-cccccccccc")
@@ -85,6 +87,21 @@ def watched() -> Watched:
     one.report(0)
     one.accounting.begin_epoch(EPOCH, NODES[:2])
     return one
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_codec_that_a_node_invents_keeps_nobody_from_the_view(
+    watched: Watched, direction: Direction
+) -> None:
+    flow = FlowFigures(direction=direction, codec="invented", bytes=1000, elements=8000)
+    for number in range(1, 4):
+        for stage, node in enumerate(NODES[:2]):
+            told = totals(number, stage=stage, epoch=EPOCH)
+            links = tuple(replace(link, flows=(*link.flows, flow)) for link in told.links)
+            watched.accounting.report(node, replace(told, links=links))
+        watched.say(watched.accounting.step(number, seconds=1.0), done(number))
+    assert watched.builder.view().links, "it has links"
+    assert watched.text()
 
 
 def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
