@@ -543,19 +543,20 @@ such members, in three rows of two stages without audits.
 - *If half of the nodes are gone* before they have reported their hashes, the snapshot is taken at the next
   step instead.
 
-Nodes say of what kind they are. So only the rows hand in layers whose nodes have the most others of their kind
-beside them: a member that names a kind of its own is not asked where two others hold its layers.
+Nodes say of what kind they are. So only the rows hand in layers whose nodes have the most others of their
+kind beside them: a member that names a kind of its own is not asked where two others hold its layers.
 
 There remains the case in which *one* node is the only one of its kind to hold a layer: with one row, or with
-rows that all have different machines. Its file must be well formed. The sums of squares of weights and moments are
-compared with those of nodes of other kinds ({OTHER_KIND:.0%}), and with the previous snapshot: weights must
-be between {LEAST_TIMES**0.5:g} and {MOST_TIMES**0.5:g} times as large, moments must not vanish, and there
-must be no zeros where there were gradients. A spare computes a layer outside these bounds again; without a
-spare it is not saved. When such a layer has been loaded, the first {PROOF_STEPS} steps that were committed
-after it must give about the same loss and gradient norm again. If they do not, the run uses an older snapshot
-and names the only holder of this one; without an older snapshot it stops. Three lies are not found: another
-state of the same size, until it is loaded; a state that gives about the same steps, such as a slightly
-changed model; and, if no step was committed since the snapshot, a state whose loss is near the newest ones.
+rows that all have different machines. Its file must be well formed. The sums of squares of weights and
+moments are compared with those of nodes of other kinds ({OTHER_KIND:.0%}), and with the previous snapshot:
+weights must be between {LEAST_TIMES**0.5:g} and {MOST_TIMES**0.5:g} times as large, moments must not
+vanish, and there must be no zeros where there were gradients. A spare computes a layer outside these bounds
+again; without a spare it is not saved. When such a layer has been loaded, the first {PROOF_STEPS} steps that
+were committed after it must give about the same loss and gradient norm again. If they do not, the run uses an
+older snapshot and names the only holder of this one; without an older snapshot it stops. Three lies are not
+found: another state of the same size, until it is loaded; a state that gives about the same steps, such as a
+slightly changed model; and, if no step was committed since the snapshot, a state whose loss is near the
+newest ones.
 With one row and no spare, nothing more can be checked.
 
 A link leaves a volunteer's relay that holds each piece for 2 s, or that forwards only 2,000 bytes a second.
