@@ -43,7 +43,7 @@ CALLS = ("function_call", "tool_call")
 MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog")
 """Columns that may hold a conversation. The first one that does is read."""
 QUESTIONS = ("instruction", "prompt", "question")
-"""Columns that may hold a question. The first one that is present is read."""
+"""Columns that may hold a question. The first one that has a value is read."""
 INPUTS = ("input", "context")
 """Columns that may hold the context of a question."""
 ANSWERS = ("output", "completion", "response", "answer")
@@ -55,7 +55,7 @@ SYSTEMS = ("system", "system_prompt", "system_message")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns with media that the messages are about."""
 TAGS = ("label", "kto_tag")
-"""Columns that say, with false, that people rejected the answer (KTO's format)."""
+"""Columns that say, with false (of CSV: "False"), that people rejected the answer (KTO's format)."""
 TRAINED = ("weight", "train", "training", "loss", "loss_mask", "trainable")
 """Keys by which a message says, with 0 or false, that it has no labels."""
 SETTINGS = "chat_template_kwargs"
@@ -127,7 +127,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     """
     if any(row.get(name) for name in MEDIA):
         raise Dropped("images, video or sound")
-    if any(row.get(name) is False for name in TAGS):
+    if any(str(row.get(name)).strip().lower() == "false" for name in TAGS):
         raise Dropped("an answer that its label rejects")
     try:
         messages = [dict(message) for message in _messages_of(row, place)]
@@ -207,7 +207,9 @@ def _is_columns(value: Message) -> bool:
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    return next((name for name in names if name in row), "")
+    """The first of these columns that has a value, or else the first that is present; empty if none is."""
+    present = [name for name in names if name in row]
+    return next((name for name in present if row[name] is not None), present[0] if present else "")
 
 
 def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
