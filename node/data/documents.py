@@ -18,8 +18,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from itertools import islice
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,6 +59,7 @@ from node.data.text import (
     explained,
     files_below,
     is_folder,
+    kinds_of,
     listed,
     open_content,
     report_skipped,
@@ -94,6 +97,9 @@ _VALUE_SUFFIXES = (".csv", ".tsv")
 _TABLE_LINES = 20
 """This many lines with the same number of values make a table."""
 _JSON_BEGINS = re.compile(rb'(?:\[\s*)?\{\s*"(?:[^"\\]|\\.)*"\s*:')
+_PARQUET_SEAM = b"PAR1PAR1"
+"""The end of a parquet file and the beginning of another."""
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 _TEXT_TYPE = re.compile(
@@ -153,9 +159,14 @@ class Source:
     """Whether files that are not text are skipped with a warning. It is true for folders."""
     digest: str
     """A digest of the files' names, sizes and ends. Another listing means another order."""
-    stamps: str
-    """A digest of the files' modification times, because tokens of files that changed in the middle must not
-    be reused."""
+    times: Mapping[Path, int]
+    """The files' modification times in nanoseconds."""
+
+    @property
+    def stamps(self) -> str:
+        """A digest of the modification times, because tokens of files that changed in the middle must not be
+        reused."""
+        return sha256("".join(f"{time} " for time in self.times.values()).encode()).hexdigest()
 
     @property
     def is_tokens(self) -> bool:
@@ -174,12 +185,12 @@ def list_source(name: str) -> Source:
     files, base = _files(name)
     extents: list[list[Extent]] = []
     room = 0
-    digest, stamps = sha256(), sha256()
+    digest, times = sha256(), dict[Path, int]()
     total = 0
     for path in files:
         try:
             size = check_regular(path)
-            stamps.update(f"{path.stat().st_mtime_ns} ".encode())
+            times[path] = path.stat().st_mtime_ns
             with path.open("rb") as file:
                 ends = file.read(_END_BYTES)
                 file.seek(max(0, size - _END_BYTES))
@@ -204,9 +215,37 @@ def list_source(name: str) -> Source:
     if any(map(_was_several, shards)):
         # A run that an earlier version began had other samples.
         digest.update(b"joined")
-    return Source(
-        name, shards, total, base is not None or len(files) > 1, digest.hexdigest(), stamps.hexdigest()
+    return Source(name, shards, total, base is not None or len(files) > 1, digest.hexdigest(), times)
+
+
+def check_unchanged(source: Source, shard: Shard) -> None:
+    """Warn, once, of a file that changed since it was listed.
+
+    Raises:
+        DataError: a token file is shorter. Its tokens are mapped, and reading them would end the process.
+    """
+    for extent in shard.extents:
+        try:
+            status = extent.path.stat()
+        except OSError:
+            continue  # reading it reports the error
+        if status.st_mtime_ns != source.times[extent.path]:
+            _say_changed(extent.path)
+        if status.st_size < extent.stop and suffix_of(extent.path) in TOKEN_SUFFIXES:
+            raise _shorter(extent.path)
+
+
+@cache
+def _say_changed(path: Path) -> None:
+    logger.warning(
+        "%s was changed while the run reads it: samples may be cut in wrong places, and `resume` may refuse "
+        "the text. Leave a run's data alone until it has ended",
+        path,
     )
+
+
+def _shorter(path: Path) -> DataError:
+    return DataError(f"{path} is shorter than at the start: restore it, and resume the run")
 
 
 def _was_several(shard: Shard) -> bool:
@@ -266,8 +305,8 @@ def read_text(data: DataSection, dropped: Counter[str] | None = None) -> bytes:
         if (whole := is_folder(path)) and not (files := _text_files(path, left_out)):
             raise DataError(
                 f"no text files in folder {path}{_skipped(left_out)}; expected names that end in "
-                f"{', '.join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))}, with or without "
-                f"{', '.join(sorted(COMPRESSED))}"
+                f"{', '.join(TABLES)}, {', '.join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))}; all but the first "
+                f"{len(TABLES)} with or without {', '.join(sorted(COMPRESSED))}"
             )
         documents = list(_whole(files if whole else [path], data, dropped, skips=whole))
     text = SEPARATOR.join(document for document in documents if document.strip())
@@ -453,6 +492,8 @@ def _text_files(folder: Path, left_out: Counter[str]) -> list[Path]:
     if chosen:
         check_parts(folder, every, chosen)
         report_skipped(folder, every, chosen, left_out)
+    else:
+        left_out += kinds_of(every)
     return chosen
 
 
@@ -471,7 +512,8 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
         chosen = tokens
     if not chosen:
         raise DataError(
-            f"no data in folder {path}{_skipped(left_out)}; expected text, JSONL, parquet, Arrow, .npy "
+            f"no data in folder {path}{_skipped(left_out + kinds_of(every))}; expected text, JSONL, parquet, "
+            "Arrow, .npy "
             "or .bin"
         )
     check_parts(path, every, chosen)
@@ -657,7 +699,7 @@ def _opened(extent: Extent) -> Iterator[tuple[IO[bytes], int]]:
     files."""
     with explained(extent.path), open_content(extent.path) as file:
         if extent.path.stat().st_size < extent.stop < sys.maxsize:
-            raise DataError(f"{extent.path} is shorter than at the start: restore it, and resume the run")
+            raise _shorter(extent.path)
         at = extent.start
         if at:
             file.seek(at - 1)
@@ -811,7 +853,15 @@ def _table(path: Path, kind: str) -> Iterator[Any]:
 def _row_groups(path: Path) -> list[int]:
     """The bytes of each row group before compression."""
     with _table(path, "parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
-        return [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
+        groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    starts = [column.dictionary_page_offset or column.data_page_offset for column in columns]
+    ends = (start + column.total_compressed_size for start, column in zip(starts, columns, strict=True))
+    # Joined files: the last one's offsets lead into the first.
+    with path.open("rb") as raw, mmap(raw.fileno(), 0, access=ACCESS_READ) as content:
+        if content.find(_PARQUET_SEAM, max(ends, default=0)) >= 0:
+            raise _several(path, "parquet files")
+    return [group.total_byte_size for group in groups]
 
 
 def _parquet_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:
@@ -851,10 +901,12 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     texts = [name for name, kind in zip(names, schema.types, strict=True) if _TEXT_TYPE.fullmatch(str(kind))]
     if names.count(field) == 1 and field in texts:
         return [field]
-    if names.count(field) == 1:
+    if names.count(field) > 1:
+        raise DataError(f"{path} has {names.count(field)} columns {field!r}: rename all but one of them")
+    if field in names:
         actual = f"its column {field!r} holds {str(schema.types[names.index(field)])[:60]}, not text"
     else:
-        actual = f"it has {names.count(field) or 'no'} columns {field!r}"
+        actual = f"it has no column {field!r}"
     raise DataError(
         f"{path}: {actual}; "
         + (
@@ -924,15 +976,41 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
     """The record batches of an Arrow file or stream. They are memory-mapped, so skipped batches are not
     read."""
     with _table(path, "an Arrow file") as pyarrow, pyarrow.memory_map(str(path)) as file:
+        is_stream = False
         try:
             reader = pyarrow.ipc.open_file(file)
             batches = map(reader.get_batch, range(reader.num_record_batches))
         except pyarrow.ArrowInvalid:  # `datasets` writes streams, which can be appended to
+            is_stream = True
             file.seek(0)
             batches = pyarrow.ipc.open_stream(file)
         for batch in batches:
             batch.validate()  # offsets beyond the data would end the process
             yield batch
+        if is_stream:
+            _check_stream_end(path, file)
+
+
+def _check_stream_end(path: Path, file: Any) -> None:
+    """Check that a stream, which is read, has its end, and that nothing follows it: pyarrow requires
+    neither.
+
+    Raises:
+        DataError: the stream is cut off between two batches, or another one follows it.
+    """
+    stop = file.tell()
+    if stop < file.size():
+        raise _several(path, "streams")
+    begin, end = file.read_at(4, 0), file.read_at(8, max(0, stop - 8))
+    if begin == _STREAM_END[:4] and end != _STREAM_END:  # streams of before 2019 begin in another way
+        raise DataError(f"{path} is cut off behind one of its batches: write it again, or copy it again")
+
+
+def _several(path: Path, kind: str) -> DataError:
+    return DataError(
+        f"{path} holds several {kind}, one behind the other, and only one would be read: write each to a "
+        "file of its own, and name the folder"
+    )
 
 
 def _arrow_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:

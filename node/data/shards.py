@@ -38,6 +38,7 @@ from node.data.documents import (
     Shard,
     Source,
     batches,
+    check_unchanged,
     list_source,
     needs_shards,
     nothing_left,
@@ -167,6 +168,8 @@ class TokenizedSource:
             DataError: its file was changed.
         """
         key = shard, part
+        if self.source.is_tokens and len(self.source.shards[shard].extents) == 1:  # mapped, not copied
+            check_unchanged(self.source, self.source.shards[shard])
         with self._lock:
             mapped = self._open.get(key)
             if mapped is None:
@@ -248,6 +251,7 @@ class TokenizedSource:
         masks: list[np.ndarray] = []
         dropped: Counter[str] = Counter()
         tokens = documents = labels = 0
+        check_unchanged(self.source, shard)
         rows = islice(read_rows(shard, self._data, skips=self.source.skips), skipped, None)
         for batch in batches(rows):
             if tokens >= PART_TOKENS:
@@ -320,6 +324,8 @@ class TokenizedSource:
                 with extent.path.open("rb") as file:
                     head = file.read(256)
                 check_kind(extent.path, head)
+                if _is_text(head):
+                    raise DataError(f"{extent.path} holds text, not token ids: name it .txt or .jsonl")
                 if int.from_bytes(head[:4], "little") in _LLM_C:
                     raise DataError(
                         f"{extent.path} begins with a header of llm.c: write the ids behind its first 1,024 "
@@ -670,6 +676,12 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
                 sequence,
             )
     return corpus
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether the first 256 bytes of a file are text. Those of token ids have zeros, or are no UTF-8."""
+    # The last character may be cut off.
+    return len(head) == 256 and 0 not in head and len(head.decode(errors="ignore").encode()) > 252
 
 
 def starts_in(tokens: np.ndarray, mask: np.ndarray | None, end: int | None) -> np.ndarray:

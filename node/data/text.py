@@ -12,11 +12,12 @@ import io
 import logging
 import lzma
 import os
+import re
 import stat
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -52,6 +53,7 @@ _ZSTD_WINDOW_BYTES = 1 << 31
 _XZ_BYTES = 512 << 20
 """The memory for decompressing .xz. Its strongest preset needs 65 MiB."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_ADDRESS = re.compile("[a-z][a-z0-9]+:/")
 _ARCHIVES = {
     "a gzip file": b"\x1f\x8b",
     "a zstd file": b"\x28\xb5\x2f\xfd",
@@ -62,6 +64,7 @@ _ARCHIVES = {
     "an Arrow file": b"ARROW1",
     "a NumPy array": b"\x93NUMPY",
     "a PDF": b"%PDF-",
+    "a database of SQLite": b"SQLite format 3\0",
 }
 # Some of these are not part of every installation, others are not part of the standard library.
 _STDLIB_SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
@@ -298,7 +301,9 @@ def check_kind(path: Path, content: bytes) -> None:
         raise NotTextError(path, "is UTF-16 text, not UTF-8", "save it as UTF-8 or leave it out")
     if content.startswith(LFS_POINTER):
         raise NotTextError(path, "is a pointer of Git LFS", "fetch the file itself: git lfs pull")
-    if kind := next((kind for kind, magic in _ARCHIVES.items() if content.startswith(magic)), ""):
+    kind = next((kind for kind, magic in _ARCHIVES.items() if content.startswith(magic)), "")
+    if kind or content[257:262] == b"ustar":
+        kind = kind or "a tar archive"
         raise NotTextError(path, f"is {kind}", "unpack it, give it its suffix, or leave it out")
 
 
@@ -467,6 +472,8 @@ def explained(path: Path) -> Iterator[None]:
 
 def unreadable(path: Path, error: OSError) -> DataError:
     if isinstance(error, FileNotFoundError):
+        if _ADDRESS.match(str(path)):
+            return DataError(f"{path} is an address: download the data to this machine first")
         return DataError(
             f"no file or folder {path}; set [data] path to text, or to {STDLIB}; data.path=PATH after the "
             "command overrides it"
@@ -478,7 +485,7 @@ def report_skipped(folder: Path, every: list[Path], taken: list[Path], left_out:
     """Warn about the files of a folder that are not trained on, by suffix, and about what `files_below` left
     out."""
     chosen = set(taken)
-    kinds = left_out + Counter(file.suffix or "no suffix" for file in every if file not in chosen)
+    kinds = left_out + kinds_of(file for file in every if file not in chosen)
     if kinds:
         logger.warning(
             "training on %d of %d files in %s; skipped: %s",
@@ -487,6 +494,11 @@ def report_skipped(folder: Path, every: list[Path], taken: list[Path], left_out:
             folder,
             listed(kinds),
         )
+
+
+def kinds_of(files: Iterable[Path]) -> Counter[str]:
+    """The number of files with each suffix."""
+    return Counter(file.suffix or "no suffix" for file in files)
 
 
 def listed(counts: Mapping[str, int]) -> str:

@@ -259,6 +259,48 @@ def test_saved_data_sets_are_read_without_caches_and_one_split_at_a_time(tmp_pat
         texts_of(tmp_path / "hub")
 
 
+def stream_of(*texts: str) -> bytes:
+    """A stream of Arrow with a batch for each text."""
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, pyarrow.schema({"text": pyarrow.string()})) as writer:
+        for text_ in texts:
+            writer.write_batch(pyarrow.record_batch({"text": [text_]}))
+    return bytes(sink.getvalue())
+
+
+def parquet_of(*texts: str) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), sink)
+    return bytes(sink.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.arrow", stream_of("one", "two") + stream_of("three"), "holds several streams"),
+        ("a.arrow", stream_of("one", "two") + b"\n", "holds several streams"),
+        ("a.arrow", stream_of("one", "two")[: len(stream_of("one")) - 8], "is cut off"),
+        ("a.arrow", stream_of("one", "two")[:-8], "is cut off"),
+        ("a.parquet", parquet_of("one") * 2, "holds several parquet files"),
+        ("a.parquet", parquet_of(*map(str, range(9000))) + parquet_of("one"), "holds several parquet files"),
+    ],
+)
+def test_half_of_a_table_is_not_taken_for_the_whole(
+    tmp_path: Path, name: str, content: bytes, what: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=what):
+        list_source(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("order", ["auto", "shards"])
+def test_the_files_of_a_folder_without_data_are_named(tmp_path: Path, order: str) -> None:
+    (tmp_path / "a.feather").write_bytes(b"ARROW1")
+    (tmp_path / "b.parquet.gz").write_bytes(gzip.compress(parquet_of("one")))
+    with pytest.raises(DataError, match=r"\(skipped: 1 x \.feather, 1 x \.gz\); expected .*[aA]rrow"):
+        load_data(config_of(tmp_path, order=order))
+
+
 CARD = """---
 license: mit
 configs:
@@ -388,6 +430,9 @@ def test_a_data_card_and_rows_of_tables_beside_text(tmp_path: Path) -> None:
         ("a.bin", b"PK\x03\x04" + bytes(60), "is a zip archive"),
         ("a.bin", bytes((7, 0, 0, 0)) * 600, "ids of 32 bits"),
         ("a.bin", (20240520).to_bytes(4, "little") + bytes(2000), "header of llm.c"),
+        ("a.bin", WORDS.encode() * 3, "holds text, not token ids"),
+        ("a.txt", b"name.txt".ljust(257, b"\0") + b"ustar" + bytes(250), "is a tar archive"),
+        ("a.txt", b"SQLite format 3\0" + bytes(60), "is a database of SQLite"),
         ("a.jsonl", b'{"text": "a"}\n' + bytes(60), "line 2 .* zero bytes"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), "line 1 .* zero bytes"),
     ],
@@ -514,7 +559,7 @@ def test_only_the_columns_that_are_needed_are_read(tmp_path: Path) -> None:
         assert texts_of(path, jsonl_field="none") == []
         with pytest.raises(DataError, match=r"(?s)date32.*not text.*of 'text', 'raw', 'none'"):
             texts_of(path, jsonl_field="odd")
-        with pytest.raises(DataError, match=r"(?s)no columns 'absent'.*of 'text', 'raw', 'none'"):
+        with pytest.raises(DataError, match=r"(?s)no column 'absent'.*of 'text', 'raw', 'none'"):
             texts_of(path, jsonl_field="absent")
         (shard,) = list_source(str(path)).shards
         rows = [row for _, row in read_rows(shard, DataSection(format="chat"), skips=False)]

@@ -244,6 +244,31 @@ def test_a_file_that_shrinks_during_a_run_is_reported(tmp_path: Path, name: str,
         list(stream.in_order(10_000))
 
 
+@pytest.mark.parametrize("left", [0, 0.5])
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+def test_a_token_file_that_shrinks_during_a_run_does_not_end_the_process(
+    tmp_path: Path, name: str, left: float
+) -> None:
+    ids = np.arange(1 << 16, dtype=np.uint16) % 200
+    np.save(tmp_path / name, ids) if name == "a.npy" else ids.tofile(tmp_path / name)
+    (stream,) = sharded(config_of(path=str(tmp_path / name))).streams
+    os.truncate(tmp_path / name, int(left * ids.nbytes))
+    with pytest.raises(DataError, match=f"{name} is shorter than at the start"):
+        for index in range(1000):
+            stream.window(index)
+
+
+def test_a_file_that_changes_during_a_run_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    (stream,) = sharded(config_of(path=str(path))).streams
+    assert "was changed" not in caplog.text
+    os.utime(path, ns=(0, 0))
+    list(stream.in_order(10_000))
+    assert caplog.text.count("a.jsonl was changed while the run reads it") == 1
+
+
 LARGE = """
 import hashlib, resource, sys
 from node.config.schema import DataSection, ModelSection, RunConfig, TrainingSection
