@@ -248,6 +248,7 @@ class Checkpoint:
                     ": save it with its head (from the class that ends in ForCausalLM or LMHeadModel), or, "
                     "if its head is the embedding, set tie_word_embeddings to true in config.json"
                 )
+            hint = hint or ": copy the checkpoint again, or save it again with save_pretrained"
             raise CheckpointError(
                 f"{self._files.where} has no tensor {tensor.name}, which unit {unit} needs{hint}"
             )
@@ -286,7 +287,8 @@ class Checkpoint:
                 f"{where}: tensor {name} has shape {list(place.shape)}, expected {list(tensor.shape)}"
             )
         if place.dtype not in dtypes:
-            raise CheckpointError(f"{where}: tensor {name} is {place.dtype}; expected {', '.join(dtypes)}")
+            expected = f"expected {', '.join(dtypes)}: save it as one of these"
+            raise CheckpointError(f"{where}: tensor {name} is {place.dtype}; {expected}")
         return place
 
     async def _weight_map(self) -> dict[str, str]:
