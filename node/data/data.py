@@ -7,7 +7,7 @@ token is a label at most once in a pass.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from types import MappingProxyType
@@ -26,6 +26,9 @@ VALIDATION_SHARE = 100
 """One token in this many, at the end of the text, is held out from training."""
 VALIDATION_WINDOWS = 16
 """At least this many windows are held out, but never more than a tenth of the text."""
+
+SEARCH_TOKENS = 4 << 20
+"""The tokens in which windows are searched for at a time."""
 
 
 class Corpus:
@@ -156,6 +159,10 @@ class Corpus:
     def close(self) -> None:
         """Do nothing; `ShardedCorpus` has a thread to end."""
 
+    def known(self, windows: np.ndarray) -> int:
+        """How many of these windows stand in the training text."""
+        return known(windows, [self.training])
+
     def validation_windows(self, limit: int | None = None) -> np.ndarray:
         """The held-out windows from the start of the tail, [n, sequence + 1]. n is 0 for a tiny text."""
         return windows_of(self.validation, self.sequence, limit)
@@ -200,6 +207,18 @@ def windows_of(tokens: np.ndarray, sequence: int, limit: int | None = None) -> n
     starts = np.arange(count) * sequence
     windows: np.ndarray = tokens[starts[:, None] + np.arange(sequence + 1)]
     return windows
+
+
+def known(windows: np.ndarray, texts: Iterable[np.ndarray]) -> int:
+    """How many windows [n, sequence + 1] stand in one of these texts of tokens."""
+    new = list(windows)
+    for tokens in texts:
+        for start in range(0, len(tokens), SEARCH_TOKENS):
+            if not new:
+                break
+            piece = tokens[start : start + SEARCH_TOKENS + windows.shape[1]].tobytes()
+            new = [window for window in new if window.astype(tokens.dtype).tobytes() not in piece]
+    return len(windows) - len(new)
 
 
 def check_vocabulary(tokenizer: Tokenizer, data: DataSection, vocab: int, fixed: bool) -> None:

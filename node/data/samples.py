@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 SEARCHED = 100
 """At most this many times the wanted number of samples are searched for some with labels."""
 
+LOOKED_AT = 4
+"""This many samples are looked for in the training text."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -105,8 +108,16 @@ def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:
         if data.valid:
             log.warning("the loss of data.valid is not measured in this run: data.valid_every is 0")
         return samples[:0]
-    if data.valid:
-        _report_trained_on(data)
+    if data.valid and not _report_trained_on(data):
+        looked_at = samples.windows[:LOOKED_AT]
+        if count := corpus.known(looked_at):
+            log.warning(
+                "%d of the first %d samples of %s stand in the training text too: their loss is of text that "
+                "is known",
+                count,
+                len(looked_at),
+                data.valid,
+            )
     if len(samples) < microbatch:
         remedy = "name some in data.valid, or set data.valid_every = 0"
         if not data.valid and in_shards(data):
@@ -118,13 +129,16 @@ def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:
     return samples.whole_microbatches(microbatch)
 
 
-def _report_trained_on(data: DataSection) -> None:
-    """Report held-out data that is among the training data."""
+def _report_trained_on(data: DataSection) -> bool:
+    """Report held-out data whose files are among the training data. Returns whether there are some."""
+    reported = False
     valid = expanded(data.valid, "data.valid").resolve()
     for name in data.sources or (data.path,):
         source = expanded(name, "data.path").resolve()
         if name != STDLIB and (valid.is_relative_to(source) or source.is_relative_to(valid)):
             log.warning("%s is trained on too, by %s: its loss is of text that is known", data.valid, name)
+            reported = True
+    return reported
 
 
 def samples_of(config: RunConfig, corpus: TrainingData | None, path: str, limit: int | None) -> Samples:

@@ -19,10 +19,10 @@ import os
 import threading
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ import numpy as np
 from node.config.schema import DataSection, RunConfig
 from node.data.chat import ChatEncoder, chat_encoder
 from node.data.conversations import Dropped
-from node.data.data import Corpus, check_tokens, check_vocabulary, document_starts, end_of_text
+from node.data.data import Corpus, check_tokens, check_vocabulary, document_starts, end_of_text, known
 from node.data.documents import (
     LARGE_BYTES,
     Batch,
@@ -422,16 +422,23 @@ class Stream:
         """The documents left out of the shards tokenized so far, by reason. Each counts once."""
         return dict(self._dropped)
 
+    def _first_parts(self) -> list[tuple[int, int]]:
+        """The shard and number of the first group's parts."""
+        return sorted({place[:2] for group in self._groups[:1] for place in group.places})
+
     def counts(self) -> list[Counts]:
         """The counts of the first group's parts."""
-        places = {place[:2] for group in self._groups[:1] for place in group.places}
-        all_counts = [self.tokenized.counts(*place) for place in sorted(places)]
+        all_counts = [self.tokenized.counts(*place) for place in self._first_parts()]
         return [counts for counts in all_counts if counts is not None]
+
+    def first_tokens(self) -> list[np.ndarray]:
+        """The tokens of the first group's parts."""
+        return [self.tokenized.part(*place).tokens for place in self._first_parts()]
 
     def longer_than_samples(self) -> tuple[int, int]:
         """How many conversations of the first group are longer than a sample, and how many it has."""
         longer = total = 0
-        for place in {place[:2] for group in self._groups[:1] for place in group.places}:
+        for place in self._first_parts():
             if (mask := self.tokenized.part(*place).mask) is not None:
                 lengths = np.diff(np.append(np.flatnonzero(mask & BEGINS), len(mask)))
                 longer += int(np.count_nonzero(lengths > self._sequence + 1))
@@ -584,6 +591,10 @@ class ShardedCorpus:
             total.update(stream.dropped)
         return dict(total)
 
+    def known(self, windows: np.ndarray) -> int:
+        """As `Corpus.known`, of the groups with which the sources begin."""
+        return known(windows, (tokens for stream in self.streams for tokens in stream.first_tokens()))
+
     def estimated_tokens(self) -> int:
         """The tokens of all sources, estimated from the shards that are tokenized."""
         return sum(stream.estimated_tokens() for stream in self.streams)
@@ -659,6 +670,7 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
         open_stream(config, name, str(number), folder)
         for number, name in enumerate(data.sources or (data.path,))
     ]
+    _report_repeated(data.sources)
     corpus = ShardedCorpus(streams, list(data.weights), sequence=sequence, global_batch=batch, seed=seed)
     for stream in streams:
         stream.prepare(0)
@@ -676,6 +688,19 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
                 sequence,
             )
     return corpus
+
+
+def _report_repeated(sources: Sequence[str]) -> None:
+    """Report sources that are named twice, directly or by a folder around them."""
+    paths = [expanded(name, "data.sources").resolve() for name in sources]
+    for (one, first), (other, second) in combinations(zip(sources, paths, strict=True), 2):
+        if first.is_relative_to(second) or second.is_relative_to(first):
+            logger.warning(
+                "%s and %s of data.sources have the same files, which are read twice: data.weights gives a "
+                "larger share",
+                one,
+                other,
+            )
 
 
 def _is_text(head: bytes) -> bool:
