@@ -10,7 +10,7 @@ conversation.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from typing import Any
@@ -193,11 +193,21 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
     if asked and answer:
         last = _pair(row[asked], row[about] if about else None, row[answer], place)
         return [*_earlier(row.get(HISTORY)), *last]
+    refuse_preferences(row, place)
     raise DataError(
         f'{place} holds no conversation: expected "messages" with role and content, "conversations" with '
         'from and value, "instruction" with "output", or "prompt" with "completion", got '
         f"{', '.join(map(str, row))[:200] or 'an empty row'}"
     )
+
+
+def refuse_preferences(names: Iterable[str], place: str) -> None:
+    """Raise DataError if these columns hold two answers to a question, as DPO reads them."""
+    if {"chosen", "rejected"} <= {*names}:
+        raise DataError(
+            f'{place} holds preferences between two answers ("chosen", "rejected"), which cannot be trained '
+            'on here: give the better one as "messages", or as "completion" beside its "prompt"'
+        )
 
 
 def _is_columns(value: Message) -> bool:

@@ -37,6 +37,7 @@ from node.data.conversations import (
     SYSTEMS,
     TAGS,
     Dropped,
+    refuse_preferences,
 )
 from node.data.parts import DATA_CARD, check_parts, settings_of
 from node.data.text import (
@@ -888,6 +889,8 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     """
     names = [str(name) for name in schema.names]
     if data.format == "chat" and not data.response_marker:
+        if {*names}.isdisjoint((*MESSAGES, *ANSWERS)):
+            refuse_preferences(names, str(path))
         wanted = CHAT_COLUMNS if {*MESSAGES} & {*names} else CHAT_COLUMNS | PAIR_COLUMNS
         columns = [name for name in names if name in wanted and names.count(name) == 1]
         if not {*columns}.isdisjoint((*MESSAGES, *PAIR_COLUMNS)):

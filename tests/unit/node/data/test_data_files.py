@@ -293,6 +293,19 @@ def test_half_of_a_table_is_not_taken_for_the_whole(
         list_source(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_preferences_are_named(tmp_path: Path, name: str) -> None:
+    row = {"prompt": "How warm?", "chosen": "Seven.", "rejected": "Nine."}
+    if name == "a.jsonl":
+        (tmp_path / name).write_text(json.dumps(row))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / name)
+    write_tokenizer(tmp_path / "tok")
+    config = config_of(tmp_path / name, format="chat", tokenizer=str(tmp_path / "tok"))
+    with pytest.raises(DataError, match=r"preferences between two answers .*as .messages."):
+        load_data(replace(config, model=ModelSection(vocab=1000, sequence=16)))
+
+
 @pytest.mark.parametrize("order", ["auto", "shards"])
 def test_the_files_of_a_folder_without_data_are_named(tmp_path: Path, order: str) -> None:
     (tmp_path / "a.feather").write_bytes(b"ARROW1")
@@ -462,18 +475,43 @@ def test_a_tokenizer_is_trained_on_tables_as_on_text_and_not_on_ids(tmp_path: Pa
         train_tokenizer(DataSection(path=str(tmp_path / "a.npy")), 280, tmp_path / "out", chat=False)
 
 
+@pytest.mark.parametrize("order", ["whole", "shards"])
 @pytest.mark.parametrize(
-    ("valid", "known"), [("a.txt", True), (".", True), ("../d/b/../a.txt", True), ("../held.txt", False)]
+    ("valid", "told"),
+    [
+        *(
+            ("a.txt", "is trained on too"),
+            (".", "is trained on too"),
+            ("../d/b/../a.txt", "is trained on too"),
+        ),
+        *(("../copy.txt", "4 of the first 4 samples"), ("../part.jsonl", "4 of the first 4 samples")),
+        ("../held.txt", ""),
+    ],
 )
 def test_held_out_text_that_is_trained_on_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, valid: str, known: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, valid: str, told: str, order: str
 ) -> None:
     (tmp_path / "d" / "b").mkdir(parents=True)
-    for name in ("d/a.txt", "held.txt"):
-        (tmp_path / name).write_text(WORDS * 20)
-    config = config_of(tmp_path / "d", order="whole", valid=str(tmp_path / "d" / valid), valid_every=1)
+    lines = [f"In the year {year} the ferry had {year % 7} horns.\n" for year in range(1900, 2000)]
+    for name in ("d/a.txt", "copy.txt"):
+        (tmp_path / name).write_text("".join(lines))
+    (tmp_path / "part.jsonl").write_text(json.dumps({"text": "".join(lines[20:30])}))
+    (tmp_path / "held.txt").write_text(WORDS * 20)
+    config = config_of(tmp_path / "d", order=order, valid=str(tmp_path / "d" / valid), valid_every=1)
     assert len(held_out_samples(config, load_data(config))) > 0
-    assert ("is trained on too" in caplog.text) == known
+    assert (" text that is known" in caplog.text) == bool(told) and told in caplog.text
+
+
+@pytest.mark.parametrize(("other", "told"), [("a.txt", 1), (".", 1), ("b/../a.txt", 1), ("b", 0)])
+def test_sources_that_are_named_twice_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str, told: int
+) -> None:
+    (tmp_path / "b").mkdir()
+    for name in ("a.txt", "b/c.txt"):
+        (tmp_path / name).write_text(WORDS * 20)
+    config = config_of(tmp_path, sources=(str(tmp_path / "a.txt"), str(tmp_path / other)))
+    load_data(config).close()
+    assert caplog.text.count("which are read twice") == told
 
 
 @pytest.mark.parametrize(("valid", "told"), [("absent.txt", True), ("", False)])
