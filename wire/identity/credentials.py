@@ -4,6 +4,7 @@ Each identity has its own directory (mode 0700), so one machine can host several
 first and never sent. `identity.json` holds the certificates and is replaced as a whole at each renewal.
 """
 
+import codecs
 import hashlib
 import json
 from collections.abc import Callable
@@ -167,7 +168,7 @@ class NodeIdentity:
     def save(self, directory: Path) -> None:
         """Write the identity atomically into `directory` (mode 0700), but keep an existing key."""
         make_private_directory(directory)
-        if create_private(directory / _KEY_FILE, self.key_pem) != self.key_pem:
+        if _without_mark(create_private(directory / _KEY_FILE, self.key_pem)) != self.key_pem:
             raise UserError(f"{directory} holds another node's key: give each node a directory of its own")
         content = {
             "node_id": self.node_id,
@@ -182,7 +183,7 @@ class NodeIdentity:
         """The identity in `directory`, or None if none was saved. Raises UserError if it is damaged."""
         try:
             content = json.loads((directory / _IDENTITY_FILE).read_bytes())
-            key_pem = (directory / _KEY_FILE).read_bytes()
+            key_pem = _without_mark((directory / _KEY_FILE).read_bytes())
             return cls(
                 node_id=content["node_id"],
                 run_id=content["run_id"],
@@ -208,7 +209,7 @@ def load_or_create_key(directory: Path) -> bytes:
     make_private_directory(directory)
     path = directory / _KEY_FILE
     try:
-        pem = path.read_bytes()
+        pem = _without_mark(path.read_bytes())
     except FileNotFoundError:
         pem = create_private(path, key_to_pem(ec.generate_private_key(ec.SECP256R1())))
     try:
@@ -216,6 +217,11 @@ def load_or_create_key(directory: Path) -> bytes:
     except ValueError:
         raise UserError(f"{path} is damaged: delete {directory} and join with a new token") from None
     return pem
+
+
+def _without_mark(pem: bytes) -> bytes:
+    """The key without the byte order mark of an editor, behind which gRPC reads none."""
+    return pem.removeprefix(codecs.BOM_UTF8)
 
 
 def load_key(pem: bytes) -> ec.EllipticCurvePrivateKey:

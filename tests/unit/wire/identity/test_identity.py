@@ -1,5 +1,6 @@
 """The run's certificate authority, node identities and their files."""
 
+import codecs
 import os
 import stat
 from collections.abc import Callable
@@ -200,6 +201,9 @@ def test_an_identity_survives_its_files(authority: CertificateAuthority, tmp_pat
     assert NodeIdentity.load(directory) is None
     identity.save(directory)
     assert NodeIdentity.load(directory) == identity
+    (directory / "node.key").write_bytes(codecs.BOM_UTF8 + identity.key_pem)
+    assert NodeIdentity.load(directory) == identity
+    identity.save(directory)
     assert mode(directory) == 0o700
     assert {mode(file) for file in directory.iterdir()} == {0o600}
     assert {file.name for file in directory.iterdir()} == {"node.key", "identity.json"}
@@ -289,6 +293,8 @@ def test_the_key_in_a_directory_is_made_once(tmp_path: Path) -> None:
     pem = load_or_create_key(tmp_path / "node")
     assert load_or_create_key(tmp_path / "node") == pem
     assert mode(tmp_path / "node" / "node.key") == 0o600
+    (tmp_path / "node" / "node.key").write_bytes(codecs.BOM_UTF8 + pem)
+    assert load_or_create_key(tmp_path / "node") == pem
     (tmp_path / "node" / "node.key").write_bytes(pem[:40])
     with pytest.raises(UserError, match="damaged"):
         load_or_create_key(tmp_path / "node")
