@@ -855,14 +855,16 @@ def _row_groups(path: Path) -> list[int]:
     """The bytes of each row group before compression."""
     with _table(path, "parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
         groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    starts = [column.dictionary_page_offset or column.data_page_offset for column in columns]
-    ends = (start + column.total_compressed_size for start, column in zip(starts, columns, strict=True))
-    # Joined files: the last one's offsets lead into the first.
-    with path.open("rb") as raw, mmap(raw.fileno(), 0, access=ACCESS_READ) as content:
-        if content.find(_PARQUET_SEAM, max(ends, default=0)) >= 0:
-            raise _several(path, "parquet files")
-    return [group.total_byte_size for group in groups]
+        columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+        starts = [column.dictionary_page_offset or column.data_page_offset for column in columns]
+        ends = (start + column.total_compressed_size for start, column in zip(starts, columns, strict=True))
+        with path.open("rb") as raw, mmap(raw.fileno(), 0, access=ACCESS_READ) as content:
+            # The last one of joined files counts, and its offsets lead into the first. Its footer repeats
+            # some of the text.
+            footer = len(content) - file.metadata.serialized_size
+            if content.find(_PARQUET_SEAM, max(ends, default=0), footer) >= 0:
+                raise _several(path, "parquet files")
+        return [group.total_byte_size for group in groups]
 
 
 def _parquet_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:

@@ -291,6 +291,8 @@ def test_half_of_a_table_is_not_taken_for_the_whole(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=what):
         list_source(str(tmp_path / name))
+    (tmp_path / "whole.parquet").write_bytes(parquet_of("PAR1PAR1"))
+    assert texts_of(tmp_path / "whole.parquet") == [b"PAR1PAR1"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
