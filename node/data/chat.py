@@ -49,6 +49,8 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
 CHAT_FORMAT = "8"
 """Increase this when the same rows give other tokens or labels."""
+_END_CHARACTERS = 20
+"""This much of an answer's end is looked for in the text."""
 MARKED_TEXT = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}"
@@ -162,11 +164,21 @@ class ChatEncoder:
                 read.append(template)
             except Dropped as reason:
                 read.append(reason)
-        rendered = {template: iter(template.render_all(several)) for template, several in waiting.items()}
+        rendered = {
+            template: zip(several, template.render_all(several), strict=True)
+            for template, several in waiting.items()
+        }
         for item in read:
-            result = item if isinstance(item, Dropped) else next(rendered[item])
+            if isinstance(item, Dropped):
+                yield item
+                continue
+            conversation, result = next(rendered[item])
             try:
-                yield result if isinstance(result, Dropped) else self._tokens(result)
+                if isinstance(result, Dropped):
+                    raise result
+                if not _is_written(conversation, result.text):
+                    _say_no_content(str(self._path))
+                yield self._tokens(result)
             except Dropped as reason:
                 yield reason
 
@@ -253,6 +265,23 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
     parts += [repr(marker).encode()] if marker is not None else []
     fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
     return ChatEncoder(bpe, templates[0], fingerprint, path, marker, *templates[1:])
+
+
+def _is_written(conversation: Conversation, text: str) -> bool:
+    """Whether the end of the last answer with labels stands in the text."""
+    content = conversation.messages[conversation.trained[-1]].get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text") or "") for part in content)
+    return content.strip()[-_END_CHARACTERS:].lower() in text.lower()
+
+
+@cache
+def _say_no_content(tokenizer: str) -> None:
+    logger.warning(
+        "the chat template for %s leaves out or changes the content of answers, and the loss is on what "
+        "it writes: look at it with `thinwire data preview`. Messages have a role and a content",
+        tokenizer,
+    )
 
 
 @cache

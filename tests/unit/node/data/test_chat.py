@@ -553,3 +553,19 @@ def test_held_out_conversations_have_labels_and_begin_where_they_begin(tmp_path:
     assert held_out.labels.flatten().tolist() == labels[1 : 8 * 32 + 1]
     found = set(np.flatnonzero(held_out.documents).tolist())
     assert found == {*range(0, 8 * 32, 32), *(at for at in begins if at < 8 * 32)}
+
+
+@pytest.mark.parametrize(
+    ("template", "reported"),
+    [
+        ("{% for m in messages %}{{ m['from'] }}: {{ m['value'] }}\n{% endfor %}", True),
+        ("{% for m in messages %}{{ m.role }}\n{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content | trim | upper }}\n{% endfor %}", False),
+    ],
+)
+def test_a_template_that_leaves_out_answers_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, reported: bool
+) -> None:
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "tokenizer", template)), "")
+    list(encoder.encode_all([(str(number), row) for number, row in enumerate(conversations(3))]))
+    assert ("leaves out or changes the content of answers" in caplog.text) == reported
