@@ -130,7 +130,7 @@ def server_command(engine: str, name: str, host: str, port: int) -> list[str]:
     if engine == VLLM:
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", name,
                 "--host", host, "--port", str(port)]  # fmt: skip
-    return [sys.executable, "-m", "transformers.cli.transformers", "serve", name,
+    return [sys.executable, "-m", "node.cli.model_server", "serve", name,
             "--host", host, "--port", str(port)]  # fmt: skip
 
 

@@ -153,6 +153,13 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
+def host_name(host: str) -> str:
+    """A Host header without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
 def _hash(text: str) -> bytes:
     # Header bytes that are not UTF-8 arrive as surrogates, which must not raise.
     plain = "".join(text.split()).lower().encode(errors="surrogatepass")

@@ -24,7 +24,14 @@ from aiohttp import web
 
 from node.dashboard.connections import REQUEST_SECONDS, Connections
 from node.dashboard.feed import Feed, json_of, make_patch
-from node.dashboard.operator import ChangeGuard, ChangeRequest, Operator, connection_denied, is_loopback
+from node.dashboard.operator import (
+    ChangeGuard,
+    ChangeRequest,
+    Operator,
+    connection_denied,
+    host_name,
+    is_loopback,
+)
 from node.run_file.addresses import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
 from wire.admission import Limits, address_group
@@ -328,7 +335,7 @@ def _loopback_only(enabled: bool) -> Any:
 
     @web.middleware
     async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if enabled and not is_loopback(_host_name(request.host)):
+        if enabled and not is_loopback(host_name(request.host)):
             raise web.HTTPMisdirectedRequest(text="this page is served on loopback only\n")
         return await handler(request)
 
@@ -353,13 +360,6 @@ def _change_request(request: web.Request) -> ChangeRequest:
     return ChangeRequest(
         remote=request.remote or "", secure=request.secure, host=request.host, headers=dict(request.headers)
     )
-
-
-def _host_name(host: str) -> str:
-    """A Host header without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:

@@ -1,0 +1,183 @@
+"""Transformers' server, with answers in one line to requests that it does not carry out as asked.
+
+    python -m node.cli.model_server serve MODEL ...
+
+takes transformers' command line. Without these checks that server ignores some fields in silence, answers
+others with an internal error, and computes until it is killed if a client asks for a billion tokens.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from functools import wraps
+from http import HTTPStatus
+from typing import Any
+
+from node.dashboard.operator import host_name, is_loopback
+from wire.errors import UserError, shortened
+
+log = logging.getLogger(__name__)
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
+
+IGNORED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0, 0.0),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto",),
+    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
+}
+"""Fields that the server ignores, with the values that ask for nothing else than it does."""
+NUMBERS: Mapping[str, tuple[type, float, float]] = {
+    "max_tokens": (int, 1, 10**9),
+    "max_completion_tokens": (int, 1, 10**9),
+    "max_output_tokens": (int, 1, 10**9),
+    "seed": (int, 0, 2**63 - 1),
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "frequency_penalty": (float, -0.9, 2),
+}
+"""The type and the bounds of fields."""
+MESSAGES = 'messages must be a list of at least one {"role": "user", "content": "..."}'
+EXIT_INTERRUPTED = 130
+MOST_BYTES = 1 << 24
+"""The largest request."""
+
+
+def served(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """A request to `path` as the server carries it out. Raises UserError if it would do something else."""
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, same in IGNORED.items():
+        value = body.get(name)
+        if value is not None and (type(value), value) not in [(type(other), other) for other in same]:
+            raise UserError(f"{name} is not supported here: leave it out")
+    for name, (kind, least, most) in NUMBERS.items():
+        value = body.get(name, least)
+        if type(value) not in (int, kind) or not least <= value <= most:
+            wanted = "a whole number" if kind is int else "a number"
+            raise UserError(f"{name} must be {wanted} from {least} to {most:,}, got {shortened(repr(value))}")
+    for name in ("stop", "logit_bias"):
+        if not body.get(name, True):
+            del body[name]  # an empty one is an internal error
+    if isinstance(biases := body.get("logit_bias"), dict):
+        body["logit_bias"] = {token: 1.0 * bias for token, bias in biases.items()}  # whole numbers fail
+    if path.endswith("/chat/completions"):
+        messages = body.get("messages")
+        body["messages"] = [_message(each) for each in (messages if isinstance(messages, list) else ())]
+        if not body["messages"]:
+            raise UserError(MESSAGES)
+    return body
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(MESSAGES)
+    content = message.get("content") or ""
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"a message's content must be text, got {shortened(repr(part))}")
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's `generate` that ends at the model's last position, and samples if there is a temperature."""
+
+    @wraps(generate)
+    def within(model: Any, **given: Any) -> Any:
+        length, config = given["input_ids"].shape[-1], given["generation_config"]
+        positions = model.config.get_text_config().max_position_embeddings
+        if not 0 < length < positions:
+            raise UserError(f"the prompt has {length} tokens; it must have 1 to {positions - 1}")
+        config.max_new_tokens = min(config.max_new_tokens or positions, positions - length)
+        if config.do_sample is None:
+            config.do_sample = config.temperature is not None or config.top_p is not None
+        return generate(model, **given)
+
+    return within
+
+
+def checked(app: App, host: str) -> App:
+    """An ASGI app that answers one line of JSON where `app`, which listens at `host`, would fail."""
+
+    async def answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        started = False
+
+        async def pass_on(message: dict[str, Any]) -> None:
+            nonlocal started
+            if started or message.get("status", 500) != 500:
+                started = True
+                await send(message)  # else its exception follows
+
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        try:
+            asked = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if asked and is_loopback(host) and not is_loopback(host_name(asked)):
+                raise UserError("this server is on loopback only")
+            await app(scope, await _amended(receive, scope["path"]), pass_on)
+        except Exception as error:
+            if started:
+                raise
+            if isinstance(error, UserError):
+                status, line = HTTPStatus.BAD_REQUEST, str(error)
+            elif isinstance(error, (RuntimeError, OSError, MemoryError)):
+                status, line = HTTPStatus.INTERNAL_SERVER_ERROR, f"the server failed: {error}"
+                log.exception("a request failed")
+            else:
+                status, line = HTTPStatus.BAD_REQUEST, f"this request fails: {type(error).__name__}: {error}"
+            told = {"message": " ".join(line.split()), "type": status.phrase, "param": None, "code": None}
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": json.dumps({"error": told}).encode()})
+
+    return answer
+
+
+async def _amended(receive: Receive, path: str) -> Receive:
+    """Read a request, and return a `receive` for the request in the form of `served`."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > MOST_BYTES:
+            raise UserError(f"the request is larger than {MOST_BYTES:,} bytes")
+    with contextlib.suppress(ValueError, RecursionError):  # the server refuses what is not JSON
+        content = json.loads(body)
+        body = json.dumps(served(content, path)).encode() if isinstance(content, dict) else body
+    messages = [{"type": "http.request", "body": body}]
+
+    async def first_the_body() -> dict[str, Any]:
+        return messages.pop() if messages else await receive()
+
+    return first_the_body
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))  # typer would exit with 1
+    import uvicorn
+    from transformers import GenerationMixin
+    from transformers.cli.transformers import main as transformers
+
+    class Config(uvicorn.Config):
+        def __init__(self, app: App, **options: Any) -> None:
+            super().__init__(checked(app, options["host"]), **options)
+
+    uvicorn.Config = Config  # type: ignore[misc, assignment]
+    GenerationMixin.generate = bounded(GenerationMixin.generate)  # type: ignore[method-assign]
+    transformers()  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

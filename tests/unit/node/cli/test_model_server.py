@@ -1,0 +1,148 @@
+"""What the server of `thinwire serve` refuses, amends and bounds before transformers computes."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from node.cli.model_server import MOST_BYTES, bounded, checked, served
+from wire.errors import UserError
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "a"}
+HOST = [(b"host", b"localhost:8000")]
+
+
+def asked(app: Any, body: bytes, headers: Any = HOST, path: str = TEXT) -> list[dict[str, Any]]:
+    """The messages with which the checked `app`, at loopback, answers a request that arrives in two parts."""
+    parts = [
+        {"type": "http.request", "body": body[:5], "more_body": True},
+        {"type": "http.request", "body": body[5:]},
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "headers": headers}
+    asyncio.run(checked(app, "127.0.0.1")(scope, receive, send))
+    return sent
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": (await receive())["body"]})
+
+
+def failing(error: Exception) -> Any:
+    """An app that fails as Starlette does: it sends status 500, and then raises."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"Internal Server Error"})
+        raise error
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "n": (2, 0, True),
+        "echo": (True,),
+        "logprobs": (True, 0, 5),
+        "response_format": ({"type": "json_object"},),
+        "presence_penalty": (0.5,),
+        "functions": ([],),
+        "max_tokens": (0, -1, 1.5, "9", True, 10**12),
+        "temperature": (-0.1, "hot", float("nan"), float("inf")),
+        "seed": (-1, 2**64),
+        "messages": ([], "a", 5, [1], [{"content": "a"}], [{"role": "user", "content": 5}]),
+        "messages ": ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],),
+    }.items(),
+)
+def test_a_field_that_would_be_ignored_or_fail_is_refused(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(UserError, match=name.strip().rstrip("s")):
+            served({"messages": [USER], name.strip(): value}, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("body", "becomes"),
+    [
+        ({"n": 1, "logprobs": False, "presence_penalty": 0.0, "user": "me"}, None),
+        ({"prompt": "a", "logprobs": None, "stop": [], "logit_bias": {}}, {"prompt": "a"}),
+        ({"logit_bias": {"5": -100}, "temperature": 1}, {"logit_bias": {"5": -100.0}, "temperature": 1}),
+    ],
+)
+def test_other_fields_are_served(body: dict[str, Any], becomes: dict[str, Any] | None) -> None:
+    assert served(body, TEXT) == (body if becomes is None else becomes)
+    message = {**USER, "tool_calls": None, "content": [{"type": "text", "text": "a"}]}
+    (kept,) = served({**body, "messages": [message]}, CHAT)["messages"]
+    assert kept.keys() == {"role", "content"}
+
+
+@pytest.mark.parametrize(
+    ("length", "wanted", "config", "becomes"),
+    [
+        (10, 10**9, {"temperature": 0.7}, (22, True)),
+        (10, 5, {"temperature": 0.0, "do_sample": False}, (5, False)),
+        (31, None, {}, (1, False)),
+        (32, 1, {}, None),
+        (0, 1, {}, None),
+    ],
+)
+def test_an_answer_ends_at_the_last_position_and_a_temperature_samples(
+    length: int, wanted: int | None, config: dict[str, Any], becomes: tuple[int, bool] | None
+) -> None:
+    text = SimpleNamespace(max_position_embeddings=32)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    settings = SimpleNamespace(
+        **({"do_sample": None, "temperature": None, "top_p": None, "max_new_tokens": wanted} | config)
+    )
+    generate = bounded(lambda model, **given: (settings.max_new_tokens, settings.do_sample))
+    given = {"input_ids": torch.zeros(1, length), "generation_config": settings}
+    if becomes is None:
+        with pytest.raises(UserError, match=f"{length} tokens"):
+            generate(model, **given)
+    else:
+        assert generate(model, **given) == becomes
+
+
+@pytest.mark.parametrize(
+    ("app", "body", "headers", "status"),
+    [
+        (echo, b'{"prompt": "a"}', HOST, 200),
+        (echo, b'{"prompt": "a"}', [], 200),
+        (echo, b"not JSON", HOST, 200),
+        (echo, b'{"n": 2}', HOST, 400),
+        (echo, b'{"prompt": "a"}', [(b"host", b"evil.example")], 400),
+        (echo, b" " * (MOST_BYTES + 1), HOST, 400),
+        (failing(ValueError("two\nlines")), b"{}", HOST, 400),
+        (failing(UserError("no")), b"{}", HOST, 400),
+        (failing(RuntimeError("out of memory")), b"{}", HOST, 500),
+    ],
+)
+def test_each_request_has_one_answer(app: Any, body: bytes, headers: Any, status: int) -> None:
+    start, end = asked(app, body, headers)
+    assert start["status"] == status
+    if status == 200:
+        assert end["body"] == body
+    else:
+        message = json.loads(end["body"])["error"]["message"]
+        assert message and "\n" not in message
+
+
+def test_a_stream_that_fails_after_its_start_is_cut_off() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await echo(scope, receive, send)
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        asked(app, b"{}")
