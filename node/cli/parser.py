@@ -105,17 +105,17 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not su
         return escaped(super().format(record))
 
 
-_OF_CALLERS = ("DecodeError", "NotImplementedError", "ExecuteBatchError")
-"""Names of gRPC's errors that only a caller can cause."""
+_OF_CALLERS = {"DecodeError", "NotImplementedError", "ExecuteBatchError", "HttpProcessingError"}
+"""Names of errors of gRPC and aiohttp that only a caller can cause."""
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a record is not gRPC's traceback of what only a caller can cause: a message or method that no
-    client of ours sends, or a call that it left. With these, anybody who can reach the port could fill the
-    operator's terminal and disk."""
+    """Whether a record is not a server's traceback of what only a caller can cause: a message, method or HTTP
+    that no client of ours sends, or a call that it left. With these, anybody who can reach the port could
+    fill the operator's terminal and disk."""
     error = record.exc_info[0] if record.exc_info else None
-    is_theirs = error is not None and error.__name__ in _OF_CALLERS
-    return not (is_theirs and record.name.startswith("grpc."))
+    is_theirs = error is not None and not _OF_CALLERS.isdisjoint(base.__name__ for base in error.__mro__)
+    return not (is_theirs and record.name.startswith(("grpc.", "aiohttp.")))
 
 
 def set_up_logging() -> None:

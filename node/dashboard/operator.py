@@ -83,6 +83,8 @@ class Denied:
 
     status: int
     reason: str
+    is_guess: bool = False
+    """Whether a wrong key was given. There are at most a few such refusals per minute and address."""
 
 
 class ChangeGuard:
@@ -122,6 +124,7 @@ class ChangeGuard:
             return Denied(
                 status=401,
                 reason=f"that is not the operator's key; it is in {KEY_FILE} in the run's directory",
+                is_guess=True,
             )
         if not self._changes.take(now):
             return Denied(status=429, reason="too many changes within a minute: wait a moment")
@@ -143,7 +146,7 @@ def connection_denied(request: ChangeRequest) -> Denied | None:
 
 def is_loopback(address: str) -> bool:
     """Whether an IP address is a loopback address, or the name is `localhost`."""
-    if address == "localhost":
+    if address.lower() == "localhost":
         return True
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])

@@ -160,7 +160,7 @@ async def page_front(
     for path, asset in assets().items():
         app.router.add_get(path, _asset_handler(asset))
     app.router.add_get("/api/view", routes.view)
-    app.router.add_get("/api/stream", routes.stream)
+    app.router.add_get("/api/stream", routes.stream, allow_head=False)  # its answer has no end
     app.router.add_get("/api/operator", routes.operator)
     app.router.add_post("/api/operator", routes.act)
     app.router.add_get("/metrics", routes.metrics)
@@ -285,9 +285,9 @@ class _Routes:
             return _json({"error": "this page is read-only: no coordinator serves it"}, status=403)
         change = _change_request(request)
         if (denied := guard.check(change, time.monotonic())) is not None:
-            # At most a few per minute and address, so that a flood of guesses does not fill the log.
+            # At most a few per minute and address, so that a flood of requests does not fill the log.
             log.log(
-                logging.DEBUG if denied.status == 429 else logging.WARNING,
+                logging.WARNING if denied.is_guess else logging.DEBUG,
                 "a change from %s was refused: %s",
                 change.remote,
                 denied.reason,

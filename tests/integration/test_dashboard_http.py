@@ -162,6 +162,11 @@ async def test_an_end_during_a_write_is_reported(
         assert (await next_event(response))[0] == "end"
 
 
+async def test_a_stream_is_not_sent_to_who_asks_for_its_head() -> None:
+    async with serving(Page(feed=feed_of_a_run())) as session, session.head("/api/stream") as response:
+        assert response.status == 405
+
+
 async def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STREAM_SECONDS", 0.01)
     monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 0.05)
@@ -344,7 +349,7 @@ async def test_loopback_is_asked_under_its_own_names(host: str) -> None:
     async with serving(Page(feed=feed_of_a_run())) as session:
         async with session.get("/api/view", headers={"Host": host}) as response:
             assert response.status == 421
-        for own in ("localhost", "localhost:7702", "127.0.0.1", "[::1]:7702"):
+        for own in ("localhost", "LOCALHOST:7702", "127.0.0.1", "[::1]:7702"):
             async with session.get("/api/view", headers={"Host": own}) as response:
                 assert response.status == 200
     async with (

@@ -123,6 +123,7 @@ def run_failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
 
 SERVES = """
 import asyncio, grpc.aio
+from aiohttp import web
 from node.cli.parser import set_up_logging
 from wire.v1.control_pb2 import RenewRequest
 from wire.v1.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
@@ -144,6 +145,14 @@ async def main():
             except grpc.aio.AioRpcError as error:
                 print(error.code())
     await server.stop(None)
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    for request in (b"GET / HTTP/9.9\\r\\n\\r\\n", b"GET / HTTP/1.1\\r\\n\\r\\n"):
+        reader, writer = await asyncio.open_connection(*runner.addresses[0])
+        writer.write(request)
+        print((await reader.readline()).decode().strip())
+    await runner.cleanup()
 
 asyncio.run(main())
 """
@@ -151,7 +160,7 @@ asyncio.run(main())
 
 def test_messages_that_no_client_sends_leave_no_traceback_and_bugs_do() -> None:
     done = subprocess.run([sys.executable, "-c", SERVES], capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("StatusCode") == 3
+    assert (done.stdout.count("StatusCode"), done.stdout.count("400 Bad Request")) == (3, 2)
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "ValueError: a bug" in done.stderr
 

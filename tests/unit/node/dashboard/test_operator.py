@@ -77,7 +77,7 @@ def test_another_sites_page_is_refused() -> None:
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", f"Basic {KEY}", KEY])
 def test_without_a_key(value: str) -> None:
     found = denied(with_headers(FIT, Authorization=value))
-    assert found.status == 401 and KEY_FILE in found.reason
+    assert found.status == 401 and not found.is_guess and KEY_FILE in found.reason
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,10 @@ def test_a_key_may_be_typed_with_blanks_and_capitals() -> None:
 def test_wrong_keys_count_against_their_address_and_shut_out_no_right_key(remote: str, guesses: int) -> None:
     one, near = guard(), replace(FIT, remote=remote, secure=True)
     wrong = with_headers(near, Authorization="Bearer nonsense")
-    statuses = [found.status for _ in range(guesses) if (found := one.check(wrong, 0.0)) is not None]
+    found = [refusal for _ in range(guesses) if (refusal := one.check(wrong, 0.0)) is not None]
     told = min(guesses, ChangeGuard.WRONG_KEYS)
-    assert statuses == [401] * told + [429] * (guesses - told)
+    assert [refusal.status for refusal in found] == [401] * told + [429] * (guesses - told)
+    assert sum(refusal.is_guess for refusal in found) == told
     assert one.check(near, 1.0) is None  # also from the address that the guesses come from
     other = one.check(replace(wrong, remote="203.0.113.9"), 1.0)
     again = one.check(wrong, ChangeGuard.SECONDS + 1)
