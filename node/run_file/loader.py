@@ -517,7 +517,8 @@ def _field_type(section: str, key: str, where: str) -> Any:
     elsewhere = [full for full in full_keys() if full.endswith(f".{key}") and not longer]
     elsewhere = elsewhere or [full for full, names in OTHER_NAMES.items() if key.lower() in names]
     if elsewhere:
-        hint = f"; did you mean {' or '.join(elsewhere)}?"
+        parts = [f"{section}.{name}" for name in types if name.endswith(f"_{key}")]
+        hint = f"; did you mean {' or '.join([*parts, *elsewhere])}?"
     raise ConfigError(f"{where}: unknown key {shortened(key)!r} in [{section}]{hint}")
 
 

@@ -209,7 +209,8 @@ def test_overrides_are_read_as_people_type_them(override: str, expected: tuple[s
     [
         ("training.lr", "expected section.key=value"),
         ("lr=3", "did you mean training.lr?"),
-        ("training.steps=3", "did you mean run.steps?"),
+        ("training.steps=3", "or run.steps?"),
+        ("pipeline.codec=tah", "did you mean pipeline.forward_codec or pipeline.backward_codec or"),
         ("trainin.lr=3", "did you mean 'training'?"),
         ("training.lr=fast", "training.lr must be a number"),
         ("training.lr=", "training.lr must be a number, got '' (a string)"),
