@@ -29,15 +29,12 @@ MOST_POINTS = 12
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="show the memory of each stage, and what fits into less")
     add_run_file(parser)
-    parser.add_argument(
-        "--gb", type=number, default=0.0, help="memory of each card in GB (default: unlimited)"
-    )
+    parser.add_argument("--gb", type=number, help="memory of each card in GB (default: unlimited)")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes a stage")
     parser.add_argument(
         "--host-gb",
         type=number,
-        default=0.0,
-        help="main memory for what does not fit on the GPU, in GB (default: 4 times --gb)",
+        help="main memory for what does not fit on the GPU, in GB; 0: none (default: 4 times --gb)",
     )
     parser.add_argument(
         "--measure",
@@ -58,13 +55,15 @@ def run(args: argparse.Namespace) -> int:
     from wire.errors import UserError
 
     for option, value in (("--gb", args.gb), ("--host-gb", args.host_gb)):
-        if value < 0:
-            raise UserError(f"{option} {value:g} is negative: give memory in GB, such as 12")
+        if value is not None and (value < 0 or (option == "--gb" and value == 0)):
+            raise UserError(f"{option} {value:g} is no size: give memory in GB, such as 12")
     config = load_config(args.run_file, args.overrides)
     on_cpu = args.device == "cpu"
-    host = 0 if on_cpu else int(1e9 * (args.host_gb or HOST_TIMES * (args.gb or TYPICAL_GB)))
+    card = args.gb or 0.0
+    host_gb = HOST_TIMES * (card or TYPICAL_GB) if args.host_gb is None else args.host_gb
+    host = 0 if on_cpu else int(1e9 * host_gb)
     stages, devices = config.pipeline.stages, Devices(on_cpu=on_cpu, host_bytes=host)
-    memory = int(args.gb * 1e9)
+    memory = int(card * 1e9)
     times = measured_times(config, args.device) if args.measure else assumed_times(config, devices)
     room = Room(devices=devices, memory_bytes=memory, times=times)
     storages = [choose(config, stages, stage, room) for stage in range(stages)]
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         }
         sys.stdout.write(json.dumps(whole, indent=1) + "\n")
         return 0 if fits else 1
-    lines = _text(plans, curves, args.device, args.gb, curve=args.curve)
+    lines = _text(plans, curves, args.device, card, curve=args.curve)
     lines += ["", *_times_text(times, on_cpu=on_cpu)]
     if config.storage.allow:
         lines += ["", "storage that the coordinator would choose (storage.allow):"]

@@ -348,8 +348,16 @@ def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConf
         values.setdefault(section, {})[key] = value
         if (section, key) in LENGTHS:
             values[section][LENGTHS[section, key]] = 0  # the length that was given last counts
-    config = _with_short_warmup(_build(_with_checkpoint(values)))
+    given = _build(_with_checkpoint(values))
+    config = _with_short_warmup(given)
     validate(config, where=where)
+    if config.training.warmup_steps != given.training.warmup_steps:
+        log.warning(
+            "training.warmup_steps = %d is cut to %d: the run has %d steps",
+            given.training.warmup_steps,
+            config.training.warmup_steps,
+            config.run.steps,
+        )
     if config.training.decay_steps and config.training.schedule != "wsd":
         log.warning(
             "training.decay_steps = %d has no effect: training.schedule is %s, not wsd",
@@ -393,21 +401,17 @@ def _further_problems(read: _Read, overrides: Sequence[str]) -> list[str]:
             "model.",
             "data.tokenizer",
         }  # the checkpoint sets these, and is not read for this
-    config = _with_short_warmup(_build(values), say=False)
+    config = _with_short_warmup(_build(values))
     further = [line for line in problems(config) if not any(name in line for name in doubtful)]
     return [*wrong, *further]
 
 
-def _with_short_warmup(config: RunConfig, *, say: bool = True) -> RunConfig:
-    """Shorten a warm-up that is longer than the run to a tenth of the run, with a warning."""
+def _with_short_warmup(config: RunConfig) -> RunConfig:
+    """Shorten a warm-up that is longer than the run to a tenth of the run."""
     steps, training = config.run.steps, config.training
     if not 0 < steps < training.warmup_steps:
         return config
     cut = max(1, steps // 10)
-    if say:
-        log.warning(
-            "training.warmup_steps = %d is cut to %d: the run has %d steps", training.warmup_steps, cut, steps
-        )
     return replace(config, training=replace(training, warmup_steps=cut, warmup_tokens=0))
 
 
