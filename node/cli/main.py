@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["help"]:
             argv = [*argv[1:], "--help"]
         args = build_parser(argv[0] if argv else "").parse(argv)
+        _refuse_missing_directory()
         _refuse_small_address_space(1000 if argv[0] in _STARTS_NATIVE_THREADS else 300)
         code: int = args.run(args)
         sys.stdout.flush()
@@ -178,6 +179,16 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
+def _refuse_missing_directory() -> None:
+    """Raise UserError if the working directory was deleted, where torch aborts the process."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError(
+            f"the working directory cannot be used ({error.strerror}): change to another"
+        ) from None
+
+
 _STARTS_NATIVE_THREADS = ("demo", "coordinator", "join", "resume", "lab")
 
 
@@ -204,8 +215,8 @@ _LIMITS = (
 
 
 def _is_out_of_room(error: BaseException) -> bool:
-    """Whether the system refused threads or memory."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
+    """Whether the system refused threads, memory or files."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN, errno.EMFILE):
         return True
     if isinstance(error, (RuntimeError, ImportError, OSError)):
         return any(sign in str(error) for sign in _LIMITS)
@@ -217,8 +228,8 @@ def _bug(error: BaseException) -> int:
     if refused := next(filter(_is_out_of_room, _leaves(error)), None):
         reason = " ".join(str(refused).split()) or "out of memory"
         return _complain(
-            f"error: the system gives this process no more threads or memory ({reason}): raise its limits "
-            "(`ulimit -v`, `ulimit -u`, or those of its container or service), or stop other programs",
+            f"error: the system gives this process no more threads, memory or files ({reason}): raise its "
+            "limits (`ulimit -v`, `-u`, `-n`, or those of its container or service), or stop other programs",
             MemoryExhaustedError.exit_code,
         )
     report = "".join(traceback.format_exception(error))

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
     else:
         try:
+            if out.is_file() and _start(out) not in (b"", text[:_START].encode()):
+                raise UserError(f"{out} is a file of another kind, which stays: name another with --out")
             write_whole(out, text)
         except OSError as error:
             reason = f"{out} cannot be written ({error.strerror})"
@@ -89,6 +91,15 @@ def run(args: argparse.Namespace) -> int:
         f"{duration_text(aligned.clock_error)}; open it in https://ui.perfetto.dev or chrome://tracing\n"
     )
     return 0
+
+
+_START = 12
+"""As many bytes tell a trace from other files."""
+
+
+def _start(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_START)
 
 
 def _nothing(which: str, directory: Path) -> "UserError":

@@ -44,10 +44,12 @@ def test_a_run_can_be_looked_at_when_it_is_over(prefork: Prefork, tmp_path: Path
             "trace", str(run.run_dir), "--steps", "2:3", "--out", str(tmp_path / "trace.json")
         )
         missing = run.command("trace", str(run.run_dir), "--steps", "900:901")
+        astray = run.command("trace", str(run.run_dir), "--out", str(run.run_dir / "run.db"))
         compared = run.command("compare", str(run.run_dir), str(run.run_dir), "--json")
         for command in (top, top_json, trace, compared):
             assert command.wait_exit() == 0, command.report()
-        assert missing.wait_exit() == 2
+        assert missing.wait_exit() == astray.wait_exit() == 2
+        assert (run.run_dir / "run.db").read_bytes().startswith(b"SQLite")
         assert "900:901" in missing.complaints[0]
 
     # The history has the coordinator's events without their secrets.

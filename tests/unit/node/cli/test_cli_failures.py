@@ -165,6 +165,17 @@ def test_messages_that_no_client_sends_leave_no_traceback_and_bugs_do() -> None:
     assert "ValueError: a bug" in done.stderr
 
 
+def test_a_working_directory_that_was_deleted_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_reader_that_went_away_is_no_error() -> None:
     Path("run.toml").write_text("")
     shell = f"{sys.executable} -m node.cli.main config explain run.toml | head -n 1"
@@ -216,6 +227,7 @@ def test_closed_streams_and_an_encoding_without_a_paths_characters_are_no_bug(tm
     "error",
     [
         RuntimeError("can't start new thread"),
+        OSError(24, "Too many open files"),
         MemoryError(),
         ExceptionGroup("tasks", [OSError(12, "Cannot allocate memory")]),
         ImportError("libx.so: failed to map segment from shared object"),
