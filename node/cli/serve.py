@@ -116,8 +116,9 @@ def exported(args: argparse.Namespace) -> Path:
     # The hub's cache writes the slash of a model's name as two hyphens.
     folder = parent / version / re.sub("-+", "-", f"{config.run.name}-{step}")
     if not folder.is_dir():
-        shutil.rmtree(parent, ignore_errors=True)
-        folder.parent.mkdir(parents=True)
+        for earlier in parent.glob("*"):
+            if earlier.name != version:
+                shutil.rmtree(earlier, ignore_errors=True)
         export(directory, folder, step=step, merge=merged_parameters if config.lora.rank else None)
     if not (folder / TOKENIZER).is_file():
         shutil.rmtree(parent, ignore_errors=True)  # it may be there next time

@@ -7,7 +7,9 @@ It reads only the run directory, so it works while the run is on. The files are 
 and then renamed.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -164,12 +166,7 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
     dtype = dtype or _dtype_of(original)
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-    is_there = out.is_dir()
-    # A folder that is there may be a link, a mount or the working directory, which cannot be replaced.
-    partial = out / PARTIAL if is_there else out.with_name(f".{out.name}{PARTIAL}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with _becoming(out) as partial:
         _write_tokenizer(config, partial)
         template = expanded(config.data.chat_template, "data.chat_template")
         if config.data.chat_template and template.is_file():
@@ -200,15 +197,38 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         library = "peft" if adapters and merge is None else "transformers"
         card = model_card(run_directory, manifest, config, dtype, library)
         (partial / "README.md").write_text(card, encoding="utf-8")
-        if is_there:
-            for file in partial.iterdir():
-                file.replace(out / file.name)
-        else:
-            partial.replace(out)
+
+
+@contextlib.contextmanager
+def _becoming(out: Path) -> Iterator[Path]:
+    """A folder, empty at first, that becomes `out` at the end. Raises UserError if it cannot."""
+    is_there = out.is_dir()
+    # A folder that is there may be a link, a mount or the working directory, which cannot be replaced.
+    partial = out / PARTIAL if is_there else out.with_name(f".{out.name}{PARTIAL}")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                for left in partial.iterdir():  # by a process that was killed
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield partial
+                if is_there:
+                    for file in partial.iterdir():
+                        file.replace(out / file.name)
+                else:
+                    partial.replace(out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        finally:
+            os.close(lock)
+    except BlockingIOError:
+        raise UserError(
+            f"another export to {out} is on its way: wait for it, or name another folder"
+        ) from None
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; name another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 # ---- weights

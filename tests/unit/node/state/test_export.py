@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import fcntl
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -570,6 +572,23 @@ def test_an_empty_folder_is_filled_wherever_it_is(tmp_path: Path, monkeypatch: p
     assert len(names) == 1 and "model.safetensors" in names.pop()
     with pytest.raises(UserError, match="is in use"):
         export(tmp_path / "run", Path())
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_two_exports_do_not_write_into_one_folder(is_there: bool, tmp_path: Path) -> None:
+    snapshot(tmp_path / "run", replace(RunConfig(), model=SHAPE))
+    out = tmp_path / "out"
+    partial = out / ".partial" if is_there else tmp_path / ".out.partial"
+    partial.mkdir(parents=True)
+    (partial / "half.safetensors").touch()
+    other = os.open(partial, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="on its way"):
+        export(tmp_path / "run", out)
+    assert (partial / "half.safetensors").exists()
+    os.close(other)  # as if it was killed
+    export(tmp_path / "run", out)
+    assert (out / "model.safetensors").exists() and not (out / "half.safetensors").exists()
 
 
 def test_a_step_that_ran_again_is_served_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
