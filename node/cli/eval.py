@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--samples must be at least 1, got {args.samples}")
     from node.data.samples import samples_of
     from node.data.shards import load_data
+    from node.telemetry.events import finite
     from node.telemetry.format import NO_LABELS
 
     config, _, _ = open_snapshot(args)
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     perplexity = None if loss is None else math.exp(min(loss, 700.0))
     if args.json:
         report = {"step": step, "loss": loss, "perplexity": perplexity, "samples": samples.labelled}
-        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.write(json.dumps(finite(report)) + "\n")
     else:
         shown = NO_LABELS if loss is None else f"{loss:.4f} nats per token, perplexity {perplexity:.4g}"
         tokens = f"{samples.labelled or len(samples)} samples of {config.model.sequence} tokens"

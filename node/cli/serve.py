@@ -119,7 +119,13 @@ def exported(args: argparse.Namespace) -> Path:
         for earlier in parent.glob("*"):
             if earlier.name != version:
                 shutil.rmtree(earlier, ignore_errors=True)
-        export(directory, folder, step=step, merge=merged_parameters if config.lora.rank else None)
+        try:
+            export(directory, folder, step=step, merge=merged_parameters if config.lora.rank else None)
+        except UserError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            reason = f"the cache {folder.parent} cannot be written ({error.__cause__.strerror})"
+            raise UserError(f"{reason}: set XDG_CACHE_HOME to another folder") from None
     if not (folder / TOKENIZER).is_file():
         shutil.rmtree(parent, ignore_errors=True)  # it may be there next time
         raise UserError(f"the tokenizer {config.data.tokenizer} is not on this machine: copy it there")

@@ -609,6 +609,9 @@ def test_a_step_that_ran_again_is_served_anew(tmp_path: Path, monkeypatch: pytes
         )
         folders.append(exported(arguments))
         assert exported(arguments) == folders[-1]
+        with monkeypatch.context() as elsewhere, pytest.raises(UserError, match="set XDG_CACHE_HOME"):
+            elsewhere.setenv("XDG_CACHE_HOME", __file__)
+            exported(arguments)
         shutil.rmtree(run / "snapshots")
     assert folders[0] != folders[1]
     assert not folders[0].exists() and (folders[1] / "model.safetensors").is_file()
