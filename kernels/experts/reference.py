@@ -193,17 +193,6 @@ def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
     return sums.to(y_sn.dtype)
 
 
-def combine_backward(
-    grad_tn: Tensor, y_sn: Tensor, weights_tk: Tensor, order: Order
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows, [S, N] in y's dtype, and of the weights, float32 [T, k]."""
-    tokens = order.slots // order.choices
-    rows = grad_tn.index_select(0, tokens).float()
-    flat = weights_tk.reshape(-1).index_select(0, order.slots)
-    of_weights = (rows * y_sn.float()).sum(1).index_select(0, order.places.view(-1))
-    return (rows * flat[:, None]).to(y_sn.dtype), of_weights.view(weights_tk.shape)
-
-
 def _experts(order: Order) -> Iterator[tuple[int, slice]]:
     """The experts that have tokens, with the slice of their rows."""
     offsets = order.offsets.tolist()

@@ -555,33 +555,6 @@ def _combine(y, weights, places, out, columns, choices, row_stride, WEIGHTED: tl
     store_rounded(out + token * columns + column, total, inside)
 
 
-@triton.jit
-def _combine_backward(
-    grad,
-    y,
-    weights,
-    places,
-    of_rows,
-    of_weights,
-    columns,
-    choices,
-    grad_stride,
-    row_stride,
-    B: tl.constexpr,
-):
-    slot = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + slot).to(tl.int64)
-    weight = tl.load(weights + slot)
-    inner = tl.zeros((B,), tl.float32)
-    for start in tl.range(0, columns, B):
-        column = start + tl.arange(0, B)
-        inside = column < columns
-        upstream = load_wide(grad + slot // choices * grad_stride + column, inside)
-        inner += upstream * load_wide(y + place * row_stride + column, inside)
-        store_rounded(of_rows + place * columns + column, upstream * weight, inside)
-    tl.store(of_weights + slot, tl.sum(inner, 0))
-
-
 def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
     """See `kernels.experts.reference.combine`; the bits are the same."""
     tokens, columns = len(order.places), y_sn.shape[1]
@@ -595,20 +568,3 @@ def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
             WEIGHTED=weights_tk is not None, B=width, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
-
-
-def combine_backward(
-    grad_tn: Tensor, y_sn: Tensor, weights_tk: Tensor, order: Order
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.experts.reference.combine_backward`; the bits of the rows' gradients are the same."""
-    columns = y_sn.shape[1]
-    grad, y = (part if part.stride(-1) == 1 else part.contiguous() for part in (grad_tn, y_sn))
-    of_rows = torch.empty(len(y), columns, dtype=y.dtype, device=y.device)
-    of_weights = torch.empty(weights_tk.shape, device=y.device)
-    if len(y):
-        _combine_backward[(len(y),)](
-            grad, y, weights_tk.contiguous(), order.places, as_bits(of_rows), of_weights,
-            columns, order.choices, grad.stride(0), y.stride(0),
-            B=min(COLUMNS, _width(columns)), num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return of_rows, of_weights

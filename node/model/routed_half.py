@@ -140,8 +140,8 @@ class _Experts:
         output = ops.matmul(x, self._weights(x.dtype), order, self.bias(x.dtype), gathers=gathers)
         if (adapter := self._adapter(x.dtype)) is not None:
             down, up, scale = adapter
-            inner = ops.matmul(x, down, order, None, gathers=gathers)
-            output.add_(ops.matmul(inner, up, order, None), alpha=scale)
+            inner = ops.matmul(x, down, order, gathers=gathers)
+            output.add_(ops.matmul(inner, up, order), alpha=scale)
         return output
 
     def backward(self, grad: Tensor, order: Order) -> Tensor:
@@ -163,7 +163,7 @@ class _Experts:
             down, up, scale = adapter
             assert self.second is not None
             of_inner = ops.input_gradient(grad, up, order).mul_(scale)
-            inner = ops.matmul(x, down, order, None, gathers=gathers).mul_(scale)
+            inner = ops.matmul(x, down, order, gathers=gathers).mul_(scale)
             return [
                 ops.weight_gradient(of_inner, x, order, self.first.dtype, gathers=gathers).flatten(0, 1),
                 ops.weight_gradient(grad, inner, order, self.second.dtype).flatten(0, 1),
@@ -265,7 +265,7 @@ class _RoutedHalf(torch.autograd.Function):
             *up_of.gradients(of_up, tokens, order, gathers=True),
         ]
         del of_gate, of_up
-        of_normed = ops.combine(of_tokens, torch.ones_like(weights), order)
+        of_normed = ops.combine(of_tokens, None, order)
         del of_tokens
         of_normed = parts.rank.reduce_scatter(of_normed.view(len(grad), -1, grad.shape[-1])).to(dtype)
         own_weights, own_chosen = (parts.own(part, len(grad)) for part in (weights, chosen))
@@ -360,13 +360,3 @@ def _add_auxiliary(of_logits: Tensor, logits: Tensor, order: Order, parts: Route
         of_logits += probabilities * (slopes - inner)
     if parts.z:
         of_logits += probabilities * logits.logsumexp(1, keepdim=True) * (2 * parts.z / count)
-
-
-def auxiliary_loss(logits_te: Tensor, load_e: Tensor, balance: float, z: float) -> Tensor:
-    """The block's own loss terms of a microbatch. `routed_half` adds their gradients."""
-    tokens, experts = logits_te.shape
-    shares = load_e.float() / tokens
-    return (
-        balance * experts * (shares * logits_te.softmax(1).mean(0)).sum()
-        + z * logits_te.logsumexp(1).square().mean()
-    )

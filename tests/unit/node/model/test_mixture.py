@@ -26,7 +26,6 @@ from node.model.blocks import Block
 from node.model.chunk import Chunk, build_chunk
 from node.model.mixture_block import MixtureBlock
 from node.model.optimizers import MuonRule, update_rules
-from node.model.routed_half import auxiliary_loss
 from node.model.shard_shapes import check_shards, frozen_bytes
 from node.model.storage import Storage, stored_bytes
 from node.model.units import block_name, unit_names, unit_parameters
@@ -116,7 +115,8 @@ def test_a_blocks_own_terms_have_the_gradients_of_their_formula() -> None:
     load = torch.bincount(logits.topk(2, dim=1).indices.flatten(), minlength=5)
     assert torch.equal(load, block.load)
     block.zero_grad()
-    auxiliary_loss(logits, load, 0.5 * 0.7, 0.5 * 0.3).backward()
+    balance = 0.7 * 5 * (load / len(logits) * logits.softmax(1).mean(0)).sum()
+    (0.5 * (balance + 0.3 * logits.logsumexp(1).square().mean())).backward()
     assert block.router.weight.grad is not None
     torch.testing.assert_close(
         added["layers.1.router.weight"], block.router.weight.grad, rtol=1e-3, atol=1e-6
