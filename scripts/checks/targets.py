@@ -130,8 +130,10 @@ def fixed_case(dtype: torch.dtype, bits: int, width: int) -> None:
     fixed.decode(*sections, x, exponent, constant=1.0)
     if dtype == torch.float32:
         records = torch.zeros(4, -(-(len(payload) + HEADER_BYTES) // 128) * 128, dtype=torch.uint8)
-        exponents = which._pack_rows(x, records, which.packed_bytes(TensorSpec(dtype, (width,))))
-        which._decode_rows(records, x, exponents)
+        size = which.packed_bytes(TensorSpec(dtype, (width,)))
+        exponents = which._pack_rows(x, records, size)
+        rows = which._layout((width,)).views(records[0, HEADER_BYTES:size])
+        fixed.decode_many(*rows, x, exponents, bits=bits, constant=1.0, record=records.shape[1])
 
 
 def trellis_case(name: str) -> None:
@@ -156,7 +158,6 @@ def trellis_rows_case() -> None:
         salt,
         payload=records[0, HEADER_BYTES:size],
         record=records.shape[1],
-        out=torch.empty_like(x),
     )
     plain = Plain(0, 0, 0, np.zeros(where.groups, dtype=np.int64))
     which._decode_rows(

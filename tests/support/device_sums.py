@@ -1,9 +1,8 @@
 """Sum a whole model's gradient groups on their device, where the packed bytes are not needed.
 
-The values are those of `GroupSums`, which goes by bytes: each node of the tree is what its packed form
-says. But pieces of equal length go through their codec together, as rows of one tensor, and on a GPU nothing
-comes to the host, nor does the host wait before all groups are summed. A model of 124 million parameters has
-669 pieces of five lengths, and a step of four groups packs each seven times.
+The values are those of `GroupSums`: each node of the tree is what its packed form says. But pieces of equal
+length go through their codec together, as rows of one tensor. A model of 124 million parameters has 669
+pieces of five lengths, and a step of four groups packs each seven times.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,13 +14,14 @@ import torch
 from torch import Tensor
 
 from kernels.common.random_bits import mixed
-from kernels.common.tiles import NON_FINITE
 from node.config.schema import RunConfig
 from node.schedule.gradient_groups import ROOT, Fold, GroupTree, Piece, model_pieces, piece_format
 from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums, gradient_part
-from wire.codecs.header import refusal
+from wire.codecs.base import ROW_BYTES, Codec
+from wire.codecs.header import seal
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
+from wire.spec import TensorSpec
 
 MOST_ELEMENTS = 1 << 27
 """Of a batch, if it has more than one piece."""
@@ -127,20 +127,18 @@ class DeviceSums:
         self._salt = salt
         self._batches = batches((piece for unit in units for piece in self._pieces[unit]), MOST_ELEMENTS)
         self._folds = [Fold(partial(self._add, batch)) for batch in self._batches]
-        self._exponents: list[tuple[Batch, Tensor]] = []
         self._packed = 0
 
     def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
-        """Take a group's, by layer unit and parameter; they may be dropped at once. Never waits on a GPU."""
+        """Take a group's, by layer unit and parameter; they may be dropped at once.
+
+        Raises NonFiniteError, which names the layer unit.
+        """
         for batch, fold in zip(self._batches, self._folds, strict=True):
             fold.put(self._tree.leaf(group), self._through(batch, batch.gather(gradients)))
 
     def finish(self) -> Sums:
-        """All groups are done: layer units and their sum over groups, flat by parameter.
-
-        Waits for the device. Raises NonFiniteError, which names the layer unit.
-        """
-        self._refuse()
+        """All groups are done: layer units and their sum over groups, flat by parameter."""
         places: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
         for batch, fold in zip(self._batches, self._folds, strict=True):
             values, start = fold.nodes.pop(ROOT).view(-1), 0
@@ -162,21 +160,25 @@ class DeviceSums:
             # All pieces of all nodes draw by themselves, but for equal places in pieces of one batch.
             self._packed += 1
             which = which.salted(mixed(self._salt ^ mixed(self._packed)))
-        values, exponents = which.round_trip(values)
-        self._exponents.append((batch, exponents))
-        return values
+        try:
+            return through(which, values)
+        except NonFiniteError as error:
+            piece = batch.pieces[error.row]
+            raise NonFiniteError(f"the gradient of {piece.parts[0][0]} of {piece.unit} ({error})") from None
 
-    def _refuse(self) -> None:
-        """Raise for the first piece that was not finite."""
-        numbers = torch.cat([exponents for _, exponents in self._exponents]).cpu()
-        found = (numbers == NON_FINITE).nonzero().view(-1)
-        pieces = [piece for batch, _ in self._exponents for piece in batch.pieces]
-        self._exponents.clear()
-        if len(found):
-            piece = pieces[int(found[0])]
-            raise NonFiniteError(
-                f"the gradient of {piece.parts[0][0]} of {piece.unit} ({refusal((piece.elements,))})"
-            )
+
+def through(which: Codec, values: Tensor) -> Tensor:
+    """The rows of fp32 `[n, C]` after packing and unpacking. Raises NonFiniteError with `row`."""
+    packed, spec = which.pack_rows(values), TensorSpec(values.dtype, (values.shape[1],))
+    records = torch.nn.functional.pad(packed, (0, -packed.shape[1] % ROW_BYTES))
+    rows = [record[: packed.shape[1]] for record in records.cpu()]
+    for number, row in enumerate(rows):
+        try:
+            seal(row.numpy())
+        except NonFiniteError as error:
+            error.row = number
+            raise
+    return which.unpack_rows(records, spec, [which.open(row.numpy(), spec) for row in rows], rows)
 
 
 def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:

@@ -7,7 +7,6 @@ host overlaps other work: `pack` on the device, copy, `seal` on the host; then `
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.common.tiles import NON_FINITE
 from wire.codecs import header as wire_header
 from wire.codecs.formats import Format, Sections
 from wire.codecs.header import HEADER_BYTES, Header, PackedBytes, Parameters
@@ -206,15 +204,6 @@ class Codec(ABC):
         self._unpack_rows(records, out, headers, host)
         return out
 
-    def round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pack every row of x, fp32 `[n, C]`, as a separate tensor, and decode it. Returns fp32 `[n, C]` and
-        the rows' exponents, int32 `[n]`.
-
-        A row whose exponent is `NON_FINITE`, which `seal` would refuse, has meaningless values. If a GPU has
-        kernels for it, this takes a few launches for all rows, and the host does not wait.
-        """
-        return self._round_trip(x.contiguous())
-
     def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
         """Fill the payloads in `records`, uint8 `[n, k * ROW_BYTES]`. The first `size` bytes of each are the
         packed row. Returns the exponents, int32 `[n]`."""
@@ -234,18 +223,6 @@ class Codec(ABC):
         size = self.packed_bytes(headers[0].spec)
         for record, header, values in zip(records, headers, out, strict=True):
             self.unpack(record[:size], header.spec, header, values)
-
-    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`round_trip` of a contiguous tensor."""
-        spec = TensorSpec(x.dtype, (x.shape[1],))
-        out, header = torch.empty_like(x), self._agreed(spec).header
-        exponents = []
-        for row, values in zip(x, out, strict=True):
-            packed = self.pack(row)
-            exponents.append(int(packed[wire_header.EXPONENT].view(torch.int32).item()))
-            if exponents[-1] != NON_FINITE:
-                self.unpack(packed, spec, replace(header, exponent=exponents[-1]), values)
-        return out, torch.tensor(exponents, dtype=torch.int32, device=x.device)
 
     def open(self, buffer: PackedBytes, spec: TensorSpec) -> Header:
         """Check received bytes in host memory against `spec`, this codec and their checksum.

@@ -23,11 +23,10 @@ from kernels.common.tiles import (
 )
 from kernels.fixed import loops as fixed_loops
 from kernels.fixed import reference as fixed
-from wire.codecs.base import ROW_BYTES, Codec, Layout
+from wire.codecs.base import Codec, Layout
 from wire.codecs.formats import HEADER_BYTES, FixedFormat
 from wire.codecs.header import EXPONENT, Header
 from wire.errors import NonFiniteError, PackedMismatchError
-from wire.spec import TensorSpec
 
 
 class FixedCodec(Codec):
@@ -115,17 +114,12 @@ class FixedCodec(Codec):
         if not dispatch.has_kernels(out.device, "fixed"):
             super()._unpack_rows(records, out, headers, host)
             return
-        exponents = records.view(torch.int32)[:, EXPONENT.start // 4].contiguous()
-        self._refuse(int(self._decode_rows(records, out, exponents).max()))
-
-    def _decode_rows(self, records: torch.Tensor, out: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-        """Decode with the GPU kernels. Returns fault codes, int32."""
         from kernels.fixed import triton
 
-        scales, planes = self._layout((out.shape[1],)).views(
-            records[0, HEADER_BYTES : self.packed_bytes(TensorSpec(out.dtype, (out.shape[1],)))]
-        )
-        return triton.decode_many(
+        size = self.packed_bytes(headers[0].spec)
+        scales, planes = self._layout((out.shape[1],)).views(records[0, HEADER_BYTES:size])
+        exponents = records.view(torch.int32)[:, EXPONENT.start // 4].contiguous()
+        faults = triton.decode_many(
             scales,
             planes,
             out,
@@ -134,15 +128,7 @@ class FixedCodec(Codec):
             constant=self._constant,
             record=records.shape[1],
         )
-
-    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not dispatch.has_kernels(x.device, "fixed"):
-            return super()._round_trip(x)
-        size = self.packed_bytes(TensorSpec(x.dtype, (x.shape[1],)))
-        records = torch.empty(len(x), -(-size // ROW_BYTES) * ROW_BYTES, dtype=torch.uint8, device=x.device)
-        exponents, out = self._pack_rows(x, records, size), torch.empty_like(x)
-        self._decode_rows(records, out, exponents)
-        return out, exponents
+        self._refuse(int(faults.max()))
 
     def _refuse(self, fault: int) -> None:
         if fault == dispatch.NON_FINITE:

@@ -47,7 +47,6 @@ __all__ = [
     "Parameters",
     "check",
     "check_spec",
-    "refusal",
     "seal",
 ]
 
@@ -129,16 +128,11 @@ def seal(buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:
     packed = np.frombuffer(buffer, dtype=np.uint8)
     if int(packed[EXPONENT].view("<i4")[0]) == NON_FINITE:
         fields = _STRUCT.unpack(packed[:HEADER_BYTES].tobytes())
-        raise NonFiniteError(refusal(tuple(extent for extent in fields[_EXTENTS] if extent)))
+        raise NonFiniteError(
+            f"a tensor of shape {[extent for extent in fields[_EXTENTS] if extent]} was not packed: it holds "
+            "infinities, NaNs or values beyond its codec's range; lower the learning rate or check the stage"
+        )
     packed[CHECKSUM] = np.frombuffer(_checksum(packed).to_bytes(4, "little"), dtype=np.uint8)
-
-
-def refusal(shape: tuple[int, ...]) -> str:
-    """The message with which `seal` refuses a tensor that is not finite."""
-    return (
-        f"a tensor of shape {list(shape)} was not packed: it holds "
-        "infinities, NaNs or values beyond its codec's range; lower the learning rate or check the stage"
-    )
 
 
 def check(buffer: PackedBytes, expected: Header, exponents: range, agreed: bytes | None = None) -> Header:

@@ -75,10 +75,6 @@ class RawCodec(Codec):
         if not _finite(out):
             self._refuse(next(values for values in out if not _finite(values)))
 
-    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        elements, exponents = self._rounded(x)
-        return elements.float(), exponents
-
     def _rounded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The elements of rows in the codec's dtype, and the rows' exponents."""
         elements = x.to(self._dtype)
@@ -117,12 +113,6 @@ class HalfCodec(RawCodec):
         host: Sequence[torch.Tensor] | None = None,
     ) -> None:
         Codec._unpack_rows(self, records, out, headers, host)
-
-    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        halves, exponents = self._rounded(x)
-        factors = [factor[:, None] for factor in both_powers_of_two(exponents)]
-        limit = torch.finfo(x.dtype).max
-        return multiply_all(halves.float(), factors).clamp_(-limit, limit), exponents
 
     def _rounded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         exponent, finite = _half_exponent(*torch.aminmax(x, dim=1))

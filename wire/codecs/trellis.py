@@ -34,7 +34,6 @@ from wire.codecs.base import Codec
 from wire.codecs.formats import HEADER_BYTES, DitherFormat
 from wire.codecs.header import Header
 from wire.codecs.trellis_payload import Payload, Plain, Widths, group_bytes
-from wire.spec import TensorSpec
 
 # (rank, bits) of the predictions to try, and the most rows to try them on.
 _PREDICTIONS = ((8, 4), (32, 4), (32, 6))
@@ -167,16 +166,6 @@ class TrellisCodec(Codec):
             total=(end - words) // 2,
             salt=self._salt,
         )
-
-    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not dispatch.has_kernels(x.device, "trellis"):
-            return super()._round_trip(x)
-        from kernels.trellis.triton import encode as triton_trellis_encode
-
-        size = self.packed_bytes(TensorSpec(x.dtype, (x.shape[1],)))
-        out = torch.empty_like(x)
-        asked = settings(1, x.shape[1], size - HEADER_BYTES, self._salt)
-        return out, triton_trellis_encode.encode_many(x, asked, self._salt, out=out)
 
 
 class DitherCodec(TrellisCodec):

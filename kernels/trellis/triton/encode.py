@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from kernels.common.random_bits import signed
 from kernels.common.triton.numbers import RECORD
 from kernels.trellis.grid import Grid, trial_grid
 from kernels.trellis.settings import Settings
 from kernels.trellis.tables import FAMILIES
-from kernels.trellis.triton import restore as restoring
 from kernels.trellis.triton import search as searching
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton import write as writing
@@ -63,9 +61,8 @@ def encode_many(
     settings: Settings,
     salt: int | None = None,
     *,
-    payload: torch.Tensor | None = None,
-    record: int = 0,
-    out: torch.Tensor | None = None,
+    payload: torch.Tensor,
+    record: int,
     room: int = ROOM,
 ) -> torch.Tensor:
     """Encode every row of x, `[n, C]` contiguous, as `encode` does a tensor `[1, C]`; n is below 2**16.
@@ -73,7 +70,6 @@ def encode_many(
     Args:
         payload: the first row's, uint8; each further row's begins `record` bytes, a multiple of 128, later.
             Must hold zeros.
-        out: receives the decoded values, fp32 `[n, C]`, contiguous.
         room: bytes of scratch memory to use, unless one row needs more.
 
     Returns the exponents, int32 `[n]`.
@@ -89,7 +85,6 @@ def encode_many(
         "numbers": (torch.uint8, settings.columns),
         "sections": (torch.int64, 3 * (at.SECTIONS + 1)),
         "starts": (torch.int64, where.groups),
-        "kept": (torch.int32, 0 if out is None else 2 * settings.columns),
     }
     zeros, others = Planner.buffers(settings, many=True)
     nbytes = Records.nbytes(zeros, {**others, **more})
@@ -107,13 +102,9 @@ def encode_many(
             Lanes(where, 1, *buffers["lanes"]),
             **{name: planner.buffer(name) for name in ("values", "numbers", "sections", "starts")},
         )
-        kept = None if out is None else planner.buffer("kept")
-        _search(planner, rooms, salt, kept)
-        if payload is not None:
-            memory = payload.as_strided((payload.numel(),), (1,), payload.storage_offset() + first * record)
-            _write(planner, rooms, memory, record // RECORD)
-        if out is not None and kept is not None:
-            restore_kept(planner, kept, out[first : first + at_once], salt)
+        _search(planner, rooms, salt)
+        memory = payload.as_strided((payload.numel(),), (1,), payload.storage_offset() + first * record)
+        _write(planner, rooms, memory, record // RECORD)
         exponents.append(planner.exponent)
     return torch.cat(exponents)
 
@@ -134,25 +125,7 @@ def _some_grid(settings: Settings) -> Grid:
     return trial_grid(settings.measured_rows * settings.columns)
 
 
-def restore_kept(planner: Planner, kept: torch.Tensor, out: torch.Tensor, salt: int | None) -> None:
-    """Decode the best codes of many rows into `out`."""
-    columns = planner.settings.columns
-    restoring.restore_kept[(triton.cdiv(columns, _BLOCK), planner.count)](
-        kept,
-        planner.zeros["state"],
-        planner.exponent,
-        out,
-        columns,
-        signed(salt or 0),
-        planner.record,
-        LIMIT=torch.finfo(out.dtype).max,
-        DITHERED=salt is not None,
-        BLOCK=_BLOCK,
-        enable_fp_fusion=False,
-    )
-
-
-def _search(planner: Planner, rooms: _Rooms, salt: int | None, kept: torch.Tensor | None = None) -> None:
+def _search(planner: Planner, rooms: _Rooms, salt: int | None) -> None:
     """Encode some rows with both families of tables, then all rows, step after step."""
     settings = planner.settings
     some_rows = settings.measured_rows
@@ -230,9 +203,7 @@ def _search(planner: Planner, rooms: _Rooms, salt: int | None, kept: torch.Tenso
     for attempt in range(1, settings.attempts + 1):
         advance(searching.MEASURED if attempt == 1 else searching.TRIED, attempt)
         classes(settings.rows, 1, some=False)
-        lanes.encode(
-            planner.field, numbers, control, gains, salt=salt, first_family=first, many=many, kept=kept
-        )
+        lanes.encode(planner.field, numbers, control, gains, salt=salt, first_family=first, many=many)
     advance(searching.LAST, settings.attempts + 1)
 
 

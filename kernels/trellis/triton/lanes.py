@@ -183,7 +183,6 @@ def _encode(
     words,
     control,
     gains,
-    kept,
     elements,
     groups,
     group_elements,
@@ -196,12 +195,10 @@ def _encode(
     WIDE: tl.constexpr,
     DITHERED: tl.constexpr,
     MANY: tl.constexpr,
-    KEEP: tl.constexpr,
 ):
     """Encode `GROUPS` groups of the elements that `control` (of the second program number) selects, if any.
 
-    `WIDE` is set if there are 32 lanes. With `KEEP`, the quantized values, in steps, go to `kept`, int32
-    `[slots, elements]`. `MANY` is as in `kernels.trellis.triton.scales.largest`.
+    `WIDE` is set if there are 32 lanes. `MANY` is as in `kernels.trellis.triton.scales.largest`.
     """
     if WIDE:
         lanes = 32
@@ -215,8 +212,6 @@ def _encode(
         words = in_record(words, number, record)
         control = in_record(control, number, record)
         gains = in_record(gains, number, record)
-        if KEEP:
-            kept = in_record(kept, number, record)
     control += tl.program_id(1) * _CONTROLS
     if tl.load(control + _ACTIVE) == 0:
         return
@@ -236,8 +231,6 @@ def _encode(
     states += slot * lanes
     counts += slot
     words += slot * capacity
-    if KEEP:
-        kept += tl.load(control + _TO_SLOT) * elements + start
     # Costs of the best paths to a quantizer after another (the second digit).
     b00 = tl.zeros((LANES, GROUPS), tl.int32)
     b01 = b00 + _FAR
@@ -311,8 +304,6 @@ def _encode(
                 current,
                 DITHERED,
             )
-            if KEEP:
-                tl.store(kept + place, n, mask=real)
             index = n >> 1
             symbol = (index >> shift) + _MIDDLE
             # Values without a symbol map to one that no row has; as unsigned numbers, so do negative ones.
@@ -411,7 +402,6 @@ class Lanes:
         salt: int | None = None,
         first_family: int = 0,
         many: tuple[int, int] | None = None,
-        kept: torch.Tensor | None = None,
     ) -> None:
         """Encode `residual` as `control` says (`kernels.trellis.triton.state`, int64 `[at_once * CONTROLS]`),
         elements times `gains` (fp64 of an fp32 number), with the salt's dither if there is one.
@@ -420,7 +410,6 @@ class Lanes:
 
         Args:
             many: the number and size of records, if all of these buffers are in records.
-            kept: int32 `[slots * elements]`, receives the quantized values, in steps.
         """
         of = self.where
         # A row of many has few groups, and there are enough programs.
@@ -437,7 +426,6 @@ class Lanes:
             self.words,
             control,
             gains,
-            self.counts if kept is None else kept,
             *sizes,
             signed(salt or 0),
             record,
@@ -445,7 +433,6 @@ class Lanes:
             WIDE=of.lanes == LANES.value,
             DITHERED=salt is not None,
             MANY=many is not None,
-            KEEP=kept is not None,
             num_warps=together,
             enable_fp_fusion=False,
         )

@@ -12,17 +12,13 @@ import triton.language as tl
 from kernels.blockfloat.triton.store import store_rounded
 from kernels.common import tiles
 from kernels.common.random_bits import signed
-from kernels.common.triton.numbers import as_bits, in_record, powers_of_two, product
+from kernels.common.triton.numbers import as_bits, powers_of_two, product
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors, prediction
 from kernels.trellis.tables import MAX_CLASS
-from kernels.trellis.triton import state as at
 from kernels.trellis.triton.dither import dither
 
 _MAX_CLASS = tl.constexpr(MAX_CLASS)
-_BEST = tl.constexpr(at.BEST)
-_BEST_CODE = tl.constexpr(at.BEST_CODE)
-_FOUND = tl.constexpr(at.FOUND)
 # The highest rank; a product needs 16.
 _RANK = tl.constexpr(32)
 # Elements per program; no bit depends on them.
@@ -93,44 +89,6 @@ def _restore(
     store_rounded(out + place, y, inside)
 
 
-@triton.jit
-def _of_row(n, place, inside, code, exponent, salt, LIMIT: tl.constexpr, DITHERED: tl.constexpr):
-    """The fp32 values of multiples n of a step, without a prediction."""
-    step = (1024 + (code & 1023)).to(tl.float32) * (((code >> 10) - 19 + 127) << 23).to(
-        tl.float32, bitcast=True
-    )
-    near, far = powers_of_two(exponent)
-    y = tl.load(n + place, mask=inside, other=0).to(tl.float32) * step
-    if DITHERED:
-        y -= dither(place, salt) * step
-    return tl.minimum(tl.maximum(y * near * far, -LIMIT), LIMIT)
-
-
-@triton.jit(do_not_specialize=("salt", "record"))
-def restore_kept(
-    kept,
-    state,
-    exponents,
-    out,
-    columns,
-    salt,
-    record,
-    LIMIT: tl.constexpr,
-    DITHERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Decode the values that an encoder of many rows kept of its best code; zeros if nothing fitted."""
-    number = tl.program_id(1).to(tl.int64)
-    state = in_record(state, number, record)
-    kept = in_record(kept, number, record) + tl.load(state + _BEST) * columns
-    code = tl.load(state + _BEST_CODE).to(tl.int32)
-    exponent = tl.load(exponents + number)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (place < columns) & (tl.load(state + _FOUND) != 0)
-    y = _of_row(kept, place, inside, code, exponent, salt, LIMIT, DITHERED)
-    tl.store(out + number * columns + place, tl.where(inside, y, 0.0), mask=place < columns)
-
-
 @triton.jit(do_not_specialize=("salt",))
 def restore_rows(
     n,
@@ -149,7 +107,14 @@ def restore_rows(
     code, exponent = tl.load(told + 2).to(tl.int32), tl.load(told + 3).to(tl.int32)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < columns
-    y = _of_row(n + number * columns, place, inside, code, exponent, salt, LIMIT, DITHERED)
+    step = (1024 + (code & 1023)).to(tl.float32) * (((code >> 10) - 19 + 127) << 23).to(
+        tl.float32, bitcast=True
+    )
+    near, far = powers_of_two(exponent)
+    y = tl.load(n + number * columns + place, mask=inside, other=0).to(tl.float32) * step
+    if DITHERED:
+        y -= dither(place, salt) * step
+    y = tl.minimum(tl.maximum(y * near * far, -LIMIT), LIMIT)
     tl.store(out + number * columns + place, y, mask=inside)
 
 

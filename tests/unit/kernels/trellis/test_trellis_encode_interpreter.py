@@ -171,14 +171,12 @@ def test_rows_together_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     size = len(alone[0])
     records = torch.full((len(x), -(-size // 128) * 128), POISON, dtype=torch.uint8)
     records[:, HEADER_BYTES:size] = 0
-    out = torch.full(x.shape, float("nan"))
     exponents = triton_trellis_encode.encode_many(
         x,
         trellis.settings(1, columns, size - HEADER_BYTES, 77),
         77,
         payload=records[0, HEADER_BYTES:size],
         record=records.shape[1],
-        out=out,
         room=1 << 20,
     )
     assert exponents.tolist() == [int(packed[EXPONENT].view(torch.int32)) for packed in alone]
@@ -187,8 +185,6 @@ def test_rows_together_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     spec = TensorSpec(x.dtype, (columns,))
     packed = [which.encode(row) for row in (*x[:2], torch.zeros(columns), x[3])]
     expected = torch.stack([which.decode(one, spec) for one in packed])
-    finite = [0, 1, 3]
-    assert torch.equal(out[finite].view(torch.int32), expected[finite].view(torch.int32))
     check_unpacking(which, spec, packed, expected, monkeypatch)
 
 

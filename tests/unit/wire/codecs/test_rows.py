@@ -27,17 +27,17 @@ def rows(width: int) -> torch.Tensor:
     return x
 
 
+def exponents(name: str, x: torch.Tensor) -> torch.Tensor:
+    packed = codec(name).pack_rows(x)
+    return packed[:, EXPONENT].contiguous().view(torch.int32)[:, 0]
+
+
 @each("name", NAMES)
 @each("width", [1, 77, 128, 1300])
 def test_rows_together_are_each_by_itself(name: str, width: int) -> None:
     x, which = rows(width), codec(name)
-    packed, (values, exponents) = which.pack_rows(x), which.round_trip(x.clone())
-    for row, bytes_, value, exponent in zip(x, packed, values, exponents.tolist(), strict=True):
-        alone = which.pack(row)
-        assert torch.equal(bytes_, alone)
-        assert exponent == int(alone[EXPONENT].view(torch.int32))
-        expected = which.decode(which.encode(row), TensorSpec(row.dtype, (width,)))
-        assert torch.equal(value.view(torch.int32), expected.view(torch.int32))
+    for row, packed in zip(x, which.pack_rows(x), strict=True):
+        assert torch.equal(packed, which.pack(row))
 
 
 @each("name", NAMES)
@@ -72,10 +72,9 @@ def test_forged_rows_are_refused(name: str) -> None:
 def test_only_the_row_that_is_not_finite_says_so(name: str, bad: float) -> None:
     x = torch.randn(3, 100)
     x[1, 37] = bad
-    _, exponents = codec(name).round_trip(x)
-    assert (exponents == NON_FINITE).tolist() == [False, True, False]
+    assert (exponents(name, x) == NON_FINITE).tolist() == [False, True, False]
 
 
 def test_values_beyond_a_codecs_range_are_not_finite() -> None:
     x = torch.tensor([[3.4e38, 1.0], [3.3e38, 1.0]])
-    assert (codec("bf16").round_trip(x)[1] == NON_FINITE).tolist() == [True, False]
+    assert (exponents("bf16", x) == NON_FINITE).tolist() == [True, False]
