@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -32,18 +32,8 @@ class StreamDroppedError(LinkError):
         self.refusal = refusal
 
 
-class ByteStream(Protocol):
-    """A bidirectional stream of messages. Both methods raise `StreamDroppedError` after its end."""
-
-    async def read(self) -> bytes: ...
-
-    async def write(self, message: bytes) -> None:
-        """Return when gRPC has room for more, which does not mean that the message was delivered."""
-        ...
-
-
 class ClientStream:
-    """The calling end of a stream."""
+    """The calling end of a stream. `read` and `write` raise `StreamDroppedError` after its end."""
 
     def __init__(self, call: ClientCall) -> None:
         self._call = call
@@ -65,6 +55,7 @@ class ClientStream:
         return cast(bytes, message)
 
     async def write(self, message: bytes) -> None:
+        """Return when gRPC has room for more, which does not mean that the message was delivered."""
         try:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
@@ -77,7 +68,7 @@ class ClientStream:
 
 
 class ServerStream:
-    """The called end of a stream."""
+    """The called end of a stream, with the methods of `ClientStream`."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -98,21 +89,12 @@ class ServerStream:
             raise StreamDroppedError(f"the neighbour hung up ({_first_line(str(error))})") from error
 
 
-class BulkStream(Protocol):
-    """The receiving half of a stream on gRPC's synchronous stack, used on its own thread. On another thread,
-    gRPC takes the messages to send from an iterator."""
-
-    def read(self) -> bytes:
-        """Wait for a message. Raises `StreamDroppedError` when the stream has ended."""
-        ...
-
-    def end(self) -> None:
-        """Wake `read`, which then raises. Any thread may call it."""
-        ...
+ByteStream = ClientStream | ServerStream
 
 
 class BulkClient:
-    """The calling end of a bulk stream."""
+    """The calling end of a stream on gRPC's synchronous stack. One thread reads; on another, gRPC takes the
+    messages to send from an iterator."""
 
     def __init__(
         self,
@@ -132,12 +114,14 @@ class BulkClient:
             raise self._status()
 
     def read(self) -> bytes:
+        """Wait for a message. Raises `StreamDroppedError` when the stream has ended."""
         try:
             return next(self._call)
         except (StopIteration, grpc.RpcError):
             raise self._status() from None
 
     def end(self) -> None:
+        """Wake `read`, which then raises. Any thread may call it."""
         self._call.cancel()
 
     def _status(self) -> StreamDroppedError:
@@ -159,6 +143,9 @@ class BulkServer:
 
     def end(self) -> None:
         pass
+
+
+BulkStream = BulkClient | BulkServer
 
 
 def _dropped(code: grpc.StatusCode, details: str | None, trailing: Any) -> StreamDroppedError:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from wire.dialing import proxy_for
 from wire.errors import UserError
@@ -58,20 +58,8 @@ class Mapping:
     """How long the mapping lasts; 0 if it lasts until it is removed."""
 
 
-class Router(Protocol):
-    """A protocol for asking a router. Both methods raise OSError, with a message for people, on failure."""
-
-    name: str
-
-    async def map(self, port: int, outside: int) -> Mapping:
-        """Map a port of the router, `outside` if free, to TCP `port` here, or renew the mapping."""
-        ...
-
-    async def unmap(self, port: int, outside: int) -> None: ...
-
-
 class NatPmp:
-    """The default gateway, by NAT-PMP."""
+    """The default gateway, by NAT-PMP. Methods raise OSError, with a message for people, on failure."""
 
     name = "NAT-PMP"
 
@@ -79,6 +67,7 @@ class NatPmp:
         self._gateway = gateway, port
 
     async def map(self, port: int, outside: int) -> Mapping:
+        """Map a port of the router, `outside` if free, to TCP `port` here, or renew the mapping."""
         return await self._ask(port, outside, LIFETIME_SECONDS)
 
     async def unmap(self, port: int, outside: int) -> None:
@@ -180,6 +169,9 @@ class Upnp:
         except Exception:  # the message may be "Success"
             raise OSError("no router answers") from None
         return device
+
+
+Router = NatPmp | Upnp
 
 
 class MappedPort:

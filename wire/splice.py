@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from wire.event_loop import carrier
 from wire.pacing import Pacer
@@ -32,26 +31,9 @@ _MOST_PIPES = 64
 bytes."""
 
 
-class _Store(Protocol):
-    """Holds the bytes that a direction has received but not sent."""
-
-    held: int
-    """The number of bytes held."""
-
-    def fill(self, source: socket.socket, most: int) -> bool:
-        """Receive up to `most` bytes into the empty store. False at the end. Raises BlockingIOError."""
-        ...
-
-    def drain(self, target: socket.socket) -> None:
-        """Send all of it. Raises BlockingIOError when the socket takes no more."""
-        ...
-
-    def give_up(self) -> None:
-        """Release the store."""
-        ...
-
-
 class _KernelPipe:
+    """Holds the bytes that a direction has received but not sent, in the kernel."""
+
     def __init__(self) -> None:
         self._exit, self._entry = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.held = 0
@@ -60,10 +42,12 @@ class _KernelPipe:
             fcntl.fcntl(self._entry, fcntl.F_SETPIPE_SZ, STORE_BYTES)
 
     def fill(self, source: socket.socket, most: int) -> bool:
+        """Receive up to `most` bytes into the empty store. False at the end. Raises BlockingIOError."""
         self.held = os.splice(source.fileno(), self._entry, most, flags=_FLAGS)
         return self.held > 0
 
     def drain(self, target: socket.socket) -> None:
+        """Send all of it. Raises BlockingIOError when the socket takes no more."""
         while self.held:
             self.held -= os.splice(self._exit, target.fileno(), self.held, flags=_FLAGS)
 
@@ -80,6 +64,8 @@ class _KernelPipe:
 
 
 class _Buffer:
+    """The same in this process's memory."""
+
     def __init__(self) -> None:
         self._bytes = memoryview(bytearray(STORE_BYTES))
         self._start = self.held = 0
@@ -99,6 +85,7 @@ class _Buffer:
             _buffers.append(self)
 
 
+_Store = _KernelPipe | _Buffer
 _buffers: list[_Buffer] = []
 """Empty buffers for reuse."""
 _open: set[_KernelPipe] = set()

@@ -12,7 +12,7 @@ from dataclasses import fields
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from node.config.schema import RunConfig
 from node.run_file.loader import to_fields
@@ -24,14 +24,6 @@ log = logging.getLogger(__name__)
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """The package of each logger. Extras with the loggers' names install them."""
 FOLDER = "tensorboard"
-
-
-class Backend(Protocol):
-    """Receives scalars."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -68,6 +60,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+Backend = TensorBoard | WeightsAndBiases
 BACKENDS: dict[str, Callable[[Any, RunStarted, RunConfig], Backend]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,

@@ -4,32 +4,16 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from node.lab.figures import PhaseSteps
-from node.lab.network import WireBytes
-from node.lab.processes import Step
+from node.lab.network import Network, WireBytes
+from node.lab.processes import RunProcesses, Step
 from node.lab.shape import Shape
 from wire.errors import RunError
 
 RECORD = 0.03
 """While TCP still speeds up, a step is faster than all before it by at least this share."""
-
-
-class Links(Protocol):
-    """The part of `node.lab.network.Network` that phases use. It blocks, so it is called in a thread."""
-
-    def shape(self, shape: Shape | None) -> None: ...
-
-    def check(self, shape: Shape) -> None: ...
-
-    def counters(self) -> tuple[WireBytes, ...]: ...
-
-
-class Steps(Protocol):
-    """The part of `node.lab.processes.RunProcesses` that phases use."""
-
-    async def next_step(self, seconds: float) -> Step: ...
 
 
 class Phases:
@@ -47,8 +31,8 @@ class Phases:
 
     def __init__(
         self,
-        links: Links,
-        steps: Steps,
+        network: Network,
+        processes: RunProcesses,
         *,
         warmup_steps: int,
         warmup_round_trips: int,
@@ -56,8 +40,8 @@ class Phases:
         step_seconds: float,
         log: TextIO,
     ) -> None:
-        self._links = links
-        self._steps = steps
+        self._network = network
+        self._processes = processes
         self._warmup = warmup_steps
         self._round_trips = warmup_round_trips
         self._spare = spare_steps
@@ -69,7 +53,7 @@ class Phases:
 
         Raises RunError if more steps ran while the links changed than there are warm-up and spare steps.
         """
-        await asyncio.to_thread(self._links.shape, shape)
+        await asyncio.to_thread(self._network.shape, shape)
         shaped = time.monotonic()
         label = shape.label if shape else None
         steps = [await self._next(label, "warmup") for _ in range(self._warmup)]
@@ -78,8 +62,8 @@ class Phases:
             self._spare -= 1
             steps.append(await self._next(label, "warmup"))
         while True:
-            before, since = await asyncio.to_thread(self._links.counters), time.monotonic()
-            step = await self._steps.next_step(self._step_seconds)
+            before, since = await asyncio.to_thread(self._network.counters), time.monotonic()
+            step = await self._processes.next_step(self._step_seconds)
             if step.at - step.done.seconds >= shaped:
                 break
             if self._spare == 0:
@@ -95,9 +79,9 @@ class Phases:
         measured = [step, *[await self._next(label, "measured") for _ in range(count - 1)]]
         self._log.flush()
         seconds = time.monotonic() - since
-        after = await asyncio.to_thread(self._links.counters)
+        after = await asyncio.to_thread(self._network.counters)
         if shape is not None:
-            await asyncio.to_thread(self._links.check, shape)
+            await asyncio.to_thread(self._network.check, shape)
         phase = PhaseSteps(
             costs=tuple(step.costs for step in measured),
             wires=tuple(
@@ -109,7 +93,7 @@ class Phases:
         return phase, [*steps, *measured]
 
     async def _next(self, label: str | None, kind: str) -> Step:
-        step = await self._steps.next_step(self._step_seconds)
+        step = await self._processes.next_step(self._step_seconds)
         self._write(step, label, kind)
         return step
 

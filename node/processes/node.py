@@ -29,10 +29,10 @@ from node.stage.give_way import GiveWay, OtherUse
 from node.stage.machine_info import describe, fix_order, measure_flops
 from node.stage.node_metrics import serve_metrics
 from node.stage.out_of_memory import MemoryNote, device_memory_text, ran_out
-from node.stage.processes import DeviceGroup, choose_devices
+from node.stage.processes import DeviceGroup, StageDevices, choose_devices
 from node.stage.runtime import NodeRuntime, NodeSettings
 from node.stage.session import IdentityHolder
-from node.stage.stage_model import OneDevice, StageDevices
+from node.stage.stage_model import OneDevice
 from node.stage.watchdog import StuckError
 from node.telemetry.format import duration_text
 from wire import event_loop

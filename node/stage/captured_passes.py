@@ -115,8 +115,8 @@ class _Slot:
 
 
 class CapturedPasses:
-    """Implements `node.stage.passes.Passes` by replay, and through autograd in the first step or if capturing
-    fails.
+    """The passes of one chunk, with the methods of `AutogradPasses`, by replay. The first step runs through
+    autograd, and all steps if capturing fails.
 
     Everything runs on the caller's current stream.
     """

@@ -14,7 +14,6 @@ from node.schedule.gradient_groups import model_pieces
 from node.schedule.placement import boundary_bytes, chunks_of, head_first, slices_of, stage_units
 from node.schedule.routing import Peer
 from node.stage.epoch_task import EpochTask, is_taken, placed_node
-from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.dialing import connect
@@ -175,7 +174,7 @@ class EpochLinks:
     @contextlib.asynccontextmanager
     async def open(
         self, placement: Placement, peers: tuple[Peer, ...], config: RunConfig, events: EpochTask
-    ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
+    ) -> AsyncIterator[Mapping[Peer, Link]]:
         """Links to `peers`, ready on entry (`dials` says who dials). Raises the error of a lost link."""
         stages = len(placement.stages)
         room = max(self._settings.outbox_bytes, outbox_bytes(config, stages))

@@ -18,7 +18,7 @@ from node.schedule.placement import chunks_of
 from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.following import StateServices, load_state
-from node.stage.inbox import Inbox, LinksIO, StepChange, StepInterrupted, TensorLink
+from node.stage.inbox import Inbox, LinksIO, StepChange, StepInterrupted
 from node.stage.out_of_memory import ran_out
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
@@ -33,6 +33,7 @@ from wire.errors import (
     RunError,
     ThinwireError,
 )
+from wire.link import Link
 from wire.messages import (
     Applied,
     Begin,
@@ -111,7 +112,7 @@ class Services(StateServices, Protocol):
 
     def open_links(
         self, placement: Placement, peers: tuple[Peer, ...], events: "EpochTask"
-    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, Link]]:
         """Links to `peers`, ready on entry and closed on exit. Raises LinkError."""
         ...
 
@@ -132,7 +133,7 @@ class EpochTask:
         self.stage = placement.stage
         self._services = services
         self._commands: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
-        self._links: Mapping[Peer, TensorLink] = {}
+        self._links: Mapping[Peer, Link] = {}
         self._open = contextlib.AsyncExitStack()
         self._links_open = False
         """Whether this node has begun to open its links."""
@@ -527,7 +528,7 @@ class EpochTask:
             over=lambda: self._over,
         )
 
-    def _own_and_other_rows(self) -> tuple[dict[int, TensorLink], dict[int, TensorLink]]:
+    def _own_and_other_rows(self) -> tuple[dict[int, Link], dict[int, Link]]:
         """The links within the row, by stage, and to other rows, by row."""
         own, links = self.placement.replica, self._links.items()
         return (

@@ -21,9 +21,9 @@ from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
 from node.stage.give_way import GiveWay
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncPlan
+from node.stage.group import StageCompute
 from node.stage.inbox import LinksIO, StepChange, StepInterrupted
 from node.stage.packing_meter import packing_meter
-from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.state_copy import StateCopy
 from node.stage.step_order import StepOrder

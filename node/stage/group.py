@@ -203,7 +203,7 @@ class Follower:
 
 
 class Leader:
-    """Rank 0: a `StageCompute` whose calls run on the followers too, each with its share."""
+    """Rank 0, with the methods of `StageModel`. Its calls run on the followers too, each with its share."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, room: Room | None = None) -> None:
         check_sizes(config, ranks.count, ranks.tensor_rank.count)
@@ -338,6 +338,10 @@ class Leader:
     def abandon(self) -> None:
         """Leave the group without the followers, which no longer answer."""
         self._ranks.abandon()
+
+
+StageCompute = StageModel | Leader
+"""A stage's model on one or several devices."""
 
 
 def _present(tensor: Tensor | None) -> Tensor:

@@ -10,7 +10,6 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from node.model.labels import BatchPart
 from node.schedule.gradient_groups import StepWork
 from node.schedule.routing import source_stage, target_stage
 from wire.errors import LinkClosedError, LinkError, LinkLostError
+from wire.link import Link
 from wire.spec import TensorKey
 
 STALL_SECONDS = 600.0
@@ -181,18 +181,6 @@ class Inbox:
             self._interruption = self._change = None
 
 
-class TensorLink(Protocol):
-    """The link to a neighbour, as used by a stage. Call it from any thread."""
-
-    def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None: ...
-
-    def after_delivery(self, call: Callable[[], None]) -> None: ...
-
-    def want(self, key: TensorKey | None) -> None: ...
-
-    def release(self, key: TensorKey) -> None: ...
-
-
 class LinksIO:
     """A stage's view of one epoch's links, keyed by the neighbour's stage. Packed tensors are uint8 [n] on
     the CPU. Call it from any thread.
@@ -204,10 +192,10 @@ class LinksIO:
         self,
         *,
         stages: int,
-        links: Mapping[int, TensorLink],
+        links: Mapping[int, Link],
         inbox: Inbox,
         over: Callable[[], bool],
-        rows: Mapping[int, TensorLink] | None = None,
+        rows: Mapping[int, Link] | None = None,
     ) -> None:
         """
         Args:
@@ -298,7 +286,7 @@ class LinksIO:
         """Raise if the step was interrupted."""
         self._inbox.check()
 
-    def use(self, links: Mapping[int, TensorLink], rows: Mapping[int, TensorLink]) -> None:
+    def use(self, links: Mapping[int, Link], rows: Mapping[int, Link]) -> None:
         """Other nodes have taken some places: use these links from now on, as in the constructor."""
         self._links, self._rows = links, rows
 
@@ -316,7 +304,7 @@ class LinksIO:
             self._behind[number], neighbours = send, self._neighbours
         self._after(neighbours, number)
 
-    def _after(self, links: Sequence[TensorLink], number: int) -> None:
+    def _after(self, links: Sequence[Link], number: int) -> None:
         """Send the tensor with this number when these neighbours have received what is queued for them."""
         if links:
             links[0].after_delivery(functools.partial(self._after, links[1:], number))
@@ -327,7 +315,7 @@ class LinksIO:
             send()
 
     def _send(
-        self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int, *, to_row: bool = False
+        self, link: Link, key: TensorKey, payload: memoryview, elements: int, *, to_row: bool = False
     ) -> None:
         try:
             link.send(key, payload, elements)

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,34 +17,6 @@ from node.model.past import Past, Slice
 Call = Callable[[Tensor, Tensor | None, Documents | None, Slice | None], Tensor]
 """Maps a chunk's input to hidden states or, with labels, to the mean loss. Attention does not cross
 documents. The loss of a slice is its share of the microbatch's loss."""
-
-
-class Passes(Protocol):
-    """The passes of one chunk. Several microbatches may be between forward and backward."""
-
-    def begin_step(self, loss_weight: float = 1.0) -> None:
-        """Drop the microbatches of an unfinished step. Weights may have changed. `loss_weight` multiplies
-        losses if labels are masked or the loss is scaled."""
-        ...
-
-    def weights_changed(self) -> None:
-        """The weights have changed within a step: use the new weights from now on."""
-        ...
-
-    def forward(
-        self,
-        microbatch: int,
-        fed: Tensor,
-        labels: Tensor | None,
-        documents: Documents | None = None,
-        number: int = 0,
-    ) -> Tensor:
-        """See `node.stage.stage_model.StageModel.forward`. `number`: the slice."""
-        ...
-
-    def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
-        """See `node.stage.stage_model.StageModel.backward`."""
-        ...
 
 
 class _Input(torch.autograd.Function):
@@ -105,7 +77,8 @@ class ChunkCall(nn.Module):
 
 
 class AutogradPasses:
-    """`Passes` that run operation by operation."""
+    """The passes of one chunk, operation by operation. Several microbatches may be between forward and
+    backward."""
 
     def __init__(
         self,
@@ -137,13 +110,15 @@ class AutogradPasses:
         self._loss_weight = torch.ones((), device=device) if weighs_loss else None
 
     def begin_step(self, loss_weight: float = 1.0) -> None:
+        """Drop the microbatches of an unfinished step. Weights may have changed. `loss_weight` multiplies
+        losses if labels are masked or the loss is scaled."""
         self._in_flight.clear()
         self._pasts.clear()
         if self._loss_weight is not None:
             self._loss_weight.fill_(loss_weight)
 
     def weights_changed(self) -> None:
-        pass
+        """The weights have changed within a step: use the new weights from now on."""
 
     def forward(
         self,
@@ -153,6 +128,7 @@ class AutogradPasses:
         documents: Documents | None = None,
         number: int = 0,
     ) -> Tensor:
+        """See `node.stage.stage_model.StageModel.forward`. `number`: the slice."""
         place = None
         if self._slices:
             # Each token of a microbatch has the same weight.
@@ -183,6 +159,7 @@ class AutogradPasses:
         return (output if self._loss_weight is None else output * self._loss_weight) / self._shares
 
     def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
+        """See `node.stage.stage_model.StageModel.backward`."""
         end, gradients = self._in_flight.pop((microbatch, number))
         if self._slices:
             past = self._pasts[microbatch]

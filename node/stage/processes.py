@@ -18,6 +18,7 @@ from node.stage.collectives import collective
 from node.stage.group import Leader
 from node.stage.machine_info import choose_device
 from node.stage.ranks import Ranks, arrival, farewell
+from node.stage.stage_model import OneDevice
 from node.stage.watchdog import StuckError
 from node.tuning.memory_plan import Room
 from wire.errors import DeviceLostError, UserError
@@ -72,7 +73,7 @@ def devices(first: torch.device, count: int) -> tuple[torch.device, ...]:
 
 
 class DeviceGroup:
-    """Implements `node.stage.stage_model.StageDevices` with one process for each device after the first.
+    """Several devices of a node, with one process for each after the first.
 
     Call `start` on the compute thread and `watch` on the event loop.
     """
@@ -98,6 +99,7 @@ class DeviceGroup:
                 "that does"
             )
         self.first = chosen[0]
+        """The device that holds boundary tensors."""
         self._devices = chosen
         self._tensor_parallel = tensor_parallel
         self._threads = threads
@@ -235,3 +237,7 @@ class DeviceGroup:
                 worker.wait()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+StageDevices = OneDevice | DeviceGroup
+"""The devices that a node computes on."""

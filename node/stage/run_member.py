@@ -17,7 +17,7 @@ from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
 from node.stage.following import Follower
-from node.stage.inbox import Inbox, TensorLink
+from node.stage.inbox import Inbox
 from node.stage.measure import NodeMeter
 from node.stage.progress import Progress
 from node.stage.session import Session
@@ -35,6 +35,7 @@ from node.tuning.storage_choice import (
     words_of,
 )
 from wire.errors import MemoryExhaustedError, RunError
+from wire.link import Link
 from wire.messages import (
     Abort,
     Begin,
@@ -216,7 +217,7 @@ class RunMember:
 
     def open_links(
         self, placement: Placement, peers: tuple[Peer, ...], events: EpochTask
-    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, Link]]:
         return self._links.open(placement, peers, self.executor.config, events)
 
     # ---- epochs

@@ -28,12 +28,12 @@ from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.out_of_memory import device_memory_text, exhausted, ran_out
 from node.stage.packing_meter import PackingMeter
+from node.stage.processes import StageDevices
 from node.stage.progress import LOOK_SECONDS, Progress, Reading, Shows, page_address
 from node.stage.run_member import RunMember, RunMessage
 from node.stage.self_test import prepared, words_of
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
 from node.stage.snapshot_transfer import SnapshotTransfer, check_store
-from node.stage.stage_model import StageDevices
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread, StuckError
 from node.state.snapshot_cache import SnapshotCache

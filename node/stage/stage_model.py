@@ -6,7 +6,6 @@ It knows no schedule and no network: the executor decides what runs. `StageModel
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from node.stage.allocator import begin_peak, most_allocated
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.memory_control import MemoryControl
 from node.stage.out_of_memory import ran_out
-from node.stage.passes import AutogradPasses, ChunkCall, Passes
+from node.stage.passes import AutogradPasses, ChunkCall
 from node.stage.state_copy import StateCopy, weights_of
 from node.state.unit_state import FROZEN_PREFIX
 from node.training.local_steps import LocalSteps
@@ -41,100 +40,13 @@ from node.tuning.storage_choice import allowed_storages, chosen_config
 log = logging.getLogger(__name__)
 
 
-class StageCompute(Protocol):
-    """A stage's model on one or several devices. `StageModel` documents the methods."""
-
-    @property
-    def optimizer(self) -> StageOptimizer: ...
-
-    @property
-    def local(self) -> LocalSteps: ...
-
-    def build(
-        self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True
-    ) -> None: ...
-
-    def drop(self) -> None: ...
-
-    def adapt(self) -> None: ...
-
-    def relieve(self) -> bool: ...
-
-    def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None: ...
-
-    def unit_state(self, unit: str) -> dict[str, Tensor]: ...
-
-    def copy_state(
-        self, extra: Mapping[str, Mapping[str, Tensor]], *, weights_alone: bool = False
-    ) -> StateCopy: ...
-
-    def begin_step(self, loss_weight: float = 1.0) -> None: ...
-
-    def forward(
-        self,
-        chunk: int,
-        microbatch: int,
-        fed: Tensor,
-        labels: Tensor | None = None,
-        documents: Tensor | None = None,
-        number: int = 0,
-    ) -> Tensor: ...
-
-    def backward(
-        self, chunk: int, microbatch: int, gradient: Tensor | None, number: int = 0
-    ) -> Tensor | None: ...
-
-    def finish_step(self) -> None: ...
-
-    def take_gradients(self, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]: ...
-
-    def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None: ...
-
-    def squared_norms(self) -> dict[str, float]: ...
-
-    def expert_load(self) -> tuple[float, int]: ...
-
-    def apply(self, lr: float, clip_coefficient: float) -> None: ...
-
-    def tied_gradient(self, unit: str) -> Tensor: ...
-
-    def put_tied_gradient(self, unit: str, value: Tensor) -> None: ...
-
-    def any_gradient(self) -> Tensor | None: ...
-
-
-class StageDevices(Protocol):
-    """The devices that a node computes on."""
-
-    @property
-    def first(self) -> torch.device:
-        """The device that holds boundary tensors."""
-        ...
-
-    def start(self, config: RunConfig, room: Room | None = None) -> StageCompute:
-        """Start the processes of the other devices. Call it on the compute thread."""
-        ...
-
-    async def watch(self) -> None:
-        """Raise StuckError when another device's process ends unexpectedly."""
-        ...
-
-    def exhausted(self) -> tuple[torch.device, str] | None:
-        """The first of the other devices that ran out of memory, and its memory in words."""
-        ...
-
-    def close(self, *, broken: bool = False) -> None:
-        """End the other devices' processes; immediately if `broken`."""
-        ...
-
-
 class OneDevice:
-    """`StageDevices` of a node that computes on a single device."""
+    """The devices of a node that computes on a single one, with the methods of `DeviceGroup`."""
 
     def __init__(self, first: torch.device) -> None:
         self.first = first
 
-    def start(self, config: RunConfig, room: Room | None = None) -> StageCompute:
+    def start(self, config: RunConfig, room: Room | None = None) -> "StageModel":
         return StageModel(config, self.first, room=room)
 
     async def watch(self) -> None:
@@ -180,7 +92,7 @@ class StageModel:
         self._chunks: list[Chunk] = []
         self._optimizer: StageOptimizer | None = None
         self._local: LocalSteps | None = None
-        self._passes: list[Passes] = []
+        self._passes: list[AutogradPasses | CapturedPasses] = []
         self._host = host
         self._offload: Offload | None = None
         self._control: MemoryControl | None = None
@@ -258,7 +170,7 @@ class StageModel:
         for passes in self._passes:
             passes.weights_changed()
 
-    def _make_passes(self) -> list[Passes]:
+    def _make_passes(self) -> list[AutogradPasses | CapturedPasses]:
         config, device = self.config, self.device
         precision, shares = config.training.precision, config.microbatches * self.ranks
         for chunk in self._chunks:
@@ -414,7 +326,7 @@ class StageModel:
     # ---- a step
 
     def begin_step(self, loss_weight: float = 1.0) -> None:
-        """Drop the rest of an unfinished step. `loss_weight`: as for `Passes.begin_step`."""
+        """Drop the rest of an unfinished step. `loss_weight`: as for `AutogradPasses.begin_step`."""
         for passes in self._passes:
             passes.begin_step(loss_weight)
         if self._offload is not None:

@@ -21,8 +21,8 @@ from node.schedule.schedule import Action, Kind, Order
 from node.schedule.turns import Turns
 from node.stage.give_way import GiveWay
 from node.stage.gradient_sync import GradientSync
+from node.stage.group import StageCompute
 from node.stage.inbox import LinksIO, RegroupedError, StepChange
-from node.stage.stage_model import StageCompute
 from node.stage.step_order import StepOrder
 from node.stage.tensor_transfer import Incoming, TensorTransfer
 from node.telemetry import points
@@ -89,7 +89,7 @@ class StepPasses:
     give_way: GiveWay | None = None
     """Pauses between microbatches while other programs use the GPU."""
     loss_weight: float = 1.0
-    """The weight for `StageCompute.begin_step`."""
+    """The weight for `StageModel.begin_step`."""
     generation: int = 0
     """The generation in `wire.messages.Begin`."""
     audited: tuple[int, ...] = ()

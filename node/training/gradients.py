@@ -10,7 +10,6 @@ Vectors are few and stay fp32. Steps of more than `MOST_TO_NEAREST` microbatches
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,84 +34,6 @@ microbatches.
 """
 
 
-class Gradients(Protocol):
-    """Main gradients by parameter."""
-
-    def clear(self) -> None:
-        """Drop all gradients: before a step, after it, and when one is aborted."""
-        ...
-
-    def get(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient in the parameter's shape.
-
-        Raises:
-            RunError: backward has not reached the parameter.
-        """
-        ...
-
-    def stored(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
-        """The gradient as it is kept. Raises as `get`."""
-        ...
-
-    def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor | Fp8Gradient:
-        """Elements of the gradient as it is kept, flat. `first` is the start of a block. Raises as `get`."""
-        ...
-
-    def take(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
-        """The gradient as it is kept, for the caller to keep. It restarts at 0. Raises as `get`."""
-        ...
-
-    def put(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Replace a gradient by a copy of `value`, because a step scales gradients in place."""
-        ...
-
-    def add(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Add a microbatch's gradient, in the parameter's shape and any float dtype.
-
-        A CUDA graph may capture and replay this call.
-        """
-        ...
-
-    def add_product(
-        self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
-    ) -> None:
-        """Add a microbatch's `grads.t() @ rows`: the stacked gradients of these matrices.
-
-        A CUDA graph may capture and replay this call.
-
-        Args:
-            parameters: matrices with the same number of columns.
-            grads: [T, rows of all parameters], in half precision on a GPU, or the codes of its columns.
-            rows: [T, columns], likewise.
-        """
-        ...
-
-    def added(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Declare that a replay has added to these parameters' gradients."""
-        ...
-
-    def begin_microbatch(self, salt: int) -> None:
-        """Round later additions by random bits from this 32-bit salt, also in replays."""
-        ...
-
-    def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
-        """The fp32 gradient, not a copy; None if it is in e4m3 or missing."""
-        ...
-
-    def kept(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The tensors that hold these parameters' gradients. Missing gradients have none."""
-        ...
-
-    def make_zero(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Overwrite the tensors of `kept` with 0."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of memory that main gradients take now."""
-        ...
-
-
 def _after_adding(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> None:
     """Make autograd call `method` after it has added to the parameter's `.grad`.
 
@@ -130,7 +51,8 @@ def _after_adding(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> 
 
 
 class PlainGradients:
-    """`Gradients` in fp32. The gradients of fp32 parameters are in `.grad`, where autograd adds them up."""
+    """Main gradients by parameter, in fp32. Those of fp32 parameters are in `.grad`, where autograd adds them
+    up."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, in_place: bool = False) -> None:
         """With `in_place`, gradients exist from the start and never move, as captured passes need it."""
@@ -149,6 +71,7 @@ class PlainGradients:
             _after_adding(parameter, self._take)
 
     def clear(self) -> None:
+        """Drop all gradients: before a step, after it, and when one is aborted."""
         for parameter in self._others:
             parameter.grad = None
         if self._in_place:
@@ -161,6 +84,11 @@ class PlainGradients:
             parameter.grad = None
 
     def get(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient in the parameter's shape.
+
+        Raises:
+            RunError: backward has not reached the parameter.
+        """
         if parameter.dtype == torch.float32:
             return gradient_of(parameter)
         if parameter not in self._main:
@@ -168,11 +96,14 @@ class PlainGradients:
         return self._main[parameter]
 
     stored = get
+    """The gradient as it is kept."""
 
     def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
+        """Elements of the gradient as it is kept, flat. `first` is the start of a block. Raises as `get`."""
         return self.get(parameter).view(-1)[first : first + count]
 
     def take(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient as it is kept, for the caller to keep. It restarts at 0. Raises as `get`."""
         kept = self.get(parameter)
         if self._in_place:
             taken = kept.clone()
@@ -185,6 +116,7 @@ class PlainGradients:
         return kept
 
     def put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Replace a gradient by a copy of `value`, because a step scales gradients in place."""
         single = parameter.dtype == torch.float32
         kept = parameter.grad if single else self._main.get(parameter)
         if kept is not None or self._in_place:
@@ -195,11 +127,24 @@ class PlainGradients:
             self._main[parameter] = value.to(torch.float32, copy=True)
 
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Add a microbatch's gradient, in the parameter's shape and any float dtype.
+
+        A CUDA graph may capture and replay this call.
+        """
         self.get(parameter).add_(value)
 
     def add_product(
         self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
     ) -> None:
+        """Add a microbatch's `grads.t() @ rows`: the stacked gradients of these matrices.
+
+        A CUDA graph may capture and replay this call.
+
+        Args:
+            parameters: matrices with the same number of columns.
+            grads: [T, rows of all parameters], in half precision on a GPU, or the codes of its columns.
+            rows: [T, columns], likewise.
+        """
         whole = self._together(parameters)
         if isinstance(grads, Tensor) and isinstance(rows, Tensor):
             # The product accumulates into the sum, so no result is stored, rounded and read again.
@@ -229,19 +174,22 @@ class PlainGradients:
         return whole
 
     def added(self, parameters: Iterable[nn.Parameter]) -> None:
-        pass
+        """Declare that a replay has added to these parameters' gradients."""
 
     def begin_microbatch(self, salt: int) -> None:
-        pass
+        """Round later additions by random bits from this 32-bit salt, also in replays."""
 
     def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
+        """The fp32 gradient, not a copy; None if it is in e4m3 or missing."""
         return self._main.get(parameter, parameter.grad)
 
     def kept(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The tensors that hold these parameters' gradients. Missing gradients have none."""
         unpacked = (self.unpacked(parameter) for parameter in parameters)
         return [gradient for gradient in unpacked if gradient is not None]
 
     def make_zero(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Overwrite the tensors of `kept` with 0."""
         for gradient in self.kept(parameters):
             gradient.zero_()
 
@@ -264,7 +212,7 @@ class PlainGradients:
 
 
 class Fp8Gradients:
-    """`Gradients` with matrices in e4m3 blocks and vectors in `.grad`."""
+    """The same with matrices in e4m3 blocks and vectors in `.grad`."""
 
     def __init__(
         self,
@@ -409,6 +357,9 @@ class Fp8Gradients:
         parameter.grad = None
         if self.when_added is not None:
             self.when_added(self._main[parameter])
+
+
+Gradients = PlainGradients | Fp8Gradients
 
 
 def norms(gradients: Sequence[Tensor | Fp8Gradient]) -> list[list[Tensor]]:

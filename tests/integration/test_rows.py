@@ -18,7 +18,6 @@ from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
-from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import StageModel
 from node.stage.watchdog import ComputeThread
@@ -27,6 +26,7 @@ from tests.support.links import SECONDS, quick
 from tests.support.memory_pipeline import corpus, reference_run
 from tests.support.pki import new_authority, new_node
 from tests.support.services import FakeServices
+from wire.link import Link
 from wire.messages import (
     Applied,
     Begin,
@@ -95,7 +95,7 @@ class Node(FakeServices):
 
     def open_links(
         self, placement: Placement, peers: tuple[Peer, ...], events: EpochTask
-    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
+    ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, Link]]:
         return self.to_others.open(placement, peers, CONFIG, events)
 
     async def hear(self, kind: type[Heard]) -> Heard:

@@ -11,11 +11,12 @@ from node.schedule.routing import Peer
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
-from node.stage.inbox import Inbox, TensorLink
+from node.stage.inbox import Inbox
 from node.stage.progress import Progress
 from node.stage.state_copy import StateCopy
 from node.state.serialization import serialize_unit
 from wire.errors import ThinwireError
+from wire.link import Link
 from wire.messages import NodeMessage, Placement, TakeSnapshot
 from wire.telemetry import Telemetry
 
@@ -37,7 +38,7 @@ class FakeServices:
         self.arrives = True
         """Whether snapshots' layers are saved."""
         self.linked: list[tuple[Peer, ...]] = []
-        self.links: Mapping[Peer, TensorLink] = {}
+        self.links: Mapping[Peer, Link] = {}
         self.fetched: list[tuple[int, str]] = []
         self.missing: ThinwireError | None = None
         """What fetching a layer raises."""
@@ -94,7 +95,7 @@ class FakeServices:
     @contextlib.asynccontextmanager
     async def open_links(
         self, placement: Placement, peers: tuple[Peer, ...], events: EpochTask
-    ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
+    ) -> AsyncIterator[Mapping[Peer, Link]]:
         self.linked.append(peers)
         try:
             yield self.links

@@ -107,7 +107,7 @@ def test_steps_that_went_by_while_links_changed_are_made_up_for(stale: int) -> N
 def test_phases_share_what_a_run_has_to_spare() -> None:
     which, network, _ = phases(4, warmup=2, spare=3, steps=100)
     asyncio.run(which.measure(None, 1))
-    run = which._steps
+    run = which._processes
     assert isinstance(run, Run) and run.number == 5
     run.stale = run.number + 4
     with pytest.raises(RunError, match=r"lab.warmup_steps \(now 2\)"):

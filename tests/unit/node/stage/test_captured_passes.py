@@ -22,7 +22,7 @@ from node.model.chunk import build_chunk, weight_dtype
 from node.model.storage import configured
 from node.model.units import unit_names
 from node.stage.captured_passes import CapturedPasses, Work
-from node.stage.passes import AutogradPasses, ChunkCall, Passes
+from node.stage.passes import AutogradPasses, ChunkCall
 from node.training.gradients import Gradients
 from node.training.optimizer import StageOptimizer
 from tests.support.passes import CASES
@@ -101,7 +101,7 @@ class Half:
         )
         self.optimizer = StageOptimizer([chunk], training, 7, gradients_in_place=captured)
         self.recorder = Again(self.optimizer, fail_at)
-        self.passes: Passes
+        self.passes: AutogradPasses | CapturedPasses
         if captured:
             self.passes = CapturedPasses(
                 chunk, self.optimizer.gradients, training.precision, CPU, SHARES, self.recorder

@@ -24,8 +24,9 @@ from node.model.shard_shapes import check_sizes
 from node.model.units import unit_names
 from node.run_file.loader import to_json
 from node.stage import processes
+from node.stage.group import StageCompute
 from node.stage.processes import DeviceGroup, devices
-from node.stage.stage_model import StageCompute, StageModel
+from node.stage.stage_model import StageModel
 from node.stage.watchdog import StuckError
 from tests.support.device_groups import CPU, closed_at_last, leading, tokens
 from tests.support.fault_prefork import Forked, Prefork
@@ -373,7 +374,8 @@ RUNS_OUT = """
 import sys
 import torch
 from node.stage import worker
-from node.stage.stage_model import StageCompute, StageModel
+from node.stage.group import StageCompute
+from node.stage.stage_model import StageModel
 from node.stage.watchdog import StuckError
 
 def {method}(*_, **__):
