@@ -8,7 +8,7 @@ functions read an order's offsets, which a GPU would have to wait for; they are 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -27,20 +27,11 @@ class Order:
     """int32 [T, k]: the place of each slot's row. The inverse of `slots`."""
     offsets: Tensor
     """int32 [E + 1]: where each expert's rows begin, then where the last one's end."""
-    is_part: bool = False
-    """Whether some rows may belong to none of these experts (`part`)."""
 
     @property
     def choices(self) -> int:
         """k."""
         return self.places.shape[1]
-
-    def part(self, first: int, count: int) -> "Order":
-        """The same rows for the `count` experts from `first` on, if only their weights are in memory.
-
-        Products give zeros in the rows of other experts, so the parts' results add up to the whole.
-        """
-        return replace(self, offsets=self.offsets[first : first + count + 1], is_part=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

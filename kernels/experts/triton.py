@@ -435,8 +435,7 @@ def _multiplied(
         columns, depth = depth, columns
     tile = _tile(x, weights, columns, depth, back)
     slots = order.places.numel()
-    make = torch.zeros if order.is_part else torch.empty
-    out = make(slots, columns, dtype=x.dtype, device=x.device)
+    out = torch.empty(slots, columns, dtype=x.dtype, device=x.device)
     column_tiles = triton.cdiv(columns, tile.columns)
     # No split of the slots has more tiles, because the last tile of every expert may be almost empty.
     row_tiles = slots // tile.rows + min(experts, slots)

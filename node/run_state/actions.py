@@ -121,7 +121,6 @@ class SnapshotDropped:
     """No snapshot of this step is taken. Layers that are uploaded for it are not stored."""
 
     step: int
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

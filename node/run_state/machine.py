@@ -507,7 +507,7 @@ class RunMachine:
                 case WrongState(node_id=node, why=why):
                     out[node] = why
                 case TooFew(step=step):
-                    actions += self._drop_snapshot(step, "too few of the nodes that held it are left", now)
+                    actions += self._drop_snapshot(step, now)
                 case Dispute():
                     actions += self._dispute(finding, now)
         # All of them first: none is placed again.
@@ -533,12 +533,12 @@ class RunMachine:
         self._snapshots.request()
         return [action for node in news for action in self._out(node, now)] + self._try_place(now)
 
-    def _drop_snapshot(self, step: int, why: str, now: float) -> list[Action]:
+    def _drop_snapshot(self, step: int, now: float) -> list[Action]:
         """A snapshot is not taken; if the run waits for it, it goes on."""
         waits, epoch = self._snapshots.awaited, self.epoch
         self._snapshots.drop(step)
         self._snapshots.request()
-        dropped = [SnapshotDropped(step=step, reason=why), *self._newcomers.not_stored(step)]
+        dropped = [SnapshotDropped(step=step), *self._newcomers.not_stored(step)]
         if waits and not self._snapshots.awaited and epoch is not None and epoch.phase is Phase.IDLE:
             return [*dropped, *self._between_steps(epoch, now)]
         return [*dropped]
@@ -548,7 +548,7 @@ class RunMachine:
         after a few times the run ends."""
         epoch, waits = self.epoch, self._snapshots.awaited
         self._snapshots.drop(dispute.step)
-        dropped: list[Action] = [SnapshotDropped(step=dispute.step, reason=dispute.what)]
+        dropped: list[Action] = [SnapshotDropped(step=dispute.step)]
         named = " and ".join(f"node {node}" for node in dispute.nodes)
         who = f"which of {named}" if len(dispute.nodes) > 1 else f"whether {named}"
         again = self._states.may_try_again(dispute.step) and not self._ending.due
@@ -1126,9 +1126,7 @@ class RunMachine:
         actions: list[Action] = [replace(lost, portions=epoch.portions), *self._newcomers.seat_lost()]
         actions += epoch.emptied(Seat(lost.row, lost.stage))
         for step in self._snapshots.lost(node_id):
-            actions += self._drop_snapshot(
-                step, f"node {node_id} is gone, which was to hand in its layers", now
-            )
+            actions += self._drop_snapshot(step, now)
         if self.epoch is not epoch:
             return actions
         match phase:

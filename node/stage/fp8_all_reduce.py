@@ -93,12 +93,6 @@ class Fp8AllReduce:
         self._running: list[tuple[_Bucket, dist.Work]] = []
         self._complete: set[int] = set()
 
-    @property
-    def wire_bytes(self) -> int:
-        """The bytes that a rank sends in one all-reduce: its codes for the others, and its sums."""
-        each = sum(bucket.share * (BLOCK + 1) for bucket in self._buckets)
-        return 2 * (self._ranks - 1) * each
-
     def complete(self, gradient: Fp8Gradient) -> None:
         """Mark a gradient that will not change until `finish`."""
         self._complete.add(id(gradient))

@@ -108,21 +108,6 @@ def test_an_experts_rows_do_not_depend_on_other_tokens() -> None:
     assert torch.equal(ops.matmul(x[mine], weights, alone), whole)
 
 
-def test_parts_of_the_experts_add_up_to_the_whole() -> None:
-    order, weights = routed(), drawn(EXPERTS, OUTPUTS, INPUTS, seed=4)
-    x, grad = drawn(TOKENS, INPUTS, seed=6), drawn(TOKENS * CHOICES, OUTPUTS, seed=7)
-    whole = ops.matmul(x, weights, order, gathers=True)
-    of_rows, of_weights = ops.input_gradient(grad, weights, order), None
-    parts = [(first, order.part(first, 2), weights[first : first + 2]) for first in (0, 2, 4)]
-    made = [ops.matmul(x, own, part, gathers=True) for _, part, own in parts]
-    assert torch.equal(made[0] + made[1] + made[2], whole)
-    made = [ops.input_gradient(grad, own, part) for _, part, own in parts]
-    assert torch.equal(made[0] + made[1] + made[2], of_rows)
-    of_weights = ops.weight_gradient(grad, x, order, torch.float32, gathers=True)
-    made = [ops.weight_gradient(grad, x, part, torch.float32, gathers=True) for _, part, _ in parts]
-    assert torch.equal(torch.cat(made), of_weights)
-
-
 @pytest.mark.parametrize("choices", [1, 3])
 def test_results_are_summed_from_the_first_choice_to_the_last(choices: int) -> None:
     order = routed(choices=choices)

@@ -154,18 +154,11 @@ def test_products_and_their_gradients(
     assert torch.equal(triton.matmul(rows, weights, order, bias), found)
     assert near(triton.matmul(rows, weights, order, None), reference.matmul(rows, weights, order, None))
     assert near(triton.input_gradient(grad, weights, order), reference.input_gradient(grad, weights, order))
-    for part in (order, order.part(1, 2)):
-        found = triton.weight_gradient(grad, x, part, torch.float32, gathers=True)
-        assert near(found, reference.weight_gradient(grad.float(), x, part, torch.float32, gathers=True))
-        assert torch.equal(found, triton.weight_gradient(grad, rows, part, torch.float32))
-        found = triton.bias_gradient(grad, part, torch.float32)
-        assert near(found, reference.bias_gradient(grad, part, torch.float32))
-    if isinstance(weights, Tensor):
-        part = order.part(1, 2)
-        found = triton.matmul(x, weights[1:3], part, bias[1:3], gathers=True)
-        assert near(found, reference.matmul(x, weights[1:3], part, bias[1:3], gathers=True))
-        first, last = part.offsets[0], part.offsets[-1]
-        assert not found[:first].any() and not found[last:].any()
+    found = triton.weight_gradient(grad, x, order, torch.float32, gathers=True)
+    assert near(found, reference.weight_gradient(grad.float(), x, order, torch.float32, gathers=True))
+    assert torch.equal(found, triton.weight_gradient(grad, rows, order, torch.float32))
+    found = triton.bias_gradient(grad, order, torch.float32)
+    assert near(found, reference.bias_gradient(grad, order, torch.float32))
 
 
 @inside
