@@ -14,7 +14,7 @@ from node.lab.calibration import Calibration
 from node.lab.network import WireBytes
 from node.lab.shape import PAYLOAD_SHARE, Shape
 from node.lab.topology import Wire
-from node.schedule.floor import Floor, LinkRate, step_floor
+from node.schedule.floor import Floor, LinkRate, PipelineStep
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import bits_per_element, idle_by_stage
 from node.telemetry.events import StepCosts, WindowsPlanned
@@ -104,7 +104,7 @@ def cell_floor(
             )
             for wire in wires[:joints]
         )
-    return step_floor(
+    return PipelineStep(
         microbatches=microbatches,
         forward=compute.forward,
         backward=compute.backward,
@@ -116,7 +116,7 @@ def cell_floor(
         head_share=head_share,
         after_seconds=compute.after,
         slices=slices,
-    )
+    ).floor()
 
 
 def cell_figures(

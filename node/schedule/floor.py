@@ -109,87 +109,87 @@ class Floor:
     microbatch_seconds: float
     """The seconds for which `binds` serves each microbatch. The rest of `seconds` is fill, drain and what
     follows."""
-    loads: tuple[Load, ...]
-    """All resources that do any work: the one that binds first, then by seconds per microbatch."""
 
     def share(self, measured_seconds: float) -> float:
         """The bound divided by the measured seconds of a step; 1 is perfect."""
         return self.seconds / measured_seconds
 
 
-def step_floor(
-    *,
-    microbatches: int,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    activation_bytes: float = 0.0,
-    gradient_bytes: float = 0.0,
-    links: Sequence[LinkRate] = (),
-    interfaces: Sequence[LinkRate] = (),
-    chunks: int = 1,
-    head_share: float | None = None,
-    after_seconds: float = 0.0,
-    slices: int = 1,
-) -> Floor:
-    """The lower bound of one step.
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """What one step computes and sends, and through which links."""
 
-    Args:
-        microbatches: those of the step, at least 1.
-        forward: the seconds of one microbatch's forward on each stage, over all its chunks. Include encoding
-            and decoding unless they are hidden.
-        backward: the same for backward.
-        activation_bytes: a microbatch's packed activation at one boundary, with frames.
-        gradient_bytes: the same for its gradient.
-        links: `links[i]` joins stage i and stage i + 1. With `chunks` above 1 or a `head_share`, and three
-            stages or more, one more link joins the last stage (`up`: from it) and the first. Without links,
-            transfers cost nothing.
-        interfaces: each stage's network interface, which all its links share. Without interfaces there is no
-            such limit.
-        chunks: model chunks per stage (`node.schedule.schedule`).
-        head_share: the share of the first stage's time that the head takes there; None if the last chunk has
-            it.
-        after_seconds: what every step needs after its last backward: the vote, the commit and the optimizer.
-        slices: the slices of each microbatch.
+    microbatches: int
+    """Those of the step, at least 1."""
+    forward: tuple[float, ...]
+    """The seconds of one microbatch's forward on each stage, over all its chunks. They include encoding and
+    decoding unless these are hidden."""
+    backward: tuple[float, ...]
+    """The same for backward."""
+    activation_bytes: float = 0.0
+    """A microbatch's packed activation at one boundary, with frames."""
+    gradient_bytes: float = 0.0
+    """The same for its gradient."""
+    links: tuple[LinkRate, ...] = ()
+    """`links[i]` joins stage i and stage i + 1. With `chunks` above 1 or a `head_share`, and three stages or
+    more, one more link joins the last stage (`up`: from it) and the first. Without links, transfers cost
+    nothing."""
+    interfaces: tuple[LinkRate, ...] = ()
+    """Each stage's network interface, which all its links share. Without interfaces there is no such
+    limit."""
+    chunks: int = 1
+    """Model chunks per stage (`node.schedule.schedule`)."""
+    head_share: float | None = None
+    """The share of the first stage's time that the head takes there; None if the last chunk has it."""
+    after_seconds: float = 0.0
+    """What every step needs after its last backward: the vote, the commit and the optimizer."""
+    slices: int = 1
+    """The slices of each microbatch."""
 
-    Raises:
-        ValueError: sizes do not agree, times are negative, or rates are not above 0.
-    """
-    stages = len(forward)
-    ring = (chunks > 1 or head_share is not None) and stages > 2
-    joints = max(0, stages - 1) + ring
-    if stages == 0 or len(backward) != stages or min(microbatches, chunks, slices) < 1:
-        raise ValueError(
-            "give forward and backward for every stage, and at least 1 microbatch, chunk and slice"
+    def floor(self) -> Floor:
+        """The lower bound of the step's time.
+
+        Raises:
+            ValueError: sizes do not agree, times are negative, or rates are not above 0.
+        """
+        stages, forward, backward = len(self.forward), self.forward, self.backward
+        ring = (self.chunks > 1 or self.head_share is not None) and stages > 2
+        joints = max(0, stages - 1) + ring
+        if stages == 0 or len(backward) != stages or min(self.microbatches, self.chunks, self.slices) < 1:
+            raise ValueError(
+                "give forward and backward for every stage, and at least 1 microbatch, chunk and slice"
+            )
+        if self.links and len(self.links) != joints:
+            raise ValueError(
+                f"{len(self.links)} links given; {stages} stages with {self.chunks} chunks have {joints}"
+            )
+        if self.interfaces and len(self.interfaces) != stages:
+            raise ValueError(f"{len(self.interfaces)} interfaces given for {stages} stages")
+        if min(*forward, *backward, self.activation_bytes, self.gradient_bytes, self.after_seconds) < 0:
+            raise ValueError("times and bytes cannot be negative")
+        if any(min(r.up, r.down) <= 0 or r.latency < 0 for r in (*self.links, *self.interfaces)):
+            raise ValueError("rates must be above 0 and latencies not below")
+
+        visits, slices = _Visits(Network(stages, self.links, self.interfaces)), self.slices
+        hops = stages * self.chunks + (self.head_share is not None)
+        shares = chunk_shares(stages, self.chunks, self.head_share)
+        for hop in range(hops):
+            visits.compute(hop % stages, forward[hop % stages] * shares[hop] / slices)
+            if hop < hops - 1:
+                visits.transfer(hop % stages, (hop + 1) % stages, self.activation_bytes / slices)
+        for hop in reversed(range(hops)):
+            visits.compute(hop % stages, backward[hop % stages] * shares[hop] / slices)
+            if hop > 0:
+                visits.transfer(hop % stages, (hop - 1) % stages, self.gradient_bytes / slices)
+        loads = [
+            replace(load, microbatch_seconds=slices * load.microbatch_seconds) for load in visits.loads()
+        ]
+        first = max(loads, key=lambda load: load.seconds(self.microbatches))
+        return Floor(
+            seconds=first.seconds(self.microbatches) + self.after_seconds,
+            binds=first.resource,
+            microbatch_seconds=first.microbatch_seconds,
         )
-    if links and len(links) != joints:
-        raise ValueError(f"{len(links)} links given; {stages} stages with {chunks} chunks have {joints}")
-    if interfaces and len(interfaces) != stages:
-        raise ValueError(f"{len(interfaces)} interfaces given for {stages} stages")
-    if min(*forward, *backward, activation_bytes, gradient_bytes, after_seconds) < 0:
-        raise ValueError("times and bytes cannot be negative")
-    if any(min(r.up, r.down) <= 0 or r.latency < 0 for r in (*links, *interfaces)):
-        raise ValueError("rates must be above 0 and latencies not below")
-
-    visits = _Visits(Network(stages, links, interfaces))
-    hops = stages * chunks + (head_share is not None)
-    shares = chunk_shares(stages, chunks, head_share)
-    for hop in range(hops):
-        visits.compute(hop % stages, forward[hop % stages] * shares[hop] / slices)
-        if hop < hops - 1:
-            visits.transfer(hop % stages, (hop + 1) % stages, activation_bytes / slices)
-    for hop in reversed(range(hops)):
-        visits.compute(hop % stages, backward[hop % stages] * shares[hop] / slices)
-        if hop > 0:
-            visits.transfer(hop % stages, (hop - 1) % stages, gradient_bytes / slices)
-    loads = [replace(load, microbatch_seconds=slices * load.microbatch_seconds) for load in visits.loads()]
-    first = max(loads, key=lambda load: load.seconds(microbatches))
-    rest = sorted((x for x in loads if x is not first), key=lambda x: -x.microbatch_seconds)
-    return Floor(
-        seconds=first.seconds(microbatches) + after_seconds,
-        binds=first.resource,
-        microbatch_seconds=first.microbatch_seconds,
-        loads=(first, *rest),
-    )
 
 
 def chunk_shares(stages: int, chunks: int, head_share: float | None = None) -> tuple[float, ...]:
@@ -205,7 +205,7 @@ class Network:
     """The links between stages and the interfaces of their nodes, which tensors occupy."""
 
     def __init__(self, stages: int, links: Sequence[LinkRate], interfaces: Sequence[LinkRate] = ()) -> None:
-        """The arguments are those of `step_floor`."""
+        """The arguments are those of `PipelineStep`."""
         self._stages = stages
         self._links = links
         self._interfaces = interfaces

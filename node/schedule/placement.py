@@ -16,7 +16,7 @@ from node.model.lora_shapes import trained_specs
 from node.model.optimizers import most_state_bytes
 from node.model.slices import sample_slices
 from node.model.units import EMBED, HEAD, block_name, check_model, is_block, unit_cost
-from node.schedule.floor import step_floor
+from node.schedule.floor import PipelineStep
 from node.schedule.schedule import Kind, Order, Orders, Window, schedule
 from wire.codecs.formats import FP32, codec_format
 from wire.errors import ConfigError, nearest
@@ -92,12 +92,12 @@ def slices_of(config: RunConfig) -> int:
     own = config.microbatches // pipeline.groups * -(-pipeline.groups // pipeline.most_rows)
 
     def edges(slices: int) -> float:
-        floor = step_floor(
+        floor = PipelineStep(
             microbatches=own,
             forward=(1.0,) * stages,
             backward=(2.0,) * stages,
             slices=slices,
-        )
+        ).floor()
         return 1 - own * floor.microbatch_seconds / floor.seconds
 
     return next((slices for slices in range(1, most) if edges(slices) <= EDGES), most)

@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from node.schedule.floor import LinkRate, step_floor
+from node.schedule.floor import LinkRate, PipelineStep
 from wire.errors import ConfigError
 
 Matrix = NDArray[np.float64]
@@ -118,22 +118,26 @@ def step_seconds(machines: Machines, order: StageOrder, work: Work) -> float:
     twice its forward."""
     blocks = [count + (0.0, work.head_blocks)[k == work.stages - 1] for k, count in enumerate(order.split)]
     seconds = [machines.block_seconds[node] * count for node, count in zip(order.nodes, blocks, strict=True)]
-    return step_floor(
-        microbatches=work.microbatches,
-        slices=work.slices,
-        forward=[whole / 3 for whole in seconds],
-        backward=[2 * whole / 3 for whole in seconds],
-        activation_bytes=work.activation_bytes,
-        gradient_bytes=work.gradient_bytes,
-        links=[
-            LinkRate(
-                up=float(machines.rate[a, b]),
-                down=float(machines.rate[b, a]),
-                latency=float(machines.latency[a, b] + machines.latency[b, a]) / 2,
-            )
-            for a, b in pairwise(order.nodes)
-        ],
-    ).seconds
+    return (
+        PipelineStep(
+            microbatches=work.microbatches,
+            slices=work.slices,
+            forward=tuple(whole / 3 for whole in seconds),
+            backward=tuple(2 * whole / 3 for whole in seconds),
+            activation_bytes=work.activation_bytes,
+            gradient_bytes=work.gradient_bytes,
+            links=tuple(
+                LinkRate(
+                    up=float(machines.rate[a, b]),
+                    down=float(machines.rate[b, a]),
+                    latency=float(machines.latency[a, b] + machines.latency[b, a]) / 2,
+                )
+                for a, b in pairwise(order.nodes)
+            ),
+        )
+        .floor()
+        .seconds
+    )
 
 
 def plan_order(machines: Machines, work: Work) -> StageOrder | None:

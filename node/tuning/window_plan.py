@@ -65,9 +65,9 @@ class StepMeasures:
     gradient_bytes: float
     """The same for a gradient."""
     links: tuple[LinkRate, ...]
-    """As for `node.schedule.floor.step_floor`."""
+    """As in `node.schedule.floor.PipelineStep`."""
     head_share: float | None = None
-    """As for `node.schedule.floor.step_floor`."""
+    """As in `node.schedule.floor.PipelineStep`."""
     packing: tuple[float, ...] = ()
     """The part of `forward` and `backward` together that each stage's compute waited for packing; empty for
     none."""

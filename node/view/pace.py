@@ -12,7 +12,7 @@ from math import log10
 
 import numpy as np
 
-from node.schedule.floor import Floor, LinkRate, Network, chunk_shares, step_floor
+from node.schedule.floor import LinkRate, Network, PipelineStep, chunk_shares
 from node.schedule.schedule import Kind, Orders, schedule
 from node.schedule.simulation import simulate
 from node.tuning.window_plan import MARGIN, TOLERANCE
@@ -32,44 +32,6 @@ resource."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """What a step computes and sends."""
-
-    microbatches: int
-    forward: tuple[float, ...]
-    """The seconds of a microbatch's forward on each stage, over all its chunks."""
-    backward: tuple[float, ...]
-    """The seconds of a microbatch's backward on each stage, over all its chunks."""
-    activation_bytes: float
-    """The bytes of one packed activation with its frames, for a microbatch or for a slice of it."""
-    gradient_bytes: float
-    """The bytes of one packed gradient with its frames, for a microbatch or for a slice of it."""
-    lines: tuple[LinkRate, ...]
-    """The line of each stage's machine, shared by its links."""
-    chunks: int = 1
-    head_share: float | None = None
-    """As for `node.schedule.floor.step_floor`."""
-    slices: int = 1
-    """The slices of each microbatch."""
-    after: float = 0.0
-    """The seconds after the last backward."""
-
-    def floor(self) -> Floor:
-        return step_floor(
-            microbatches=self.microbatches,
-            forward=self.forward,
-            backward=self.backward,
-            activation_bytes=self.slices * self.activation_bytes,
-            gradient_bytes=self.slices * self.gradient_bytes,
-            interfaces=self.lines,
-            chunks=self.chunks,
-            head_share=self.head_share,
-            after_seconds=self.after,
-            slices=self.slices,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pace:
     """The result of a simulated step."""
 
@@ -81,7 +43,7 @@ class Pace:
 
 
 @lru_cache(maxsize=64)
-def simulated(work: StepWork, window: int | None = None) -> Pace:
+def simulated(work: PipelineStep, window: int | None = None) -> Pace:
     """A step with this window, or with the narrowest window that is as good as wider ones."""
     if window is not None:
         return Pace(seconds=_seconds(work, window), window=window, widest=window)
@@ -121,7 +83,7 @@ def lines_of(machines: Sequence[Machine], loads: Sequence[tuple[float, float]]) 
     return tuple(rates)
 
 
-def _orders(work: StepWork, window: int, microbatches: int) -> Orders:
+def _orders(work: PipelineStep, window: int, microbatches: int) -> Orders:
     head_first = work.head_share is not None
     # A window never exceeds the number of all slices.
     width = min(window, microbatches * work.slices)
@@ -129,24 +91,27 @@ def _orders(work: StepWork, window: int, microbatches: int) -> Orders:
     return schedule(stages, work.chunks, microbatches, width, head_first=head_first, slices=slices)
 
 
-def _seconds(work: StepWork, window: int) -> float:
+def _seconds(work: PipelineStep, window: int) -> float:
     """The seconds of a step of any length. In its middle, all microbatches take the same time."""
     count = work.microbatches
     most = max(2, max(MOST_SIMULATED, 2 * len(work.forward)) // work.slices)
     if count <= most:
-        return _total(work, window, count) + work.after
+        return _total(work, window, count) + work.after_seconds
     whole, half = (_total(work, window, microbatches) for microbatches in (most, most // 2))
-    return whole + (count - most) * (whole - half) / (most - most // 2) + work.after
+    return whole + (count - most) * (whole - half) / (most - most // 2) + work.after_seconds
 
 
-def _total(work: StepWork, window: int, microbatches: int) -> float:
+def _total(work: PipelineStep, window: int, microbatches: int) -> float:
     stages = len(work.forward)
     shares = [share / work.slices for share in chunk_shares(stages, work.chunks, work.head_share)]
     return simulate(
         _orders(work, window, microbatches),
         lambda chunk, _: work.forward[chunk % stages] * shares[chunk],
         lambda chunk, _: work.backward[chunk % stages] * shares[chunk],
-        network=Network(stages, [], work.lines),
-        sizes={Kind.FORWARD: work.activation_bytes, Kind.BACKWARD: work.gradient_bytes},
+        network=Network(stages, work.links, work.interfaces),
+        sizes={
+            Kind.FORWARD: work.activation_bytes / work.slices,
+            Kind.BACKWARD: work.gradient_bytes / work.slices,
+        },
         swap=work.chunks == 1,
     ).total

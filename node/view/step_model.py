@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from node.schedule.floor import Floor, LinkRate, step_floor
+from node.schedule.floor import Floor, LinkRate, PipelineStep
 from node.telemetry.clock import TimeKind
 from node.view.run_view import LinkView, RunView
 from wire.codecs.formats import codec_format
@@ -32,34 +32,17 @@ UNLIKE = 1.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepModel:
-    """The measurements of a step, in seconds, bytes and bytes per second."""
+class StepModel(PipelineStep):
+    """The measurements of a step. `forward` and `backward` are without packing.
+
+    A direction of a link whose capacity is unknown costs nothing. Uploads that a stage's links seem to share
+    are among `interfaces`, in place of the links' capacities.
+    """
 
     seconds: float
     """The time of a step."""
-    microbatches: int
-    chunks: int
-    slices: int
-    """The slices of each microbatch."""
-    forward: tuple[float, ...]
-    """A microbatch's forward on each stage, over all its chunks, without packing."""
-    backward: tuple[float, ...]
-    """A microbatch's backward on each stage, over all its chunks, without packing."""
     packing: tuple[float, ...]
     """Encoding and decoding for a microbatch on each stage."""
-    activation_bytes: float
-    """A microbatch's packed activation at one boundary, with frames."""
-    gradient_bytes: float
-    """A microbatch's packed gradient at one boundary, with frames."""
-    links: tuple[LinkRate, ...]
-    """The links as for `step_floor`. A direction of unknown capacity costs nothing."""
-    interfaces: tuple[LinkRate, ...]
-    """The interfaces as for `step_floor`. Uploads that a stage's links seem to share replace the links'
-    capacities."""
-    after_seconds: float
-    """The time of the optimizer step."""
-    head_share: float | None = None
-    """As for `step_floor`."""
     elements: Mapping[str, float] = field(default_factory=dict)
     """The elements of a microbatch's tensor at one boundary, by direction."""
     slowness: tuple[float, ...] = ()
@@ -125,21 +108,14 @@ class StepModel:
         return self.seconds / self.microbatches
 
     def floor(self) -> Floor:
-        """The lower bound on the step's time."""
+        """The lower bound on the step's time. Half of the packing counts as forward, half as backward."""
         half = [packing / 2 for packing in self.packing]
-        return step_floor(
-            microbatches=self.microbatches,
-            forward=[time + extra for time, extra in zip(self.forward, half, strict=True)],
-            backward=[time + extra for time, extra in zip(self.backward, half, strict=True)],
-            activation_bytes=self.activation_bytes,
-            gradient_bytes=self.gradient_bytes,
-            links=self.links,
-            interfaces=self.interfaces,
-            chunks=self.chunks,
-            head_share=self.head_share,
-            after_seconds=self.after_seconds,
-            slices=self.slices,
+        with_packing = replace(
+            self,
+            forward=tuple(time + extra for time, extra in zip(self.forward, half, strict=True)),
+            backward=tuple(time + extra for time, extra in zip(self.backward, half, strict=True)),
         )
+        return PipelineStep.floor(with_packing)
 
     def gain(self, changed: "StepModel") -> float:
         """Step time / step time of the `changed` model. Time beyond the lower bound stays."""
@@ -261,7 +237,7 @@ def _slowness(
 
 
 def _joints(stages: int, chunks: int, head_share: float | None) -> list[tuple[int, int]]:
-    """The pairs of stages that boundaries' links join, as for `step_floor`."""
+    """The pairs of stages that boundaries' links join, as for `PipelineStep`."""
     joints = [(stage, stage + 1) for stage in range(stages - 1)]
     ring = (chunks > 1 or head_share is not None) and stages > 2
     return [*joints, (stages - 1, 0)] if ring else joints

@@ -9,7 +9,7 @@ import numpy as np
 
 from node.config.schema import RunConfig
 from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost
-from node.schedule.floor import Floor
+from node.schedule.floor import Floor, PipelineStep
 from node.schedule.placement import head_first, head_share, slices_of, stage_units
 from node.tuning.device_memory import Devices
 from node.tuning.memory import expected_bytes, stage_bytes
@@ -18,7 +18,7 @@ from node.tuning.stage_order import Machines, Work, plan_order
 from node.view.explain import Explanation, Flow, explain
 from node.view.machine_speed import CPUS_DIFFER, other_cpus, stage_seconds
 from node.view.machines import Machine
-from node.view.pace import REACHED, Pace, StepWork, lines_of, simulated
+from node.view.pace import REACHED, Pace, lines_of, simulated
 from wire.codecs.formats import codec_format, known_format
 
 MOST_PASSES = 4
@@ -112,7 +112,7 @@ def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
     )
 
 
-def _pace(config: RunConfig, work: StepWork) -> Pace:
+def _pace(config: RunConfig, work: PipelineStep) -> Pace:
     return simulated(work, None if config.pipeline.window == "auto" else config.pipeline.window)
 
 
@@ -241,24 +241,25 @@ def _bits(explanation: Explanation, what: str) -> float:
     return flow.bits_per_element
 
 
-def _work(explanation: Explanation, machines: Sequence[Machine]) -> StepWork:
+def _work(explanation: Explanation, machines: Sequence[Machine]) -> PipelineStep:
     config = explanation.config
     forward, backward = stage_seconds(config, machines)
     loads = [(load.up, load.down) for load in machine_bytes(explanation)]
     lines = lines_of(machines, loads)
     tied = [flow for flow in explanation.flows if flow.what.startswith("tied")]
-    return StepWork(
+    slices = slices_of(config)
+    return PipelineStep(
         microbatches=config.microbatches,
         forward=forward,
         backward=backward,
-        activation_bytes=_tensor_bytes(explanation, "activation"),
-        gradient_bytes=_tensor_bytes(explanation, "gradient"),
-        lines=lines,
+        activation_bytes=slices * _tensor_bytes(explanation, "activation"),
+        gradient_bytes=slices * _tensor_bytes(explanation, "gradient"),
+        interfaces=lines,
         chunks=config.pipeline.chunks,
         head_share=head_share(config, config.pipeline.stages),
-        slices=slices_of(config),
+        slices=slices,
         # A tied weight's gradient is sent when all others are complete, and its sum comes back.
-        after=sum(tie.bytes / min(lines[tie.sender].up, lines[tie.receiver].down) for tie in tied),
+        after_seconds=sum(tie.bytes / min(lines[tie.sender].up, lines[tie.receiver].down) for tie in tied),
     )
 
 

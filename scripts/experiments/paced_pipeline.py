@@ -29,7 +29,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.run_file.loader import to_toml
-from node.schedule.floor import LinkRate, step_floor
+from node.schedule.floor import LinkRate, PipelineStep
 from node.telemetry import events
 from scripts.experiments.shaped_relay import ShapedRelay
 from scripts.report import ROOT
@@ -62,15 +62,19 @@ def floor(
     frames = tensor_bytes(arguments)
     link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8, latency=round_trip / 2e3)
     own = arguments.own_limit
-    return step_floor(
-        microbatches=arguments.microbatches,
-        forward=forward,
-        backward=backward,
-        activation_bytes=frames,
-        gradient_bytes=frames,
-        links=[] if own else [link] * (STAGES - 1),
-        interfaces=[link] * STAGES if own else [],
-    ).seconds
+    return (
+        PipelineStep(
+            microbatches=arguments.microbatches,
+            forward=forward,
+            backward=backward,
+            activation_bytes=frames,
+            gradient_bytes=frames,
+            links=[] if own else [link] * (STAGES - 1),
+            interfaces=[link] * STAGES if own else [],
+        )
+        .floor()
+        .seconds
+    )
 
 
 SCRIPT = "scripts.experiments.pipeline_floor"

@@ -8,7 +8,7 @@ import pytest
 
 from node.config.schema import LoraSection, ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.model.units import is_block, unit_cost, unit_names
-from node.schedule.floor import step_floor
+from node.schedule.floor import PipelineStep
 from node.schedule.placement import (
     chunk_units,
     chunks_of,
@@ -161,7 +161,7 @@ def test_auto_takes_the_fewest_slices_with_short_edges(
     assert decided(config).pipeline.sequence_chunks == slices == slices_of(config)
     own = samples // groups
     floors = [
-        step_floor(microbatches=own, forward=[1.0] * stages, backward=[2.0] * stages, slices=count)
+        PipelineStep(microbatches=own, forward=[1.0] * stages, backward=[2.0] * stages, slices=count).floor()
         for count in range(1, slices + 1)
     ]
     edges = [1 - own * floor.microbatch_seconds / floor.seconds for floor in floors]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.schedule.floor import step_floor
+from node.schedule.floor import PipelineStep
 from node.schedule.schedule import (
     Action,
     BoundaryTensor,
@@ -185,7 +185,7 @@ def test_slices_divide_fill_and_drain() -> None:
         orders = schedule(4, 1, 16, slices=slices)
         total = simulate(orders, 1 / slices, 2 / slices).total
         assert total == pytest.approx(16 * 3 + 3 * 3 / slices)
-        floor = step_floor(microbatches=16, forward=[1.0] * 4, backward=[2.0] * 4, slices=slices)
+        floor = PipelineStep(microbatches=16, forward=[1.0] * 4, backward=[2.0] * 4, slices=slices).floor()
         assert floor.seconds == pytest.approx(total)
         assert floor.microbatch_seconds == pytest.approx(3.0)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.schedule.floor import LinkRate, Network, Resource, ResourceKind, step_floor
+from node.schedule.floor import LinkRate, Network, PipelineStep, Resource, ResourceKind
 from node.schedule.schedule import (
     BoundaryTensor,
     Kind,
@@ -160,14 +160,14 @@ def test_links_of_a_stage_share_its_interface() -> None:
     upload = Resource(kind=ResourceKind.INTERFACE, stage=1, direction="up")
     assert timeline.link_busy[upload] == 16 * 10
     assert timeline.floor == 160
-    floor = step_floor(
+    floor = PipelineStep(
         microbatches=16,
         forward=[1] * 3,
         backward=[1] * 3,
         activation_bytes=4,
         gradient_bytes=6,
         interfaces=[LinkRate(up=1, down=1)] * 3,
-    )
+    ).floor()
     assert 0.85 < floor.share(timeline.total) <= 1
 
 

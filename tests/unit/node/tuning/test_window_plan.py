@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from node.schedule.floor import LinkRate, Network, chunk_shares, step_floor
+from node.schedule.floor import LinkRate, Network, PipelineStep, chunk_shares
 from node.schedule.schedule import Kind, held_activations, schedule
 from node.schedule.simulation import simulate
 from node.telemetry.events import StageCost, StepCosts
@@ -185,14 +185,14 @@ def test_planned_windows_reach_nine_tenths_of_the_floor(mbit: int, round_trip: f
         gradient_bytes=2.0**20,
         links=(link,) * 3,
     )
-    floor = step_floor(
+    floor = PipelineStep(
         microbatches=16,
         forward=given.forward,
         backward=given.backward,
         activation_bytes=given.activation_bytes,
         gradient_bytes=given.gradient_bytes,
         links=given.links,
-    )
+    ).floor()
     windows = plan(given, microbatches=16)
     assert floor.share(seconds(given, windows, microbatches=16)) >= 0.9
     assert floor.share(seconds(given, (0, 0, 0), microbatches=16)) < 0.9, "what the plan is for"

@@ -18,7 +18,7 @@ from node.config.schema import (
 )
 from node.display.explain import explanation_text
 from node.run_file.loader import load_config, recipe, recipes
-from node.schedule.floor import LinkRate, Network
+from node.schedule.floor import LinkRate, Network, PipelineStep
 from node.schedule.schedule import Kind, schedule
 from node.schedule.simulation import simulate
 from node.telemetry.format import bytes_text
@@ -29,7 +29,7 @@ from node.view.explain import explain, text_plan
 from node.view.first_run import MUON_RATE, MUON_WIDTHS, RATES, TOKENS_A_PARAMETER, Text, first_run, run_file
 from node.view.machine_speed import measured_machine
 from node.view.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines_for, parse_machine
-from node.view.pace import ACKNOWLEDGED, REACHED, StepWork, acknowledgements, lines_of, simulated
+from node.view.pace import ACKNOWLEDGED, REACHED, acknowledgements, lines_of, simulated
 from node.view.totals import (
     MOST_PASSES,
     better_codecs,
@@ -317,23 +317,23 @@ def test_cpus_may_be_as_fast_as_this_machine(tmp_path: Path, capsys: pytest.Capt
     assert "give a machine with a CPU, such as --machine cpu,20" in capsys.readouterr().err
 
 
-WORK = StepWork(
+WORK = PipelineStep(
     microbatches=24,
     forward=(0.1,) * 4,
     backward=(0.2,) * 4,
     activation_bytes=1e5,
     gradient_bytes=2e5,
-    lines=(LinkRate(up=5e5, down=5e5),) * 4,
+    interfaces=(LinkRate(up=5e5, down=5e5),) * 4,
 )
 
 
 def test_the_window_is_the_narrowest_that_is_as_good_as_wider_ones() -> None:
     """On lines that bind transfers need one; on fast lines none."""
-    slow, fast = simulated(WORK), simulated(replace(WORK, lines=(LinkRate(up=1e9, down=1e9),) * 4))
+    slow, fast = simulated(WORK), simulated(replace(WORK, interfaces=(LinkRate(up=1e9, down=1e9),) * 4))
     assert fast.window == 0 and slow.window > 0
     assert simulated(WORK, 0).seconds > 1.1 * slow.seconds
     assert slow.seconds == pytest.approx(min(simulated(WORK, width).seconds for width in range(9)), rel=0.03)
-    for pace, work in ((slow, WORK), (fast, replace(WORK, lines=(LinkRate(up=1e9, down=1e9),) * 4))):
+    for pace, work in ((slow, WORK), (fast, replace(WORK, interfaces=(LinkRate(up=1e9, down=1e9),) * 4))):
         assert 1 <= pace.seconds / work.floor().seconds < 1.15
 
 
@@ -345,7 +345,7 @@ def test_a_long_step_is_as_busy_in_its_middle() -> None:
         orders,
         0.1,
         0.2,
-        network=Network(4, [], WORK.lines),
+        network=Network(4, [], WORK.interfaces),
         sizes={Kind.FORWARD: WORK.activation_bytes, Kind.BACKWARD: WORK.gradient_bytes},
         swap=True,
     )
@@ -355,10 +355,9 @@ def test_a_long_step_is_as_busy_in_its_middle() -> None:
 def test_what_follows_the_last_backward_is_added() -> None:
     for count in (8, 200):
         work = replace(WORK, microbatches=count)
-        assert simulated(replace(work, after=7.0)).seconds == simulated(work).seconds + 7.0
-    assert simulated(replace(WORK, forward=(0.1,), backward=(0.2,), lines=WORK.lines[:1])).seconds == (
-        pytest.approx(24 * 0.3)
-    )
+        assert simulated(replace(work, after_seconds=7.0)).seconds == simulated(work).seconds + 7.0
+    alone = replace(WORK, forward=(0.1,), backward=(0.2,), interfaces=WORK.interfaces[:1])
+    assert simulated(alone).seconds == pytest.approx(24 * 0.3)
 
 
 def test_acknowledgements_take_their_part_of_a_slow_line() -> None:
