@@ -43,8 +43,6 @@ class Kind:
     """The number of threads in a warp."""
     limits_registers: bool = False
     """A launch may limit the registers of a thread. Triton supports this only for NVIDIA GPUs."""
-    page_locked: bool = True
-    """Copies between page-locked main memory and the device run at the same time as its work."""
     graphs: bool = True
     """Passes can be captured as graphs."""
     flash_attention: bool = False
@@ -107,7 +105,7 @@ _RADEON_9000 = replace(_RADEON_7000, name="gfx1200")
 _AMD = {"gfx9": _INSTINCT, "gfx11": _RADEON_7000, "gfx12": _RADEON_9000}
 """The kinds by the first characters of the architecture's name."""
 
-_PLAIN = Kind(name="", kernels=False, page_locked=False, graphs=False)
+_PLAIN = Kind(name="", kernels=False, graphs=False)
 CPU = replace(_PLAIN, name="cpu", fp8_products=True, main_memory=True)
 MPS = replace(_PLAIN, name="mps", main_memory=True, float64=False)
 XPU = replace(_PLAIN, name="xpu")
@@ -133,7 +131,7 @@ def of_architecture(name: str) -> Kind:
         # gfx90a belongs to gfx942's family. gfx906 and gfx900 have no products in bfloat16.
         if short.startswith(begins) and short not in ("gfx900", "gfx906", "gfx908"):
             return replace(kind, name=short)
-    return replace(_PLAIN, name=short, bfloat16=False, page_locked=True)
+    return replace(_PLAIN, name=short, bfloat16=False)
 
 
 def of_target(arch: int | str) -> Kind:

@@ -341,15 +341,6 @@ class Gateways:
         """The number of sessions of each gateway; 0 for one that does not run."""
         return [0 if gateway is None else gateway.sessions for gateway in self._gateways]
 
-    @property
-    def processes(self) -> list[int]:
-        """The process ids of running gateways."""
-        return [
-            gateway.process.pid
-            for gateway in self._gateways
-            if gateway is not None and gateway.process is not None
-        ]
-
     async def start(self, credentials: Credentials) -> None:
         """Start all gateways, and wait for a limited time until they are ready."""
         fields = {"key": credentials.key, "certificate": credentials.certificate, "ca": credentials.ca}

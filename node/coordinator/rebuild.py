@@ -250,7 +250,7 @@ class NodeRecord:
     manifests: tuple[Manifest, ...]
     """The manifests of complete snapshots, oldest first; at least one."""
     urls: Mapping[int, str]
-    """By step, the object store's folder of each snapshot that is not on nodes."""
+    """The object store's folder of each snapshot that is not on nodes, by step."""
 
     @property
     def config(self) -> RunConfig:

@@ -41,7 +41,7 @@ MOST_REPEATS = 3
 log = logging.getLogger(__name__)
 
 Hosts = dict[str, tuple[str, ...]]
-"""By unit, the nodes that hold its file in the epoch of the request. The first one uploads it."""
+"""The nodes that hold each unit's file in the epoch of the request. The first one uploads it."""
 
 
 SAME_SUM = 1e-6

@@ -97,5 +97,5 @@ def mount(kind: str, target: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """In the child before exec: let the kernel kill it when its parent dies."""
+    """Let the kernel kill this process when its parent dies. The child calls it before exec."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

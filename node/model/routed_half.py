@@ -42,7 +42,7 @@ from node.model.stored_layers import NORMS, Layer, Norms, trained
 from node.model.tensor_rank import TensorRank, compute_dtype
 
 ELEMENTS_AT_ONCE = 1 << 21
-"""Of clamped activations, which are computed in float32 by a dozen operators."""
+"""The elements of clamped activations that are computed at once, in float32 by a dozen operators."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,7 @@ class Quarantine:
         """Why each node is shut out."""
         self._strikes: Counter[str] = Counter()
         self._pairs: dict[frozenset[str], dict[int, int]] = {}
-        """By pair, the epochs, and their steps, in which one node accused the other of a violation."""
+        """The epochs, and their steps, in which one node of a pair accused the other of a violation."""
 
     def strike(self, node_id: str, why: str) -> bool:
         """Count a fault that only this node can have caused. Returns whether it is shut out for it."""
@@ -292,13 +292,13 @@ class Blame:
         self._unsteady: set[str] = set()
         """Those of them that only ended or left too often, and have not ended again since."""
         self._faults: dict[str, list[int]] = {}
-        """By node, the steps at which it gave up a stage for being slow, or for ending in steps."""
+        """The steps at which each node gave up a stage for being slow, or for ending in steps."""
         self._heeded: dict[str, int] = {}
-        """By node whose complaint made a neighbour give up its stage, the step."""
+        """The step at which each node's complaint made a neighbour give up its stage."""
         self._own: dict[str, list[int]] = {}
-        """By node, the steps at which it failed by itself."""
+        """The steps at which each node failed by itself."""
         self._named: Counter[str] = Counter()
-        """By node, the number of failures since the newest change of hosts in which it was involved."""
+        """The number of failures in which each node was involved since the newest change of hosts."""
         self._at_work: frozenset[str] = frozenset()
         """The nodes that computed the newest finished step."""
 
@@ -612,11 +612,11 @@ class _Phase:
     """Whether it is the first step of its epoch."""
     began: float
     answers: dict[str, float] = field(default_factory=dict)
-    """By node, the seconds from the phase's start to its answer."""
+    """The seconds from the phase's start to each node's answer."""
     newest: dict[str, float] = field(default_factory=dict)
     """When each node answered last; a death has it answer again."""
     waited: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    """By node, its seconds by `TimeKind`, as it reports."""
+    """Each node's seconds by `TimeKind`, as it reports them."""
     loading: Mapping[str, float] = field(default_factory=dict)
     """The seconds that each host may take to fetch its state, in addition to the usual time."""
 
@@ -647,7 +647,7 @@ class Stragglers:
         self._paces: dict[int, _Pace] = {}
         """Step times by number of stages."""
         self._spent: dict[str, tuple[int, Mapping[str, float]]] = {}
-        """By node, the epoch and its seconds by `TimeKind`, as in its newest vote."""
+        """Each node's epoch and seconds by `TimeKind`, as in its newest vote."""
         self._costs: dict[tuple[str, Phase], deque[tuple[float, float]]] = {}
         """What each node cost in the newest phases of a kind, and what it was allowed to cost, in seconds."""
         self.times: dict[str, float] = {}

@@ -130,7 +130,7 @@ class Roster:
                 self.stages[node_id] = place % stages
 
     def kinds(self, hosts: Sequence[str]) -> list[Hashable]:
-        """By host, what the bits of its results depend on; nothing for ""."""
+        """What the bits of each host's results depend on; nothing for ""."""
         offers = [self.members[node].offer if node else None for node in hosts]
         return ["" if offer is None else (offer.kind, offer.devices) for offer in offers]
 

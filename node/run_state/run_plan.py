@@ -116,7 +116,7 @@ class Past:
     splits: StepHistory[tuple[int, ...]] = field(default_factory=StepHistory)
     """The recorded splits."""
     shown: Mapping[str, float] = field(default_factory=dict)
-    """By node, the seconds of a block that earlier steps have shown."""
+    """The seconds of a block on each node, as earlier steps have shown."""
     moves: int = 0
     """The number of recorded plans of places."""
     scales: LossScales | None = None

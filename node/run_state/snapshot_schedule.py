@@ -57,7 +57,7 @@ class SnapshotSchedule:
         self._asked: list[_Asked] = []
         """The snapshots that the epoch requested and that are not stored yet."""
         self._took: dict[str, float] = {}
-        """By node, the seconds that its last layers took."""
+        """The seconds that each node's last layers took."""
         self._lasted = 0.0
         """The seconds of the last snapshot of which all layers were handed in."""
         self._best_waits = False

@@ -9,7 +9,7 @@ from wire.errors import NonFiniteError
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 DECAY_SHARE = 5
-"""By default `wsd` decays over 1 / `DECAY_SHARE` of the steps."""
+"""`wsd` decays over 1 / `DECAY_SHARE` of the steps by default."""
 
 
 def learning_rate(step: int, training: TrainingSection, steps: int) -> float:

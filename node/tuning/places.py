@@ -31,7 +31,7 @@ from node.tuning.stage_order import (
 from wire.errors import ConfigError
 
 MOST_GROWTH = 2
-"""In one move, a stage's blocks may grow by this factor at most."""
+"""The factor by which a stage's blocks may grow in one move."""
 RESTART_SECONDS = 20.0
 """The seconds that a move takes besides transferring state: for a snapshot, and for all nodes to return."""
 CONTRADICTED = 1.5
