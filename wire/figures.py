@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar, cast
 
 from wire.declared import Amount, Count, Line, Seconds, Text
-from wire.made import made
+from wire.frozen import frozen
 from wire.spec import Direction
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Figures:
             sums[name] = _sums_by_kind((older[name], sums[name]))
         for name in counters.flows:
             sums[name] = _flow_sums((older[name], sums[name]))
-        return made(type(newer), sums)
+        return frozen(type(newer), sums)
 
     def __sub__(self, older: "Figures") -> Self:
         """What was counted since an older record of the same totals. A flow's codec may have changed."""
@@ -94,7 +94,7 @@ class Figures:
             values[name] = tuple(
                 [f - flows[f.direction] if f.direction in flows else f for f in values[name]]
             )
-        return made(type(self), values)
+        return frozen(type(self), values)
 
     def counters(self, change: Callable[[str, Any], Any]) -> Self:
         """The record with `change(field name, number)` in place of each counter's numbers."""
@@ -105,7 +105,7 @@ class Figures:
             values[name] = {kind: change(name, number) for kind, number in values[name].items()}
         for name in counters.flows:
             values[name] = tuple(flow.counters(change) for flow in values[name])
-        return made(type(self), values)
+        return frozen(type(self), values)
 
     def over(self, count: int) -> Self:
         """The mean of `count` records whose sum this is. Integers are rounded down."""
@@ -116,7 +116,7 @@ class Figures:
         values = dict(vars(self))
         for name, number in by.items():
             values[name] += number
-        return made(type(self), values)
+        return frozen(type(self), values)
 
     def json_fields(self) -> dict[str, Any]:
         """The fields in their JSON form."""
@@ -138,7 +138,7 @@ def total(records: Sequence[Record]) -> Record:
         sums[name] = _sums_by_kind([row[name] for row in rows])
     for name in counters.flows:
         sums[name] = _flow_sums([row[name] for row in rows])
-    return made(type(records[-1]), sums)
+    return frozen(type(records[-1]), sums)
 
 
 def _sums_by_kind(values: Iterable[Mapping[str, float]]) -> dict[str, float]:

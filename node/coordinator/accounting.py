@@ -13,7 +13,7 @@ from node.schedule.floor import LinkRate
 from node.telemetry.costs import Ledger
 from node.telemetry.events import StageCost, StepCosts
 from wire.figures import LinkFigures, LinkKey, Place, StageFigures
-from wire.made import made
+from wire.frozen import frozen
 from wire.messages import CoordinatorMessage, Waiting
 from wire.spec import Direction
 from wire.telemetry import Telemetry
@@ -181,7 +181,9 @@ _NO_TIME = StageFigures()
 
 
 def _stage_cost(place: Place, node_id: str, sums: StageFigures) -> StageCost:
-    return made(StageCost, {**vars(sums), "stage": place.stage, "node_id": node_id, "replica": place.replica})
+    return frozen(
+        StageCost, {**vars(sums), "stage": place.stage, "node_id": node_id, "replica": place.replica}
+    )
 
 
 def _without_held_out(link: LinkFigures) -> LinkFigures:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.events import Event, SeatLost, StepCosts
 from wire.figures import FlowFigures, LinkFigures, LinkKey, Place, StageFigures, counters_of, flow_sum
-from wire.made import made
+from wire.frozen import frozen
 from wire.spec import Direction
 from wire.telemetry import NOT_TOGETHER, Telemetry, known_path
 
@@ -204,7 +204,7 @@ class Ledger:
         for kind in _KINDS:  # known kinds only: a node could invent any
             seconds[kind] = spent = min(max(0.0, total(kind, 0.0) - known(kind, 0.0)), left)
             left -= spent
-        stage = made(
+        stage = frozen(
             StageFigures,
             {**{name: getattr(now, name) for name in _OF_STAGE}, "wall_seconds": passed, "seconds": seconds},
         )
@@ -215,7 +215,7 @@ class Ledger:
             if at[0] < rows and at[1] < stages and at != place:
                 grown, claimed = self._believed(link, earlier.get(at, _NO_LINK), passed, most - counted)
                 grown["source_replica"], grown["source"] = place
-                links.append(made(LinkFigures, grown))
+                links.append(frozen(LinkFigures, grown))
                 counted += claimed
         return Growth(place, stage, links, counted)
 
@@ -251,7 +251,7 @@ class Ledger:
             elements = _within(flow.elements - old.elements, 8 * left)
             codec = flow.codec if self._codecs is None or flow.codec in self._codecs else OTHER_CODEC
             fields = {"direction": flow.direction, "codec": codec, "bytes": size, "elements": elements}
-            flows.append(made(FlowFigures, fields))
+            flows.append(frozen(FlowFigures, fields))
             claimed += max(size, elements // 8)
         grown = dict(vars(now))
         for name in _LINK_NUMBERS:

@@ -6,7 +6,7 @@ T = TypeVar("T")
 _set = object.__setattr__
 
 
-def made(cls: type[T], fields: dict[str, Any]) -> T:
+def frozen(cls: type[T], fields: dict[str, Any]) -> T:
     """Create an instance of a frozen dataclass that has neither slots nor `__post_init__`.
 
     The generated `__init__` sets each field through `object.__setattr__`, which takes several times as long.
