@@ -28,11 +28,12 @@ from node.schedule.gradient_groups import (
 )
 from node.stage.device_transfer import CudaTransfer
 from node.stage.digests import StepDigests
-from node.stage.inbox import LinksIO, StepInterrupted, TensorLink
+from node.stage.inbox import LinksIO, StepInterrupted
 from node.stage.tensor_transfer import BadTensorError
 from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums
 from wire.codecs.base import Codec
 from wire.errors import NonFiniteError, PackedMismatchError
+from wire.link import Link
 from wire.spec import Direction, TensorKey, TensorSpec
 
 KeepSums = Callable[[int, str, Sequence[Tensor]], None]
@@ -140,7 +141,7 @@ class GradientSync:
         self._sums_of: dict[int, Tensor] = {}
         """For each piece, the sum over all groups. They are kept for a row that computes more groups in this
         step."""
-        self._sent: set[tuple[int, int, Direction, TensorLink]] = set()
+        self._sent: set[tuple[int, int, Direction, Link]] = set()
         """The piece, node of the tree, direction and link of every tensor that was sent."""
         self._roots: dict[str, Future[None]] = {}
         self._joined_units: set[str] = set()

@@ -274,7 +274,7 @@ class LinksIO:
         payload = memoryview(packed.numpy().data)
         self._send_behind(functools.partial(self._send, self._rows[row], key, payload, elements, to_row=True))
 
-    def link_to_row(self, row: int) -> TensorLink:
+    def link_to_row(self, row: int) -> Link:
         """The link to another row; another one once another node has the seat there."""
         return self._rows[row]
 
