@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from node import program
 from node.cli.parser import UsageError
 from node.cli.snapshot_model import add_snapshot_arguments, open_snapshot
 from wire.errors import UserError
@@ -137,8 +138,7 @@ def server_command(engine: str, name: str, host: str, port: int) -> list[str]:
     if engine == VLLM:
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", name,
                 "--host", host, "--port", str(port)]  # fmt: skip
-    return [sys.executable, "-m", "node.cli.model_server", "serve", name,
-            "--host", host, "--port", str(port)]  # fmt: skip
+    return [*program("cli.model_server"), "serve", name, "--host", host, "--port", str(port)]
 
 
 def server_environment() -> dict[str, str]:
