@@ -110,7 +110,7 @@ def paced_churn(path: Path) -> str:
     lines = []
     for cell in cells:
         groups = "" if report["groups"] == 12 else f", {report['groups']} groups"
-        case = simulated[cell["grid"] + groups, cell["a_node_dies"]]
+        case = simulated.get((cell["grid"] + groups, cell["a_node_dies"]))
         deadly = cell["deaths"] > 0
         lines.append(
             [
@@ -120,9 +120,9 @@ def paced_churn(path: Path) -> str:
                 f"{cell['deaths_a_step']:.2f}",
                 str(cell["committed"]),
                 f"{cell['goodput']:.2f}",
-                f"{case['goodput']:.2f}",
+                f"{case['goodput']:.2f}" if case else "-",
                 f"{cell['real_seconds_a_death']:.1f}" if deadly else "-",
-                f"{case['seconds_a_death']:.1f}",
+                f"{case['seconds_a_death']:.1f}" if case else "-",
             ]
         )
     columns = [("stages x rows", "left"), ("a node dies", "left"), ("deaths", "right")]
