@@ -174,18 +174,13 @@ class GradientSync:
         self._held = {number: {} for number in self._folds}
         self._spare = {number: {} for number in self._folds}
 
-    def use(self, work: StepWork, *, has_lost: bool = False) -> None:
+    def use(self, work: StepWork) -> None:
         """Change which rows compute the step's groups. What `finish` has returned stays valid unless `again`
-        follows.
-
-        `has_lost`: other rows have all groups that this row had.
-        """
+        follows."""
         self.drain()
 
         def change() -> None:
             self._work = work
-            for fold in self._folds.values() if has_lost else ():
-                fold.nodes.clear()  # they would be added to the row's next groups
             for unit in self._plan.units:
                 for piece in self._plan.pieces[unit]:
                     for group in work.groups:

@@ -142,7 +142,7 @@ class StepPasses:
                 self._given.setdefault(part, {}).update(zip(numbers, self.cut(part, batch), strict=True))
         if change.has_lost:
             self._drop()
-        self.sync.use(change.work, has_lost=change.has_lost)
+        self.sync.use(change.work)
         if more and self._has_sums:
             # Further passes add to gradients, which start at 0.
             self.model.begin_step(self.loss_weight)

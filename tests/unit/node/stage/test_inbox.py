@@ -29,6 +29,17 @@ def in_thread(work: Callable[[], bytearray]) -> "Future[bytearray]":
         pool.shutdown(wait=False)
 
 
+def test_tensors_of_earlier_steps_are_dropped_and_links_hear_of_those_that_they_hold() -> None:
+    inbox = Inbox()
+    for microbatch in range(3):
+        inbox.put(key(microbatch), bytearray([microbatch]))
+    inbox.put(key(0, Direction.SYNC_SHARE), bytearray([9]), 1)  # of another row, which was copied
+    inbox.take(key(1))
+    assert inbox.forget_before(0) == []
+    assert sorted(inbox.forget_before(1)) == [key(0), key(2)]
+    assert not inbox.holds(key(0)) and inbox.forget_before(1) == []
+
+
 def test_tensors_are_taken_in_any_order_and_once() -> None:
     inbox = Inbox()
     for microbatch in range(3):
