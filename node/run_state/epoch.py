@@ -366,7 +366,7 @@ class Epoch:
     @property
     def checked_rows(self) -> list[int]:
         """The proven rows each of whose nodes has the most others of its kind beside it, which hold the same
-        bits. Nodes say themselves of what kind they are: nobody could check one that named its own."""
+        bits. Nodes state their own kind, so a node that invents one has nobody who can check it."""
         kinds, rows = self.kinds_of, self.proven_rows
         known = [
             Counter(kinds[node] for node in self.column(stage) if node not in self.newcomers)

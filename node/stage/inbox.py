@@ -156,8 +156,8 @@ class Inbox:
             return change
 
     def forget_before(self, step: int) -> list[TensorKey]:
-        """Drop tensors of earlier steps that nobody took; returns those of this row, which a link still
-        holds."""
+        """Drop the tensors of earlier steps that nobody took. Returns the keys of those that came from this
+        row: their links still hold room for them."""
         with self._arrived:
             old = [place for place in self._buffers if place[1].step < step]
             for place in old:
