@@ -848,11 +848,12 @@ class Stragglers:
             line = f"it did nothing in step {epoch.step + 1}, which waits for it: start it again"
             return Late(nodes=dict.fromkeys(over, line))
         late = max(lates[node] for node in stuck or missing)
-        if usual and late > max(WORKING_PATIENCE * least, WORKING_TIMES * usual):
+        limit = max(WORKING_PATIENCE * least, WORKING_TIMES * usual)
+        if usual and late > limit:
             # Before a step is measured, its usual time is unknown.
             if stuck:
                 line = f"step {epoch.step + 1} waits for it {late:.0f} s beyond what is usual: start it again"
-                return Late(nodes=dict.fromkeys((node for node in stuck if lates[node] == late), line))
+                return Late(nodes=dict.fromkeys((node for node in stuck if lates[node] > limit), line))
             for node, other in waits.items():
                 if other is not None and waits.get(other) == node:
                     return Late(deadlock=(node, _deadlock(epoch, other)))

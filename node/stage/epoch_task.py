@@ -429,8 +429,6 @@ class EpochTask:
         executor = self._services.executor
         self._running = begin.step
         change = (await self._with_samples(self._change(begin))).after(late)
-        if self._io is not None and change.has_lost:
-            self._io.leave_row()
         await self._voted(lambda: executor.vote(change))
 
     async def _voted(self, attempt: Callable[[], Vote | None]) -> None:
@@ -448,8 +446,6 @@ class EpochTask:
                 assert self._newest is not None, "_news is set with _newest"
                 change = await self._with_samples(self._change(self._newest))
                 services.inbox.announce(change)
-                if self._io is not None and change.has_lost:
-                    self._io.leave_row()
         finally:
             if not computing.done():  # the epoch is over, and the computation ends soon
                 computing.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -481,6 +477,8 @@ class EpochTask:
         # A row loses its groups together. Another node may have the seat by now, and the row others.
         has_lost = not set(self._groups).issubset(work.groups)
         self._groups = work.groups
+        if has_lost and self._io is not None:
+            self._io.leave_row()
         return StepChange(generation=begin.generation, work=work, audited=begin.audited, has_lost=has_lost)
 
     async def _with_samples(self, change: StepChange) -> StepChange:
