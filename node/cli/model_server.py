@@ -49,7 +49,6 @@ NUMBERS: Mapping[str, tuple[type, float, float]] = {
 }
 """The type and the bounds of fields."""
 MESSAGES = 'messages must be a list of at least one {"role": "user", "content": "..."}'
-EXIT_INTERRUPTED = 130
 MOST_BYTES = 1 << 24
 """The largest request."""
 
@@ -153,7 +152,7 @@ async def _amended(receive: Receive, path: str) -> Receive:
         more = message.get("more_body", False)
         if len(body) > MOST_BYTES:
             raise UserError(f"the request is larger than {MOST_BYTES:,} bytes")
-    with contextlib.suppress(ValueError, RecursionError):  # the server refuses what is not JSON
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: the server itself says so
         content = json.loads(body)
         body = json.dumps(served(content, path)).encode() if isinstance(content, dict) else body
     messages = [{"type": "http.request", "body": body}]
@@ -165,7 +164,7 @@ async def _amended(receive: Receive, path: str) -> Receive:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))  # typer would exit with 1
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))  # typer would exit with 1
     import uvicorn
     from transformers import GenerationMixin
     from transformers.cli.transformers import main as transformers

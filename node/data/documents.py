@@ -514,8 +514,7 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
     if not chosen:
         raise DataError(
             f"no data in folder {path}{_skipped(left_out + kinds_of(every))}; expected text, JSONL, parquet, "
-            "Arrow, .npy "
-            "or .bin"
+            "Arrow, .npy or .bin"
         )
     check_parts(path, every, chosen)
     report_skipped(path, every, chosen, left_out)
