@@ -145,6 +145,10 @@ def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
     others = [run(PAIRS[0], *way, seeds[0], lr) for way in ways for lr in RATES[way[0]][1:]]
     # Three bits at a higher rate too: a rate that only exact gradients bear would be no advice.
     others += [run(PAIRS[3], *ways[2], seeds[0], lr) for lr in RATES["muon"][2:]]
+    # The best rate of both.
+    others += [
+        run(pair, *ways[2], seed, RATES["muon"][2]) for seed in seeds[1:] for pair in (PAIRS[0], PAIRS[3])
+    ]
     usual = run(PAIRS[0], *ways[2], seeds[0], RATES["muon"][0])
     again = [replace(usual, memory="moments"), *(replace(usual, iterations=count) for count in (3, 4))]
     return (*first, *rounds, *others, *again)
