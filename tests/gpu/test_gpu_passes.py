@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kernels.common.dispatch import withdrawn
 from node.config.schema import ModelSection, PipelineSection, RunConfig, SyncSection
 from node.model import storage
 from node.stage.captured_passes import CapturedPasses, CudaRecorder, Work
@@ -95,7 +96,8 @@ def test_graphs_give_autograds_bits(case: str, family: str, stage: int) -> None:
     assert_same(again, wanted)
     found, model = steps(run_file(case, family, graphs=True), stage)
     assert_same(found, wanted)
-    assert captured(model).slots == 2
+    # What plain torch does instead of a kernel may not be captured; the bits are the same.
+    assert withdrawn() or captured(model).slots == 2
 
 
 @pytest.mark.parametrize("case", ["autocast", "products in fp8"])
@@ -119,7 +121,7 @@ def test_graphs_see_the_weights_of_every_local_step(case: str) -> None:
                 made += [list(changes.values()) for changes in local.changes().values()]
             local.end()
         found.append(made)
-        assert not graphs or captured(model).slots
+        assert withdrawn() or not graphs or captured(model).slots
     assert_same(found[1], found[0])
 
 
