@@ -3,7 +3,7 @@
 import math
 from textwrap import fill
 
-from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
+from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_report, spaced
 from scripts.report import RESULTS, markdown
 
 COMPUTE = RESULTS / "compute.json"
@@ -15,6 +15,7 @@ FP8_WAYS = {
 }
 WHOLE_MODEL = RESULTS / "whole_model.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
+PLAIN_TESTS = RESULTS / "gpu_tests_plain.json"
 OUTCOMES = {"passed": "passed", "skipped": "skipped", "failure": "failed", "error": "erred"}
 """Words for the outcomes, by their names in the record."""
 SHARED_BY = {
@@ -163,9 +164,26 @@ def gpu_tests() -> str:
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
+def plain_tests() -> str:
+    """Outcomes of tests/gpu without the kernels of one part at a time (scripts/checks/gpu_tests.py)."""
+    report = read_report(PLAIN_TESTS)
+    rows = [
+        [f"`{part}`", *(str(of["outcomes"].get(outcome, 0)) for outcome in OUTCOMES)]
+        for part, of in report["plain"].items()
+    ]
+    columns = [("without the kernels of", "left"), *((word, "right") for word in OUTCOMES.values())]
+    caption = (
+        "The tests that use these kernels; plain torch does their work, as on a card whose self-test found "
+        f"them wrong. {report['gpus']} x {spaced(report['hardware'])}, torch {report['versions']['torch']}, "
+        f"commit {commit(report)}.{notes(report)}"
+    )
+    return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
+
+
 TABLES: Tables = {
     "stage_compute": stage_compute,
     **if_recorded(WHOLE_MODEL, "whole_model", whole_model),
     "coded_loss": fp8_loss,
     **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),
+    **if_recorded(PLAIN_TESTS, "gpu_tests_plain", plain_tests),
 }
