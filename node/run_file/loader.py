@@ -8,6 +8,7 @@ list to a tuple.
 
 import json
 import logging
+import math
 import re
 import tomllib
 import unicodedata
@@ -532,6 +533,8 @@ def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:
         raise ConfigError(f"{where}: {name} must be {EXPECTED[kind]} of at most {INTEGER_BITS} bits")
     if not all(is_text(item) for item in _items(value)):
         raise ConfigError(f"{where}: {name} must be text in UTF-8")
+    if any(type(item) is float and not math.isfinite(item) for item in _items(value)):
+        raise ConfigError(f"{where}: {name} must be {EXPECTED[kind].replace('number', 'finite number')}")
     if kind is float and type(value) is int:
         return float(value)
     if kind in (str, bool, int, float) and type(value) is kind:
