@@ -54,10 +54,16 @@ _FAST = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
 _ADDED = "added_tokens.json"
+_CONFIG = "config.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The order in which transformers adds them, others behind."""
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 SENTENCEPIECE = "tokenizer.model"
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen's tokenizers cut text where no `tokenizer.json` says it."""
 _TABLES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _EXTRA = 'pip install "thinwire[bpe]"'
 
@@ -275,10 +281,26 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
             bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
             bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
             bpe.decoder = tokenizers.decoders.ByteLevel()
+            if _is_of_qwen(folder):
+                words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_QWEN_WORDS), "isolated")
+                letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+                bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, letters])
+                bpe.normalizer = tokenizers.normalizers.NFC()
+                tables.append(_QWEN_WORDS.encode())
         changed = _add_tokens(bpe, folder, flags=files[0].suffix != ".model")
         if len(files) > 1 or files[0].suffix == ".model":
             _set_begin(bpe, folder)
     return bpe, [*tables, *(token.encode() for token in changed)]
+
+
+def _is_of_qwen(folder: Path) -> bool:
+    """Whether `vocab.json` and `merges.txt` have the rules of Qwen's tokenizers, not GPT-2's. Raises
+    DataError."""
+    kinds = (
+        json_object(folder / _SETTINGS).get("tokenizer_class"),
+        json_object(folder / _CONFIG).get("model_type"),
+    )
+    return any(str(kind).lower().startswith("qwen") for kind in kinds)
 
 
 def _growth(rules: Mapping[str, Any]) -> float:
@@ -438,7 +460,7 @@ def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
     named = bpe.token_to_id(special_tokens(folder).get("eos_token", ""))
     ends = [] if named is None else [named]
     rows = 1 << 32
-    for file in ("config.json", "generation_config.json"):
+    for file in (_CONFIG, "generation_config.json"):
         values = json_object(folder / file)
         inner = values.get("text_config")
         for level in (values, inner if isinstance(inner, dict) else {}):

@@ -473,26 +473,25 @@ BEYOND = {"content": "<|b|>", "special": False, "lstrip": True}
         },
     ],
 )
-@each("kind", ["tokenizer.json", "vocab.json"])
+@each("kind", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"])
 def test_settings_beside_the_tables_give_the_ids_of_transformers(
     tables: Path, tmp_path: Path, files: dict[str, dict[str, object]], adds: bool, kind: str
 ) -> None:
-    """Tokens that only settings have, and tokens that begin a text."""
+    """Tokens that only settings have, tokens that begin a text, and the rules of a class without
+    `tokenizer.json`."""
     import transformers
 
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **files.get("tokenizer_config.json", {})}
+    settings = {"tokenizer_class": kind, **files.get("tokenizer_config.json", {})}
     folder = write_special(tmp_path / "t", tables, {**files, "tokenizer_config.json": settings}, adds=adds)
-    if kind == "vocab.json":
+    if kind != "PreTrainedTokenizerFast":
         model = json.loads((folder / "tokenizer.json").read_text())["model"]
         (folder / "tokenizer.json").unlink()
         (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
         merges = [" ".join(pair) for pair in model["merges"]]
         (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
-        settings["tokenizer_class"] = "GPT2Tokenizer"
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = load_tokenizer(str(folder))
-    text = "the <|a|> cat </s> and <|b|> dog<|turn|>"
+    text = "the <|a|> cat </s> and <|b|> dog<|turn|> 3600 e\u0301 IT'S\n\n end"
     assert ours.prompt(text) == theirs(text)["input_ids"]
     assert ours.vocabulary == len(theirs)
 
