@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from hashlib import sha256
@@ -325,10 +326,7 @@ def _template_sources(folder: Path, named: str) -> tuple[list[str], str]:
         path = Path(os.path.realpath(expanded(named, "data.chat_template")))
     if named or path.exists():
         paths = [path, *([] if named else filter(Path.exists, [folder / TOOL_TEMPLATE]))]
-        try:
-            return [read_bounded(path).decode() for path in paths], str(path)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8 text: copy it again") from error
+        return [_jinja(path) for path in paths], str(path)
     path = folder / "tokenizer_config.json"
     value = json_object(path).get("chat_template")
     if isinstance(value, list):  # named templates: [{"name", "template"}]
@@ -341,3 +339,15 @@ def _template_sources(folder: Path, named: str) -> tuple[list[str], str]:
             f"the tokenizer in {folder} has no chat template: set [data] chat_template to a Jinja file"
         )
     return [source for source in sources if isinstance(source, str)], str(path)
+
+
+def _jinja(path: Path) -> str:
+    """The template in a file. Raises DataError if it is no text, or JSON that holds a template."""
+    try:
+        source = read_bounded(path).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: copy it again") from error
+    with suppress(ValueError, RecursionError):
+        json.loads(source)
+        raise DataError(f"{path} is JSON: save the template in it as a Jinja file of its own")
+    return source

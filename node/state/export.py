@@ -34,7 +34,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.data.chat import TOOL_TEMPLATE, load_chat_encoder, marker_template
-from node.data.text import expanded
+from node.data.text import expanded, read_file
 from node.data.tokenizer import SENTENCEPIECE, json_object, load_tokenizer, of_tables, special_tokens
 from node.model.families.family import FileTensor
 from node.model.units import EMBED, HEAD
@@ -170,7 +170,9 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         _write_tokenizer(config, partial)
         template = expanded(config.data.chat_template, "data.chat_template")
         if config.data.chat_template and template.is_file():
-            shutil.copyfile(template, partial / "chat_template.jinja")
+            (partial / "chat_template.jinja").write_bytes(read_file(template))
+        elif config.data.chat_template:
+            log.warning("%s is not on this machine: the exported folder has no chat template", template)
         elif config.data.response_marker:
             jinja = marker_template(config.data.response_marker)
             (partial / "chat_template.jinja").write_text(jinja, encoding="utf-8")
@@ -406,8 +408,8 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         template = json_object(folder / SETTINGS).get("chat_template")
         named = {**end, **special_tokens(folder), **({"chat_template": template} if template else {})}
         _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
-        if (folder / "chat_template.jinja").is_file():
-            shutil.copyfile(folder / "chat_template.jinja", out / "chat_template.jinja")
+        if (jinja := small_file(folder / "chat_template.jinja")) is not None:
+            (out / "chat_template.jinja").write_bytes(jinja)
         return
     for file in (TOKENIZER, *OTHER_FILES):
         data = small_file(path if file == TOKENIZER and path.is_file() else folder / file)

@@ -411,6 +411,10 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
         load_chat_encoder(str(folder), "")
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     assert load_chat_encoder(str(folder), str(tmp_path / "own.jinja"))
+    for value in (TEMPLATE, {"chat_template": TEMPLATE}):  # its braces and newlines would be trained on
+        (tmp_path / "chat_template.json").write_text(json.dumps(value))
+        with pytest.raises(DataError, match="is JSON"):
+            load_chat_encoder(str(folder), str(tmp_path / "chat_template.json"))
 
 
 def test_labels_hold_the_assistants_tokens_alone(tmp_path: Path) -> None:

@@ -372,7 +372,7 @@ def test_tables_of_a_byte_pair_encoding_become_a_tokenizer_that_transformers_loa
     merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in made["merges"])
     (folder / names[1]).write_text("#version: 0.2\n" + "\n".join(merges))
     model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400)
-    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    (tmp_path / "own.jinja").write_text(TEMPLATE, encoding="utf-8-sig")
     data = DataSection(tokenizer=str(folder), chat_template=str(tmp_path / "own.jinja"))
     config = replace(RunConfig(), model=model, data=data)
     snapshot(tmp_path / "run", config)
@@ -657,7 +657,9 @@ def test_a_model_without_its_tokenizer_is_not_served_until_it_has_it(
 
 
 def test_an_export_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = RunConfig(model=SHAPE, data=DataSection(tokenizer=str(tmp_path / "gone")))
-    snapshot(tmp_path / "run", config)
+    """Nor the chat template that the run trained with."""
+    data = DataSection(tokenizer=str(tmp_path / "gone"), chat_template=str(tmp_path / "gone.jinja"))
+    snapshot(tmp_path / "run", RunConfig(model=SHAPE, data=data))
     export(tmp_path / "run", tmp_path / "out")
     assert "gone is not on this machine" in caplog.text
+    assert "gone.jinja is not on this machine" in caplog.text
