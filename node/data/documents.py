@@ -306,8 +306,8 @@ def read_text(data: DataSection, dropped: Counter[str] | None = None) -> bytes:
         if (whole := is_folder(path)) and not (files := _text_files(path, left_out)):
             raise DataError(
                 f"no text files in folder {path}{_skipped(left_out)}; expected names that end in "
-                f"{', '.join(TABLES)}, {', '.join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))}; all but the first "
-                f"{len(TABLES)} with or without {', '.join(sorted(COMPRESSED))}"
+                f"{', '.join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))}, with or without "
+                f"{', '.join(sorted(COMPRESSED))}; or {' or '.join(TABLES)}, unless data.order is whole"
             )
         documents = list(_whole(files if whole else [path], data, dropped, skips=whole))
     text = SEPARATOR.join(document for document in documents if document.strip())

@@ -61,6 +61,8 @@ FORMAT = "6"
 """Increase this when files are read, cut or rendered in another way."""
 _LLM_C = (20240520, 20240801)
 """The first numbers of token files of llm.c, for GPT-2 and for Llama 3."""
+_NUMPY = b"\x93NUMPY"
+"""The beginning of a .npy file."""
 _FEW_IDS = 16
 """In a file of so few ids, every second one may be zero."""
 PART_TOKENS = 1 << 20
@@ -314,16 +316,21 @@ class TokenizedSource:
 
     def _token_array(self, extent: Extent) -> np.ndarray:
         try:
-            if suffix_of(extent.path) == ".npy":
+            with extent.path.open("rb") as file:
+                head = file.read(256)
+            if suffix_of(extent.path) == ".npy" and head.startswith(_NUMPY):
                 whole = np.load(extent.path, mmap_mode="r", allow_pickle=False)
                 if (rest := extent.path.stat().st_size - whole.offset - whole.nbytes) > 0:
                     raise DataError(
                         f"{extent.path} has {rest:,} bytes behind its array: write each array to its own file"
                     )
             else:
-                with extent.path.open("rb") as file:
-                    head = file.read(256)
                 check_kind(extent.path, head)
+                if suffix_of(extent.path) == ".npy":
+                    raise DataError(
+                        f"{extent.path} has no header of NumPy: if it has ids alone, as np.memmap writes "
+                        "them, name it .bin"
+                    )
                 if _is_text(head):
                     raise DataError(f"{extent.path} holds text, not token ids: name it .txt or .jsonl")
                 if int.from_bytes(head[:4], "little") in _LLM_C:

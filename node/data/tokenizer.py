@@ -330,7 +330,9 @@ def one_line(path: Path, what: str = "cannot be read") -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"the tokenizer in {path} {what} ({reason}); copy its files again") from error
+        raise DataError(
+            f"the tokenizer in {path} {what} ({reason}); copy its files again, or name its folder"
+        ) from error
 
 
 def of_tables(name: str) -> BpeTokenizer | None:

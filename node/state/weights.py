@@ -284,7 +284,8 @@ class Checkpoint:
             shape = (tensor.shape[0], *shape[1:])
         if shape != tensor.shape:
             raise CheckpointError(
-                f"{where}: tensor {name} has shape {list(place.shape)}, expected {list(tensor.shape)}"
+                f"{where}: tensor {name} has shape {list(place.shape)}, expected {list(tensor.shape)}: its "
+                "config.json describes another model"
             )
         if place.dtype not in dtypes:
             expected = f"expected {', '.join(dtypes)}: save it as one of these"

@@ -449,7 +449,7 @@ def index(folder: Path, file: str) -> None:
         (lambda folder: drop(folder, "lm_head"), r"has no tensor lm_head.weight, .*tie_word_embeddings"),
         (
             lambda folder: put(folder, torch.zeros(3, 5)),
-            r"q_proj.weight has shape \[3, 5\], expected \[32, 32",
+            r"q_proj.weight has shape \[3, 5\], expected \[32, 32.*: its config.json",
         ),
         (lambda folder: put(folder, torch.zeros(32, 32, dtype=torch.int8)), "q_proj.weight is I8"),
         (lambda folder: cut(folder, -100), "is truncated: .* ends at byte"),
