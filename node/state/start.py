@@ -65,10 +65,10 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
     if name.startswith(PREFIX):
         repository = resolve(Repository.parse(name))
         name = str(repository)
-        path = download(repository, CONFIG)
+        adapters = download(repository, ADAPTER_CONFIG, required=False)
+        path = adapters or download(repository, CONFIG)
         tables = download(repository, TOKENIZER, required=False)
-        others = (ADAPTER_CONFIG, SENTENCEPIECE, *OTHER_FILES)
-        for other in (*others, *(OTHER_TABLES if tables is None else ())):
+        for other in (SENTENCEPIECE, *OTHER_FILES, *(OTHER_TABLES if tables is None else ())):
             download(repository, other, required=False)
         assert path is not None, "a required file"
     else:

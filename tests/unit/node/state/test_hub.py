@@ -327,6 +327,14 @@ async def test_what_goes_wrong_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+async def test_a_repository_of_adapters_is_named_as_such(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no config.json."""
+    (hub.folder / "config.json").rename(hub.folder / "adapter_config.json")
+    async with serving(hub, monkeypatch):
+        with pytest.raises(ConfigError, match=r"contains adapters \(adapter_config.json\)"):
+            await asyncio.to_thread(open_source, f"hf://{NAME}", {})
+
+
 async def test_a_revision_that_is_not_there_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(hub, monkeypatch):
         with pytest.raises(DataError, match="owner/model has no revision v9"):
