@@ -51,6 +51,7 @@ from node.data.text import (
     STDLIB_LIMIT_BYTES,
     TABLES,
     TEXT_SUFFIXES,
+    TOKEN_SUFFIXES,
     NotTextError,
     check_kind,
     check_regular,
@@ -80,7 +81,6 @@ TOKEN_BYTES = 8 << 20
 """The size of a shard of token ids, in bytes."""
 SMALL_BYTES = 256 << 10
 """Compressed files, tables, token files and row groups below this size are joined to shards."""
-TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
 CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, SETTINGS, "tools", "functions", "documents"))
 """The columns that are read from tables of conversations. No other column is converted."""

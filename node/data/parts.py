@@ -13,6 +13,7 @@ from node.data.text import (
     COMPRESSED,
     JSON_SUFFIXES,
     TABLES,
+    TOKEN_SUFFIXES,
     content_suffix,
     read_file,
     suffix_of,
@@ -28,7 +29,8 @@ DATA_CARD = "readme.md"
 """The page that describes the rows beside it, and may name their parts."""
 _SPLIT_WORD = re.compile(f"(?<![a-z])({'|'.join(sorted(SPLITS, reverse=True))})(?![a-z])")
 _ROWS = frozenset((*TABLES, *JSON_SUFFIXES))
-_SUFFIXES = frozenset((*_ROWS, ".txt", ".csv"))
+_TEXTS = frozenset((".txt", ".csv"))
+_SUFFIXES = _ROWS | _TEXTS | TOKEN_SUFFIXES
 """Suffixes of files whose names may say which part of a data set they hold."""
 _SHARDS = re.compile(r"/.*|-[0-9]{5}-of-.*")
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})")
@@ -73,7 +75,7 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
         if (suffix := content_suffix(path)) not in _SUFFIXES:
             continue
         # Folders of text often belong to a program.
-        base = folder if suffix in _ROWS else path.parent
+        base = path.parent if suffix in _TEXTS else folder
         whole = str(path.relative_to(base))
         name = whole.lower()[: whole.lower().rindex(suffix)]
         split = _SHARD.fullmatch(Path(name).name)

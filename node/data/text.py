@@ -39,6 +39,7 @@ TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".py"
 PARQUET = ".parquet"
 ARROW = ".arrow"
 TABLES = (PARQUET, ARROW)
+TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 COMPRESSED = frozenset((".xz", ".gz", ".zst", ".bz2"))
 MOST_EXPANSION = 100
 """A compressed file may grow to this many times its size, or to `SURE_BYTES`."""

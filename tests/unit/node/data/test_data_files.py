@@ -27,7 +27,7 @@ from node.data.chat import Dropped
 from node.data.documents import list_source, read_rows, read_text, text_of
 from node.data.samples import held_out_samples, packed_parts
 from node.data.shards import ShardedCorpus, in_shards, load_data
-from node.data.text import open_content, read_file
+from node.data.text import TOKEN_SUFFIXES, open_content, read_file
 from node.data.tokenizer_training import train_tokenizer
 from node.model.labels import BatchPart
 from tests.support.cases import each
@@ -396,6 +396,9 @@ def test_parts_that_a_data_card_names_are_not_mixed(
         (("train-1.jsonl", "train-2.jsonl"), False),
         (("how to train.txt", "test of time.txt"), False),
         (("train.py", "test.py"), False),
+        (("train.bin", "val.bin"), True),
+        (("train/0.npy", "val/0.npy"), True),
+        (("web_train_1.bin", "web_train_2.bin"), False),
     ],
 )
 def test_parts_of_a_data_set_are_not_mixed(tmp_path: Path, names: tuple[str, str], several: bool) -> None:
@@ -403,8 +406,13 @@ def test_parts_of_a_data_set_are_not_mixed(tmp_path: Path, names: tuple[str, str
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         content = jsonl(ROWS) if ".json" in name else WORDS.encode()
-        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    for order in ("whole", "shards"):
+        if path.suffix == ".npy":
+            np.save(path, np.arange(200))
+        elif path.suffix == ".bin":
+            np.arange(200, dtype=np.uint16).tofile(path)
+        else:
+            path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    for order in ("auto", "shards") if path.suffix in TOKEN_SUFFIXES else ("whole", "shards"):
         try:
             load_data(config_of(tmp_path, order=order))
         except DataError as error:
