@@ -212,10 +212,9 @@ def _reopen(
     if (line := check_room(config, directory, held=held)) is not None:
         tell(line)
     store = Store.open(directory)
-    whole, kept = _on_record(directory, store, tell)
-    newest = max([whole, *(manifest.step for manifest in kept)])
     for step, _ in checked.damaged:
         store.delete_snapshot(step)
+    newest, kept = _on_record(directory, store, tell)
     if other_text is not None:
         other_text(newest)
         tell(f"from step {newest + 1} on the text is the one at {_named(config)}")
@@ -382,7 +381,7 @@ def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
 
 
 def _on_record(directory: Path, store: Store, tell: Tell) -> tuple[int, list[Manifest]]:
-    """The newest snapshot here, and those that nodes hold, if their layers match the record. Others are set
+    """The newest snapshot, and those that nodes hold, if their layers match the record. Others are set
     aside.
 
     Raises UserError if no snapshot is left.
@@ -413,7 +412,14 @@ def _on_record(directory: Path, store: Store, tell: Tell) -> tuple[int, list[Man
             f"no snapshot of this run matches the record (steps {', '.join(map(str, wrong))}): restore a "
             "copy of one that does, then resume, or start a new run"
         )
-    return whole, kept
+    newest = max([whole, *(manifest.step for manifest in kept)])
+    known = (record.step for record in store.snapshots() if record.complete and record.step not in wrong)
+    if (recorded := max(known, default=0)) > newest:
+        gone = f"the snapshot of step {recorded} is not in {snapshots}"
+        if not newest:
+            raise UserError(f"{gone}, nor is any other: put it back, then resume, or start a new run")
+        tell(f"{gone}: the run goes on from step {newest}")
+    return newest, kept
 
 
 def _later(

@@ -315,6 +315,22 @@ def test_a_snapshot_that_is_not_the_one_on_record_is_not_used(
     assert began.first_step == 40 and list_snapshots(tmp_path / "snapshots") == (40,)
 
 
+def test_snapshots_that_are_gone_are_reported_and_the_run_does_not_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = one_with_snapshots(tmp_path, monkeypatch, 40, 80)
+    snapshot_directory(tmp_path / "snapshots", 80).rename(tmp_path / "elsewhere")
+    told: list[events.Event] = []
+    assert main.run_coordinator(config, run_dir=tmp_path, emit=told.append, resume=True) == 0
+    (began,) = (event for event in told if isinstance(event, events.RunStarted))
+    assert began.first_step == 40
+    (notice,) = (event.text for event in told if isinstance(event, events.Notice))
+    assert "the snapshot of step 80 is not in" in notice
+    (tmp_path / "snapshots").rename(tmp_path / "all")
+    with pytest.raises(UserError, match=r"step 80 .*put it back"):
+        main.run_coordinator(config, run_dir=tmp_path, emit=told.append, resume=True)
+
+
 def test_a_resumed_run_knows_the_norms_of_the_steps_before_its_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
