@@ -194,7 +194,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(read_small(path, MOST_CONFIG_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
-            f"no {CONFIG} in {path.parent}: model.from needs a Hugging Face model folder"
+            f"no {CONFIG} in {path.parent}: model.from needs a Hugging Face model folder, or "
+            "hf://OWNER/NAME for a model of the hub"
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
