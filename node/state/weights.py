@@ -279,6 +279,9 @@ class Checkpoint:
         place = (await self._header(self._map[name]))[1].get(name)
         if place is None:
             raise CheckpointError(f"{where}/{self._map[name]} lacks tensor {name}, which {INDEX} puts there")
+        if place.dtype not in dtypes:
+            expected = f"expected {', '.join(dtypes)}: save it as one of these"
+            raise CheckpointError(f"{where}: tensor {name} is {place.dtype}; {expected}")
         shape = place.shape
         if tensor.first_rows and len(shape) == 2 and shape[0] >= tensor.shape[0]:
             shape = (tensor.shape[0], *shape[1:])
@@ -287,9 +290,6 @@ class Checkpoint:
                 f"{where}: tensor {name} has shape {list(place.shape)}, expected {list(tensor.shape)}: its "
                 "config.json describes another model"
             )
-        if place.dtype not in dtypes:
-            expected = f"expected {', '.join(dtypes)}: save it as one of these"
-            raise CheckpointError(f"{where}: tensor {name} is {place.dtype}; {expected}")
         return place
 
     async def _weight_map(self) -> dict[str, str]:

@@ -451,7 +451,7 @@ def index(folder: Path, file: str) -> None:
             lambda folder: put(folder, torch.zeros(3, 5)),
             r"q_proj.weight has shape \[3, 5\], expected \[32, 32.*: its config.json",
         ),
-        (lambda folder: put(folder, torch.zeros(32, 32, dtype=torch.int8)), "q_proj.weight is I8"),
+        (lambda folder: put(folder, torch.zeros(32, 4, dtype=torch.uint32)), "q_proj.weight is U32"),
         (lambda folder: cut(folder, -100), "is truncated: .* ends at byte"),
         (lambda folder: cut(folder, 900), "is truncated or not a safetensors file: a header of"),
         (lambda folder: cut(folder, 5), "is truncated: 5 bytes"),
