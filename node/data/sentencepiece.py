@@ -20,18 +20,21 @@ UNIGRAM, BPE = 1, 2
 _ADVICE = "save it as tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 
 
-def sentencepiece_tokenizer(data: bytes, added: Mapping[int, str]) -> "tokenizers.Tokenizer":
+def sentencepiece_tokenizer(
+    data: bytes, added: Mapping[int, str], *, legacy: bool = True
+) -> "tokenizers.Tokenizer":
     """A tokenizer with the pieces of a `tokenizer.model`, and with tokens that were added after them.
 
     Args:
         added: the added tokens by id.
+        legacy: put the space that a text begins with behind special tokens, too.
 
     Raises:
         DataError: the tokenizer has features that are not supported.
         ValueError: the file is damaged.
     """
     import tokenizers
-    from tokenizers import AddedToken, decoders, models, normalizers, processors
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, Any] = {}
@@ -63,8 +66,11 @@ def sentencepiece_tokenizer(data: bytes, added: Mapping[int, str]) -> "tokenizer
         scored = [(piece, score) for piece, score, _ in pieces]
         model = models.Unigram(scored, unk_id=unknown, byte_fallback=fallback)
     tokenizer = tokenizers.Tokenizer(model)
-    before = [normalizers.Prepend(SPACE)] if prefixed else []
-    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    if prefixed and not legacy:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+    else:
+        before = [normalizers.Prepend(SPACE)] if prefixed else []
+        tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
     after = [decoders.Strip(content=" ", left=1, right=0)] if prefixed else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]

@@ -267,7 +267,9 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
                     f"model that has {_FAST}"
                 )
             added = {index: _content(value) for index, value in _placed_tokens(folder).items()}
-            bpe = sentencepiece_tokenizer(tables[0], added)
+            legacy = json_object(folder / _SETTINGS).get("legacy") is not False
+            bpe = sentencepiece_tokenizer(tables[0], added, legacy=legacy)
+            tables += [] if legacy else [b"not legacy"]
         elif len(files) == 1:
             bpe = tokenizers.Tokenizer.from_str(tables[0].decode())
             for rules in filter(None, (bpe.normalizer, bpe.decoder)):

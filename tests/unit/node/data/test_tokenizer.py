@@ -511,6 +511,13 @@ def test_a_sentencepiece_model_gives_its_own_ids(tmp_path: Path, kind: str) -> N
     assert (other.vocabulary, other.begin, other.ends) == (422, (), {2})
     assert other.prompt("a</s><|turn|>b") == found.prompt("a</s><|turn|>b")[1:]
     assert other.prompt("<pad>")[-1] == 421
+    space, letter = found.prompt("<|turn|>b")[2:]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
+    newer = load_tokenizer(str(tmp_path))
+    assert newer.prompt("<|turn|>b") == [1, 420, letter] and newer.prompt("b<|turn|>")[1] == space
+    for text, ids in golden["cases"]:
+        assert text.startswith(" ") or newer.encode([text.encode()])[0].tolist() == ids
+    assert newer.fingerprint != found.fingerprint
     (tmp_path / "tokenizer_config.json").unlink()
     for text, ids in golden["cases"]:
         assert found.encode([text.encode()])[0].tolist() == ids
