@@ -106,6 +106,7 @@ _DECODER = json.JSONDecoder()
 _TEXT_TYPE = re.compile(
     r"null|(?:dictionary<values=)?(?:large_)?(?:string|binary)(?:_view)?(?:, .*>)?|fixed_size_binary\[.*"
 )
+_JSON_TYPE = "extension<arrow.json>"
 _KINDS: dict[type, str] = {
     str: "a text",
     int: "a number",
@@ -949,13 +950,25 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
 def _value(column: Any, number: int) -> Any:
     """A value of a column. Times within a list or an object that Python's cannot hold come as numbers."""
     try:
-        return column[number].as_py()
+        value = column[number].as_py()
+        return _parsed(value, column.type) if _JSON_TYPE in str(column.type) else value
     except (ArithmeticError, ValueError, LookupError):  # a date far away, or an unknown time zone
         if not column.type.num_fields:
             raise
         import pyarrow
 
         return column.slice(number, 1).cast(_with_numbers(pyarrow, column.type))[0].as_py()
+
+
+def _parsed(value: Any, kind: Any) -> Any:
+    """A value of this type of Arrow, with what its JSON stands for. Raises ValueError if that is no JSON."""
+    if isinstance(value, str) and str(kind) == _JSON_TYPE:
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {field.name: _parsed(value[field.name], field.type) for field in kind}
+    if isinstance(value, list):
+        return [_parsed(item, kind.field(0).type) for item in value]
+    return value
 
 
 def _with_numbers(pyarrow: Any, kind: Any) -> Any:

@@ -560,6 +560,35 @@ def test_times_of_messages_do_no_harm(tmp_path: Path, kind: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_json_of_arrows_own_type_is_what_it_says(tmp_path: Path, name: str) -> None:
+    """`datasets` stores values of several kinds so. Their quotes would be trained on."""
+
+    def as_json(*values: object) -> Any:
+        text = pyarrow.array([json.dumps(value) for value in values])
+        return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), text)
+
+    parts = [{"type": "text", "text": 'b"'}]
+    turns = pyarrow.StructArray.from_arrays(
+        [pyarrow.array(["user", "assistant"]), as_json("a", parts)], names=["role", "content"]
+    )
+    table = pyarrow.table(
+        {
+            "messages": pyarrow.ListArray.from_arrays([0, 2], turns),
+            "tools": pyarrow.ListArray.from_arrays([0, 1], as_json({"name": "f"})),
+        }
+    )
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    else:
+        with pyarrow.ipc.new_stream(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    section = config_of(tmp_path / name, format="chat").data
+    ((_, row),) = read_rows(list_source(section.path).shards[0], section, skips=False)
+    assert isinstance(row, dict)
+    assert [turn["content"] for turn in row["messages"]] == ["a", parts] and row["tools"] == [{"name": "f"}]
+
+
 def test_pictures_are_looked_at_and_not_read(tmp_path: Path) -> None:
     talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 3
     images = [[{"bytes": b"\xff\0", "path": None}], [], None]
