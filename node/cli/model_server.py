@@ -6,12 +6,14 @@ takes transformers' command line. Without these checks that server ignores some 
 others with an internal error, and computes until it is killed if a client asks for a billion tokens.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from functools import wraps
 from http import HTTPStatus
 from typing import Any
@@ -51,6 +53,8 @@ NUMBERS: Mapping[str, tuple[type, float, float]] = {
 MESSAGES = 'messages must be a list of at least one {"role": "user", "content": "..."}'
 MOST_BYTES = 1 << 24
 """The largest request."""
+CLIENT: ContextVar[asyncio.Future[Any]] = ContextVar("CLIENT")
+"""Done when the client of the current request is gone."""
 
 
 def served(body: dict[str, Any], path: str) -> dict[str, Any]:
@@ -105,6 +109,18 @@ def bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
     return within
 
 
+def until_client_leaves(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A manager's `generate_non_streaming` that ends when the client of the request is gone."""
+
+    @wraps(generate)
+    async def within(manager: Any, model: Any, processor: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        client = CLIENT.get()
+        stop = {"stopping_criteria": [lambda *_, **__: client.done()]}
+        return await generate(manager, model, processor, {**inputs, **stop}, *rest, **named)
+
+    return within
+
+
 def checked(app: App, host: str) -> App:
     """An ASGI app that answers one line of JSON where `app`, which listens at `host`, would fail."""
 
@@ -144,7 +160,7 @@ def checked(app: App, host: str) -> App:
 
 
 async def _amended(receive: Receive, path: str) -> Receive:
-    """Read a request, and return a `receive` for the request in the form of `served`."""
+    """Read a request, and return a `receive` for the request in the form of `served`. Sets `CLIENT`."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -156,9 +172,11 @@ async def _amended(receive: Receive, path: str) -> Receive:
         content = json.loads(body)
         body = json.dumps(served(content, path)).encode() if isinstance(content, dict) else body
     messages = [{"type": "http.request", "body": body}]
+    gone = asyncio.ensure_future(receive())  # a message after the body: the client left, or has its answer
+    CLIENT.set(gone)
 
     async def first_the_body() -> dict[str, Any]:
-        return messages.pop() if messages else await receive()
+        return messages.pop() if messages else await asyncio.shield(gone)
 
     return first_the_body
 
@@ -175,6 +193,11 @@ def main() -> None:
 
     uvicorn.Config = Config  # type: ignore[misc, assignment]
     GenerationMixin.generate = bounded(GenerationMixin.generate)  # type: ignore[method-assign]
+    with contextlib.suppress(ImportError):  # the first versions of transformers 5 have no such manager
+        from transformers.cli.serving.utils import GenerateManager
+
+        whole = until_client_leaves(GenerateManager.generate_non_streaming)
+        GenerateManager.generate_non_streaming = whole  # type: ignore[assignment, method-assign]
     transformers()  # type: ignore[no-untyped-call]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.cli.model_server import MOST_BYTES, bounded, checked, served
+from node.cli.model_server import CLIENT, MOST_BYTES, bounded, checked, served, until_client_leaves
 from wire.errors import UserError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -25,7 +25,7 @@ def asked(app: Any, body: bytes, headers: Any = HOST, path: str = TEXT) -> list[
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
-        return parts.pop(0)
+        return parts.pop(0) if parts else await asyncio.Future()  # the client stays
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
@@ -146,3 +146,54 @@ def test_a_stream_that_fails_after_its_start_is_cut_off() -> None:
 
     with pytest.raises(ValueError):
         asked(app, b"{}")
+
+
+@pytest.mark.timeout(60)
+def test_a_request_learns_that_its_client_is_gone() -> None:
+    messages = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+    seen: list[str] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend([(await receive())["type"], (await receive())["type"]])
+        await asyncio.wait([CLIENT.get()])
+
+    async def send(message: dict[str, Any]) -> None:
+        pytest.fail("nobody reads this")
+
+    asyncio.run(checked(app, "127.0.0.1")({"type": "http", "path": TEXT, "headers": HOST}, receive, send))
+    assert seen == ["http.request", "http.disconnect"]
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("leaves", "tokens"), [(False, 50), (True, 4)])
+def test_a_model_stops_when_the_client_is_gone(leaves: bool, tokens: int) -> None:
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.cli.serving.utils import GenerateManager
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, eos_token_id=None, **shape))
+    passes: list[int] = []
+
+    async def generated() -> int:
+        CLIENT.set(client := asyncio.get_running_loop().create_future())
+
+        def count(*_: Any) -> None:
+            passes.append(1)
+            if leaves and len(passes) == 4:
+                client.get_loop().call_soon_threadsafe(client.set_result, None)
+                while not client.done():
+                    pass
+
+        model.register_forward_hook(count)
+        processor = SimpleNamespace(decode=lambda ids, **_: str(len(ids)))
+        config = GenerationConfig(max_new_tokens=50)
+        inputs = {"input_ids": torch.ones(1, 3, dtype=torch.long)}
+        generate = until_client_leaves(GenerateManager.generate_non_streaming)
+        text, _, _ = await generate(GenerateManager(), model, processor, inputs, config, request_id="a")
+        return int(text)
+
+    assert asyncio.run(generated()) == tokens == len(passes)
