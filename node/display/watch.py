@@ -1,10 +1,14 @@
 """Watches a run: reads views from its history on disk, even a growing one, or from its page."""
 
+import contextlib
 import http.client
 import json
 import shlex
+import socket
 import ssl
+import threading
 import urllib.parse
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +21,9 @@ from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 
 MOST_ANSWER = 16 * 1024 * 1024
 TIMEOUT_SECONDS = 10.0
+"""How long to wait for the next bytes of an answer."""
+MOST_SECONDS = 30.0
+"""How long to wait for the whole answer."""
 RUN_DIR = "RUN_DIR"
 """The placeholder for the run's directory in sentences."""
 
@@ -81,18 +88,15 @@ class PageWatch:
     def view(self) -> RunView:
         """The newest view. Raises LinkError if the page does not answer, RunError if it is none."""
         try:
-            if self._context is not None:
-                link: http.client.HTTPConnection = http.client.HTTPSConnection(
-                    self._host, self._port, timeout=TIMEOUT_SECONDS, context=self._context
-                )
-            else:
-                link = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_SECONDS)
-            try:
+            link = http.client.HTTPConnection(self._host, self._port)
+            connection = socket.create_connection((self._host, self._port), TIMEOUT_SECONDS)
+            with connection, _cut_off(connection), contextlib.closing(link):
+                link.sock = connection
+                if self._context is not None:
+                    link.sock = self._context.wrap_socket(connection, server_hostname=self._host)
                 link.request("GET", "/api/view")
                 answer = link.getresponse()
                 body = answer.read(MOST_ANSWER)
-            finally:
-                link.close()
         except ssl.SSLCertVerificationError as error:
             raise RunError(
                 f"{self._address} cannot be trusted ({error.verify_message}): give --ca the run's "
@@ -119,6 +123,30 @@ class PageWatch:
         if self._context is not None and isinstance(error, ssl.SSLError):
             return " A page without dashboard.tls is at http:// and needs no --ca"
         return ""
+
+
+@contextlib.contextmanager
+def _cut_off(connection: socket.socket) -> Iterator[None]:
+    """Raise TimeoutError if this context takes longer than `MOST_SECONDS`, however often bytes arrive."""
+    late = threading.Event()
+
+    def cut() -> None:
+        late.set()
+        with contextlib.suppress(OSError):  # the other side has closed it
+            same.shutdown(socket.SHUT_RDWR)
+
+    with connection.dup() as same:  # TLS takes the descriptor away from `connection`
+        timer = threading.Timer(MOST_SECONDS, cut)
+        timer.start()
+        try:
+            yield
+        except (OSError, http.client.HTTPException):
+            if not late.is_set():
+                raise
+        finally:
+            timer.cancel()
+    if late.is_set():
+        raise TimeoutError("timed out")
 
 
 def _trusting(authority: Path | None) -> ssl.SSLContext:

@@ -22,6 +22,7 @@ from node.config.schema import RunConfig
 from node.dashboard.feed import Feed
 from node.dashboard.pages import page_tls
 from node.dashboard.server import Page, serve_page
+from node.display import watch
 from node.display.top import path_sentences, sparkline, view_lines
 from node.display.watch import HistoryWatch, PageWatch
 from node.telemetry import events
@@ -217,6 +218,29 @@ async def test_a_server_that_is_not_a_runs_page(answer: web.Response, complaint:
     async with answering(handler) as address:
         with pytest.raises(RunError, match=complaint):
             await asyncio.to_thread(PageWatch(address).view)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "begin", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n"]
+)
+async def test_an_answer_that_never_ends_is_given_up(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MOST_SECONDS", 0.2)
+    over = asyncio.Event()
+
+    async def drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begin)
+        while not over.is_set():
+            writer.write(b"X")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), 0.01)
+        writer.close()
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(LinkError, match="timed out"):
+            await asyncio.to_thread(PageWatch(f"127.0.0.1:{port}").view)
+        over.set()
 
 
 @contextlib.asynccontextmanager
