@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     directory: Path = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
         check_change(from_json(store.run().config_json), args.overrides)
-    if coordinator_is_gone(read_view(directory)[0].started):
+    if coordinator_is_gone(read_view(directory)[0].started, directory):
         words = " ".join(args.overrides)
         raise UserError(f"the run's coordinator is not running: use `thinwire resume {directory} {words}`")
     with owner_only():

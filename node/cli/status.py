@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     # The database counts steps from 0.
     done = last.step + 1 if last else 0
     steps = json.loads(record.config_json)["run"]["steps"]
-    alive = coordinator_alive(events.started) if events.started else False
+    alive = coordinator_alive(events.started, directory) if events.started else False
     state = run_state(events, alive, complete=done >= steps, replays_to=view.replays_to)
     # The age does not matter if the run does not continue.
     age = max(0.0, now - complete[-1].created) if complete and state in GOES_ON else None
@@ -117,12 +117,13 @@ def run(args: argparse.Namespace) -> int:
 
 def run_state(run: "RunViewBuilder", alive: bool | None, *, complete: bool, replays_to: int = 0) -> str:
     """`finished`, `failed`, `training`, `replaying`, `waiting for nodes`, `paused`, `stopped`, `gone`,
-    `not seen here`.
+    `not running here`.
 
-    `gone`: the coordinator died without ending its run. `replaying`: the current steps ran before.
+    `gone`: the coordinator died without ending its run, or runs another copy of it. `replaying`: the current
+    steps ran before.
 
     Args:
-        alive: whether the coordinator's process is alive; None if it ran on another machine.
+        alive: whether the coordinator is alive and runs this directory; None if it ran on another machine.
         complete: whether the last step of the run is committed.
         replays_to: the last step that runs again; 0 if none does.
     """
@@ -130,7 +131,7 @@ def run_state(run: "RunViewBuilder", alive: bool | None, *, complete: bool, repl
         ended = "finished" if complete else "stopped"
         return "failed" if run.finished.failed else ended
     if alive is None:
-        return "not seen here"
+        return "not running here"
     if not run.started:
         return "stopped"
     if not alive:
@@ -176,17 +177,16 @@ def _status_fields(run: "RunViewBuilder") -> dict[str, Any] | None:
 def _live_lines(run: "RunViewBuilder", now: float, alive: bool | None, *, steps: bool) -> list[str]:
     """The newest known state. `alive` is as in `run_state`; `steps`: whether the last step is current."""
     from node.display.render import SHORT_ID, stage_rows
+    from node.display.status import COORDINATOR_GONE
     from node.telemetry.format import count_text, counted, duration_text, named, printable, table_lines
 
     started, placement = run.started, run.placement
     if started is None:
         return []
-    lines = [
-        printable(
-            f"as of     {duration_text(max(0.0, now - run.updated))} ago, by process {started.process_id} "
-            f"on {started.host}"
-        )
-    ]
+    by = f"by process {started.process_id} on {started.host}"
+    if not alive and not run.finished:
+        by += f"; {COORDINATOR_GONE} now"
+    lines = [printable(f"as of     {duration_text(max(0.0, now - run.updated))} ago, {by}")]
     nodes = placement.nodes if placement else ()
     if run.paused and alive and not run.finished:
         lines.append(printable(run.paused))

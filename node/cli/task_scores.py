@@ -111,7 +111,7 @@ def record(directory: Path, scores: "TaskScores") -> None:
     from node.view.checkpoint import read_view
 
     run = read_view(directory)[0]
-    if run.started is not None and not run.over and coordinator_alive(run.started):
+    if run.started is not None and not run.over and coordinator_alive(run.started, directory):
         leave_scores(directory, scores)
     else:
         append_event(directory, scores)

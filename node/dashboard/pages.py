@@ -172,7 +172,7 @@ async def follow(builder: RunViewBuilder, feed: Feed, tail: HistoryTail, stopped
     read.
     """
     await _catch_up(feed, tail, stopped)
-    if stopped.is_set() or builder.over or not coordinator_is_gone(builder.started):
+    if stopped.is_set() or builder.over or not coordinator_is_gone(builder.started, tail.directory):
         return
     # Its last events may have been written between the two checks.
     await _catch_up(feed, tail, stopped)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from node.telemetry.events import RunStarted
 
-COORDINATOR_GONE = "its coordinator is gone"
-"""The reason for the end of a run whose coordinator died without recording one."""
+COORDINATOR_GONE = "no coordinator runs it here"
+"""The reason for the end of a run whose coordinator died without recording one, and of a copied run."""
 
 
-def coordinator_alive(started: RunStarted) -> bool | None:
-    """Whether the process that wrote `started` is alive; None if it ran on another machine."""
+def coordinator_alive(started: RunStarted, directory: Path) -> bool | None:
+    """Whether the process that wrote `started` is alive and runs `directory`, which may be a copy of its
+    run; None if it ran on another machine."""
     if started.host != socket.gethostname():
         return None
     try:
@@ -21,12 +22,17 @@ def coordinator_alive(started: RunStarted) -> bool | None:
     except PermissionError:
         pass  # owned by another user
     start = process_start(started.process_id)
-    return not (start and started.process_start) or start == started.process_start
+    if start and started.process_start and start != started.process_start:
+        return False
+    try:
+        return (Path(f"/proc/{started.process_id}/cwd") / started.directory).samefile(directory)
+    except OSError:
+        return True  # its directory was moved, or this system or its owner does not show it
 
 
-def coordinator_is_gone(started: RunStarted | None) -> bool:
-    """Whether the coordinator that wrote `started` ran on this machine and has ended."""
-    return started is not None and coordinator_alive(started) is False
+def coordinator_is_gone(started: RunStarted | None, directory: Path) -> bool:
+    """Whether the coordinator that wrote `started` ran on this machine, and does not run `directory` now."""
+    return started is not None and coordinator_alive(started, directory) is False
 
 
 def process_start(process_id: int) -> str:

@@ -46,7 +46,7 @@ class HistoryWatch:
             for entry in entries:
                 self.run.apply(entry.event, entry.at)
         view = self.run.view()
-        if not self.run.over and coordinator_is_gone(self.run.started):
+        if not self.run.over and coordinator_is_gone(self.run.started, self._directory):
             # Advice to join a coordinator no longer applies.
             left = () if view.state == "waiting for nodes" else view.bottleneck
             return replace(view, state="stopped", ended=COORDINATOR_GONE, eta_seconds=None, bottleneck=left)

@@ -296,7 +296,7 @@ class HistoryTail:
 
     def __init__(self, directory: Path, position: int = 0) -> None:
         """`position` is where to begin, at the start of a line."""
-        self._directory = directory
+        self.directory = directory
         self._position = position
 
     def read(self) -> list[Entry]:
@@ -307,7 +307,7 @@ class HistoryTail:
         """
         entries: list[Entry] = []
         began = self._position
-        for position, entry in read_whole_lines(self._directory, began):
+        for position, entry in read_whole_lines(self.directory, began):
             self._position = position
             if entry is not None:
                 entries.append(entry)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from node.cli.main import main
 from node.cli.status import run_state
 from node.config.schema import RunConfig
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
-from node.display.status import coordinator_alive, process_start
+from node.display.status import COORDINATOR_GONE, coordinator_alive, process_start
 from node.run_file.loader import to_json
 from node.telemetry.events import (
     DiskRoom,
@@ -91,16 +92,28 @@ def test_who_is_gone_stays_until_he_is_back(tmp_path: Path) -> None:
 def test_whether_the_coordinator_lives(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         pass  # it has ended, and was waited for
-    assert coordinator_alive(ours(tmp_path)) is True
-    assert coordinator_alive(replace(ours(tmp_path), process_id=child.pid)) is False
-    assert coordinator_alive(replace(ours(tmp_path), host="elsewhere")) is None
+    assert coordinator_alive(ours(tmp_path), tmp_path) is True
+    assert coordinator_alive(replace(ours(tmp_path), process_id=child.pid), tmp_path) is False
+    assert coordinator_alive(replace(ours(tmp_path), host="elsewhere"), tmp_path) is None
 
 
 def test_a_later_process_of_the_same_id_is_not_the_coordinator(tmp_path: Path) -> None:
     assert ours(tmp_path).process_start
-    assert coordinator_alive(replace(ours(tmp_path), process_start="1")) is False
+    assert coordinator_alive(replace(ours(tmp_path), process_start="1"), tmp_path) is False
     # Of a system that does not tell.
-    assert coordinator_alive(replace(ours(tmp_path), process_start="")) is True
+    assert coordinator_alive(replace(ours(tmp_path), process_start=""), tmp_path) is True
+
+
+def test_the_coordinator_of_a_run_runs_no_copy_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator was given a path from its working directory, which is this process's."""
+    monkeypatch.chdir(tmp_path)
+    run, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
+    run.mkdir()
+    copy.mkdir()
+    assert coordinator_alive(ours(Path("run")), run) is True
+    assert coordinator_alive(ours(Path("run")), copy) is False
+    run.rename(moved)
+    assert coordinator_alive(ours(Path("run")), moved) is True
 
 
 def test_the_state_in_words(tmp_path: Path) -> None:
@@ -116,7 +129,7 @@ def test_the_state_in_words(tmp_path: Path) -> None:
     assert state(True, begun, NODES[0], PLACED) == "waiting for nodes"
     assert state(False, *running) == "gone"
     assert run_state(after(*running), True, complete=False, replays_to=9) == "replaying"
-    assert state(None, *running) == "not seen here"
+    assert state(None, *running) == "not running here"
     for failed, complete, word in (
         (False, True, "finished"),
         (False, False, "stopped"),  # by Ctrl-C, before its last step
@@ -202,6 +215,22 @@ def test_the_command_says_which_path_each_link_takes(
         (0, 1, "relay", why),
         (1, 0, "relay", why),
     ]
+
+
+def test_a_copy_of_a_run_that_goes_on_is_not_taken_for_it(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run_dir, PageServed(url="http://127.0.0.1:1/", key_file=""))
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir, copy)
+    for directory, state, live in ((run_dir, "training", True), (copy, "gone", False)):
+        assert main(["status", str(directory)]) == 0
+        out = capsys.readouterr().out
+        assert f": {state}, 2 of 300 steps\n" in out and "loss      4.0000 in step 2\n" in out
+        assert [words in out for words in ("speed ", "connected ", "page ")] == [live] * 3
+        assert (COORDINATOR_GONE in out) is not live
+        assert main(["top", str(directory), "--once"]) == 0
+        assert capsys.readouterr().out.startswith(f"run demo (demo-abc): {'training' if live else 'stopped'}")
 
 
 def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(

@@ -23,6 +23,7 @@ from node.dashboard.feed import Feed
 from node.dashboard.pages import page_tls
 from node.dashboard.server import Page, serve_page
 from node.display import watch
+from node.display.status import COORDINATOR_GONE
 from node.display.top import path_sentences, sparkline, view_lines
 from node.display.watch import HistoryWatch, PageWatch
 from node.telemetry import events
@@ -317,9 +318,9 @@ def test_a_run_whose_coordinator_died_waits_for_nobody(
     waiting = HistoryWatch(tmp_path).view()
     assert waiting.state == "waiting for nodes" and "paste the join line" in waiting.bottleneck[0]
     assert f"`thinwire token create {tmp_path}`" in waiting.bottleneck[0]
-    monkeypatch.setattr("node.display.status.coordinator_alive", lambda _: False)
+    monkeypatch.setattr("node.display.status.coordinator_alive", lambda *_: False)
     gone = HistoryWatch(tmp_path).view()
-    assert (gone.state, gone.ended, gone.bottleneck) == ("stopped", "its coordinator is gone", ())
+    assert (gone.state, gone.ended, gone.bottleneck) == ("stopped", COORDINATOR_GONE, ())
 
 
 def test_sentences_are_wrapped_to_the_terminal() -> None:
