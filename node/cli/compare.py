@@ -50,5 +50,5 @@ def _record(directory: Path, name: str) -> "RunRecord":
     from node.view.compare import record
 
     with Store.open(existing_run_directory(directory)) as store:
-        config = json.loads(store.run().config_json)
+        config = store.run().values()
     return record(name, config, read_history(directory))

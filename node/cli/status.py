@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from node.display.watch import HistoryWatch
     from node.state.snapshot import list_models
     from node.telemetry.format import dropped_text, duration_text, loss_text, printable
+    from wire.errors import UserError
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -59,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     ahead = [*list_models(directory)]
     # The database counts steps from 0.
     done = last.step + 1 if last else 0
-    steps = json.loads(record.config_json)["run"]["steps"]
+    steps = record.values().get("run", {}).get("steps")
+    if not isinstance(steps, int):
+        raise UserError(f"the config of run {record.run_id} in its database has no number of steps")
     alive = coordinator_alive(events.started, directory) if events.started else False
     state = run_state(events, alive, complete=done >= steps, replays_to=view.replays_to)
     # The age does not matter if the run does not continue.

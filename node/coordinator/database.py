@@ -12,6 +12,12 @@ _BUSY_SECONDS = 10.0
 """The seconds for which a writer waits for another process."""
 
 
+class DamagedDatabaseError(RunError):
+    """The run's database has other tables, columns or values than this program writes."""
+
+    exit_code = UserError.exit_code
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """Open the file. Raises UserError if it is not a run's database, RunError if it cannot be read now."""
     # Reading a WAL database needs a writable lock file beside it, unless opened as immutable.
@@ -83,6 +89,12 @@ def is_empty(path: Path) -> bool:
     return False  # a later use of the file reports what is wrong
 
 
+def is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the error is about what the file contains. SQLITE_ERROR is about a missing table or column."""
+    codes = sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR
+    return isinstance(error, sqlite3.DataError) or _code(error) in codes or "decode to UTF-8" in str(error)
+
+
 def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
     """The error to raise if a database fails in use."""
     if _code(error) == sqlite3.SQLITE_FULL:
@@ -92,9 +104,9 @@ def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
             f"the run's database {path} cannot be changed: its disk is read-only or full, or it belongs to "
             "another user; everything that was acknowledged is intact"
         )
-    if _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    if is_damage(error):
         remedy = rebuilds(path) or "put back a copy of it"
-        return RunError(f"the run's database {path} is damaged ({error}): {remedy}")
+        return DamagedDatabaseError(f"the run's database {path} is damaged ({error}): {remedy}")
     return RunError(
         f"the run's database {path} cannot be used ({error}): free the disk or end the process that holds "
         "it; everything that was acknowledged is intact"

@@ -24,17 +24,20 @@ from hashlib import sha256
 from pathlib import Path
 
 from node.config.schema import RunConfig
-from node.coordinator.database import connect
+from node.coordinator.database import connect, is_damage
 from node.coordinator.decisions import record_plan
 from node.coordinator.kept_snapshots import RECORD_FORMAT, write_kept_manifest
 from node.coordinator.store import (
     DATABASE_FILE,
+    EVERY_RECORD,
     SCHEMA_VERSION,
     Member,
     PlacedNode,
     SnapshotRecord,
     StepRecord,
     Store,
+    checked_row,
+    read_run,
 )
 from node.run_file.loader import from_json, load_config, to_json, to_toml
 from node.run_state.actions import RecordPlan
@@ -82,14 +85,19 @@ def damage(directory: Path) -> str | None:
             if version != SCHEMA_VERSION:
                 return None
             verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if verdict != "ok" or db.execute("SELECT count(*) FROM run").fetchone()[0] != 1:
+            if verdict != "ok":
                 return f"{path} is damaged ({' '.join(str(verdict).split())[:120]})"
             newest = db.execute("SELECT coalesce(max(step), -1) FROM steps").fetchone()[0]
             recorded = db.execute("SELECT coalesce(max(step), 0) FROM snapshots").fetchone()[0]
+            db.row_factory = checked_row
+            read_run(db)
+            for query in EVERY_RECORD:
+                for _ in db.execute(query):
+                    pass
     except UserError as error:
         return str(error).partition(":")[0]
     except sqlite3.OperationalError as error:
-        if "no such table" in str(error):
+        if is_damage(error):
             return f"{path} is incomplete ({error})"
         return None  # locked, or its disk is full; a later use reports it
     except sqlite3.DatabaseError as error:
@@ -179,6 +187,7 @@ def _members(path: Path) -> tuple[list[Member], bool]:
     members: list[Member] = []
     try:
         with contextlib.closing(connect(path)) as db:
+            db.row_factory = checked_row
             for node_id, key, device, cores, memory, joined, evicted in db.execute("SELECT * FROM members"):
                 members.append(Member(node_id, key, Hardware(device, cores, memory), joined, evicted))
     except (UserError, sqlite3.DatabaseError, ValueError, TypeError):

@@ -10,11 +10,12 @@ Times are Unix seconds.
 
 import json
 import math
+import re
 import sqlite3
 import struct
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from enum import Enum
@@ -25,7 +26,7 @@ from typing import Any, Self
 
 from node.coordinator.database import connect, explained, rebuilds
 from node.state.manifest import Manifest, UnitEntry
-from wire.errors import RefusalCode, UserError
+from wire.errors import RefusalCode, UserError, shortened
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
 from wire.identity.names import node_id_of
@@ -85,6 +86,28 @@ CREATE TABLE IF NOT EXISTS decisions (
     kind TEXT NOT NULL, at INTEGER NOT NULL, decision TEXT NOT NULL, PRIMARY KEY (kind, at));
 """
 
+_TYPES = {"TEXT": str, "INTEGER": int, "REAL": float, "BLOB": bytes}
+_TABLES = {
+    table: re.findall(r"(\w+) (TEXT|INTEGER|REAL|BLOB)( NOT NULL| PRIMARY KEY)?", columns)
+    for table, columns in re.findall(r"EXISTS (\w+) \((.*?)\)(?: WITHOUT ROWID)?;", _SCHEMA, re.DOTALL)
+}
+_COLUMNS = {table: ", ".join(name for name, _, _ in columns) for table, columns in _TABLES.items()}
+"""The columns of each table for SELECT, in the order of `_SCHEMA`."""
+EVERY_RECORD = tuple(f"SELECT {columns} FROM {table}" for table, columns in _COLUMNS.items())
+"""Queries that read the whole database."""
+
+
+def _allowed_types() -> dict[str, set[type]]:
+    """The types of the values in the columns of each name."""
+    allowed: dict[str, set[type]] = {}
+    for columns in _TABLES.values():
+        for name, kind, required in columns:
+            allowed.setdefault(name, set()).update([_TYPES[kind], _TYPES[kind] if required else type(None)])
+    return allowed
+
+
+_ALLOWED = _allowed_types()
+
 NORMS_KEPT = 4096
 """The steps whose norms are kept. A run that returns further compares norms of the whole model first."""
 
@@ -103,6 +126,14 @@ class RunRecord:
     created: float
     addresses: tuple[str, ...]
     """host:port pairs for join tokens; empty until the coordinator listens."""
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """The run config by section and key, also of another version. Raises UserError if it is damaged."""
+        with suppress(ValueError, RecursionError):
+            sections = json.loads(self.config_json)
+            if isinstance(sections, dict) and all(isinstance(keys, dict) for keys in sections.values()):
+                return sections
+        raise UserError(f"the config of run {self.run_id} in its database is damaged: put back a copy of it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +237,7 @@ class Store:
     def __init__(self, path: Path, db: sqlite3.Connection) -> None:
         self.path = path
         self._db = db
+        db.row_factory = checked_row
         self._lock = threading.Lock()
 
     @classmethod
@@ -273,7 +305,7 @@ class Store:
     def run(self) -> RunRecord:
         """The run's metadata."""
         with self.reading() as db:
-            return _run(db)
+            return read_run(db)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Set the join port's host:port pairs for tokens that any process creates from now on."""
@@ -294,7 +326,7 @@ class Store:
         secret = new_secret()
         expires = now + ttl.total_seconds()
         with self.writing() as db:
-            run = _run(db)
+            run = read_run(db)
             if not run.addresses:
                 raise UserError("the coordinator has no address yet: start it once before creating tokens")
             record = TokenRecord(new_token_id(), hash_secret(secret), now, expires, uses)
@@ -450,7 +482,7 @@ class Store:
             norms: squared gradient norms by the layer unit's number.
         """
         with self.writing() as db:
-            row = db.execute("SELECT * FROM steps WHERE step = ?", (step.step,)).fetchone()
+            row = db.execute(f"SELECT {_COLUMNS['steps']} FROM steps WHERE step = ?", (step.step,)).fetchone()
             known = None if row is None else _step(row)
             if known is not None and all(map(_same_bits, _what_it_did(known), _what_it_did(step))):
                 return StepOutcome.REPEATED
@@ -465,7 +497,7 @@ class Store:
     def steps(self, after: int = -1) -> list[StepRecord]:
         """The committed steps above `after`, in order."""
         with self.reading() as db:
-            rows = db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
+            rows = db.execute(f"SELECT {_COLUMNS['steps']} FROM steps WHERE step > ? ORDER BY step", (after,))
             return [_step(row) for row in rows]
 
     def steps_with_clip(self, clip: float) -> list[int]:
@@ -486,7 +518,7 @@ class Store:
     def last_step(self) -> StepRecord | None:
         """The highest committed step; None before the first."""
         with self.reading() as db:
-            row = db.execute("SELECT * FROM steps ORDER BY step DESC LIMIT 1").fetchone()
+            row = db.execute(f"SELECT {_COLUMNS['steps']} FROM steps ORDER BY step DESC LIMIT 1").fetchone()
             return None if row is None else _step(row)
 
     def record_snapshot(self, snapshot: SnapshotRecord, layers: Iterable[UnitEntry] = ()) -> None:
@@ -507,7 +539,7 @@ class Store:
     def snapshots(self) -> list[SnapshotRecord]:
         """All snapshots by step, including incomplete ones."""
         with self.reading() as db:
-            rows = db.execute("SELECT * FROM snapshots ORDER BY step")
+            rows = db.execute(f"SELECT {_COLUMNS['snapshots']} FROM snapshots ORDER BY step")
             return [SnapshotRecord(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
 
     def record_held_out(
@@ -564,17 +596,37 @@ def _create_tables(db: sqlite3.Connection) -> None:
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-def _run(db: sqlite3.Connection) -> RunRecord:
+def checked_row(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A row factory. Raises sqlite3.DataError for a value of another type than its column has: SQLite itself
+    accepts any."""
+    for column, value in zip(cursor.description, row, strict=True):
+        allowed = _ALLOWED.get(column[0])  # None for the name of an expression
+        if allowed is not None and type(value) not in allowed:
+            raise sqlite3.DataError(f"the column {column[0]} has {shortened(repr(value))}")
+    return row
+
+
+def read_run(db: sqlite3.Connection) -> RunRecord:
+    """The run's record. Raises sqlite3's errors."""
     columns = "run_id, config_json, pin, version, protocol, created, addresses"
     row = db.execute(f"SELECT {columns} FROM run").fetchone()
-    run_id, config_json, pin, version, protocol, created, addresses = row
-    return RunRecord(run_id, config_json, pin, version, protocol, created, tuple(json.loads(addresses)))
+    if row is None:
+        raise sqlite3.DataError("the table run is empty")
+    run_id, config_json, pin, version, protocol, created, listed = row
+    try:
+        addresses = json.loads(listed)
+    except (ValueError, RecursionError):
+        addresses = None
+    if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
+        raise sqlite3.DataError(f"the column addresses has {shortened(listed)}")
+    return RunRecord(run_id, config_json, pin, version, protocol, created, tuple(addresses))
 
 
 def _tokens(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[TokenRecord]:
-    rows = db.execute(f"SELECT * FROM tokens WHERE {where} ORDER BY created, token_id", values).fetchall()
+    query = f"SELECT {_COLUMNS['tokens']} FROM tokens WHERE {where} ORDER BY created, token_id"
+    rows = db.execute(query, values).fetchall()
     bindings = "SELECT public_key_hash FROM token_bindings WHERE token_id = ?"
-    since = dict(db.execute("SELECT * FROM unclaimed"))
+    since = dict(db.execute(f"SELECT {_COLUMNS['unclaimed']} FROM unclaimed"))
     records = []
     for token_id, secret_hash, created, expires, uses, revoked in rows:
         bound = frozenset(key for (key,) in db.execute(bindings, (token_id,)))
@@ -610,7 +662,8 @@ def _withdraw(db: sqlite3.Connection, token_id: str, public_key_hash: bytes) -> 
 
 
 def _members(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[Member]:
-    rows = db.execute(f"SELECT * FROM members WHERE {where} ORDER BY joined, node_id", values)
+    columns = _COLUMNS["members"]
+    rows = db.execute(f"SELECT {columns} FROM members WHERE {where} ORDER BY joined, node_id", values)
     return [Member(row[0], row[1], Hardware(*row[2:5]), joined=row[5], evicted=row[6]) for row in rows]
 
 

@@ -1,5 +1,6 @@
 """A damaged database is rebuilt from the snapshots, and what cannot be recovered is said."""
 
+import contextlib
 import json
 import math
 import re
@@ -164,6 +165,26 @@ def test_damage_inside_is_found(run: Path) -> None:
     for page in range(2, len(data) // 4096):
         data[page * 4096 : page * 4096 + 64] = b"\xff" * 64
     path.write_bytes(bytes(data))
+    what = damage(run)
+    assert what is not None
+    rebuild(run, what, BEGAN + 100)
+    assert damage(run) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM run",
+        "DROP TABLE tokens",
+        "ALTER TABLE members DROP COLUMN cores",
+        "UPDATE run SET addresses = '[5]'",
+        "UPDATE steps SET loss = 'x' WHERE step = 3",
+        "UPDATE members SET device = CAST(x'ff' AS TEXT)",
+    ],
+)
+def test_records_that_no_program_wrote_are_found(run: Path, change: str) -> None:
+    with contextlib.closing(sqlite3.connect(run / DATABASE_FILE, isolation_level=None)) as db:
+        db.execute(change)
     what = damage(run)
     assert what is not None
     rebuild(run, what, BEGAN + 100)

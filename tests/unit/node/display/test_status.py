@@ -1,9 +1,11 @@
 """`thinwire status`, and whether a run's coordinator lives."""
 
+import contextlib
 import json
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +17,7 @@ import pytest
 from node.cli.main import main
 from node.cli.status import run_state
 from node.config.schema import RunConfig
-from node.coordinator.store import SnapshotRecord, StepRecord, Store
+from node.coordinator.store import DATABASE_FILE, SnapshotRecord, StepRecord, Store
 from node.display.status import COORDINATOR_GONE, coordinator_alive, process_start
 from node.run_file.loader import to_json
 from node.telemetry.events import (
@@ -257,3 +259,47 @@ def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert ": gone, " in out and "paused: disk" not in out and "speed" not in out and "snapshots 1\n" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "commands"),
+    [
+        *(
+            (f"UPDATE run SET config_json = '{config}'", ("status", "compare"))
+            for config in ("null", "{", "5", '{"run": 5}')
+        ),
+        ('UPDATE run SET config_json = \'{"run": {"steps": "x"}}\'', ("status",)),
+        ("DELETE FROM run", ("status", "compare")),
+        *(
+            (f"UPDATE run SET {column} = {value}", ("status", "compare", "create"))
+            for column, value in (("run_id", "x'ff'"), ("addresses", "'5'"), ("created", "'x'"))
+        ),
+        ("DROP TABLE run", ("status", "compare")),
+        *((f"DROP TABLE {table}", ("status",)) for table in ("steps", "members", "snapshots")),
+        *((f"DROP TABLE {table}", ("status", "list")) for table in ("tokens", "token_bindings", "unclaimed")),
+        *(
+            (f"ALTER TABLE {table} DROP COLUMN {column}", ("status",))
+            for table, column in (("steps", "clip"), ("members", "cores"), ("snapshots", "bytes"))
+        ),
+        *((f"UPDATE steps SET {column} = 'x'", ("status",)) for column in ("loss", "seconds")),
+        ("UPDATE snapshots SET created = x'00'", ("status",)),
+        ("UPDATE tokens SET expires = 'x'", ("status", "list")),
+    ],
+)
+def test_a_damaged_database_is_one_line(
+    run_dir: Path, change: str, commands: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(sqlite3.connect(run_dir / DATABASE_FILE, isolation_level=None)) as db:
+        db.execute(change)
+    run = str(run_dir)
+    lines = {
+        "status": (["status", run], ["status", run, "--json"]),
+        "compare": (["compare", run, run],),
+        "list": (["token", "list", run],),
+        "create": (["token", "create", run],),
+    }
+    for command in commands:
+        for line in lines[command]:
+            assert main(line) == 2, line
+            out, err = capsys.readouterr()
+            assert not out and err.count("\n") == 1, line
