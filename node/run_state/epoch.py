@@ -505,10 +505,11 @@ class Epoch:
             Send(node_id=node_id, message=replace(self._placement(node_id), enters=True)),
         ]
 
-    def emptied(self, seat: Seat) -> list[Action]:
-        """A seat is empty now: nodes that open their links do not wait for one to it."""
+    def emptied(self, seat: Seat, *, was_offered: bool = False) -> list[Action]:
+        """A seat is empty now: nodes that open their links do not wait for one to it. All others hear of it
+        with the next `Begin`, unless the node that is gone was only about to have it."""
         near, opens = self._linked_seats(seat), self.entering
-        if self.phase in (Phase.PLACING, Phase.RESTORING):
+        if was_offered or self.phase in (Phase.PLACING, Phase.RESTORING):
             opens = {**opens, **self._seats}
         return [self._renews(node, seat) for node, at in opens.items() if at in near]
 
@@ -549,7 +550,7 @@ class Epoch:
         del self.entering[node_id]
         self.__dict__.pop("_rows", None)
         self._linked.discard(node_id)
-        return self.emptied(seat)
+        return self.emptied(seat, was_offered=True)
 
     def unheard(self, node_id: str) -> None:
         """A host is about to be lost because nobody hears it; it may still live."""

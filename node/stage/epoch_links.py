@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from node.config.schema import RunConfig
 from node.schedule.gradient_groups import model_pieces
@@ -111,8 +112,8 @@ class EpochLinks:
         """The relayed paths to each neighbour of the current epoch."""
         self._add: Callable[[Peer, Mapping[str, RelayClient]], None] = lambda peer, new: None
         """Adds relayed paths to a link of the current epoch."""
-        self._renew: Callable[[Placement, Sequence[Peer]], None] = lambda placement, peers: None
-        """Opens links of the current epoch to nodes that were replaced."""
+        self._renew: Callable[[Placement | None, Sequence[Peer]], None] = lambda placement, peers: None
+        """Replaces or closes links of the current epoch."""
 
     async def start(self, listen: str) -> int:
         """Listen on `listen` and return the port. Raises UserError if the address cannot be bound.
@@ -204,7 +205,7 @@ class EpochLinks:
                 for link in links.values():
                     group.create_task(link.run())
                 reachable = bool(placement.stages[placement.stage].address)
-                offers: list[asyncio.Task[None]] = []
+                offers: dict[Peer, list[asyncio.Task[None]]] = {}
 
                 def add(peer: Peer, new: Mapping[str, RelayClient]) -> None:
                     clients[peer] |= new
@@ -218,7 +219,8 @@ class EpochLinks:
                     link = links[peer]
                     assert isinstance(link, AcceptedLink)
                     for path, client in paths.items():
-                        offers.append(group.create_task(self._offer(client, link, reachable, path)))
+                        offering = group.create_task(self._offer(client, link, reachable, path))
+                        offers.setdefault(peer, []).append(offering)
 
                 async def open_one(peer: Peer, link: Link) -> None:
                     try:
@@ -227,12 +229,14 @@ class EpochLinks:
                         if links.get(peer) is link:
                             events.link_lost(peer, error)
 
-                def renew(placement: Placement, peers: Sequence[Peer]) -> None:
+                def renew(placement: Placement | None, peers: Sequence[Peer]) -> None:
                     for peer in peers:
+                        for task in offers.pop(peer, ()):
+                            task.cancel()
                         if (old := links.pop(peer, None)) is not None:
                             group.create_task(old.close())
                         clients.pop(peer, None)
-                        if not is_taken(placement, peer):
+                        if placement is None or not is_taken(placement, peer):
                             continue
                         make(placement, peer)
                         group.create_task(links[peer].run())
@@ -263,16 +267,17 @@ class EpochLinks:
                 finally:
                     self._links, self._known = {}, {}
                     self._renew = lambda placement, peers: None
-                    for task in offers:
+                    for task in chain.from_iterable(offers.values()):
                         task.cancel()
                     for link in links.values():
                         await link.close()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    def renew(self, placement: Placement, peers: Sequence[Peer]) -> None:
+    def renew(self, placement: Placement | None, peers: Sequence[Peer]) -> None:
         """Other nodes, or none, have these places of the current epoch: drop the old links and open new ones
-        during the steps. A link that does not open is reported as lost."""
+        during the steps. A link that does not open is reported as lost. Without a placement, nobody has the
+        places."""
         self._renew(placement, peers)
 
     def learn_relays(self, placement: Placement) -> None:

@@ -116,8 +116,9 @@ class Services(StateServices, Protocol):
         """Links to `peers`, ready on entry and closed on exit. Raises LinkError."""
         ...
 
-    def renew_links(self, placement: Placement, peers: tuple[Peer, ...]) -> None:
-        """Other nodes have taken these places: replace their links in the mapping that `open_links` gave."""
+    def renew_links(self, placement: Placement | None, peers: tuple[Peer, ...]) -> None:
+        """Other nodes have taken these places, or without a placement nobody has: replace or drop their links
+        in the mapping that `open_links` gave."""
         ...
 
 
@@ -149,6 +150,8 @@ class EpochTask:
         """The generation of the newest `Begin` that was given to the passes."""
         self._newest: Begin | None = None
         """The newest `Begin` that was received. It may redistribute the work of the running step."""
+        self._absent = {*self._near()} if placement.enters else set[Peer]()
+        """Places that were empty then, or that other nodes may be about to take."""
         self._news = asyncio.Event()
         """Set when `_newest` has other work for the running step."""
         self._groups: tuple[int, ...] = ()
@@ -171,6 +174,10 @@ class EpochTask:
         begin = command.then if isinstance(command, Commit) else command
         if isinstance(begin, Begin):
             self._newest = begin
+            absent = {*map(Peer._make, begin.absent)}
+            if gone := absent - self._absent:
+                self._services.renew_links(None, tuple(sorted(gone)))
+            self._absent = absent
             if begin.step == self._running:
                 if begin.generation != self._generation:  # otherwise it was sent again
                     self._news.set()
@@ -184,6 +191,7 @@ class EpochTask:
         if not placement.renewed:
             self.submit(placement)
         renewed = {*map(Peer._make, placement.renewed)}.intersection(self._near())
+        self._absent |= renewed
         if not self._links_open or not renewed:
             return
         self._services.renew_links(self.placement, tuple(sorted(renewed)))

@@ -287,8 +287,9 @@ class LinksIO:
         self._inbox.check()
 
     def use(self, links: Mapping[int, Link], rows: Mapping[int, Link]) -> None:
-        """Other nodes have taken some places: use these links from now on, as in the constructor."""
-        self._links, self._rows = links, rows
+        """Other nodes, or none, have some places: use these links from now on, as in the constructor. What is
+        still sent to a place that nobody has goes to its closed link."""
+        self._links, self._rows = {**self._links, **links}, {**self._rows, **rows}
 
     def leave_row(self) -> None:
         """A node of the own row is gone: nothing waits for neighbours any more."""

@@ -193,3 +193,52 @@ async def test_links_open_without_a_neighbour_that_dies_meanwhile(tmp_path: Path
             assert await opening == 0
     finally:
         await ends[0].stop()
+
+
+@pytest.mark.parametrize("dials", [True, False])
+async def test_nobody_dials_a_node_that_is_known_to_be_gone(tmp_path: Path, dials: bool) -> None:
+    """Neither its address, nor a relay at which it would be met."""
+    dialled, again = 0, asyncio.Event()
+
+    def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal dialled
+        dialled += 1
+        writer.close()
+        if dialled > 2:
+            again.set()
+
+    authority = new_authority()
+    nodes = new_node(authority), new_node(authority)
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    there = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    end = EpochLinks(IdentityHolder(nodes[0], tmp_path), quick(), "" if dials else there)
+    await end.start("")
+    stages = [PlacedStage(node_id=node.node_id, address="") for node in nodes]
+    own, peer = (0, Peer(0, 1)) if dials else (1, Peer(0, 0))
+    if dials:
+        stages[1] = replace(stages[1], address=there)
+    else:
+        stages.reverse()
+    before = asyncio.all_tasks()
+    placement = Placement(epoch=EPOCH, stage=own, stages=tuple(stages))
+
+    async def opened() -> int:
+        async with end.open(placement, (peer,), SMALL, NoEvents()) as links:
+            dials_of = asyncio.all_tasks() - before - {opening}
+            if dials_of:
+                await asyncio.wait(dials_of)
+            return len(links)
+
+    try:
+        async with asyncio.timeout(SECONDS):
+            opening = asyncio.create_task(opened())
+            await again.wait()
+            end.renew(None, (peer,))
+            assert await opening == 0
+            known = dialled
+            server.close()
+            await server.wait_closed()
+            assert dialled == known
+    finally:
+        server.close()
+        await end.stop()

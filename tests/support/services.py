@@ -39,6 +39,7 @@ class FakeServices:
         """Whether snapshots' layers are saved."""
         self.linked: list[tuple[Peer, ...]] = []
         self.links: Mapping[Peer, Link] = {}
+        self.renewed: list[tuple[Placement | None, tuple[Peer, ...]]] = []
         self.fetched: list[tuple[int, str]] = []
         self.missing: ThinwireError | None = None
         """What fetching a layer raises."""
@@ -101,3 +102,6 @@ class FakeServices:
             yield self.links
         finally:
             self.linked.append(())
+
+    def renew_links(self, placement: Placement | None, peers: tuple[Peer, ...]) -> None:
+        self.renewed.append((placement, peers))

@@ -371,9 +371,10 @@ def test_nodes_that_enter_hear_who_else_enters() -> None:
     assert renewed == dict.fromkeys("bde", (seat,)), "its neighbour, and the nodes of its stage"
 
 
-@pytest.mark.parametrize("gone", "cf")
-def test_nodes_that_enter_hear_whose_seat_is_empty(gone: str) -> None:
-    """They do not wait for links to it, whether it had its seat or was about to."""
+@pytest.mark.parametrize(("gone", "hear"), [("c", "d"), ("f", "bdeh")])
+def test_nodes_that_enter_hear_whose_seat_is_empty(gone: str, hear: str) -> None:
+    """They do not wait for links to it, whether it had its seat or was about to. Nodes that have opened a
+    link to one that was about to have it close that link."""
     run = grid(nodes="abcdefgh", groups=8)
     for node in "df":
         run.die(node)
@@ -389,7 +390,7 @@ def test_nodes_that_enter_hear_whose_seat_is_empty(gone: str) -> None:
         for one in of_kind(run.die(gone), Send)
         if isinstance(one.message, Placement) and not one.message.enters
     ]
-    assert told == [("d", (seat,), "")]
+    assert sorted(told) == [(node, (seat,), "") for node in hear]
 
 
 def placed(placement: Placement, seat: Seat) -> PlacedStage:

@@ -441,16 +441,42 @@ async def test_links_are_up_before_a_state_is_fetched() -> None:
 
 async def test_links_that_are_opened_to_a_new_neighbour_are_not_opened_again() -> None:
     """The neighbour would refuse the second as one of another process."""
-    renewed: list[tuple[Peer, ...]] = []
     news = replace(PLACEMENT, renewed=(Seat(0, 0),))
     async with epoch() as talk:
         await talk.hear()
-        talk.node.renew_links = lambda _, peers: renewed.append(peers)  # type: ignore[attr-defined]
         talk.task.update(news)
         await talk.ask(Restore(epoch=4, step=0))
-        assert talk.node.linked[0] == BESIDE and renewed == []
+        assert talk.node.linked[0] == BESIDE and talk.node.renewed == []
         talk.task.update(news)
-        assert renewed == [(Peer(0, 0),)]
+        assert talk.node.renewed == [(news, (Peer(0, 0),))]
+
+
+async def test_the_link_to_a_dead_neighbour_is_closed_once_and_one_to_a_node_that_enters_stays() -> None:
+    seat, peer = Seat(0, 2), Peer(0, 2)
+    async with epoch() as talk:
+        renewed = talk.node.renewed
+        await talk.begun(3)
+        await talk.ask(Begin(epoch=4, step=3))
+        for generation in (1, 2):
+            talk.task.submit(Begin(epoch=4, step=3, generation=generation, absent=(seat,)))
+            assert renewed == [(None, (peer,))]
+        enters = replace(PLACEMENT, renewed=(seat,))
+        talk.task.update(enters)
+        assert renewed.pop() == (enters, (peer,))
+        talk.task.submit(Begin(epoch=4, step=3, generation=3, absent=(seat,)))
+        talk.task.submit(Begin(epoch=4, step=3, generation=4))
+        assert len(renewed) == 1, "it has opened its link, and then has its seat"
+        talk.task.submit(Begin(epoch=4, step=3, generation=5, absent=(seat,)))
+        assert renewed == 2 * [(None, (peer,))]
+
+
+async def test_a_node_that_enters_keeps_its_link_to_another_that_does() -> None:
+    stage = Stage()
+    stage.state_step = 3
+    async with epoch(stage, placement=replace(PLACEMENT, enters=True)) as talk:
+        await talk.begun(3)
+        assert isinstance(await talk.ask(Begin(epoch=4, step=3, absent=(Seat(0, 2),))), Vote)
+        assert talk.node.renewed == []
 
 
 async def test_a_stage_hands_in_what_it_holds_before_it_is_restored() -> None:
