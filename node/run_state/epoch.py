@@ -506,12 +506,13 @@ class Epoch:
         ]
 
     def emptied(self, seat: Seat, *, was_offered: bool = False) -> list[Action]:
-        """A seat is empty now: nodes that open their links do not wait for one to it. All others hear of it
-        with the next `Begin`, unless the node that is gone was only about to have it."""
-        near, opens = self._linked_seats(seat), self.entering
-        if was_offered or self.phase in (Phase.PLACING, Phase.RESTORING):
-            opens = {**opens, **self._seats}
-        return [self._renews(node, seat) for node, at in opens.items() if at in near]
+        """A seat is empty now: nodes with a link to it drop that, and do not wait for it to open. Within a
+        step hosts hear of it with their new work, unless the node that is gone was only about to have the
+        seat."""
+        near, linked = self._linked_seats(seat), self.entering
+        if was_offered or self.phase is not Phase.STEPPING:
+            linked = {**linked, **self._seats}
+        return [self._renews(node, seat) for node, at in linked.items() if at in near]
 
     def _linked_seats(self, seat: Seat) -> list[int]:
         """Seats whose nodes have links to the node of this one."""

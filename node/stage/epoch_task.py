@@ -18,7 +18,7 @@ from node.schedule.placement import chunks_of
 from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.following import StateServices, load_state
-from node.stage.inbox import Inbox, LinksIO, StepChange, StepInterrupted
+from node.stage.inbox import Inbox, LinksIO, RegroupedError, StepChange, StepInterrupted
 from node.stage.out_of_memory import ran_out
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
@@ -162,6 +162,8 @@ class EpochTask:
         """The connection between tensors and links in the newest step."""
         self._vote: Vote | None = None
         self._validated: Validated | None = None
+        self._validates = False
+        """Whether a pass over held-out samples is running."""
         self._has_seat = False
         """Whether a node that enters a running epoch has begun its first step."""
         self._failure: StepFailed | None = None
@@ -178,6 +180,7 @@ class EpochTask:
             if gone := absent - self._absent:
                 self._services.renew_links(None, tuple(sorted(gone)))
             self._absent = absent
+            self._end_pass()
             if begin.step == self._running:
                 if begin.generation != self._generation:  # otherwise it was sent again
                     self._news.set()
@@ -192,11 +195,23 @@ class EpochTask:
             self.submit(placement)
         renewed = {*map(Peer._make, placement.renewed)}.intersection(self._near())
         self._absent |= renewed
+        self._end_pass()
         if not self._links_open or not renewed:
             return
         self._services.renew_links(self.placement, tuple(sorted(renewed)))
         if self._io is not None:
             self._io.use(*self._own_and_other_rows())
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether the own row has an empty seat."""
+        return any(peer.replica == self.placement.replica for peer in self._absent)
+
+    def _end_pass(self) -> None:
+        """If the own row is broken, end its pass over held-out samples, which another row does."""
+        if self._validates and self._is_broken:
+            change = StepChange(generation=self._generation, work=self._share.whole, has_lost=True)
+            self._services.inbox.announce(change)
 
     # ---- links
 
@@ -501,7 +516,7 @@ class EpochTask:
 
     async def _validate(self, command: Validate) -> None:
         services, executor, done = self._services, self._services.executor, self._validated
-        if executor.state_step != command.step:
+        if executor.state_step != command.step or self._is_broken:
             return
         if done is None or (done.step, done.number) != (command.step, command.number):
             services.count_time()
@@ -514,7 +529,15 @@ class EpochTask:
             def work() -> float | None:
                 return executor.validate(self.number, command.number, command.microbatches, io, samples)
 
-            loss = await services.compute(work)
+            self._validates = True
+            try:
+                self._end_pass()
+                loss = await services.compute(work)
+            except RegroupedError:
+                return
+            finally:
+                self._validates = False
+                services.inbox.take_change()
             done = self._validated = Validated(
                 epoch=self.number,
                 step=command.step,

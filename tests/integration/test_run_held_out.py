@@ -10,10 +10,10 @@ from node.cli.main import main
 from node.config.schema import LoraSection, RunConfig
 from node.coordinator.store import Store
 from node.schedule.placement import chunk_units
-from node.telemetry.events import HeldOutLoss
+from node.telemetry.events import HeldOutLoss, SeatLost, StepAborted
 from node.telemetry.history import read_history
 from tests.support.fault_prefork import Prefork
-from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.fault_run import KILLED, FaultRun, held, small, until_joined
 from tests.support.faults import Fault, Kind, Phase
 from tests.support.memory_pipeline import reference_run
 from tests.support.run_harness import Run
@@ -84,6 +84,25 @@ def test_a_node_killed_while_the_loss_is_measured_changes_nothing(prefork: Prefo
         assert all(one.loss == one.uncompressed for one in told), "the codec is fp32"
         with Store.open(run.run_dir) as store:
             assert [*store.held_out()] == [2, 4, 6]
+
+
+def test_a_row_that_loses_a_node_while_it_measures_goes_on(prefork: Prefork, tmp_path: Path) -> None:
+    """Another row measures. Its other node stops measuring, and votes in the next step."""
+    hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=0)
+    kill = Fault(kind=Kind.KILL, phase=Phase.VALIDATION, stage=0, step=4, skip=1)
+    pipeline = replace(small().pipeline, stages=2, groups=4, window=0, replicas="auto")
+    config = measured(replace(small(), pipeline=pipeline))
+    with FaultRun(tmp_path, config, [hold, kill], launch=prefork.popen) as run:
+        with held(run, hold):
+            run.start()
+            run.add_nodes(4)
+            assert run.tend(until=until_joined(4)) is None
+        assert run.tend(restart=False) == 0
+        run.assert_all_happened()
+        run.assert_undisturbed()
+        assert not [aborted for aborted in run.all(StepAborted) if not aborted.is_planned]
+        assert [one.step for one in run.all(HeldOutLoss)] == [2, 4, 6]
+        assert [lost.stage for lost in run.all(SeatLost)] == [0], "nobody was replaced"
 
 
 def test_the_best_state_is_kept_and_sampled(

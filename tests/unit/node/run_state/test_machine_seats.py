@@ -69,6 +69,17 @@ def test_a_death_before_the_first_step_costs_its_seat(phase: Phase) -> None:
     assert run.epoch is epoch and epoch.step == HELD + 1
 
 
+@pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.APPLYING, Phase.VALIDATING])
+def test_neighbours_hear_of_a_death_at_once(phase: Phase) -> None:
+    """Within a step, with the groups that they get."""
+    run = Driver(stages=2, groups=6, every=50, steps=3, follows=True).started("abcdef", 2).into(phase)
+    actions = run.die("c")
+    seat = Seat(1, 0)
+    if phase is Phase.STEPPING:
+        assert all(begins(actions, node)[0].absent == (seat,) for node in "abdef")
+    assert renewed(actions) == ({} if phase is Phase.STEPPING else dict.fromkeys("ade", (seat,)))
+
+
 @pytest.mark.parametrize("phase", [Phase.PLACING, Phase.RESTORING])
 def test_nobody_waits_for_the_answer_of_a_dead_node(phase: Phase) -> None:
     run = grid(phase)

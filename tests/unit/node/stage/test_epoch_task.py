@@ -53,6 +53,7 @@ from wire.messages import (
     Seat,
     StepFailed,
     TakeSnapshot,
+    Validate,
     Vote,
 )
 from wire.spec import Direction, TensorKey
@@ -468,6 +469,31 @@ async def test_the_link_to_a_dead_neighbour_is_closed_once_and_one_to_a_node_tha
         assert len(renewed) == 1, "it has opened its link, and then has its seat"
         talk.task.submit(Begin(epoch=4, step=3, generation=5, absent=(seat,)))
         assert renewed == 2 * [(None, (peer,))]
+
+
+@pytest.mark.parametrize("is_told_by_begin", [True, False])
+async def test_a_row_that_loses_a_node_ends_its_pass_over_held_out_samples(is_told_by_begin: bool) -> None:
+    """Another row measures, and this node is to vote in the next step."""
+    seat, waits = Seat(0, 2), threading.Event()
+    stage = Stage()
+    async with epoch(stage) as talk:
+        await talk.begun(3)
+
+        def validate(*_: object) -> None:
+            waits.set()
+            talk.node.inbox.take(TensorKey(4, 3, 9, 0, Direction.ACTIVATION))
+
+        stage.validate = validate  # type: ignore[attr-defined]
+        talk.task.submit(Validate(epoch=4, step=3, number=0, microbatches=1))
+        assert await asyncio.to_thread(waits.wait, SECONDS)
+        begin = Begin(epoch=4, step=3, absent=(seat,))
+        if not is_told_by_begin:
+            gone = PlacedStage(node_id="", address="")
+            talk.task.update(replace(PLACEMENT, stages=(*STAGES[:2], gone), renewed=(seat,)))
+        talk.task.submit(Validate(epoch=4, step=3, number=1, microbatches=1))
+        vote = await talk.ask(begin)
+        assert isinstance(vote, Vote) and vote.step == 3
+        assert talk.node.inbox.take_change() is None
 
 
 async def test_a_node_that_enters_keeps_its_link_to_another_that_does() -> None:
