@@ -104,24 +104,38 @@ class Inbox:
             self.wait_any((key,), timeout, row)
             return self._buffers.pop((row, key))
 
-    def comes(self, keys: Sequence[TensorKey], timeout: float, row: int = OWN_ROW) -> bool:
-        """Whether one of these tensors arrives within `timeout` seconds. Raises StepInterrupted."""
+    def comes(
+        self, keys: Sequence[TensorKey], timeout: float, row: int = OWN_ROW, *, or_change: bool = False
+    ) -> bool:
+        """Whether one of these tensors, or with `or_change` other work, arrives within `timeout` seconds.
+        Raises StepInterrupted."""
         with self._arrived:
             arrived = self._arrived.wait_for(
-                lambda: self._stops(row) is not None or any((row, key) in self._buffers for key in keys),
+                lambda: (
+                    self._stops(row) is not None
+                    or any((row, key) in self._buffers for key in keys)
+                    or (or_change and self._change is not None)
+                ),
                 timeout,
             )
             if (stop := self._stops(row)) is not None:
                 raise stop
             return arrived
 
-    def wait_any(self, keys: Sequence[TensorKey], timeout: float = STALL_SECONDS, row: int = OWN_ROW) -> None:
-        """Wait until one of these tensors is here.
+    def wait_any(
+        self,
+        keys: Sequence[TensorKey],
+        timeout: float = STALL_SECONDS,
+        row: int = OWN_ROW,
+        *,
+        or_change: bool = False,
+    ) -> None:
+        """Wait until one of these tensors is here; with `or_change`, or other work for the row.
 
         Raises StepInterrupted when the step is interrupted, RegroupedError when announced work ends this
         wait, LinkLostError after `timeout` seconds.
         """
-        if not self.comes(keys, timeout, row):
+        if not self.comes(keys, timeout, row, or_change=or_change):
             key = keys[0]
             raise LinkLostError(
                 f"no {key.direction.words} of microbatch {key.microbatch} came over boundary "
@@ -148,6 +162,11 @@ class Inbox:
         with self._arrived:
             self._change = change.after(self._change)
             self._arrived.notify_all()
+
+    @property
+    def has_change(self) -> bool:
+        """Whether a change of the running step's work was announced and not taken."""
+        return self._change is not None
 
     def take_change(self) -> StepChange | None:
         """The newest announced change, which is returned once."""
@@ -219,21 +238,22 @@ class LinksIO:
         """Whether `take` would not wait."""
         return self._inbox.holds(key)
 
-    def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        """Wait until `holds` is true for one of these keys. The first one is the next in the order.
+    def wait_any(self, keys: Sequence[TensorKey], *, or_change: bool = False) -> None:
+        """Wait until `holds` is true for one of these keys; with `or_change`, or `has_change`. The first key
+        is the next in the order.
 
         Raises as `Inbox.wait_any`.
 
         If a neighbour sends several of them, it is asked for the first, which is always sent.
         """
-        if self._inbox.comes(keys, WANT_SECONDS):
+        if self._inbox.comes(keys, WANT_SECONDS, or_change=or_change):
             return
         wanted: dict[int, TensorKey] = {}
         for key in keys:
             wanted.setdefault(source_stage(key, self._stages), key)
         for stage, key in wanted.items():
             self._links[stage].want(key)
-        self._inbox.wait_any(keys)
+        self._inbox.wait_any(keys, or_change=or_change)
         for stage in wanted:
             self._links[stage].want(None)
 
@@ -253,6 +273,11 @@ class LinksIO:
         The credit of these tensors is returned on arrival: nothing waits for one to be taken.
         """
         return torch.frombuffer(self._inbox.take(key, row=row), dtype=torch.uint8)
+
+    @property
+    def has_change(self) -> bool:
+        """As `Inbox.has_change`."""
+        return self._inbox.has_change
 
     def take_change(self) -> StepChange | None:
         """As `Inbox.take_change`."""

@@ -232,7 +232,9 @@ class StepPasses:
                 is_forward = order[turns.choices[0]].kind is Kind.FORWARD
                 self.clock.switch(TimeKind.FORWARD if is_forward else TimeKind.BACKWARD)
                 self.give_way.pause(self.io.check)
-            action = order[self._begin_turn(turns, order, needed)]
+            if (place := self._begin_turn(turns, order, needed, extends)) is None:
+                continue
+            action = order[place]
             phase = points.Phase.FORWARD if action.kind is Kind.FORWARD else points.Phase.BACKWARD
             points.reach(phase, stage=self.layout.stage, step=self.step)
             if action.kind is Kind.FORWARD:
@@ -265,12 +267,17 @@ class StepPasses:
             self.sync.group_done(group, local.changes())
         local.end()
 
-    def _begin_turn(self, turns: Turns, order: Order, needed: Sequence[Incoming | None]) -> int:
-        """The index of the next action. Waits until one of the candidates has its tensor."""
+    def _begin_turn(
+        self, turns: Turns, order: Order, needed: Sequence[Incoming | None], extends: bool
+    ) -> int | None:
+        """The index of the next action. Waits until one of the candidates has its tensor. None if the row
+        gets more groups meanwhile, and the order `extends`: their forwards need not wait for gradients."""
         while (place := turns.begin(lambda place: self.transfer.ready(needed[place], self.io))) is None:
+            if extends and self.io.has_change:
+                return None
             keys = [tensor.key for choice in turns.choices if (tensor := needed[choice])]
             self.clock.switch(_WAITS[order[turns.choices[0]].kind], keys[0])
-            self.io.wait_any(keys)
+            self.io.wait_any(keys, or_change=extends)
         return place
 
     def _forward(self, action: Action) -> Tensor:

@@ -87,8 +87,8 @@ class MemoryIO:
     def holds(self, key: TensorKey) -> bool:
         return self._inboxes[self._stage].holds(key)
 
-    def wait_any(self, keys: Sequence[TensorKey]) -> None:
-        self._inboxes[self._stage].wait_any(keys, TAKE_SECONDS)
+    def wait_any(self, keys: Sequence[TensorKey], *, or_change: bool = False) -> None:
+        self._inboxes[self._stage].wait_any(keys, TAKE_SECONDS, or_change=or_change)
 
     def take(self, key: TensorKey) -> Tensor:
         source = source_stage(key, len(self._inboxes))
@@ -106,6 +106,10 @@ class MemoryIO:
     def take_from_row(self, row: int, key: TensorKey) -> Tensor:
         found = self._inboxes[self._stage].take(key, TAKE_SECONDS, row)
         return torch.frombuffer(found, dtype=torch.uint8)
+
+    @property
+    def has_change(self) -> bool:
+        return self._inboxes[self._stage].has_change
 
     def take_change(self) -> StepChange | None:
         return self._inboxes[self._stage].take_change()

@@ -178,9 +178,9 @@ def test_a_stage_waits_for_nothing_once_called_off(stages: MemoryPipeline) -> No
     waiting = Event()
     wait_any = stages.ios[2].wait_any
 
-    def signal(keys: Sequence[TensorKey]) -> None:
+    def signal(keys: Sequence[TensorKey], *, or_change: bool = False) -> None:
         waiting.set()
-        wait_any(keys)
+        wait_any(keys, or_change=or_change)
 
     stages.ios[2].wait_any = signal  # type: ignore[method-assign]  # observes only
     rows = torch.zeros(4, 16, dtype=torch.int64).numpy()

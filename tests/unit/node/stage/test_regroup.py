@@ -21,6 +21,7 @@ from wire.messages import Vote
 from wire.spec import Direction, TensorKey
 
 STAGES = CONFIG.pipeline.stages
+SECONDS = 30.0
 
 
 class DeadError(Exception):
@@ -320,6 +321,32 @@ def test_who_took_the_groups_may_die_as_well(rows: int, first: int, second: int,
         dies(stages, second, takes)
         assert ended(stages, deaths) == once(config)
         assert first in deaths.dead and deaths.generation == len(deaths.dead)
+
+
+@pytest.mark.timeout(120)
+def test_a_stage_that_waits_for_a_gradient_begins_groups_that_it_gets() -> None:
+    """Else the pipeline would stay as empty as it is while rows are broken."""
+    config, rows = changed(pipeline={"sync_codec": "fixed-8", "window": 4}), ROWS[2]
+    more = rows[0][1]
+    with MemoryPipeline(config, rows=rows) as stages:
+        deaths = Deaths(stages, rows, waiting=(more,))
+        first = microbatches_of(config, rows[0][:1])[-1]
+        sent = [
+            seen(stages, 0, lambda key, number=number: WHEN["forward"](key) and key.microbatch == number)
+            for number in (first, microbatches_of(config, [more])[-1])
+        ]
+        # The other stage of the row computes nothing, so no gradient comes.
+        change = deaths.change(0)
+        step = stages.submit(lambda: deaths._step(0, change))
+        sent[0].result(SECONDS)
+        deaths.shared = StepGroups(dict(enumerate(rows)), 0.0)
+        deaths.generation = 1
+        stages.inboxes[0].announce(deaths.change(0))
+        sent[1].result(SECONDS)
+        assert not step.done()
+        stages.inboxes[0].interrupt("the test is over")
+        with pytest.raises(StepInterrupted):
+            step.result(SECONDS)
 
 
 VARIANTS = (
