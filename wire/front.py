@@ -148,6 +148,10 @@ class Front:
         if (pipe := self._pipes.get(_number(peer))) is not None:
             pipe.pacer = None
 
+    def end(self, peer: str) -> None:
+        """Drop the connection of gRPC peer `peer`."""
+        self._drop([_number(peer)])
+
     def shed(self) -> None:
         """Drop the older half of the strangers, because descriptors have run out."""
         self._drop(self._admission.shed())

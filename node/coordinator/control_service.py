@@ -32,6 +32,7 @@ from node.coordinator.sessions import (
     check_limits,
     each,
     hello_from,
+    written,
 )
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.state.manifest import UnitEntry
@@ -113,7 +114,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         async with asyncio.TaskGroup() as group:
             reader = group.create_task(read())
             while (message := await session.next()) is not None:
-                await context.write(coordinator_message_to_proto(message))
+                await written(context, self._front, coordinator_message_to_proto(message))
             reader.cancel()
 
     async def Renew(self, request: control_pb2.RenewRequest, context: Context) -> control_pb2.RenewReply:

@@ -38,6 +38,7 @@ from node.coordinator.sessions import (
     check_limits,
     each,
     parsed,
+    written,
 )
 from node.run_file.loader import from_json
 from wire import event_loop
@@ -226,7 +227,7 @@ class Gateway:
         reader = asyncio.get_running_loop().create_task(self._read(number, node_id, session, requests))
         try:
             while not isinstance(message := await session.outbox.get(), _End):
-                await context.write(message)
+                await written(context, self.front, message)
         finally:
             reader.cancel()
             del self._sessions[number]

@@ -31,6 +31,7 @@ from node.telemetry.trace_files import TracedSteps
 from node.tuning.device_memory import devices_of
 from wire.dialing import knock
 from wire.errors import ProtocolViolationError, RefusalCode, without_folders
+from wire.front import Front
 from wire.identity.enrolment import Refusal
 from wire.identity.names import join_address, split_address
 from wire.messages import (
@@ -55,6 +56,8 @@ MOST_LOOKUPS = 16
 """Concurrent DNS look-ups. A node chooses the name, and its name server may take minutes."""
 NO_HELLO = "no hello arrived in time, or this node connects too often"
 NO_MESSAGE = "bytes arrived that cannot be parsed"
+WRITE_SECONDS = 60.0
+"""The most seconds for which a node may leave its messages unread."""
 MOST_WAITING = 64
 """The queued messages of a node beyond which answers to its heartbeats are dropped."""
 
@@ -451,6 +454,16 @@ async def abort(context: Context, code: grpc.StatusCode, message: str) -> NoRetu
     """End a call with this status."""
     await context.abort(code, without_folders(message))
     raise AssertionError("abort raises")
+
+
+async def written(context: Context, front: Front, message: object) -> None:
+    """Write a message of a session. If the node does not read for `WRITE_SECONDS`, its connection ends. Else
+    a node that was shut out would stay a relay and a holder of layers while it leaves its goodbye unread."""
+    late = asyncio.get_running_loop().call_later(WRITE_SECONDS, front.end, context.peer())
+    try:
+        await context.write(message)
+    finally:
+        late.cancel()
 
 
 def hello_from(first: control_pb2.NodeMessage) -> Hello:

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from node.config.schema import CoordinatorSection
-from node.coordinator import control_service
+from node.coordinator import control_service, sessions
 from node.coordinator.control_service import (
     CHUNK_BYTES,
     MOST_PROBE_BYTES,
@@ -26,20 +26,21 @@ from node.coordinator.control_service import (
 from node.coordinator.control_service import MOST_CALLS as MOST_TURNS
 from node.coordinator.layer_service import MOST_CALLS
 from node.coordinator.ports import open_ports
-from node.coordinator.sessions import CALLS, LAYERS_A_SECOND, LAYERS_AT_ONCE, MessageLimits
+from node.coordinator.sessions import CALLS, LAYERS_A_SECOND, LAYERS_AT_ONCE, ControlSession, MessageLimits
 from node.coordinator.snapshot_handler import Agreement, NotDueError, ServedLayer, UploadPermit
 from node.model.labels import BatchPart
 from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
 from node.state.manifest import LayerFile, UnitEntry
 from tests.support.control_handler import NobodyAsks
-from tests.support.pki import new_authority, new_node
+from tests.support.pki import hello, new_authority, new_node
 from wire.channels import NOT_YET, bulk_name, open_channel
 from wire.errors import RunError
 from wire.front import Front
 from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
-from wire.messages import MOST_HELD, HeldLayer
+from wire.messages import MOST_HELD, Finish, HeldLayer
+from wire.messages_proto import node_message_to_proto
 from wire.v1 import control_pb2, control_pb2_grpc
 
 AUTHORITY = new_authority()
@@ -121,6 +122,36 @@ async def deaf(
     channel = open_channel(f"127.0.0.1:{port}", identity=node, server_name=name, unread_bytes=65536)
     yield control_pb2_grpc.CoordinatorStub(channel)
     await channel.close()
+
+
+class Session(Handler):
+    """Opens one session."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: asyncio.Future[ControlSession] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+
+    def opened(self, session: ControlSession) -> None:
+        self.open.set_result(session)
+
+    def closed(self, session: ControlSession) -> None:
+        self.ended.set()
+
+
+async def test_the_session_of_a_node_that_reads_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a node that was shut out or evicted stays a relay and a holder of layers."""
+    monkeypatch.setattr(sessions, "WRITE_SECONDS", 0.5)
+    handler = Session()
+    async with coordinator(handler) as (port, _), deaf(port, NODE) as stub:
+        call = stub.Session()
+        await call.write(node_message_to_proto(hello(f"127.0.0.1:{port}")))
+        session = await handler.open
+        for _ in range(1_000):
+            session.send(Finish(reason="you were evicted " * 50, failed=True))
+        session.close()
+        await handler.ended.wait()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def client(port: int, node: NodeIdentity) -> CoordinatorClient:

@@ -60,7 +60,7 @@ class Client(CoordinatorClient):
 
 @contextlib.asynccontextmanager
 async def coordinator(handler: Admits | None = None) -> AsyncIterator[tuple[int, Service]]:
-    front: Any = SimpleNamespace(host=lambda peer: "127.0.0.1")
+    front: Any = SimpleNamespace(host=lambda peer: "127.0.0.1", end=None)
     server, service = grpc.aio.server(), Service(handler or Admits(), front)
     control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
