@@ -545,6 +545,8 @@ class Coordinator:
     # ---- what the control service asks
 
     async def refusal_for(self, node_id: str) -> Refusal | None:
+        if (why := self._machine.quarantined.get(node_id)) is not None:
+            return Refusal(RefusalCode.EVICTED, f"{node_id} is shut out: {why}")
         member = await asyncio.to_thread(self._store.member, node_id)
         if member is None:
             return Refusal(

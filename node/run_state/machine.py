@@ -284,7 +284,7 @@ class RunMachine:
 
     def refused(self, node_id: str, why: str, now: float) -> list[Action]:
         """A message of this node was refused: no correct node sends it."""
-        if self.stopped:
+        if self.stopped or node_id in self.quarantined:
             return []
         return self._strike(node_id, why, now) or [
             Announce(text=f"a message of node {node_id} was refused: {why}")

@@ -27,17 +27,25 @@ from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.relays import RelayOffer
 from node.coordinator.sessions import MOST_WAITING, ControlSession
-from node.coordinator.store import EVICTED_WORDS, PlacedNode, StepOutcome, StepRecord, Store
+from node.coordinator.store import EVICTED_WORDS, Member, PlacedNode, StepOutcome, StepRecord, Store
 from node.data.data import Corpus
 from node.model.labels import BatchPart
 from node.run_file.loader import change_config, from_json
 from node.run_state.actions import Stop
+from node.run_state.failures import MAX_STRIKES
 from node.run_state.run_plan import Past
 from node.schedule.placement import stage_units
 from node.state.families import tensors
 from node.state.weights import CheckpointError
 from node.telemetry import events
-from wire.errors import ConfigError, DataError, ProtocolViolationError, RunError, ThinwireError
+from wire.errors import (
+    ConfigError,
+    DataError,
+    ProtocolViolationError,
+    RefusalCode,
+    RunError,
+    ThinwireError,
+)
 from wire.identity.enrolment import Hardware
 from wire.messages import (
     RELAY_LEFT,
@@ -89,6 +97,9 @@ class FakeStore:
 
     def claim(self, node_ids: Collection[str]) -> None:
         self.came.extend(node_ids)
+
+    def member(self, node_id: str) -> Member:
+        return Member(node_id, b"", Hardware("cpu", 2, 0), joined=0.0)
 
     def evicted(self) -> list[str]:
         self.looks.release()
@@ -268,6 +279,18 @@ async def test_groups_that_do_not_exist_or_come_twice_are_refused(tmp_path: Path
             with pytest.raises(ProtocolViolationError):
                 await run.coordinator.batch("a", 0, part=BatchPart.INPUTS, groups=groups)
         assert run.coordinator.bug is None and not run.running.done()
+
+
+async def test_a_node_that_is_shut_out_makes_no_more_calls(tmp_path: Path) -> None:
+    async with scene(tmp_path) as run:
+        node = run.peer("a")
+        await node.into_step()
+        for _ in range(MAX_STRIKES):
+            assert await run.coordinator.refusal_for("a") is None
+            run.coordinator.refused("a", "nonsense")
+        assert isinstance(await node.hear(), Finish) and await node.hear() is None
+        refusal = await run.coordinator.refusal_for("a")
+        assert refusal is not None and refusal.code is RefusalCode.EVICTED
 
 
 @pytest.mark.parametrize(

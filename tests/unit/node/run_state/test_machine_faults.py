@@ -322,6 +322,7 @@ def test_a_quarantined_node_stays_out() -> None:
         actions = run.machine.refused("b", "nonsense", run.time)
     why = "quarantined: nonsense, the last of 3 such faults"
     assert finishes(actions) == {"b": why}
+    assert run.machine.refused("b", "nonsense", run.time) == [], "its calls fill no log"
     for again in (False, True):
         actions = run.hello("b", again=again)
         assert finishes(actions) == {"b": why}
