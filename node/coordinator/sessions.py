@@ -206,6 +206,8 @@ OTHERS_A_SECOND = 200.0
 SPANS_BYTES = 512 * 1024
 """The most bytes of a message of spans: `wire.telemetry.MOST_SPANS`, with a margin."""
 SPANS_A_SECOND, SPANS_AT_ONCE = 20_000.0, 50_000.0
+SPAN_BYTES = 64
+"""A message counts as a span for each of this many bytes, because its names take room too."""
 CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE = 0.5, 20.0
 CALLS = {
     "renew": (0.2, 10.0),
@@ -270,7 +272,8 @@ class MessageLimits:
                 return f"spans of step {message.step + 1}, which is not traced"
             if size > SPANS_BYTES:
                 return f"spans of {size} bytes, more than {SPANS_BYTES}"
-            return None if self._spans.take(now, message.spans) else "more spans than steps can have"
+            count = max(1, message.spans, size // SPAN_BYTES)
+            return None if self._spans.take(now, count) else "more spans than steps can have"
         if size > self._most_bytes:
             return f"a {kind} of {size} bytes, more than {self._most_bytes}"
         if message.links > self._most_links:

@@ -23,10 +23,14 @@ from tests.support.pki import hello
 from wire.figures import LinkFigures
 from wire.messages import Heartbeat, Hello, NodeMessage, Ready, Vote
 from wire.messages_proto import node_message_to_proto
-from wire.telemetry import MOST_SPANS, Span, StepSpans, Telemetry
+from wire.telemetry import MOST_SPANS, SPAN_COLUMNS, Span, SpanColumns, StepSpans, Telemetry
 
 CONFIG = default_config(["coordinator.heartbeat_seconds=1", "telemetry.trace=off"])
 LINK = LinkFigures(target=0, bytes=1, bytes_received=1, retransmits=0, rejects=0, round_trip_seconds=0.0)
+
+
+NAMES = SpanColumns(1, ["forged"] * 40_000, [()] * len(SPAN_COLUMNS))
+"""Names without spans."""
 
 
 def spans(step: int) -> StepSpans:
@@ -82,6 +86,7 @@ def test_a_flood_is_refused_from_its_first_message_on() -> None:
         (Heartbeat(telemetry=Telemetry()), "more heartbeat messages"),
         (Ready(epoch=1, telemetry=Telemetry()), "more ready messages"),
         (spans(1), "more spans than steps can have"),
+        (replace(spans(1), spans=NAMES), "more spans than steps can have"),
     ],
 )
 def test_more_than_a_node_has_reason_to_send_is_refused(message: NodeMessage, why: str) -> None:
