@@ -76,19 +76,22 @@ class _Layer:
         self._weigh()
 
     def _weigh(self) -> None:
-        """Use the description of the file that most nodes report, because the first node may lie. Among
-        equals, makers come first, then the earliest report."""
-        files = [file for _, file in sorted(self.files.items(), key=lambda item: item[0] not in self.makers)]
-        size = Counter(file.bytes for file in files).most_common(1)[0][0]
-        weights = Counter(file.weights_sha256 for file in files if file.bytes == size and file.weights_sha256)
-        self.holders = {node for node, file in self.files.items() if file.bytes == size}
-        self.entry = UnitEntry(
-            unit=files[0].unit,
-            file=unit_file(files[0].unit),
-            bytes=size,
-            sha256=files[0].sha256,
-            weights_sha256=next((digest for digest, _ in weights.most_common(1)), ""),
-        )
+        """Use the description of the file that most makers report, because the first may lie; among equals
+        the earliest. The word of other nodes, of which anybody may be some, changes it only if there are no
+        makers."""
+        made = [file for node, file in self.files.items() if node in self.makers or not self.makers]
+        if made:
+            size = Counter(file.bytes for file in made).most_common(1)[0][0]
+            digests = [file.weights_sha256 for file in made if file.bytes == size and file.weights_sha256]
+            self.entry = UnitEntry(
+                unit=made[0].unit,
+                file=unit_file(made[0].unit),
+                bytes=size,
+                sha256=made[0].sha256,
+                weights_sha256=next((digest for digest, _ in Counter(digests).most_common(1)), ""),
+            )
+        assert self.entry is not None, "a maker reports the file first"
+        self.holders = {node for node, file in self.files.items() if file.bytes == self.entry.bytes}
 
     @property
     def _patience(self) -> float:

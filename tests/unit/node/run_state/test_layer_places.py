@@ -87,6 +87,17 @@ def test_who_lies_about_a_right_file_does_not_keep_others_from_it() -> None:
     assert places.held("b", right) and places.holders(4, "embed") == ("A", "b")
 
 
+def test_nodes_without_the_state_do_not_outvote_who_made_the_file() -> None:
+    places, lie = saved(), file("embed", size=SIZE - 1, weights="lie")
+    for liar in ("x", "y", "z"):
+        assert not places.held(liar, lie)
+    assert places.holders(4, "embed") == ("a",)
+    for _ in range(2):
+        assert places.entry(4, "embed") == UnitEntry("embed", unit_file("embed"), SIZE, lie.sha256, "w")
+        assert not places.is_whole(4, (*HERE, "x", "y", "z"), 1.0)
+        places.doubted("a", 4, "embed")
+
+
 def test_uploads_of_another_attempt_do_not_count() -> None:
     places = saved()
     assert not places.held("b", file("embed", content="other bits"))
