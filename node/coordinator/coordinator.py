@@ -701,8 +701,8 @@ class Coordinator:
         if step not in self._kept or self._snapshots.path(step).joinpath(MANIFEST_NAME).exists():
             return None
         epoch = self._machine.epoch
-        needed = epoch is not None and epoch.needs_state(node_id, step)
-        return self._kept.where(node_id, step, unit, bad, needed=needed)
+        waits = epoch.number if epoch is not None and epoch.needs_state(node_id, step) else 0
+        return self._kept.where(node_id, step, unit, bad, epoch=waits)
 
     def hold_layers(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]

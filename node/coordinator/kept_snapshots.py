@@ -172,8 +172,11 @@ class KeptSnapshots:
         self._run = run
         self._units = book.units
         self._places = LayerPlaces(self._units)
-        self._missed: dict[int, tuple[float, float]] = {}
-        """By step, when nodes that need it first and last asked for a layer that no connected node holds."""
+        self._missed: dict[tuple[int, int], tuple[float, float]] = {}
+        """By step, when nodes that need it first and last asked for a layer that no connected node holds. If
+        others say that they hold it, by epoch too; otherwise with epoch 0."""
+        self._contested: dict[int, int] = {}
+        """By step, the first epoch in which a node got no good copy of a layer that others say they hold."""
         self._doubts = RateLimits(DOUBTS_A_SECOND, DOUBTS_AT_ONCE)
         """By node that doubts."""
         self._changed = asyncio.Event()
@@ -270,14 +273,14 @@ class KeptSnapshots:
     # ---- fetching
 
     def where(
-        self, node_id: str, step: int, unit: str, bad: Sequence[str], *, needed: bool
+        self, node_id: str, step: int, unit: str, bad: Sequence[str], *, epoch: int
     ) -> tuple[UnitEntry, list[PlacedStage], str]:
         """A layer's entry, the present nodes that hold it, and the object store's folder with it.
 
         Args:
             bad: nodes whose copy was damaged or missing, which check theirs again.
-            needed: whether the run waits for this node to load the snapshot. Else any member could have it
-                given up, by saying that all copies are damaged.
+            epoch: the epoch that waits for this node to load the snapshot; 0 if none does. Else any member
+                could have it given up, by saying that all copies are damaged.
 
         Raises NotYetError while holders may still return, RunError when none did.
         """
@@ -289,16 +292,13 @@ class KeptSnapshots:
                 self._run.send(other, Prefetch(step=step, units=(unit,), keep=True))
         entry = self._places.entry(step, unit)
         holders = self._places.holders(step, unit)
-        others = [
-            PlacedStage(node_id=node, address=addresses[node])
-            for node in holders
-            if node in addresses and node != node_id
-        ]
+        here = [node for node in holders if node in addresses and node != node_id]
+        others = [PlacedStage(node_id=node, address=addresses[node]) for node in here if node not in bad]
         if entry is None:
             raise RunError(f"layer {unit} of step {step} was not saved yet")
         url = self._places.url(step)
         if not url and not others and node_id not in holders:
-            self._wait_for(step, unit, holders, needed=needed)
+            self._wait_for(step, unit, holders, epoch, is_here=bool(here))
         return entry, others, url
 
     def message(self) -> Retain:
@@ -326,19 +326,27 @@ class KeptSnapshots:
             for unit in units:
                 self._run.layer_received(step, unit)  # nothing waits for the first node any more
 
-    def _wait_for(self, step: int, unit: str, holders: Sequence[str], *, needed: bool) -> None:
-        """No present node holds the layer: wait a while, then continue from an older snapshot if there is
-        one and this one is needed now."""
+    def _wait_for(self, step: int, unit: str, holders: Sequence[str], epoch: int, *, is_here: bool) -> None:
+        """No present node has a good copy of the layer: wait a while, then continue from an older snapshot if
+        there is one and this one is needed now.
+
+        Args:
+            is_here: whether present nodes say that they hold it. Then the node that needs it may be wrong and
+                fails in this epoch. In the next one the snapshot is given up.
+        """
         patience = self._config.coordinator.regroup_seconds + self._config.coordinator.silent_seconds
         now = time.monotonic()
-        since, last = self._missed.get(step, (now, now))
-        if needed:
+        missed = step, epoch if is_here else 0
+        since, last = self._missed.get(missed, (now, now))
+        if epoch:
             since = since if now - last < patience else now
-            self._missed[step] = since, now
+            self._missed[missed] = since, now
         holder = " or ".join(f"node {node}" for node in holders) or "a node that has not returned"
         what = f"layer {unit} of the snapshot of step {step} is held by {holder}"
-        if not needed or now - since < patience:
+        if not epoch or now - since < patience:
             raise NotYetError(f"{what}, which is not here yet")
+        if is_here and self._contested.setdefault(step, epoch) == epoch:
+            raise RunError(f"{what}, and could not be fetched")
         present = set(self._run.addresses())
         places = self._places
         older = {other for other in places.complete if not places.missing(other, present)} | {*self._known()}
@@ -361,6 +369,7 @@ class KeptSnapshots:
                 continue  # it was requested again meanwhile
             self._places.completed(step)
             self._missed.clear()
+            self._contested.clear()
             await self._prune()
             retain = self.message()
             if url := self._places.url(step):

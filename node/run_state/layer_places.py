@@ -278,11 +278,16 @@ class LayerPlaces:
             layer.refused[node_id] = now
 
     def doubted(self, node_id: str, step: int, unit: str) -> bool:
-        """Another node got no good copy from this one, which checks its own. Returns whether it held one."""
+        """Another node got no good copy from this one, which checks its own. Returns whether it held one.
+
+        A copy of a complete snapshot counts on until its holder says that it is bad: whoever doubts it must
+        not keep it from others.
+        """
         snapshot = self._snapshots.get(step)
         if snapshot is None or node_id not in snapshot.layers[unit].holders:
             return False
-        snapshot.layers[unit].forget(node_id)
+        if not snapshot.complete:
+            snapshot.layers[unit].forget(node_id)
         return True
 
     def completed(self, step: int) -> None:

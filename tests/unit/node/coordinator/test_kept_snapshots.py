@@ -72,13 +72,35 @@ def test_a_member_that_calls_all_copies_damaged_has_no_snapshot_given_up(
     hold(kept)
     for clock[0] in range(0, 5 * int(PATIENCE), 7):
         with pytest.raises(NotYetError):
-            kept.where(LIAR, NEW, EMBED, HOLDERS, needed=False)
+            kept.where(LIAR, NEW, EMBED, HOLDERS, epoch=0)
         asked = {node for node, message in run.sent if isinstance(message, Prefetch)}
         assert asked == {*HOLDERS}, "they look at their copies"
         hold(kept)
     assert kept.complete == (OLD, NEW) and run.damaged == []
-    _, others, _ = kept.where(LIAR, NEW, EMBED, (), needed=False)
+    _, others, _ = kept.where(LIAR, NEW, EMBED, (), epoch=0)
     assert {place.node_id for place in others} == {*HOLDERS}
+
+
+def test_one_host_that_calls_all_copies_damaged_has_no_snapshot_given_up(
+    kept: KeptSnapshots, clock: list[float], run: Here
+) -> None:
+    """Its stage goes to another node. If that gets none either, the holders lie."""
+    hold(kept)
+    failed = []
+    for clock[0] in range(0, 5 * int(PATIENCE), 7):
+        with pytest.raises((NotYetError, RunError)) as refused:
+            kept.where(LIAR, NEW, EMBED, HOLDERS, epoch=1)
+        failed.append(not isinstance(refused.value, NotYetError))
+        hold(kept)
+        _, others, _ = kept.where("node-honest", NEW, EMBED, (), epoch=1)
+        assert {place.node_id for place in others} == {*HOLDERS}
+    assert any(failed) and kept.complete == (OLD, NEW) and run.damaged == []
+    for _ in range(4):
+        assert run.damaged == []
+        with pytest.raises((NotYetError, RunError)):
+            kept.where("node-honest", NEW, EMBED, HOLDERS, epoch=2)
+        clock[0] += PATIENCE / 3
+    assert run.damaged == [(NEW, OLD)] and kept.complete == (OLD,)
 
 
 def test_a_member_that_doubts_copies_again_and_again_has_few_of_them_read(
@@ -88,7 +110,7 @@ def test_a_member_that_doubts_copies_again_and_again_has_few_of_them_read(
         hold(kept)
         clock[0] = turn / 50
         with contextlib.suppress(NotYetError):
-            kept.where(LIAR, NEW, EMBED, HOLDERS, needed=False)
+            kept.where(LIAR, NEW, EMBED, HOLDERS, epoch=0)
     assert len(run.sent) <= DOUBTS_AT_ONCE + DOUBTS_A_SECOND * clock[0] + 1
 
 
@@ -98,7 +120,7 @@ def test_a_layer_that_the_run_needs_and_nobody_holds_is_waited_for_each_time(
     def missed(at: float) -> None:
         clock[0] = at
         with pytest.raises(NotYetError):
-            kept.where(LIAR, NEW, EMBED, (), needed=True)
+            kept.where(LIAR, NEW, EMBED, (), epoch=1)
 
     missed(0.0)
     later = 3 * PATIENCE
@@ -110,7 +132,7 @@ def test_a_layer_that_the_run_needs_and_nobody_holds_is_waited_for_each_time(
     kept.hold(HOLDERS[1], [], [(NEW, EMBED)])
     clock[0] = later + PATIENCE
     with pytest.raises(RunError) as refused:
-        kept.where(LIAR, NEW, EMBED, (), needed=True)
+        kept.where(LIAR, NEW, EMBED, (), epoch=1)
     assert not isinstance(refused.value, NotYetError)
     assert run.damaged == [(NEW, OLD)] and kept.complete == (OLD,)
 

@@ -173,12 +173,16 @@ def test_a_copy_is_made_again_when_its_holder_is_gone() -> None:
     assert places.missing(4, here) == () and places.missing(4, ("c",)) == ("embed",)
 
 
-def test_a_copy_in_doubt_does_not_count_until_its_holder_has_looked() -> None:
+def test_a_copy_in_doubt_counts_until_its_holder_has_looked_if_the_snapshot_is_complete() -> None:
     places = complete()
-    assert places.doubted("b", 4, "embed") and not places.doubted("b", 4, "embed")
-    assert places.holders(4, "embed") == ("a",)
-    places.held("b", file("embed"))
+    assert places.doubted("b", 4, "embed") and not places.doubted("c", 4, "embed")
     assert places.holders(4, "embed") == ("a", "b")
+    places.lost("b", 4, "embed", 0.0)
+    assert places.holders(4, "embed") == ("a",)
+    places = saved()
+    assert places.held("b", file("embed")) and places.doubted("b", 4, "embed")
+    assert places.holders(4, "embed") == ("a",)
+    assert places.held("b", file("embed")) and places.holders(4, "embed") == ("a", "b")
 
 
 def test_older_ones_under_way_are_given_up_for_a_complete_one() -> None:
