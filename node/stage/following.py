@@ -31,7 +31,7 @@ from wire.messages import Follow, Following, FollowStep, NodeMessage, PlacedStag
 Result = TypeVar("Result")
 FETCHES = 4
 """Layers that are fetched at a time."""
-TRIES = 3
+MOST_TRIES = 9
 """How often a step's gradients are fetched if they differ from what the run committed."""
 SETTLE_SECONDS = 60.0
 """The seconds for a node that gets its stage to apply the committed steps that it knows of. They are fewer
@@ -230,9 +230,9 @@ class Follower:
             await services.compute(lambda: executor.apply(step.lr, SKIPPED))
             return
         trouble = ""
-        for turn in range(TRIES):
-            holders = [order.sources[(turn + at) % len(order.sources)] for at in range(len(order.sources))]
-            sums = await self._fetch(holders, step.step)
+        # From all sources first. If that is wrong, from each alone, because one that lies keeps nobody out.
+        for first in (None, *range(len(order.sources)))[:MOST_TRIES]:
+            sums = await self._fetch(order.sources, step.step, first)
 
             def put(sums: Mapping[str, bytes] = sums) -> Mapping[int, float]:
                 return executor.put_sums(sums)
@@ -252,8 +252,9 @@ class Follower:
                 trouble = str(error)
         raise RunError(f"no node has the right gradient of step {step.step}: {trouble}")
 
-    async def _fetch(self, holders: list[PlacedStage], step: int) -> dict[str, bytes]:
-        """The packed sums of all units, from all holders at once."""
+    async def _fetch(self, holders: tuple[PlacedStage, ...], step: int, only: int | None) -> dict[str, bytes]:
+        """The packed sums of all units, from all holders at once; or, with `only`, from that one if it has
+        them."""
         executor = self._services.executor
         units = executor.units
 
@@ -261,7 +262,7 @@ class Follower:
             points.reach(points.Phase.STATE_FETCH, stage=executor.stage, step=step)
             if not executor.sum_bytes(unit):
                 return b""
-            first = units.index(unit) % len(holders)
+            first = units.index(unit) % len(holders) if only is None else only
             order = (*holders[first:], *holders[:first])
             return await self._fetch_sums(order, step, unit, executor.sum_bytes(unit))
 
