@@ -10,7 +10,8 @@ requester compares their norms with the norms that the run's nodes voted.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,9 @@ SILENT_SECONDS = 30.0
 """The longest wait for the next chunk."""
 MOST_TRANSFERS, MOST_OF_A_NODE = 4, 2
 """How many layers a node sends at a time, in total and to one other node. Further requests wait."""
+TURN_SECONDS, HANG_UP_SECONDS = 20.0, 5.0
+"""How long a transfer may take while others wait, and how much later its connection ends if it is still on.
+The rest can be asked for later. So nobody keeps a place by reading slowly."""
 AT_ONCE, AGAIN_SECONDS = 8, 60.0
 """A node gets each file at most `AT_ONCE` times, and then once per `AGAIN_SECONDS`. It needs a file once, and
 again after a broken connection."""
@@ -70,19 +74,47 @@ class LayerSource(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class _Transfer:
+    """A transfer that has a place."""
+
+    hang_up: Callable[[], None]
+    began: float
+    ends: asyncio.TimerHandle | None = None
+    """Ends it, because another waits for its place."""
+
+    def limit(self) -> None:
+        loop, until = asyncio.get_running_loop(), self.began + TURN_SECONDS + HANG_UP_SECONDS
+        self.ends = loop.call_later(max(HANG_UP_SECONDS, until - time.monotonic()), self.hang_up)
+
+    @property
+    def is_over(self) -> bool:
+        return self.ends is not None and time.monotonic() > self.began + TURN_SECONDS
+
+
 class LayerServer:
     """Answers `LAYER_METHOD`."""
 
     def __init__(self, source: LayerSource) -> None:
         self._source = source
         self._turn = asyncio.Semaphore(MOST_TRANSFERS)
+        self._waiting = 0
+        """How many requests wait for a place."""
+        self._transfers: list[_Transfer] = []
+        """Those with a place, the one that has had it longest first."""
         self._turns: dict[str, asyncio.Semaphore] = {}
         """Limits the requests that are served at a time, by requester."""
         self._sent: dict[tuple[str, int, str, bool], tuple[float, float]] = {}
         """By requester and file: how often the file was sent, decaying over time, and the last update."""
 
-    async def serve(self, peer: str, message: bytes, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        """Answer a call of node `peer`, whose certificate has been checked."""
+    async def serve(
+        self,
+        peer: str,
+        message: bytes,
+        context: "grpc.aio.ServicerContext[Any, Any]",
+        hang_up: Callable[[], None],
+    ) -> None:
+        """Answer a call of node `peer`, whose certificate has been checked. `hang_up` ends its connection."""
         try:
             asked = control_pb2.PeerLayerRequest.FromString(message)
         except DecodeError:
@@ -93,7 +125,7 @@ class LayerServer:
         )
         # A node with many requests must not occupy all places.
         turn = self._turns.setdefault(peer, asyncio.Semaphore(MOST_OF_A_NODE))
-        async with turn, self._turn:
+        async with turn, self._place(hang_up) as transfer:
             await self._count(peer, request, LEAST_SHARE, context)
             data = await self._source.read(request)
             if data is None or request.offset > len(data):
@@ -105,8 +137,36 @@ class LayerServer:
             await self._count(peer, request, max(0.0, share - LEAST_SHARE), context)
             view = memoryview(data)
             for start, end in growing_pieces(request.offset, len(data), CHUNK_BYTES, MOST_CHUNK_BYTES):
+                if transfer.is_over:
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "others wait for this place")
                 await self._source.pass_through(end - start)
                 await context.write(bytes(view[start:end]))
+
+    @asynccontextmanager
+    async def _place(self, hang_up: Callable[[], None]) -> AsyncIterator[_Transfer]:
+        """One of the places for transfers. As many of the longest transfers have a limit as requests wait."""
+        self._waiting += 1
+        self._limit()
+        try:
+            await self._turn.acquire()
+        finally:
+            self._waiting -= 1
+        transfer = _Transfer(hang_up, time.monotonic())
+        self._transfers.append(transfer)
+        self._limit()
+        try:
+            yield transfer
+        finally:
+            self._transfers.remove(transfer)
+            if transfer.ends is not None:
+                transfer.ends.cancel()
+            self._turn.release()
+
+    def _limit(self) -> None:
+        if len(self._transfers) == MOST_TRANSFERS:
+            for transfer in self._transfers[: self._waiting]:
+                if transfer.ends is None:
+                    transfer.limit()
 
     async def _count(
         self, peer: str, request: LayerRequest, share: float, context: "grpc.aio.ServicerContext[Any, Any]"

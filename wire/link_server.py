@@ -385,7 +385,8 @@ class LinkServer:
         peer = await self._member(context)
         if self.layers is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
-        await self.layers.serve(peer, message, context)
+        assert self._front is not None, "it has passed the connection on"
+        await self.layers.serve(peer, message, context, functools.partial(self._front.end, context.peer()))
 
     async def _serve_probe(self, context: ServerContext) -> None:
         peer = await self._member(context)

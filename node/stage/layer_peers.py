@@ -20,8 +20,13 @@ from wire.peer_probe import LineRate, PassThrough, measure_line
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 4
-"""How often all holders are tried before asking the coordinator again."""
+ROUNDS, LEAST_PROGRESS = 4, 256 * 1024
+"""How often all holders are tried before asking the coordinator again; a time that brought so many bytes does
+not count."""
+TURN_SECONDS = 30.0
+"""After so long, a transfer goes on at the next holder if there is one: nobody can hold it up for longer."""
+LEAST_RATE = 125_000.0
+"""Gradients are not sent in parts: they have so many bytes a second beyond that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,9 @@ class LayerPeers:
         trouble = "no node holds it"
         backoff = Backoff(0.2, 2.0)
         data, sources, alone = bytearray(), set[str](), False
-        for turn in range(ROUNDS):
+        turn = 0
+        while turn < ROUNDS:
+            came = len(data)
             for holder in self._order(place.holders, place.unit):
                 if holder.node_id in bad:
                     continue
@@ -95,8 +102,12 @@ class LayerPeers:
                     data, sources = bytearray(), set()
                 before = len(data)
                 sources.add(holder.node_id)
+                others = [other for other in place.holders if other.node_id not in (*bad, holder.node_id)]
                 try:
-                    await self._receive(place, holder, data)
+                    async with asyncio.timeout(TURN_SECONDS if others else None):
+                        await self._receive(place, holder, data)
+                except TimeoutError:
+                    log.info("%s goes on at another node from byte %d", name, len(data))
                 except NotHeldError:
                     bad.add(holder.node_id)
                     sources.discard(holder.node_id)
@@ -116,7 +127,8 @@ class LayerPeers:
                     data, sources = bytearray(), set()
             if all(holder.node_id in bad for holder in place.holders):
                 break
-            if turn + 1 < ROUNDS:
+            turn = 0 if len(data) >= came + LEAST_PROGRESS else turn + 1
+            if turn < ROUNDS:
                 await asyncio.sleep(backoff.advance())
         raise LinkError(f"{name} could not be fetched from any holder ({trouble})")
 
@@ -131,11 +143,15 @@ class LayerPeers:
             for holder in holders:
                 request = LayerRequest(step=step, unit=unit, sums=True)
                 data = bytearray()
+                seconds = None if holder is holders[-1] else TURN_SECONDS + size / LEAST_RATE
                 try:
-                    async for chunk in get_layer(self._channel(holder), request):
-                        data += chunk
-                        if len(data) > size:
-                            break
+                    async with asyncio.timeout(seconds):
+                        async for chunk in get_layer(self._channel(holder), request):
+                            data += chunk
+                            if len(data) > size:
+                                break
+                except TimeoutError:
+                    trouble = f"node {holder.node_id} is slow"
                 except NotHeldError as error:
                     trouble = str(error)
                 except LinkError as error:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +15,7 @@ import grpc
 import pytest
 import torch
 
+from node.stage import layer_peers
 from node.stage.layer_peers import LayerPeers, LayerPlace, LayersHeld
 from node.stage.sums_kept import SumsKept
 from node.state.snapshot_cache import SnapshotCache
@@ -29,6 +30,8 @@ from wire.layer_exchange import (
     CHUNK_BYTES,
     LAYER_METHOD,
     LEAST_SHARE,
+    MOST_OF_A_NODE,
+    MOST_TRANSFERS,
     LayerRequest,
     LayerServer,
     NotHeldError,
@@ -37,6 +40,7 @@ from wire.layer_exchange import (
 from wire.link_server import LinkServer
 from wire.messages import PlacedStage
 from wire.pacing import BesideTraining
+from wire.v1 import control_pb2
 
 STEP, UNIT = 4, "block.0000"
 pytestmark = pytest.mark.usefixtures("_small_chunks")
@@ -52,11 +56,12 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Holder(LayersHeld):
-    """A node that serves its disk, and may break off after so many chunks."""
+    """A node that serves its disk, and may break off or hang after so many chunks."""
 
     cache: SnapshotCache
     sums: SumsKept
     breaks_after: int = -1
+    hangs_after: int = -1
     offsets: list[int] = field(default_factory=list)
     lies: bytes = b""
     """What it sends instead of its file."""
@@ -72,6 +77,8 @@ class Holder(LayersHeld):
     async def pass_through(self, size: int) -> None:
         if self._sent == self.breaks_after:
             raise RuntimeError("the process is gone")
+        if self._sent == self.hangs_after:
+            await asyncio.Event().wait()
         self._sent += 1
 
 
@@ -82,6 +89,9 @@ class Scene:
     placed: tuple[PlacedStage, ...]
     peers: LayerPeers
     servers: list[LinkServer]
+
+    others: Callable[[], NodeIdentity]
+    """Makes further members."""
 
     def place(self, *order: int) -> LayerPlace:
         holders = tuple(self.placed[number] for number in order)
@@ -115,7 +125,7 @@ async def scene(directory: Path, holders: int = 2) -> AsyncIterator[Scene]:
             made.append(holder)
             placed.append(PlacedStage(node_id=identity.node_id, address=f"127.0.0.1:{port}"))
         try:
-            yield Scene(me, made, tuple(placed), peers, servers)
+            yield Scene(me, made, tuple(placed), peers, servers, lambda: new_node(authority))
         finally:
             await peers.close()
             for server in servers:
@@ -155,6 +165,29 @@ async def test_a_member_that_asks_again_and_again_has_the_file_read_a_few_times(
                     async for _ in get_layer(channel, replace(request, offset=offset)):
                         pass
         assert len(here.holders[0].offsets) <= AT_ONCE / LEAST_SHARE + 1
+
+
+async def test_members_that_do_not_read_keep_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them took all places of a node, and nobody else got a layer or a gradient from it."""
+    monkeypatch.setattr(layer_exchange, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(layer_exchange, "HANG_UP_SECONDS", 0.2)
+    async with scene(tmp_path, 1) as here, contextlib.AsyncExitStack() as stack:
+        placed, large = here.placed[0], bytes(8_000_000)
+        here.holders[0].cache.put(STEP, "head", large)
+        digest = sha256(large).hexdigest()
+        ask = control_pb2.PeerLayerRequest(step=STEP, unit="head", sha256=digest).SerializeToString()
+        name, calls = here.identity.server_name(placed.node_id), []
+        for _ in range(MOST_TRANSFERS // MOST_OF_A_NODE):
+            deaf = open_channel(
+                placed.address, identity=here.others(), server_name=name, unread_bytes=CHUNK_BYTES
+            )
+            await stack.enter_async_context(deaf)
+            calls += [deaf.unary_stream(LAYER_METHOD)(ask) for _ in range(MOST_OF_A_NODE)]
+        for call in calls:
+            await call.read()
+        assert await here.fetch(0) == DATA
 
 
 class Trickle:
@@ -212,6 +245,22 @@ async def test_a_transfer_that_breaks_goes_on_at_another_holder(tmp_path: Path) 
         here.holders[0].breaks_after = 2
         assert await here.fetch(0, 1) == DATA
         assert here.holders[0].offsets == [0] and here.holders[1].offsets == [2 * CHUNK_BYTES]
+
+
+async def test_a_transfer_goes_on_at_another_holder_when_one_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the least rate that is allowed, a liar had others replaced for not having their state in time."""
+    monkeypatch.setattr(layer_exchange, "SILENT_SECONDS", 3600.0)
+    monkeypatch.setattr(layer_peers, "TURN_SECONDS", 0.5)
+    async with scene(tmp_path) as here:
+        here.holders[0].hangs_after = 1
+        assert await here.fetch(0, 1) == DATA
+        assert here.holders[0].offsets == [0] and here.holders[1].offsets == [CHUNK_BYTES]
+        here.holders[0].hangs_after = 1
+        for holder in here.holders:
+            holder.sums.keep(STEP, UNIT, [torch.full((100,), 7, dtype=torch.uint8)])
+        assert await here.peers.fetch_sums(here.placed, STEP, UNIT, 100) == bytes([7] * 100)
 
 
 async def test_a_damaged_copy_is_never_sent_and_is_dropped(tmp_path: Path) -> None:
