@@ -174,6 +174,14 @@ class Vote:
     telemetry: Telemetry = field(default_factory=Telemetry)
     generation: int = 0
     """The generation of the newest `Begin` that this answers."""
+    sums: Mapping[int, Digest] = field(default_factory=dict)
+    """With several rows: the digests of the packed sums over all groups, by layer unit. A row that was sent
+    another sum may have the same norms: those of reversed signs, for instance."""
+
+    @property
+    def result(self) -> object:
+        """What is the same in every row."""
+        return tuple(sorted(self.norms.items())), tuple(sorted(self.sums.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,7 +569,8 @@ class Follow:
 
 @dataclass(frozen=True, kw_only=True)
 class FollowStep:
-    """A step is committed. `norms` are the votes for this stage, which the fetched gradients must have."""
+    """A step is committed. `norms` and `sums` are the votes for this stage, which the fetched gradients must
+    have."""
 
     snapshot: int
     """The snapshot of the `Follow` before it."""
@@ -569,6 +578,7 @@ class FollowStep:
     clip_coefficient: Amount
     lr: Amount
     norms: Mapping[int, Squared]
+    sums: Mapping[int, Digest] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

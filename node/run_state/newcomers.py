@@ -447,13 +447,14 @@ class Newcomers:
             if entry.mends and len(slow) < len(entry.orders):
                 return [action for node in slow for action in self._dropped(entry, node, "it cannot keep up")]
             return self._given_up(f"{_nodes(slow)} cannot keep up with the run")
-        norms = {unit: norm for node in epoch.speakers for unit, norm in epoch.votes[node].norms.items()}
+        votes = [epoch.votes[node] for node in epoch.speakers]
         step = FollowStep(
             snapshot=entry.snapshot,
             step=committed.step,
             clip_coefficient=committed.clip_coefficient,
             lr=committed.lr,
-            norms=norms,
+            norms={unit: norm for vote in votes for unit, norm in vote.norms.items()},
+            sums={unit: digest for vote in votes for unit, digest in vote.sums.items()},
         )
         entry.steps.append(step)
         if not entry.orders and not entry.is_open:
@@ -520,7 +521,9 @@ class Newcomers:
 
     def _of_stage(self, order: Follow, step: FollowStep) -> FollowStep:
         units = self._units(order.stages)[order.stage]
-        return replace(step, norms={unit: norm for unit, norm in step.norms.items() if unit in units})
+        norms = {unit: norm for unit, norm in step.norms.items() if unit in units}
+        sums = {unit: digest for unit, digest in step.sums.items() if unit in units}
+        return replace(step, norms=norms, sums=sums)
 
     def _given_up(self, why: str, *, waits: bool = True) -> list[Action]:
         entry, self._entry = self._entry, None

@@ -377,7 +377,7 @@ def disagreement(votes: Mapping[str, Vote], columns: Sequence[Sequence[str]]) ->
     """Nodes of one stage that computed different gradients, if any. `columns`: the nodes of each stage."""
     for stage, column in enumerate(columns):
         first, *others = column
-        if any(votes[node].norms != votes[first].norms for node in others):
+        if any(votes[node].result != votes[first].result for node in others):
             norms = {node: votes[node].norms for node in column}
             return Disagreement(f"the gradient of stage {stage} is not the same in all rows", norms)
     return None

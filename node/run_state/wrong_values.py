@@ -20,9 +20,6 @@ from node.run_state.membership import Roster
 from node.run_state.stage_assignment import StageAssigner
 from node.run_state.votes import Disagreement
 
-Norms = Mapping[int, float]
-"""Squared gradient norms by layer unit."""
-
 
 @dataclass
 class _Doubt:
@@ -39,8 +36,8 @@ class _Doubt:
     """The node that gave up the stage that was retried last."""
     stage: int = -1
     """The stage that was retried last."""
-    norms: dict[int, dict[str, Norms]] = field(default_factory=dict)
-    """The newest norms from each node of a stage, if rows disagreed."""
+    results: dict[int, dict[str, object]] = field(default_factory=dict)
+    """The newest result from each node of a stage (`Vote.result`), if rows disagreed."""
     computed: dict[str, dict[str, set[bytes]]] = field(default_factory=dict)
     """Nodes' reports in audits that found a difference: digests by value and node."""
     wrong: dict[str, str] = field(default_factory=dict)
@@ -71,28 +68,27 @@ class _Doubt:
             self.left_out.add(culprit)
 
     def refuted(self, epoch: Epoch) -> list[str]:
-        """Nodes whose norms differ from those of the commit, in stages where at least two nodes agree with
+        """Nodes whose results differ from those of the commit, in stages where at least two nodes agree with
         it."""
         wrong = []
-        for stage, by_node in self.norms.items():
+        for stage, by_node in self.results.items():
             right = {*epoch.column(stage)}
-            committed = epoch.votes[epoch.speakers[stage]].norms
-            right |= {node for node, norms in by_node.items() if norms == committed}
+            committed = epoch.votes[epoch.speakers[stage]].result
+            right |= {node for node, result in by_node.items() if result == committed}
             right -= epoch.newcomers
-            wrong += [node for node, norms in by_node.items() if norms != committed and len(right) > 1]
+            wrong += [node for node, result in by_node.items() if result != committed and len(right) > 1]
         return wrong
 
-    def note_norms(self, epoch: Epoch) -> None:
+    def note_results(self, epoch: Epoch) -> None:
         """All have voted, and rows disagree."""
         for node in epoch.hosts:
-            self.norms.setdefault(epoch.stage_of(node), {})[node] = epoch.votes[node].norms
+            self.results.setdefault(epoch.stage_of(node), {})[node] = epoch.votes[node].result
 
-    def odd_norms(self, newcomers: Collection[str]) -> list[str]:
+    def odd_results(self, newcomers: Collection[str]) -> list[str]:
         """Nodes that most of their stage's known nodes contradict, and newcomers that all of these
         contradict."""
         odd = []
-        for by_node in self.norms.values():
-            values = {node: tuple(sorted(norms.items())) for node, norms in by_node.items()}
+        for values in self.results.values():
             known = [value for node, value in values.items() if node not in newcomers] or [*values.values()]
             usual, most = Counter(known).most_common(1)[0]
             for node, value in values.items():
@@ -218,12 +214,12 @@ class WrongValues:
         self, epoch: Epoch, case: Disagreement, now: float
     ) -> RunAgain | CallThird | GiveUp | None:
         doubt = self._of(epoch)
-        is_first = not doubt.norms
-        doubt.note_norms(epoch)
+        is_first = not doubt.results
+        doubt.note_results(epoch)
         note = f"step {epoch.step + 1} is not committed: {case.what}; it runs again"
         if is_first:
             return RunAgain(kind=AbortKind.DIFFERS, reason=case.what, note=note)
-        odd = [node for node in doubt.odd_norms(epoch.newcomers) if node in epoch.hosts]
+        odd = [node for node in doubt.odd_results(epoch.newcomers) if node in epoch.hosts]
         if not odd:
             if (third := self._call_third(epoch, case.said, case.what)) is not None:
                 return third
@@ -411,9 +407,9 @@ class WrongValues:
         results: list[Refuted | Alone] = [
             Refuted(node_id=node, why=why, at_fault=True) for node, why in wrong.items()
         ]
-        for stage, by_node in doubt.norms.items() if epoch.rows == 1 else ():
+        for stage, by_node in doubt.results.items() if epoch.rows == 1 else ():
             host = epoch.hosts[stage]
-            gone = [node for node, norms in by_node.items() if norms != epoch.votes[host].norms]
+            gone = [node for node, result in by_node.items() if result != epoch.votes[host].result]
             if gone and not odd:
                 differed = f"node {', node '.join(sorted(gone))}, which left its place, differed"
                 note = f"step {step + 1} is as node {host} alone computes stage {stage}; {differed}"

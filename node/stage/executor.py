@@ -5,6 +5,7 @@ nothing durable: gradients accumulate beside the weights until `apply`.
 """
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ from wire.codecs.base import Codec
 from wire.errors import ProtocolViolationError
 from wire.messages import Vote
 from wire.spec import Direction, TensorKey
+
+Value = TypeVar("Value")
 
 UnitState = Mapping[str, Tensor]
 
@@ -364,6 +367,7 @@ class StageExecutor:
             ),
             digests={} if digests is None else digests.of(counted, sums, passes.audited),
             generation=passes.generation,
+            sums={} if self._sync is None else self._by_index(self._sync.digests_of_sums),
         )
 
     def validate(
@@ -441,7 +445,10 @@ class StageExecutor:
             self._sync.settle(forget=True)
 
     def _norms(self) -> dict[int, float]:
-        return {self._unit_index[unit]: norm for unit, norm in self.model.squared_norms().items()}
+        return self._by_index(self.model.squared_norms())
+
+    def _by_index(self, values: Mapping[str, Value]) -> dict[int, Value]:
+        return {self._unit_index[unit]: value for unit, value in values.items()}
 
     def _passes(
         self,

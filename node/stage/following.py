@@ -13,7 +13,9 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from node.model.units import unit_names
 from node.stage.executor import StageExecutor
+from node.stage.gradient_sync import digest_of_sum
 from node.stage.progress import Progress
 from node.state.serialization import as_frozen, deserialize_unit
 from node.telemetry import points
@@ -233,6 +235,9 @@ class Follower:
         # From all sources first. If that is wrong, from each alone, because one that lies keeps nobody out.
         for first in (None, *range(len(order.sources)))[:MOST_TRIES]:
             sums = await self._fetch(order.sources, step.step, first)
+            if not await asyncio.to_thread(self._are_those, sums, step):
+                trouble = "it is not the one that was voted for"
+                continue
 
             def put(sums: Mapping[str, bytes] = sums) -> Mapping[int, float]:
                 return executor.put_sums(sums)
@@ -251,6 +256,11 @@ class Follower:
             except (PackedMismatchError, NonFiniteError) as error:
                 trouble = str(error)
         raise RunError(f"no node has the right gradient of step {step.step}: {trouble}")
+
+    def _are_those(self, sums: Mapping[str, bytes], step: FollowStep) -> bool:
+        """Whether these sums have the digests that were voted for, if any were."""
+        names = unit_names(self._services.executor.config.model)
+        return all(digest_of_sum([sums[names[unit]]]) == digest for unit, digest in step.sums.items())
 
     async def _fetch(self, holders: tuple[PlacedStage, ...], step: int, only: int | None) -> dict[str, bytes]:
         """The packed sums of all units, from all holders at once; or, with `only`, from that one if it has

@@ -8,7 +8,8 @@ A row keeps what it sent, packed, until the commit, because an owner may die, an
 pieces.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -34,6 +35,7 @@ from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums
 from wire.codecs.base import Codec
 from wire.errors import NonFiniteError, PackedMismatchError
 from wire.link import Link
+from wire.messages import DIGEST_BYTES
 from wire.spec import Direction, TensorKey, TensorSpec
 
 KeepSums = Callable[[int, str, Sequence[Tensor]], None]
@@ -61,6 +63,14 @@ class DevicePacking:
         values, mark = self._device.unpack_rows(which, packed, spec)
         self._device.wait(values, mark)
         return values
+
+
+def digest_of_sum(parts: Iterable[bytes | memoryview]) -> bytes:
+    """The digest of a unit's packed sum, which may come in parts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()[:DIGEST_BYTES]
 
 
 def _piece_sums(packing: Packing, *, uncompressed: bool = False) -> PieceSums:
@@ -146,6 +156,8 @@ class GradientSync:
         self._roots: dict[str, Future[None]] = {}
         self._joined_units: set[str] = set()
         self._kept_units: set[str] = set()
+        self.digests_of_sums: dict[str, bytes] = {}
+        """With several rows: the digest of each unit's packed sum over all groups."""
         self._digests: StepDigests | None = None
 
     def begin(
@@ -227,6 +239,8 @@ class GradientSync:
                 continue
             pieces = plan.pieces[unit]
             roots = [self._root(piece) for piece in pieces]
+            if roots and plan.share.rows > 1 and unit not in self.digests_of_sums:
+                self.digests_of_sums[unit] = digest_of_sum(part.numpy().data for part in roots)
             if self._keep is not None and roots and unit not in self._kept_units:
                 self._keep(self._place[1], unit, roots)
                 self._kept_units.add(unit)
@@ -273,6 +287,7 @@ class GradientSync:
     def _forget(self) -> None:
         for held in (self._folds, self._held, self._spare, self._sums_of, self._roots):
             held.clear()
+        self.digests_of_sums = {}
         for names in (self._sent, self._joined_units, self._kept_units):
             names.clear()
 

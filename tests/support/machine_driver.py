@@ -214,8 +214,13 @@ class Driver:
         norm: float = 1.0,
         loss: float | None = None,
         times: Mapping[str, float] | None = None,
+        sums: bytes = b"",
     ) -> list[Action]:
-        """`times`: seconds by kind that the node has spent in this epoch."""
+        """
+        Args:
+            times: seconds by kind that the node has spent in this epoch.
+            sums: the digest of its sum of its first layer unit.
+        """
         epoch, losses = self.epoch, {}
         stage = epoch.stage_of(node_id)
         if loss is None and stage == epoch.stages - 1:
@@ -233,6 +238,7 @@ class Driver:
             group_losses=losses,
             telemetry=Telemetry(seconds=times or {}),
             generation=epoch.generation,
+            sums={first: sums} if sums else {},
         )
         actions = self.machine.message(node_id, answer, self.time)
         self._went_on = actions if of_kind(actions, StepDone) else []

@@ -230,11 +230,14 @@ class MemoryPipeline:
         """Apply the optimizer on every stage as the coordinator would have it."""
         training, factor = self.config.training, self._factor or 1.0
         norms: dict[int, float] = {}
+        sums: dict[int, bytes] = {}
         told = [norm for outcome in outcomes for norm in outcome.norms.values()]
         skipped = factor > LEAST and not all(map(isfinite, told))
         for outcome in outcomes:
             for unit, norm in outcome.norms.items():
                 assert norms.setdefault(unit, norm) == norm or skipped, "rows disagree"
+            for unit, digest in outcome.sums.items():
+                assert sums.setdefault(unit, digest) == digest, "rows were sent different sums"
         by_group = {group: part for outcome in outcomes for group, part in outcome.group_losses.items()}
         if self.config.pipeline.groups > 1:
             assert sorted(by_group) == list(range(self.config.pipeline.groups))

@@ -87,8 +87,16 @@ class UnitNorm(_message.Message):
     squared_norm: float
     def __init__(self, unit: _Optional[int] = ..., squared_norm: _Optional[float] = ...) -> None: ...
 
+class UnitDigest(_message.Message):
+    __slots__ = ("unit", "digest")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    digest: bytes
+    def __init__(self, unit: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
 class Vote(_message.Message):
-    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses", "digests", "telemetry", "generation")
+    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses", "digests", "telemetry", "generation", "sums")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +106,7 @@ class Vote(_message.Message):
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     norms: _containers.RepeatedCompositeFieldContainer[UnitNorm]
@@ -107,7 +116,8 @@ class Vote(_message.Message):
     digests: _containers.RepeatedCompositeFieldContainer[GroupDigests]
     telemetry: Telemetry
     generation: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+    sums: _containers.RepeatedCompositeFieldContainer[UnitDigest]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., generation: _Optional[int] = ..., sums: _Optional[_Iterable[_Union[UnitDigest, _Mapping]]] = ...) -> None: ...
 
 class GroupDigests(_message.Message):
     __slots__ = ("group", "gradient", "boundaries", "loss", "has_loss")
@@ -718,18 +728,20 @@ class Follow(_message.Message):
     def __init__(self, step: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ..., lineage: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., storages: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FollowStep(_message.Message):
-    __slots__ = ("snapshot", "step", "clip_coefficient", "lr", "norms")
+    __slots__ = ("snapshot", "step", "clip_coefficient", "lr", "norms", "sums")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLIP_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
     LR_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     snapshot: int
     step: int
     clip_coefficient: float
     lr: float
     norms: _containers.RepeatedCompositeFieldContainer[UnitNorm]
-    def __init__(self, snapshot: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ...) -> None: ...
+    sums: _containers.RepeatedCompositeFieldContainer[UnitDigest]
+    def __init__(self, snapshot: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., sums: _Optional[_Iterable[_Union[UnitDigest, _Mapping]]] = ...) -> None: ...
 
 class TakeSnapshot(_message.Message):
     __slots__ = ("epoch", "step", "place", "only_hashes", "attempt")

@@ -273,6 +273,17 @@ def test_a_step_whose_rows_differ_runs_again_and_the_odd_one_of_three_is_named()
     ]
 
 
+def test_a_row_that_was_sent_another_sum_of_the_same_norm_is_found_before_the_commit() -> None:
+    """Else its state was another, and it was shut out for that at the next snapshot."""
+    run = grid(3, nodes="abcdef")
+    for node in "abcde":
+        run.vote(node, sums=b"c" * 16 if node == "c" else b"a" * 16)
+    actions = run.vote("f", sums=b"a" * 16)
+    assert of_kind(actions, RecordCommit) == [] and placement_of(actions) == tuple("abcdef")
+    run.restored(3)
+    assert of_kind(run.all_vote(), RecordCommit) and run.machine.quarantined == {}
+
+
 def test_one_that_differs_again_is_left_out() -> None:
     run = grid(3, nodes="abcdef")
     for _ in range(2):
@@ -344,10 +355,10 @@ def test_of_two_whose_norms_differ_who_stays_when_the_other_goes_is_named() -> N
 
 def test_four_rows_of_which_two_say_one_thing_and_two_another() -> None:
     doubt = _Doubt(step=4, stages=1)
-    doubt.norms[0] = {"a": {0: 1.0}, "b": {0: 1.0}, "c": {0: 2.0}, "d": {0: 2.0}}
-    assert doubt.odd_norms(newcomers=()) == []
-    doubt.norms[0]["e"] = {0: 1.0}
-    assert doubt.odd_norms(newcomers=()) == ["c", "d"]
+    doubt.results[0] = {"a": 1, "b": 1, "c": 2, "d": 2}
+    assert doubt.odd_results(newcomers=()) == []
+    doubt.results[0]["e"] = 1
+    assert doubt.odd_results(newcomers=()) == ["c", "d"]
 
 
 @pytest.mark.parametrize("liar", "ac")

@@ -223,12 +223,12 @@ def test_newcomers_never_outvote_who_held_the_state_before() -> None:
 
 def test_a_newcomer_whose_norms_differ_from_one_older_node_is_the_odd_one() -> None:
     doubt = _Doubt(step=4, stages=1)
-    right, wrong = {0: 1.0}, {0: 2.0}
-    doubt.norms[0] = {"a": right, "b": wrong, "c": wrong}
-    assert doubt.odd_norms(newcomers={"b", "c"}) == ["b", "c"]
-    assert doubt.odd_norms(newcomers=()) == ["a"]
-    doubt.norms[0] = {"a": right, "b": wrong}
-    assert doubt.odd_norms(newcomers=()) == [] and doubt.odd_norms(newcomers={"b"}) == ["b"]
+    right, wrong = 1, 2
+    doubt.results[0] = {"a": right, "b": wrong, "c": wrong}
+    assert doubt.odd_results(newcomers={"b", "c"}) == ["b", "c"]
+    assert doubt.odd_results(newcomers=()) == ["a"]
+    doubt.results[0] = {"a": right, "b": wrong}
+    assert doubt.odd_results(newcomers=()) == [] and doubt.odd_results(newcomers={"b"}) == ["b"]
 
 
 def test_hashes_of_other_layers_are_refused() -> None:

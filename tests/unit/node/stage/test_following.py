@@ -170,8 +170,16 @@ class Told:
             for step in (1, 2, 3):
                 outcomes = run.outcomes()
                 lr, clip = commit_of(CONFIG, step, outcomes[:2])
+                vote = outcomes[1]
                 self.steps.append(
-                    FollowStep(snapshot=1, step=step, clip_coefficient=clip, lr=lr, norms=outcomes[1].norms)
+                    FollowStep(
+                        snapshot=1,
+                        step=step,
+                        clip_coefficient=clip,
+                        lr=lr,
+                        norms=vote.norms,
+                        sums=vote.sums,
+                    )
                 )
                 run.commit(outcomes)
             self.state = whole(run.executors[1])
@@ -222,6 +230,18 @@ async def test_wrong_gradients_are_fetched_again_from_others(told: Told) -> None
         await follower.settle()
     assert {step for step, _ in node.kept} == {1, 2}
     assert node.executor.state_step == -1, "and it holds no state that is not the run's"
+
+
+async def test_gradients_of_the_right_norms_alone_are_not_applied(told: Told) -> None:
+    """Whoever applied them was turned away as a newcomer with another state, and the second time shut out."""
+    node, step = told.node, told.steps[0]
+    async with asyncio.TaskGroup() as group:
+        follower = node.follower(group)
+        follower.follow(told.order)
+        await node.hear()
+        assert step.sums.keys() == step.norms.keys()
+        follower.committed(replace(step, sums={unit: b"0" * 16 for unit in step.sums}))
+        assert "voted for" in (await node.hear()).failed
 
 
 async def test_a_follower_that_finds_no_gradients_says_so(told: Told) -> None:
