@@ -40,7 +40,8 @@ again after a broken connection."""
 LEAST_SHARE = 0.125
 """A request counts as this share of a file at least, because the whole file is read and hashed for it."""
 MOST_COUNTED = 4096
-"""How many pairs of requester and file are counted for that limit."""
+"""How many files are counted for each requester. One that asks for more of them within a short time gets
+none."""
 LEAST_RATE = 10_000.0
 """The least rate of a transfer, in bytes per second, after a grace period. A requester leaves a slower sender
 for another holder."""
@@ -104,8 +105,9 @@ class LayerServer:
         """Those with a place, the one that has had it longest first."""
         self._turns: dict[str, asyncio.Semaphore] = {}
         """Limits the requests that are served at a time, by requester."""
-        self._sent: dict[tuple[str, int, str, bool], tuple[float, float]] = {}
-        """By requester and file: how often the file was sent, decaying over time, and the last update."""
+        self._sent: dict[str, dict[tuple[int, str, bool], tuple[float, float]]] = {}
+        """By requester and file: how often the file was sent, decaying over time, and the last update. The
+        file asked for last comes last."""
 
     async def serve(
         self,
@@ -177,13 +179,17 @@ class LayerServer:
 
     def _may_send(self, peer: str, request: LayerRequest, share: float, now: float) -> bool:
         """Whether this share of the file may be sent now. If so, it is counted."""
-        file = peer, request.step, request.unit, request.sums
-        sent, at = self._sent.pop(file, (0.0, now))
+        known, file = self._sent.setdefault(peer, {}), (request.step, request.unit, request.sums)
+        if file not in known and len(known) >= MOST_COUNTED:
+            oldest = next(iter(known))
+            sent, at = known[oldest]
+            if now - at < sent * AGAIN_SECONDS:
+                return False
+            del known[oldest]
+        sent, at = known.pop(file, (0.0, now))
         sent = max(0.0, sent - (now - at) / AGAIN_SECONDS)
         may = sent + share <= AT_ONCE
-        self._sent[file] = (sent + share if may else sent), now
-        if len(self._sent) > MOST_COUNTED:
-            del self._sent[next(iter(self._sent))]
+        known[file] = (sent + share if may else sent), now
         return may
 
 

@@ -30,6 +30,7 @@ from wire.layer_exchange import (
     CHUNK_BYTES,
     LAYER_METHOD,
     LEAST_SHARE,
+    MOST_COUNTED,
     MOST_OF_A_NODE,
     MOST_TRANSFERS,
     LayerRequest,
@@ -149,6 +150,11 @@ async def test_a_node_is_sent_a_file_a_few_times_and_others_all_the_same(tmp_pat
         assert server._may_send("node-another000", request, 1.0, now) and server._may_send(
             me, other, 1.0, now
         )
+        for at in range(2 * MOST_COUNTED):
+            server._may_send(me, LayerRequest(step=at, unit="none"), LEAST_SHARE, now)
+        assert not server._may_send(me, request, 0.5, now), "other requests do not make it forget"
+        assert server._may_send("node-another000", request, 1.0, now), "nor do they concern others"
+        assert server._may_send(me, request, 0.5, now + AGAIN_SECONDS)
 
 
 @pytest.mark.parametrize("offset", [0, len(DATA), len(DATA) + 1])
