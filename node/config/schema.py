@@ -310,8 +310,7 @@ class StorageSection:
     bits too). The keys below override the preset for one kind of tensor."""
     norm_input: str = "preset"
     """The input of both norms: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128.
-    `4+outliers` keeps 1 of 64 channels, those with the largest magnitudes, in bf16 besides 4 bits, for
-    pretrained models. It cannot be recomputed, because everything that is recomputed starts from it."""
+    It cannot be recomputed, because everything that is recomputed starts from it."""
     ffn_input: str = "preset"
     """The inputs of SwiGLU or GELU: the same forms, `3`, or `recompute` (from the norm's input)."""
     attention: str = "preset"

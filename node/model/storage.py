@@ -9,24 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kernels.blockfloat.layout import APART, packed_bytes
+from kernels.blockfloat.layout import packed_bytes
 from node.config.schema import PLANNED, ModelSection, StorageSection, TrainingSection
 from node.model.families.known import family_of
 
 AS_COMPUTED = "none"
 RECOMPUTE = "recompute"
 FROM_PRESET = "preset"
-OUTLIERS_APART = "4+outliers"
-PACKED = {"bf16": 16, "8": 8, "6": 6, "5": 5, OUTLIERS_APART: 4 + APART, "4": 4, "3": 3}
+PACKED = {"bf16": 16, "8": 8, "6": 6, "5": 5, "4": 4, "3": 3}
 """Bits per element of the packed forms, as in `kernels.blockfloat.layout`."""
 KINDS = {
-    "norm_input": (AS_COMPUTED, "bf16", "8", "6", "5", OUTLIERS_APART, "4"),
+    "norm_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4"),
     "ffn_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4", "3", RECOMPUTE),
     "attention": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
     "attention_output": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
 }
-"""The forms that each kind may have. Norm inputs cannot be recomputed, and contain a model's outlier
-channels."""
+"""The forms that each kind may have. Norm inputs cannot be recomputed."""
 STAGE_BITS = (4, 5, 6, 8, 16)
 """The numbers of bits that a stage may have."""
 

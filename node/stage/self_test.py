@@ -25,7 +25,6 @@ from kernels.attention.reach import EVERYTHING, Reach
 from kernels.blockfloat import layers as blockfloat_layers
 from kernels.blockfloat import ops as storage
 from kernels.blockfloat import reference as blockfloat
-from kernels.blockfloat.layout import APART
 from kernels.common import dispatch
 from kernels.common import layers as reference
 from kernels.common.random_bits import random_bits
@@ -168,8 +167,7 @@ def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
         checks[f"codec {name}"] = (kernels, partial(_codec, name=name))
     stored = _stored_bits(config)
     for bits in stored:
-        apart = " with channels apart" if bits >= APART else ""
-        checks[f"storage in {bits % APART} bits{apart}"] = ("storage", partial(_storage, bits=bits))
+        checks[f"storage in {bits} bits"] = ("storage", partial(_storage, bits=bits))
     if stored and stored[0] < 16:
         checks["layers that store"] = ("storage", partial(_storing_layers, bits=stored[0]))
     if "fp8" in (config.training.gradients, config.training.moments, config.training.compute):

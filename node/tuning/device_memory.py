@@ -22,7 +22,6 @@ from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_
 from node.model.shard_shapes import frozen_bytes, trained_parameters
 from node.model.storage import (
     AS_COMPUTED,
-    OUTLIERS_APART,
     PACKED,
     RECOMPUTE,
     Storage,
@@ -462,7 +461,7 @@ class Share:
         from shapes."""
         alone = self._devices.tensor_parallel == 1 and not (self._devices.on_cpu or self.captures)
         plain = self._model.is_plain and self._lora.rank == 0 and not self.plain
-        coded = self._coded or self._training.weight_gradients == "fp8" or self._restored() > 0
+        coded = self._coded or self._training.weight_gradients == "fp8"
         return alone and plain and not coded and self._half and self._training.weights == "bfloat16"
 
     def block_work(self, units: Sequence[str], *, last: bool = True) -> int:
@@ -525,12 +524,7 @@ class Share:
         largest = max(self.feed_forward_at_work(), self._attention_at_work())
         # Between ranks: what one sends and receives, and both in another order.
         exchanged = 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
-        return largest + exchanged + self._adapting() + self._restored()
-
-    def _restored(self) -> int:
-        """A norm's restored input, which kernels cannot read directly if outlier channels are stored
-        apart."""
-        return self.residual if self._storage.norm_input == OUTLIERS_APART else 0
+        return largest + exchanged + self._adapting()
 
     def _adapting(self) -> int:
         """A frozen matrix in the form that is multiplied, and dropout's result. If autograd keeps the inputs,

@@ -49,7 +49,6 @@ FORMS = {
     "plain": (TRAINING, StorageSection()),
     "autocast": (replace(TRAINING, precision="bfloat16"), StorageSection()),
     "agoq": (TRAINING, StorageSection(preset="agoq")),
-    "outliers apart": (TRAINING, StorageSection(preset="agoq", norm_input="4+outliers")),
     "compact, fp8": (FP8, StorageSection(preset="compact")),
     "compact, fp8 gradients": (replace(FP8, moments="float32"), StorageSection(preset="compact")),
     "agoq, fp8, bf16": (HALF, StorageSection(preset="agoq")),
