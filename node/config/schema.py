@@ -279,9 +279,6 @@ class TrainingSection:
     """Multiply blocks' matrices in `precision`, or in `fp8`: in e4m3 with a scale per row, in forward and for
     inputs' gradients. Attention, embedding and head stay in bfloat16. It needs `precision` bfloat16, and GPUs
     of compute capability 8.9 or later; CPUs emulate it, slowly."""
-    weight_gradients: str = "precision"
-    """Compute the gradients of blocks' matrices in `precision`, or in `fp8` (needs `compute` fp8). They are a
-    third of all products. It is faster, but the errors add up in the weights."""
     deterministic: bool = True
     """Sum in a fixed order, so that a step has the same bits however often it runs. With `false`, attention's
     backward on GPUs sums in any order, which is faster (with `pipeline.sequence_chunks`, only in a sample's

@@ -461,8 +461,7 @@ class Share:
         from shapes."""
         alone = self._devices.tensor_parallel == 1 and not (self._devices.on_cpu or self.captures)
         plain = self._model.is_plain and self._lora.rank == 0 and not self.plain
-        coded = self._coded or self._training.weight_gradients == "fp8"
-        return alone and plain and not coded and self._half and self._training.weights == "bfloat16"
+        return alone and plain and not self._coded and self._half and self._training.weights == "bfloat16"
 
     def block_work(self, units: Sequence[str], *, last: bool = True) -> int:
         """The bytes allocated while a block is at work, in addition to what blocks keep.
@@ -584,9 +583,6 @@ class Share:
             wide, narrow, element = 3 * (1 + len(self._family.ffn_inputs)), 2, 4
         # The codes of the gradients of the widest product's outputs.
         codes = (2 * model.ffn // ranks + model.hidden) if self._coded else 0
-        if self._training.weight_gradients == "fp8":
-            # Also the codes of both operands of the last projection's weight gradient.
-            codes += model.ffn // ranks + model.hidden
         return self._row_tokens * (element * (wide * model.ffn // ranks + narrow * model.hidden) + codes)
 
     @property

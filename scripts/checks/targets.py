@@ -226,7 +226,6 @@ def coded_case(bits: int, gated: bool) -> None:
     layers.coded_activation_backward(grad, inputs[0], inputs[1] if gated else None, bits)
     products.code_rows(gate)
     products.code_halved_rows(x)
-    products.code_columns(gate)
 
 
 def layers_case(dtype: torch.dtype) -> None:

@@ -107,11 +107,10 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "three-by-stage": ({"preset": "agoq", "bits_by_stage": True}, _FEW),
     "three-bf16-weights": ({"preset": "agoq"}, {**_FEW, "weights": "bfloat16"}),
     "fp8": ({}, {"compute": "fp8"}),
-    "fp8-all-products": ({}, {"compute": "fp8", "weight_gradients": "fp8"}),
     "fp8-three": ({"preset": "agoq"}, {"compute": "fp8", **_FEW}),
 }
 """[storage] and [training] of each way."""
-COMPUTE_WAYS = ("plain", "fp8", "fp8-three", "fp8-all-products")
+COMPUTE_WAYS = ("plain", "fp8", "fp8-three")
 
 BETTER = "trellis-4.41"
 PAIRS = (("fp32", "fp32"), ("tah", "fixed-8"), ("trellis-4.41", "dither-4.41"), ("trellis-3", "dither-3"))
