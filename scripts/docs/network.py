@@ -17,7 +17,7 @@ REACH = RESULTS / "reach.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
 STATE_RATES = RESULTS / "state_rates.json"
 FAST, LINKS = RESULTS / "pipeline_fast.json", RESULTS / "links.json"
-LINK_PAIRS, LAYER_RATES = RESULTS / "link_pairs.json", RESULTS / "layer_rates.json"
+LINK_PAIRS = RESULTS / "link_pairs.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
 PAPER_SHAPE = (48, 1600)
@@ -260,22 +260,6 @@ def _pair_ratio(pairs: dict[str, Any]) -> float:
     return statistics.median(now[key] / before[key] for now, before in both)
 
 
-def layer_rates() -> str:
-    """What layers cost a coordinator to take in, and nodes to send (scripts/bench/layer_rates.py)."""
-    report = read_report(LAYER_RATES)
-    ways = {"before": "before", "now": "now", "grpc": "gRPC alone", "tls": "TLS sockets alone"}
-    keys = "processor_seconds_a_gb", "nodes_processor_seconds_a_gb"
-    rows = [[words, *(f"{report[way][key]:.2f}" for key in keys)] for way, words in ways.items()]
-    columns = [("processor seconds a GB", "left"), ("coordinator", "right"), ("nodes", "right")]
-    caption = (
-        f"{report['nodes']} nodes, {report['layers']} layers of {report['megabytes']} MiB each; medians of "
-        f"{report['runs']} runs in turn, beside programs that took most of both cores. "
-        f"{spaced(report['hardware'])}, Python {report['python']}, commits {report['before_commit'][:12]} "
-        f"and {commit(report)}."
-    )
-    return f"{markdown(columns, rows)}\n\n{caption}"
-
-
 def state_rates() -> str:
     """How long nodes wait for a state, and an operator for the model (scripts/bench/state_rates.py)."""
     report = read_report(STATE_RATES)
@@ -305,7 +289,6 @@ def state_rates() -> str:
 
 TABLES: Tables = {
     **if_recorded(STATE_RATES, "state_rates", state_rates),
-    **if_recorded(LAYER_RATES, "layer_rates", layer_rates),
     **if_recorded(SMALL_STEPS, "small_steps", small_steps),
     **if_recorded(FAST, "fast_lines", fast_lines),
     "reach": reach,

@@ -16,7 +16,6 @@ from node.tuning.memory import stage_bytes
 from scripts.docs import optimizers
 from scripts.docs.losses import CONVERGENCE
 from scripts.docs.markdown import Tables, read_report, spaced
-from scripts.docs.memory import STORED_ACTIVATIONS, plain_rows
 from scripts.experiments.paper_tables import tables_beside
 from scripts.report import RESULTS, markdown
 from wire.codecs.registry import codec
@@ -79,13 +78,11 @@ def worth() -> str:
     runs = read_report(CONVERGENCE)["runs"]
     losses = {run["forward"]: run["loss_valid"] for run in runs if run["suite"] == "long" and not run["seed"]}
     loss = {name: f"{100 * (losses[name] / losses['fp16'] - 1):+.2f} %" for name in ("trellis-4.41", "tah")}
-    report = read_report(STORED_ACTIVATIONS)
-    plain = plain_rows(report)
-    saved = [
-        100 * (1 - row["peak_bytes"] / plain[row["shape"], row["tokens"]]["peak_bytes"])
-        for row in report["rows"]
-        if row["way"] == "agoq"
-    ]
+    peaks: dict[str, list[int]] = {"bf16": [], "agoq": []}
+    for row in read_report(RESULTS / "stored_activations.json")["rows"]:
+        peaks.setdefault(row["way"], []).append(row["peak_bytes"])
+    pairs = zip(peaks["bf16"], peaks["agoq"], strict=True)
+    saved = [100 * (1 - packed / plain) for plain, packed in pairs]
     slow, run, fast = optimizers.fastest(100)
     soak = read_report(RESULTS / "soak.json")
     back = soak["seconds_to_recover_from_a_node"]

@@ -1,7 +1,4 @@
-"""Stored tensors on a GPU: the CPU's bits, gradients near the plain block's, the same bits twice, no waiting.
-
-`scripts/bench/stored_activations.py` measures memory and speed.
-"""
+"""Stored tensors on a GPU: the CPU's bits, gradients near the plain block's, equal bits twice, no waiting."""
 
 import pytest
 import torch

@@ -30,7 +30,6 @@ from node.training import gradients
 from node.training.optimizer import StageOptimizer
 from node.tuning.device_memory import PAGE, RUNS_AT_WORK, SNAPSHOTS_SENT, Devices, Share
 from node.tuning.memory import most_held, stage_bytes, stage_memory, stage_storages
-from scripts.bench.stored_activations import SHAPES
 from tests.support.device_groups import leading, settle_collectives
 from tests.support.memory_meter import Meter, measured
 
@@ -39,7 +38,10 @@ RESULTS = Path(__file__).resolve().parents[4] / "scripts" / "results"
 LEAST, MOST = 1.0, 1.3
 """Limit of the estimate over the measurement, which it never undercuts. It decides which nodes may join."""
 
-MEASURED = ("LLaMA2-13B", "LLaMA3-8B")
+MEASURED = {
+    "LLaMA2-13B": ModelSection(layers=1, hidden=5120, heads=40, kv_heads=40, ffn=13824),
+    "LLaMA3-8B": ModelSection(layers=1, hidden=4096, heads=32, kv_heads=8, ffn=14336),
+}
 """Shapes whose blocks were measured on an H200 at every length (scripts/results/stored_activations.json)."""
 SIZES = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 352, "vocab": 512, "sequence": 128}
 TRAINING = TrainingSection(microbatch=2, global_batch=8)
@@ -394,7 +396,7 @@ def test_estimated_block_memory_matches_gpu_measurements() -> None:
     for row in report["rows"]:
         if row["way"] not in ("bf16", "off") or row["shape"] not in MEASURED:
             continue
-        model = replace(SHAPES[row["shape"]], layers=2, vocab=256, sequence=row["tokens"])
+        model = replace(MEASURED[row["shape"]], layers=2, vocab=256, sequence=row["tokens"])
         config = RunConfig(
             model=model,
             training=replace(HALF, microbatch=1, global_batch=1, cuda_graphs=False),
@@ -419,7 +421,9 @@ def test_blocks_at_work_take_no_more_than_is_estimated_on_a_gpu() -> None:
         if row["way"] not in ("off", "agoq", "compact") or row["shape"] not in MEASURED:
             continue
         config = RunConfig(
-            model=replace(SHAPES[row["shape"]], layers=3 * row["blocks"], vocab=256, sequence=row["tokens"]),
+            model=replace(
+                MEASURED[row["shape"]], layers=3 * row["blocks"], vocab=256, sequence=row["tokens"]
+            ),
             training=replace(HALF, microbatch=1, global_batch=1, cuda_graphs=False),
             pipeline=PipelineSection(stages=3),
             storage=StorageSection(preset=row["way"]),
