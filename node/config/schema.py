@@ -319,8 +319,6 @@ class StorageSection:
     "ffn_input:4", "attention:8"]`), or a form alone for norm and FFN inputs (`["8", "4"]`). The coordinator
     decides when it places a stage, by its nodes' measurements: it takes the fastest form with which the stage
     fits, and among equals the one with the most bits. The choice is recorded and kept."""
-    bits_by_stage: bool = False
-    """Stages that hold fewer microbatches store norm and FFN inputs in more bits, within the same memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

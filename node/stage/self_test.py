@@ -39,7 +39,7 @@ from kernels.layers import ops as layers
 from kernels.orthogonal import ops as orthogonal
 from kernels.orthogonal import reference as orthogonal_reference
 from node.config.schema import PLANNED, RunConfig
-from node.model.storage import KINDS, PACKED, STAGE_BITS
+from node.model.storage import KINDS, PACKED
 from node.stage.machine_info import arithmetic
 from node.tuning.storage_choice import allowed_storages
 from wire.codecs.formats import codec_format, known_format, planned_names
@@ -192,8 +192,7 @@ def _stored_bits(config: RunConfig) -> list[int]:
     """The bits of all forms in which a stage may store activations and frozen weights, the fewest first."""
     forms = {getattr(storage, kind) for storage in allowed_storages(config) for kind in KINDS}
     forms |= {config.lora.base} if config.lora.rank else set()
-    bits = {PACKED[form] for form in forms if form in PACKED}
-    return sorted(bits | set(STAGE_BITS) if config.storage.bits_by_stage else bits)
+    return sorted(PACKED[form] for form in forms if form in PACKED)
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:

@@ -104,7 +104,6 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradients": ({}, {"gradients": "fp8"}),
     "moments": ({}, {"moments": "fp8"}),
     "three": ({"preset": "agoq"}, _FEW),
-    "three-by-stage": ({"preset": "agoq", "bits_by_stage": True}, _FEW),
     "three-bf16-weights": ({"preset": "agoq"}, {**_FEW, "weights": "bfloat16"}),
     "fp8": ({}, {"compute": "fp8"}),
     "fp8-three": ({"preset": "agoq"}, {"compute": "fp8", **_FEW}),
@@ -248,7 +247,7 @@ RUNS = (
     ),
     *(
         Run(suite="memory-long", forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
-        for way in ("three-by-stage", "compact", "activations", "all-4")
+        for way in ("compact", "activations", "all-4")
         for seed in (0, 1, 2)
     ),
     *(

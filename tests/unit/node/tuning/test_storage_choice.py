@@ -200,7 +200,6 @@ def test_a_damaged_record_is_an_error_for_users(text: str) -> None:
             StorageSection(allow=("attention:8",), attention="recompute", attention_output="recompute"),
             "storage.attention = recompute does not store at all",
         ),
-        (StorageSection(preset="agoq", allow=("8",), bits_by_stage=True), "set one of them"),
         (
             StorageSection(
                 allow=(
