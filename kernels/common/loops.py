@@ -273,12 +273,10 @@ def peak_of(words: NDArray[np.uint32] | NDArray[np.uint16]) -> np.float32:
     return np.float32(np.uint32(max(found)).view(np.float32))
 
 
-def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float = 1.0) -> torch.Tensor:
+def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16]) -> torch.Tensor:
     """`kernels.common.tiles.tensor_exponent` without torch's threads, which keep cores busy for a while
     afterwards."""
-    peak = peak_of(words)
-    with np.errstate(over="ignore"):
-        largest = peak * np.float32(constant)
+    largest = peak_of(words)
     return _whole(math.frexp(largest)[1] - NORMAL_BITS if np.isfinite(largest) else NON_FINITE)
 
 

@@ -57,15 +57,14 @@ def blocks(tiles: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, min(start + size, tiles))
 
 
-def tensor_exponent(x: torch.Tensor, constant: float = 1.0) -> torch.Tensor:
-    """The exponent e, int32 0-d on x's device, for which the largest |x * constant| * 2**-e lies in [2**12,
-    2**13).
+def tensor_exponent(x: torch.Tensor) -> torch.Tensor:
+    """The exponent e, int32 0-d on x's device, for which the largest |x| * 2**-e lies in [2**12, 2**13).
 
-    It is -13 for a tensor of zeros, and `NON_FINITE` if x has, or x * constant reaches, an infinity or a NaN.
-    The function never waits for the device.
+    It is -13 for a tensor of zeros, and `NON_FINITE` if x has an infinity or a NaN. The function never waits
+    for the device.
     """
     low, high = torch.aminmax(x)
-    largest = torch.maximum(-low, high).float() * constant
+    largest = torch.maximum(-low, high).float()
     _, exponent = torch.frexp(largest)
     return torch.where(torch.isfinite(largest), exponent.int() - NORMAL_BITS, NON_FINITE).int()
 
@@ -91,13 +90,10 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent + 127) << 23).int().view(torch.float32)
 
 
-def normalised(rows: torch.Tensor, factors: list[torch.Tensor], constant: float = 1.0) -> torch.Tensor:
-    """A new fp32 tensor: rows * constant, then times every factor in order."""
+def normalised(rows: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+    """A new fp32 tensor: rows times every factor in order."""
     # Widened first, because normalizing would overflow fp16.
-    y = rows.to(torch.float32, copy=True)
-    if constant != 1.0:
-        y.mul_(constant)
-    return multiply_all(y, factors)
+    return multiply_all(rows.to(torch.float32, copy=True), factors)
 
 
 def multiply_all(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
@@ -140,14 +136,12 @@ def step_for(span: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     return ceil_to_half((span / steps).clamp_min(SMALLEST_STEP))
 
 
-def restore(
-    out: torch.Tensor, tiles: Callable[[slice], torch.Tensor], exponent: int, constant: float = 1.0
-) -> None:
+def restore(out: torch.Tensor, tiles: Callable[[slice], torch.Tensor], exponent: int) -> None:
     """Fill `out` (`[..., C]`, contiguous) from `tiles`, which returns fp32 `[t, 64]` for a block of tiles.
     The result may be overwritten.
 
-    It multiplies by 2**exponent, divides by `constant` and rounds to out's dtype, within its finite range:
-    the last code of a tile may be half a step above the largest element, which must not become an infinity.
+    It multiplies by 2**exponent and rounds to out's dtype, within its finite range: the last code of a tile
+    may be half a step above the largest element, which must not become an infinity.
     """
     width = out.shape[-1]
     if width % TILE:
@@ -157,13 +151,10 @@ def restore(
         rows = out.view(-1, TILE)
     limit = torch.finfo(out.dtype).max
     # Normalized values decode to below 2**24, rotated back or not.
-    may_overflow = constant != 1.0 or exponent + 24 >= math.frexp(limit)[1]
+    may_overflow = exponent + 24 >= math.frexp(limit)[1]
     factors = powers_of_two(torch.tensor(exponent, dtype=torch.int32))
     for block in blocks(rows.shape[0], out.device):
         y = multiply_all(tiles(block), factors)
-        if constant != 1.0:
-            # A tensor, because torch on a GPU multiplies by the reciprocal of a plain number.
-            y.div_(y.new_full((1,), constant))
         rows[block] = y.clamp_(-limit, limit) if may_overflow else y
     if width % TILE:
         out.view(-1, width).copy_(padded[:, :width])

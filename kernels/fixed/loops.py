@@ -94,7 +94,7 @@ def _read_planes(planes, first, last, t, words):
 
 
 @compiled
-def _pack(x, width, first, last, constant, near, far, scales, planes):
+def _pack(x, width, first, last, near, far, scales, planes):
     """Steps 1 to 3 of the reference's list for tiles `first` to `last`."""
     per_row = (width + TILE - 1) // TILE
     bits = planes.shape[0]
@@ -107,12 +107,7 @@ def _pack(x, width, first, last, constant, near, far, scales, planes):
     for t in range(first, last):
         row, column = t // per_row, t % per_row * TILE
         count = min(TILE, width - column)
-        if constant == ONE:
-            load(x, row * width + column, count, near, far, tile)
-        else:
-            load(x, row * width + column, count, constant, near, tile)
-            for k in range(TILE):
-                tile[k] *= far
+        load(x, row * width + column, count, near, far, tile)
         largest = float_of(largest_of(tile_bits))
         scale = half_beside(max(largest / limit, LEAST_STEP), True)
         scales[t] = scale
@@ -132,7 +127,7 @@ def _pack(x, width, first, last, constant, near, far, scales, planes):
 
 
 @compiled
-def _unpack(scales, planes, width, first, last, constant, near, far, limit, half, out):
+def _unpack(scales, planes, width, first, last, near, far, limit, half, out):
     """Step 4 for tiles `first` to `last`; whether all of their codes are in the range."""
     per_row = (width + TILE - 1) // TILE
     bits = planes.shape[0]
@@ -159,32 +154,27 @@ def _unpack(scales, planes, width, first, last, constant, near, far, limit, half
                 tile[k] = (np.float32(code) - offset) * step
         row, column = t // per_row, t % per_row * TILE
         count, start = min(TILE, width - column), row * width + column
-        if constant == ONE:
-            store(tile, count, near, far, limit, half, out, start)
-        else:
-            for k in range(TILE):
-                tile[k] = tile[k] * near * far / constant
-            store(tile, count, ONE, ONE, limit, half, out, start)
+        store(tile, count, near, far, limit, half, out, start)
     return beyond == 0
 
 
-def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Tensor:
+def encode(x: torch.Tensor, out: FixedSections) -> torch.Tensor:
     """`kernels.fixed.reference.encode`. Writes nothing if x is not finite."""
     words, width = bits_to_read(x), x.shape[-1]
-    exponent = exponent_of(words, constant)
+    exponent = exponent_of(words)
     if (power := int(exponent)) == NON_FINITE:
         return exponent
     near, far = two_factors(-power)
     scales, planes = out.scales.view(torch.int16).numpy(), out.planes.numpy().view(np.uint64)
 
     def pack(first: int, last: int) -> None:
-        _pack(words, width, first, last, np.float32(constant), near, far, scales, planes)
+        _pack(words, width, first, last, near, far, scales, planes)
 
     run(pack, ranges(scales.size))
     return exponent
 
 
-def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constant: float) -> bool:
+def decode(sections: FixedSections, out: torch.Tensor, exponent: int) -> bool:
     """`kernels.fixed.reference.decode` of scales that the caller has checked."""
     near, far = two_factors(exponent)
     limit, half = np.float32(torch.finfo(out.dtype).max), out.dtype == torch.float16
@@ -193,10 +183,7 @@ def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constan
     sound: list[bool] = []
 
     def unpack(first: int, last: int) -> None:
-        found = _unpack(
-            scales, planes, width, first, last, np.float32(constant), near, far, limit, half, elements
-        )
-        sound.append(found)
+        sound.append(_unpack(scales, planes, width, first, last, near, far, limit, half, elements))
 
     run(unpack, ranges(scales.size))
     return all(sound)

@@ -111,14 +111,12 @@ def _quantize(
     width,
     row_stride,
     per_row,
-    constant,
     record,
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     INVERSE_LIMIT: tl.constexpr,
     NIBBLE_BIAS: tl.constexpr,
     BYTE_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
     T: tl.constexpr,
@@ -135,8 +133,6 @@ def _quantize(
         peaks += row * tl.num_programs(0)
     base = program.to(tl.int64) * T
     y, real = load_block(x, base, n, width, row_stride, per_row, T, FLAT, PAIRS)
-    if SCALED:
-        y = y * constant
     largest = tile_max_or_nan(tl.abs(y))
     tl.store(peaks + program, peak_bits(y, largest))
     # 0 only for a tile of zeros: tiles below 2**-100 are quantized again.
@@ -162,14 +158,12 @@ def _finish(
     width,
     row_stride,
     per_row,
-    constant,
     record,
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     INVERSE_LIMIT: tl.constexpr,
     NIBBLE_BIAS: tl.constexpr,
     BYTE_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
     T: tl.constexpr,
@@ -206,8 +200,6 @@ def _finish(
             base = first + start
             again = base + tl.arange(0, AGAIN)
             y, real = load_block(x, base, n, width, row_stride, per_row, AGAIN, FLAT, PAIRS)
-            if SCALED:
-                y = y * constant
             y = y * near * far
             largest = tile_max(tl.abs(y))
             exact = tl.div_rn(largest, tl.full((AGAIN,), LIMIT, tl.float32))
@@ -230,13 +222,11 @@ def _restore(
     n,
     width,
     per_row,
-    constant,
     record,
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     LARGEST: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr,
-    SCALED: tl.constexpr,
     FLAT: tl.constexpr,
     T: tl.constexpr,
     MANY: tl.constexpr,
@@ -279,12 +269,7 @@ def _restore(
     # 2**23 + code, exactly.
     y = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LIMIT)
     y = y * spread(half_value(step))
-    if SCALED:
-        near, far = powers_of_two(tl.load(exponent))
-        y = tl.div_rn(y * near * far, tl.full(y.shape, 0.0, tl.float32) + constant)
-        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
-    else:
-        y = denormalised(y, tl.load(exponent), LARGEST, LARGEST_EXPONENT)
+    y = denormalised(y, tl.load(exponent), LARGEST, LARGEST_EXPONENT)
     store_block(out, y, base, n, width, per_row, T, FLAT)
 
 
@@ -306,12 +291,11 @@ def encode(
     planes: torch.Tensor,
     exponent: torch.Tensor,
     *,
-    constant: float,
     launch: Launch = FIXED_ENCODE,
     finish: Launch = FIXED_FINISH,
 ) -> None:
     """See `kernels.fixed.reference.encode`. Writes `exponent`, int32 with 1 element. Never waits."""
-    _encode(Rows(x), scales, planes, exponent, planes.shape[0], constant, launch, finish, rows=None, record=0)
+    _encode(Rows(x), scales, planes, exponent, planes.shape[0], launch, finish, rows=None, record=0)
 
 
 def encode_many(
@@ -321,7 +305,6 @@ def encode_many(
     exponents: torch.Tensor,
     *,
     bits: int,
-    constant: float,
     record: int,
     launch: Launch = FIXED_ENCODE,
     finish: Launch = FIXED_FINISH,
@@ -335,7 +318,7 @@ def encode_many(
         exponents: int32 `[n]`.
     """
     rows = Rows(x)
-    _encode(rows, scales, planes, exponents, bits, constant, launch, finish, rows=x.shape[0], record=record)
+    _encode(rows, scales, planes, exponents, bits, launch, finish, rows=x.shape[0], record=record)
 
 
 def _encode(
@@ -344,7 +327,6 @@ def _encode(
     planes: torch.Tensor,
     exponent: torch.Tensor,
     bits: int,
-    constant: float,
     launch: Launch,
     finish: Launch,
     *,
@@ -357,13 +339,12 @@ def _encode(
     peaks = torch.empty(count * programs, dtype=torch.int32, device=device)
     common = {
         **_encoded(bits),
-        "SCALED": constant != 1.0,
         "FLAT": of.flat if rows is None else of.width % TILE == 0,
         "PAIRS": of.pairs,
         "MANY": rows is not None,
         "enable_fp_fusion": False,
     }
-    sizes = (tiles, of.width, of.stride, of.per_row, constant, record // RECORD)
+    sizes = (tiles, of.width, of.stride, of.per_row, record // RECORD)
     words = planes.view(torch.int32)
     _quantize[(programs, count)](
         of.data, words, steps, peaks, *sizes, **common, T=launch.tiles, num_warps=launch.warps
@@ -390,7 +371,6 @@ def decode(
     out: torch.Tensor,
     exponent: torch.Tensor,
     *,
-    constant: float,
     launch: Launch = FIXED_DECODE,
 ) -> torch.Tensor:
     """See `kernels.fixed.reference.decode`; here the exponent is on the device.
@@ -399,7 +379,7 @@ def decode(
     meaningless; nothing outside it is written.
     """
     return _decode(
-        scales, planes, out, exponent, planes.shape[0], constant, launch, scales.numel(), many=False, record=0
+        scales, planes, out, exponent, planes.shape[0], launch, scales.numel(), many=False, record=0
     ).view(-1)
 
 
@@ -410,14 +390,13 @@ def decode_many(
     exponents: torch.Tensor,
     *,
     bits: int,
-    constant: float,
     record: int,
     launch: Launch = FIXED_DECODE,
 ) -> torch.Tensor:
     """Decode into every row of contiguous `out` `[n, C]`, with arguments as in `encode_many`. Returns int32
     `[n, k]` as in `decode`."""
     tiles = tiles_per_row(out.shape[1])
-    return _decode(scales, planes, out, exponents, bits, constant, launch, tiles, many=True, record=record)
+    return _decode(scales, planes, out, exponents, bits, launch, tiles, many=True, record=record)
 
 
 def _decode(
@@ -426,7 +405,6 @@ def _decode(
     out: torch.Tensor,
     exponent: torch.Tensor,
     bits: int,
-    constant: float,
     launch: Launch,
     tiles: int,
     *,
@@ -444,13 +422,11 @@ def _decode(
         tiles,
         width,
         tiles_per_row(width),
-        constant,
         record // RECORD,
         BITS=bits,
         LIMIT=2 ** (bits - 1) - 1,
         LARGEST=torch.finfo(out.dtype).max,
         LARGEST_EXPONENT=math.frexp(torch.finfo(out.dtype).max)[1],
-        SCALED=constant != 1.0,
         FLAT=width % TILE == 0,
         T=launch.tiles,
         MANY=many,

@@ -58,8 +58,8 @@ def calls(
     parts = layout.views(payload)
     return (
         (
-            lambda: triton_fixed.encode(x, *parts, exponent, constant=1.0, **encode_options),
-            lambda: triton_fixed.decode(*parts, out, exponent, constant=1.0, **decode_options),
+            lambda: triton_fixed.encode(x, *parts, exponent, **encode_options),
+            lambda: triton_fixed.decode(*parts, out, exponent, **decode_options),
         ),
         payload,
         out,

@@ -126,14 +126,14 @@ def fixed_case(dtype: torch.dtype, bits: int, width: int) -> None:
     which, x = FixedCodec(FixedFormat(bits)), drawn(4, width, dtype=dtype)
     payload = payload_of(which, x)
     sections, exponent = which._layout(tuple(x.shape)).views(payload), torch.zeros(1, dtype=torch.int32)
-    fixed.encode(x, *sections, exponent, constant=1.0)
-    fixed.decode(*sections, x, exponent, constant=1.0)
+    fixed.encode(x, *sections, exponent)
+    fixed.decode(*sections, x, exponent)
     if dtype == torch.float32:
         records = torch.zeros(4, -(-(len(payload) + HEADER_BYTES) // 128) * 128, dtype=torch.uint8)
         size = which.packed_bytes(TensorSpec(dtype, (width,)))
         exponents = which._pack_rows(x, records, size)
         rows = which._layout((width,)).views(records[0, HEADER_BYTES:size])
-        fixed.decode_many(*rows, x, exponents, bits=bits, constant=1.0, record=records.shape[1])
+        fixed.decode_many(*rows, x, exponents, bits=bits, record=records.shape[1])
 
 
 def trellis_case(name: str) -> None:

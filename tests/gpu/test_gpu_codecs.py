@@ -51,7 +51,7 @@ def encoder(name: str, x: torch.Tensor, payload: torch.Tensor, exponent: torch.T
         )
     from kernels.fixed import triton as triton_fixed
 
-    return lambda: triton_fixed.encode(x, *sections, exponent, constant=1.0)
+    return lambda: triton_fixed.encode(x, *sections, exponent)
 
 
 def decoder(
@@ -65,7 +65,7 @@ def decoder(
         return lambda: triton_tah_decode.decode(*sections, out, exponent, samples=samples, four_bit=four_bit)
     from kernels.fixed import triton as triton_fixed
 
-    return lambda: triton_fixed.decode(*sections, out, exponent, constant=1.0)
+    return lambda: triton_fixed.decode(*sections, out, exponent)
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -156,12 +156,10 @@ def test_fixed_is_the_same_for_any_launch(launch: Launch) -> None:
     x = sample((600, 256), torch.bfloat16)
     layout = FixedCodec(FixedFormat(6))._layout(tuple(x.shape))
     expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    fixed.encode(x, fixed.FixedSections(*layout.views(expected)), constant=1.0)
+    fixed.encode(x, fixed.FixedSections(*layout.views(expected)))
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
     exponent = torch.zeros(1, dtype=torch.int32, device="cuda")
-    triton_fixed.encode(
-        x.cuda(), *layout.views(payload), exponent, constant=1.0, launch=launch, finish=launch
-    )
+    triton_fixed.encode(x.cuda(), *layout.views(payload), exponent, launch=launch, finish=launch)
     assert torch.equal(payload.cpu(), expected)
 
 

@@ -156,13 +156,12 @@ class AqsgdTensorCodec(Codec):
         refused."""
         sections = fixed.FixedSections(*self._fixed._layout(tuple(shape)).views(payload))
         change = torch.zeros(shape, dtype=torch.float32, device=payload.device)
-        constant = self.parameters.constant
         if dispatch.has_kernels(payload.device, "fixed"):
             from kernels.fixed import triton
 
-            triton.decode(*sections, change, exponent, constant=constant)
+            triton.decode(*sections, change, exponent)
         elif int(exponent) != NON_FINITE:
-            plain(payload.device).decode(sections, change, int(exponent), constant=constant)
+            plain(payload.device).decode(sections, change, int(exponent))
         return change
 
 

@@ -30,13 +30,9 @@ from wire.errors import NonFiniteError, PackedMismatchError
 
 
 class FixedCodec(Codec):
-    """`g -> Q(c g) / c` with b bits (TAH-Quant, eq. 24). The arithmetic is in `kernels.fixed.reference`."""
+    """The fixed-point quantizer with b bits, whose arithmetic is in `kernels.fixed.reference`."""
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
-
-    def __init__(self, known: FixedFormat) -> None:
-        super().__init__(known)
-        self._constant = self.parameters.constant
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
         return _layout(self.parameters.bits, shape)
@@ -58,9 +54,9 @@ class FixedCodec(Codec):
             from kernels.fixed import triton
 
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
-            triton.encode(tensor, *sections, exponent, constant=self._constant)
+            triton.encode(tensor, *sections, exponent)
             return exponent
-        encoded: torch.Tensor = plain(tensor.device).encode(tensor, sections, constant=self._constant)
+        encoded: torch.Tensor = plain(tensor.device).encode(tensor, sections)
         return encoded
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
@@ -69,7 +65,7 @@ class FixedCodec(Codec):
             from kernels.fixed import triton
 
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
-            status = triton.decode(*sections, out, device_exponent, constant=self._constant)
+            status = triton.decode(*sections, out, device_exponent)
             self._refuse(int(status.max()))
             return
         # Numpy, because torch would wake threads for these few bytes, which then keep their cores busy.
@@ -80,7 +76,7 @@ class FixedCodec(Codec):
             self._refuse(dispatch.NON_FINITE)
         if np.count_nonzero(scales <= 0):
             self._refuse(dispatch.BAD_SCALE)
-        if not plain(out.device).decode(sections, out, exponent, constant=self._constant):
+        if not plain(out.device).decode(sections, out, exponent):
             self._refuse(dispatch.BAD_CODE)
 
     def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
@@ -99,7 +95,6 @@ class FixedCodec(Codec):
             planes,
             exponents,
             bits=self.parameters.bits,
-            constant=self._constant,
             record=records.shape[1],
         )
         return exponents
@@ -125,7 +120,6 @@ class FixedCodec(Codec):
             out,
             exponents,
             bits=self.parameters.bits,
-            constant=self._constant,
             record=records.shape[1],
         )
         self._refuse(int(faults.max()))

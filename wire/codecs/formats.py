@@ -9,7 +9,6 @@ alone: `wire.codecs.aqsgd` makes a codec from it for each tensor.
 
 import math
 import re
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,6 +70,7 @@ class Parameters:
     share: int = 0
     tau: float = 0.0
     constant: float = 0.0
+    """1 for `fixed` and `aqsgd`, else 0."""
 
 
 class Carried(Flag):
@@ -185,8 +185,7 @@ class RawFormat(Format):
 
 
 class FixedFormat(Format):
-    """`fixed-b`: b bits per element and one scale per tile. Raises `ConfigError` for bits or a constant out
-    of range."""
+    """`fixed-b`: b bits per element and one scale per tile. Raises `ConfigError` for bits out of range."""
 
     NUMBER = 4
     MIN_BITS = 2
@@ -211,16 +210,12 @@ class FixedFormat(Format):
         10: "ff5791d93e044be2",
     }
 
-    def __init__(self, bits: int, constant: float = 1.0) -> None:
+    def __init__(self, bits: int) -> None:
         if not self.MIN_BITS <= bits <= self.MAX_BITS:
             raise ConfigError(f"fixed-{bits} is not a codec; there are {self.range()}")
-        if not 2.0**-64 <= constant <= 2.0**64:
-            raise ConfigError(f"constant {constant} of fixed-{bits} must be positive, from 2**-64 to 2**64")
         self.name = f"fixed-{bits}"
         self.precision = bits - 0.5
-        # The header carries the constant in fp32, and both ends compute with that value.
-        (rounded,) = struct.unpack("<f", struct.pack("<f", constant))
-        self.parameters = Parameters(codec=self.NUMBER, bits=bits, tile=TILE, constant=rounded)
+        self.parameters = Parameters(codec=self.NUMBER, bits=bits, tile=TILE, constant=1.0)
 
     @property
     def golden(self) -> tuple[str, str]:

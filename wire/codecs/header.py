@@ -13,7 +13,7 @@ Little endian:
         10      2  `tah`: share of 4-bit tiles, in ten-thousandths; `trellis`: rate in thousandths of a bit;
                    `aqsgd`: number of samples sent for the first time
         12      4  tau, fp32
-        16      4  `fixed`: constant c, fp32
+        16      4  `fixed` and `aqsgd`: 1 in fp32
         20     20  extents, unused ones 0
         40      8  payload bytes
         48      4  the tensor's power-of-two exponent, signed

@@ -32,8 +32,8 @@ CODECS = ("tah", "fixed-2", "fixed-4", "fixed-8", "fixed-10")
 GUARD = 64
 POISON = 0xA5
 LAUNCHES = (Launch(16, 1), Launch(32, 4))
-FIXED = ((4, 1.0, LAUNCHES[0]), (7, 1.0, LAUNCHES[1]), (9, 3.0, LAUNCHES[1]))
-"""Widths, constants and launches."""
+FIXED = ((4, LAUNCHES[0]), (7, LAUNCHES[1]), (9, LAUNCHES[1]))
+"""Widths and launches."""
 
 pytestmark = [
     needs_triton,
@@ -185,15 +185,13 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
 
 @inside
 @each(
-    ("which", "width", "constant", "launch"),
+    ("which", "width", "launch"),
     [
         *((which, *FIXED[number % len(FIXED)]) for number, which in enumerate(inputs())),
         *(("mixed", *case) for case in FIXED[1:]),
     ],
 )
-def test_fixed_is_the_reference_for_any_launch(
-    which: str, width: int, constant: float, launch: Launch
-) -> None:
+def test_fixed_is_the_reference_for_any_launch(which: str, width: int, launch: Launch) -> None:
     from kernels.fixed import triton as triton_fixed
 
     x = inputs()[which]
@@ -202,14 +200,14 @@ def test_fixed_is_the_reference_for_any_launch(
     made = whole[GUARD:-GUARD]
     layout.clear_gaps(made)
     sections = fixed.FixedSections(*layout.views(expected))
-    exponent = fixed.encode(x, sections, constant=constant)
+    exponent = fixed.encode(x, sections)
     found = torch.full((1,), 77, dtype=torch.int32)
-    triton_fixed.encode(x, *layout.views(made), found, constant=constant, launch=launch, finish=launch)
+    triton_fixed.encode(x, *layout.views(made), found, launch=launch, finish=launch)
     assert int(found) == int(exponent) and torch.equal(made, expected) and only_written_inside(whole)
     decoded, room = torch.empty(x.shape, dtype=x.dtype), poisoned(x.nbytes)
     out = room[GUARD:-GUARD].view(x.dtype).view(x.shape)
-    fixed.decode(sections, decoded, int(exponent), constant=constant)
-    status = triton_fixed.decode(*sections, out, exponent.view(1), constant=constant, launch=launch)
+    fixed.decode(sections, decoded, int(exponent))
+    status = triton_fixed.decode(*sections, out, exponent.view(1), launch=launch)
     assert not status.any() and digest(out) == digest(decoded) and only_written_inside(room)
 
 

@@ -1,8 +1,6 @@
 """`kernels.fixed.loops` gives the bits of `kernels.fixed.reference`, its reference, both ways and for any
 tensor."""
 
-import warnings
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +17,6 @@ from tests.support.loops_cases import DTYPES, filled, random_bits
 BITS = range(2, 11)
 MAX_FLOAT = torch.finfo(torch.float32).max
 INFINITY = 0x7C00  # the bits of fp16's
-CONSTANTS = [2.0**-64, 0.3, 3.0, 2.0**64]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -47,32 +44,31 @@ def check_decode(
     exponent: int,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    constant: float = 1.0,
 ) -> torch.Tensor:
     """Decoding gives the reference's values."""
     expected = torch.zeros(shape, dtype=dtype)
-    fixed.decode(packed, expected, exponent, constant=constant)
+    fixed.decode(packed, expected, exponent)
 
     def decode(out: torch.Tensor) -> None:
-        assert fixed_loops.decode(packed, out, exponent, constant=constant)
+        assert fixed_loops.decode(packed, out, exponent)
 
     loops_cases.check_decode(packed, expected, decode)
     return expected
 
 
-def check(x: torch.Tensor, bits: int, constant: float = 1.0) -> None:
+def check(x: torch.Tensor, bits: int) -> None:
     """Both ways."""
     n = x[..., 0].numel() * tiles_per_row(x.shape[-1])
     expected, found = (sections(bits, n, filling) for filling in (0x55, 0xAA))
     before = x.clone()
-    exponent = fixed.encode(x, expected, constant=constant)
-    assert fixed_loops.encode(x, found, constant=constant).equal(exponent)
+    exponent = fixed.encode(x, expected)
+    assert fixed_loops.encode(x, found).equal(exponent)
     assert torch.equal(x, before)
     if exponent == NON_FINITE:
         return
     for name, one, other in zip(fixed.FixedSections._fields, expected, found, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
-    check_decode(found, int(exponent), tuple(x.shape), x.dtype, constant)
+    check_decode(found, int(exponent), tuple(x.shape), x.dtype)
 
 
 @each("bits", BITS)
@@ -97,9 +93,8 @@ def test_tensors_of_any_size(largest: float, bits: int) -> None:
     x = normal(40, 100)
     x = (x / x.abs().max()).double() * largest
     spread = x * torch.logspace(-20, 0, 40, dtype=torch.float64)[:, None]
-    for constant in (1.0, *CONSTANTS):
-        check(x.float(), bits, constant)
-        check(spread.float(), bits, constant)
+    check(x.float(), bits)
+    check(spread.float(), bits)
 
 
 @each("bits", BITS)
@@ -109,7 +104,6 @@ def test_zeros(bits: int) -> None:
     x = torch.zeros(9, 100)
     x[4, 70] = -3.0
     check(x, bits)
-    check(x, bits, 0.3)
 
 
 @each("bits", BITS)
@@ -137,19 +131,12 @@ def test_codes_at_ties(bits: int) -> None:
 def test_non_finite_values_are_reported(bad: float) -> None:
     x = normal(10, 100)
     x[3, 99] = bad
-    assert fixed_loops.encode(x, sections(8, 20, 0), constant=1.0).item() == NON_FINITE
-
-
-def test_values_that_a_constant_makes_infinite_are_reported() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        exponent = fixed_loops.encode(torch.full((1, TILE), 1e30), sections(8, 1, 0), constant=1e10)
-    assert exponent.item() == NON_FINITE
+    assert fixed_loops.encode(x, sections(8, 20, 0)).item() == NON_FINITE
 
 
 def test_memory_layout_does_not_matter() -> None:
     check(normal(100, 70).t(), 8)
-    check(normal(4, 30, 200)[:, ::2, 3:150], 9, 3.0)
+    check(normal(4, 30, 200)[:, ::2, 3:150], 9)
 
 
 @each("dtype", DTYPES)
@@ -158,8 +145,7 @@ def test_any_exponent(exponent: int, dtype: torch.dtype) -> None:
     """Down to fp32's smallest numbers and beyond the largest of every dtype."""
     for bits in (2, 5, 8, 10):
         packed = random_sections(bits, 100, seed=exponent + 200)
-        for constant in (1.0, *CONSTANTS):
-            assert bool(check_decode(packed, exponent, (50, 100), dtype, constant).isfinite().all())
+        assert bool(check_decode(packed, exponent, (50, 100), dtype).isfinite().all())
 
 
 @each("bits", BITS)
@@ -168,10 +154,10 @@ def test_a_code_beyond_the_range_is_found(bits: int) -> None:
     out = torch.empty(3, TILE)
     for place in range(3 * TILE):
         packed = random_sections(bits, 3, seed=place)
-        assert fixed_loops.decode(packed, out, 0, constant=1.0)
+        assert fixed_loops.decode(packed, out, 0)
         bit = 1 << place % TILE
         packed.planes[:, place // TILE] |= bit - (1 << 64) if bit >> 63 else bit
-        assert not fixed_loops.decode(packed, out, 0, constant=1.0)
+        assert not fixed_loops.decode(packed, out, 0)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -188,7 +174,6 @@ def test_threads_do_not_interfere(width: int, dtype: torch.dtype) -> None:
     seed=st.integers(0, 2**31),
     bits=st.sampled_from(BITS),
     power=st.integers(-150, 127),
-    constant=st.floats(2.0**-64, 2.0**64, width=32),
     raw=st.booleans(),
 )
 def test_any_tensor(
@@ -197,13 +182,11 @@ def test_any_tensor(
     seed: int,
     bits: int,
     power: int,
-    constant: float,
     raw: bool,
 ) -> None:
     x = random_bits(dtype, *shape, seed=seed) if raw else normal(*shape, seed=seed).to(dtype)
     x = (x.double() * 2.0**power).to(dtype) if not raw else x
     check(x.nan_to_num(1.0, 2.0, 3.0), bits)
-    check(x.nan_to_num(1.0, 2.0, 3.0), bits, constant)
 
 
 @settings(max_examples=examples(100))
@@ -213,7 +196,6 @@ def test_any_tensor(
     seed=st.integers(0, 2**31),
     bits=st.sampled_from(BITS),
     exponent=st.integers(MIN_EXPONENT, MAX_EXPONENT),
-    constant=st.floats(2.0**-64, 2.0**64, width=32),
     largest=st.integers(2, INFINITY),
 )
 def test_any_sections(
@@ -222,10 +204,8 @@ def test_any_sections(
     seed: int,
     bits: int,
     exponent: int,
-    constant: float,
     largest: int,
 ) -> None:
     n = shape[0] * shape[1] * tiles_per_row(shape[2])
     packed = random_sections(bits, n, seed=seed, largest=largest)
     check_decode(packed, exponent, shape, dtype)
-    check_decode(packed, exponent, shape, dtype, constant)

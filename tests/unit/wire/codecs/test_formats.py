@@ -14,7 +14,6 @@ from wire.codecs.formats import (
     HEADER_BYTES,
     WIRE_NUMBERS,
     AqsgdFormat,
-    FixedFormat,
     TrellisFormat,
     codec_format,
     codec_names,
@@ -60,12 +59,6 @@ def test_a_trellis_format_takes_rates_from_2_to_10_in_thousandths(rate: float) -
         == TrellisCodec(TrellisFormat(known.rate)).parameters
         == known.parameters
     )
-
-
-@given(constant=st.floats(2.0**-64, 2.0**64))
-def test_a_constant_equals_torchs_fp32_value(constant: float) -> None:
-    rounded = torch.tensor(constant, dtype=torch.float32).item()
-    assert FixedFormat(8, constant).parameters.constant == rounded
 
 
 @each("shape", [(), (0,), (3, 0), (1,) * 6, (2**32,)])
