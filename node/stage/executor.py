@@ -367,7 +367,7 @@ class StageExecutor:
             ),
             digests={} if digests is None else digests.of(counted, sums, passes.audited),
             generation=passes.generation,
-            sums={} if self._sync is None else self._by_index(self._sync.digests_of_sums),
+            sums={} if self._sync is None else self._by_index(self._sync.digests_of_sums()),
         )
 
     def validate(

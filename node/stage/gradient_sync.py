@@ -156,8 +156,8 @@ class GradientSync:
         self._roots: dict[str, Future[None]] = {}
         self._joined_units: set[str] = set()
         self._kept_units: set[str] = set()
-        self.digests_of_sums: dict[str, bytes] = {}
-        """With several rows: the digest of each unit's packed sum over all groups."""
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="digests")
+        self._sum_digests: dict[str, Future[bytes]] = {}
         self._digests: StepDigests | None = None
 
     def begin(
@@ -239,14 +239,21 @@ class GradientSync:
                 continue
             pieces = plan.pieces[unit]
             roots = [self._root(piece) for piece in pieces]
-            if roots and plan.share.rows > 1 and unit not in self.digests_of_sums:
-                self.digests_of_sums[unit] = digest_of_sum(part.numpy().data for part in roots)
+            if roots and plan.share.rows > 1 and unit not in self._sum_digests:
+                # A gigabyte takes a second. Meanwhile the sums are unpacked.
+                self._sum_digests[unit] = self._hashing.submit(
+                    digest_of_sum, [part.numpy().data for part in roots]
+                )
             if self._keep is not None and roots and unit not in self._kept_units:
                 self._keep(self._place[1], unit, roots)
                 self._kept_units.add(unit)
             yield unit, self._joined.join(pieces, roots)
             self._joined_units.add(unit)
         self.drain()
+
+    def digests_of_sums(self) -> dict[str, bytes]:
+        """After `finish`, with several rows: the digest of each unit's packed sum over all groups."""
+        return {unit: digest.result() for unit, digest in self._sum_digests.items()}
 
     def read(self, plan: SyncPlan, sums: Mapping[str, bytes]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """The result of `finish` on the node that kept these packed sums, by unit. Raises PackedMismatchError
@@ -285,9 +292,8 @@ class GradientSync:
         self._jobs.clear()
 
     def _forget(self) -> None:
-        for held in (self._folds, self._held, self._spare, self._sums_of, self._roots):
+        for held in (self._folds, self._held, self._spare, self._sums_of, self._roots, self._sum_digests):
             held.clear()
-        self.digests_of_sums = {}
         for names in (self._sent, self._joined_units, self._kept_units):
             names.clear()
 
