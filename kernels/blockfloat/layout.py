@@ -15,6 +15,10 @@ they are OCP's E2M1 and E2M3 (Microscaling Formats 1.0, section 5.3), but the sc
 All widths have two exponent bits, because the scale already covers the range: with 8 bits, e2m5 has a quarter
 of e4m3's error. 3 bits have four magnitudes, 1, 4, 8 and 14, and no zero. 16 bits are plain bf16 without a
 scale.
+
+If `APART` is added to the bits, one channel of 64 is stored separately in bf16 and is 0 in the blocks: those
+with the largest sums of magnitudes (`kernels.blockfloat.outliers`). Two more sections follow the shards, each
+aligned to 16 bytes: the indices of these channels, int32, ascending; and their values, row by row.
 """
 
 from collections.abc import Sequence
@@ -25,6 +29,10 @@ WIDTHS = (3, 4, 5, 6, 8, 16)
 """Bits of a code, including its sign."""
 SHARDS = {3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,), 16: (16,)}
 """Widths of each format's shards, low bits first."""
+APART = 64
+"""Added to a format's bits if outlier channels are stored separately."""
+OF_CHANNELS = 64
+"""One channel of this many is stored separately."""
 SMALL_MAGNITUDES = (1.0, 4.0, 8.0, 14.0)
 """The magnitudes that the codes of 3 bits stand for, in units of the scale.
 
@@ -65,5 +73,21 @@ def payload_offset(blocks: int, bits: int) -> int:
 
 def packed_bytes(shape: Sequence[int], bits: int) -> int:
     """The size in bytes of a tensor of this shape, stored in `bits`."""
+    if bits >= APART:
+        return values_apart_offset(shape, bits) + _aligned(2 * prod(shape[:-1]) * channels_apart(shape[-1]))
     blocks = blocks_of(shape)
     return payload_offset(blocks, bits) + blocks * BLOCK * bits // 8
+
+
+def channels_apart(width: int) -> int:
+    """How many of a tensor's channels are stored separately."""
+    return -(-width // OF_CHANNELS)
+
+
+def values_apart_offset(shape: Sequence[int], bits: int) -> int:
+    """The byte at which the separate channels' values start, just after their indices."""
+    return packed_bytes(shape, bits - APART) + _aligned(4 * channels_apart(shape[-1]))
+
+
+def _aligned(size: int) -> int:
+    return (size + 15) // 16 * 16

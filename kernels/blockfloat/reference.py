@@ -22,7 +22,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from kernels.blockfloat import outliers
 from kernels.blockfloat.layout import (
+    APART,
     BLOCK,
     NAN_SCALE,
     SHARDS,
@@ -42,10 +44,12 @@ _CPU_BLOCKS = 2048
 
 
 def pack(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Store x (fp32, bf16 or fp16, `[..., C]`) in `bits` (3, 4, 5, 6, 8 or 16): uint8, 1-D.
+    """Store x (fp32, bf16 or fp16, `[..., C]`) in `bits` (3, 4, 5, 6, 8 or 16, or with `APART`): uint8, 1-D.
 
     The size is `packed_bytes(x.shape, bits)`. Never waits for the device.
     """
+    if bits >= APART:
+        return outliers.pack(x, bits, outliers.channel_sums, _pack_rest)
     rows = _block_rows(x)
     if bits == 16:
         # Copied even if x is bf16, because an operator may not return its input.
@@ -64,6 +68,8 @@ def pack(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, shape: Sequence[int], bits: int, dtype: torch.dtype) -> torch.Tensor:
     """The tensor that `pack` stored, as a new contiguous tensor of `shape` and `dtype`."""
+    if bits >= APART:
+        return outliers.put_back(unpack(packed, shape, bits - APART, dtype), packed, bits)
     count, width = blocks_of(shape), shape[-1]
     if bits == 16:
         rows = packed.view(torch.bfloat16).view(count, BLOCK).to(dtype)
@@ -81,6 +87,10 @@ def unpack(packed: torch.Tensor, shape: Sequence[int], bits: int, dtype: torch.d
     # Copied, so that changes to the result do not reach the stored tensor.
     restored = whole.clone(memory_format=torch.contiguous_format) if bits == 16 else whole.contiguous()
     return restored.view(tuple(shape))
+
+
+def _pack_rest(x: torch.Tensor, bits: int, apart: torch.Tensor) -> torch.Tensor:
+    return pack(x.index_fill(-1, apart, 0), bits)
 
 
 def _block_rows(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.common import dispatch
 from kernels.fp8 import rows
+from kernels.fp8.layout import MULTIPLE
 from kernels.fp8.rows import Coded
 
 
@@ -40,6 +41,22 @@ def code_halved_rows(x: Tensor) -> tuple[Tensor, Coded]:
     return half, code_rows(half.view(-1, half.shape[-1]))
 
 
+def code_columns(x: Tensor) -> Coded:
+    """The columns of x [T, columns] in e4m3: codes [columns, T rounded up to a multiple of 16].
+
+    See `kernels.fp8.rows.code_columns`.
+    """
+    tokens, columns = x.shape
+    into = Coded.empty(columns, -(-tokens // MULTIPLE) * MULTIPLE, x.device)
+    if dispatch.has_kernels(x.device, "fp8"):
+        from kernels.fp8 import triton
+
+        triton.code_columns(x, into)
+    else:
+        rows.code_columns(x, into)
+    return into
+
+
 def product(a: Coded, b: Coded, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """a @ b.T in `dtype`, of a [T, K] and b [N, K] (`kernels.fp8.rows.product`).
 
@@ -51,6 +68,19 @@ def product(a: Coded, b: Coded, dtype: torch.dtype, *, fast: bool = False) -> Te
     return torch._scaled_mm(
         a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=dtype, use_fast_accum=fast
     )
+
+
+def weight_gradient(grads: Tensor | Coded, rows: Tensor | Coded, dtype: torch.dtype) -> Tensor:
+    """grads.t() @ rows, [N, K] in `dtype`.
+
+    Args:
+        grads, rows: [T, N] and [T, K], or both as the codes of their columns (`code_columns`).
+    """
+    if isinstance(grads, Coded):
+        assert isinstance(rows, Coded)
+        return product(grads, rows, dtype)
+    assert isinstance(rows, Tensor)
+    return grads.t() @ rows
 
 
 @dataclass(frozen=True, slots=True)

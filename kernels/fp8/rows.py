@@ -51,6 +51,18 @@ def code_rows(x: Tensor, into: Coded) -> None:
     into.scales.copy_(torch.where(finite, scale, torch.nan))
 
 
+def code_columns(x: Tensor, into: Coded) -> None:
+    """Write the columns of x [T, columns] to `into` [columns, T or more], each with a scale.
+
+    Codes beyond T are 0. In this form gradients and inputs are the operands of a weight's gradient, a sum
+    over tokens.
+    """
+    tokens = len(x)
+    into.codes[:, tokens:] = 0
+    columns = Coded(into.codes[:, :tokens], into.scales)
+    code_rows(x.t().contiguous(), columns)
+
+
 def decoded(x: Coded) -> Tensor:
     """The values, float32 [rows, columns]."""
     return x.codes.float() * x.scales

@@ -1,6 +1,7 @@
-"""`kernels.fp8.reference` and `kernels.fp8.rows` on GPUs: each function passes over memory once.
+"""`kernels.fp8.reference` and `kernels.fp8.rows` on GPUs: each function passes over memory once, or twice for
+the columns of a matrix.
 
-A program handles rows of 128 elements (one block of e4m3 numbers each), or a whole row of a matrix.
+A program handles rows of 128 elements (one block of e4m3 numbers each), a whole row of a matrix, or a tile.
 GPUs that can convert to and from e4m3 do so, in a third of the instructions. Other GPUs, the interpreter and
 moments use integers, which give the same bits.
 """
@@ -33,6 +34,9 @@ ADDED_WARPS = 4
 """Warps of a program that accumulates gradients; a thread has 16 elements of a block."""
 CHUNK = 4096
 """Columns that a program reads at a time. Longer rows are read twice, the second time from the cache."""
+
+TILE = 64
+"""Rows and columns of a tile when columns of a matrix are coded."""
 
 # Triton specializes kernels for sizes that are 1 or multiples of 16. That helps only for the number of
 # elements: Triton then knows that a thread may read several at once.
@@ -187,6 +191,39 @@ def code_rows(x: Tensor, into: Coded, *, half: Tensor | None = None, chunk: int 
             num_warps=min(max(chunk // 512, 1), 8),
             enable_fp_fusion=False,
         )
+
+
+def code_columns(x: Tensor, into: Coded, tile: int = TILE) -> None:
+    """See `kernels.fp8.rows.code_columns`; rows of x need not be contiguous."""
+    rows, width = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    length = into.codes.shape[1]
+    peaks = torch.zeros(width, dtype=torch.int32, device=x.device)
+    columns = triton.cdiv(width, tile)
+    _column_peaks[(triton.cdiv(rows, tile), columns)](
+        x,
+        peaks,
+        rows,
+        width,
+        x.stride(0),
+        TILE=tile,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    _code_columns[(triton.cdiv(length, tile), columns)](
+        x,
+        peaks,
+        into.codes.view(torch.uint8),
+        into.scales,
+        rows,
+        width,
+        x.stride(0),
+        length,
+        TILE=tile,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 @triton.jit(do_not_specialize=("parameter", "count"))
@@ -466,3 +503,27 @@ def _code_rows(x, half, codes, scales, width, stride, HALF: tl.constexpr, CHUNK:
                 value = (_half_bits(value) << 16).to(tl.float32, bitcast=True)
             store_codes(codes + row * width + start + column, value, peak, real)
     tl.store(scales + row, scale_of(peak))
+
+
+@triton.jit
+def _column_peaks(x, peaks, rows, width, stride, TILE: tl.constexpr):
+    """The bits of each column's largest magnitude, as a maximum of integers, which is exact in any order."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    value = widened(tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0))
+    tl.atomic_max(peaks + column, tl.max(magnitude_bits(value), 0), mask=column < width)
+
+
+@triton.jit
+def _code_columns(x, peaks, codes, scales, rows, width, stride, length, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    value = widened(tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0))
+    peak = tl.load(peaks + column, mask=column < width, other=0)
+    # Rows outside the matrix are 0 and have the code 0.
+    place = codes + column[:, None] * length + row[None, :]
+    written = (column < width)[:, None] & (row < length)[None, :]
+    store_codes(place, tl.trans(value), peak[:, None], written)
+    tl.store(scales + column, scale_of(peak), mask=(column < width) & (tl.program_id(0) == 0))

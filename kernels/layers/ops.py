@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.blockfloat import ops
+from kernels.blockfloat.layout import APART
 from kernels.common import dispatch
 from kernels.common import layers as reference
 from kernels.fp8.products import code_rows
@@ -29,7 +30,7 @@ def coded_norm(
 ) -> tuple[Coded, Tensor]:
     """The codes of the rows of `norm` (`kernels.fp8.rows`), and x stored in `bits`, or x itself with 0
     bits."""
-    if dispatch.has_kernels(x.device, "layers"):
+    if dispatch.has_kernels(x.device, "layers") and bits < APART:
         from kernels.blockfloat.triton import norm as triton_norm
 
         coded, stored = triton_norm.coded_norm(x, weight, bias, eps, bits, dtype)

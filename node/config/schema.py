@@ -279,6 +279,9 @@ class TrainingSection:
     """Multiply blocks' matrices in `precision`, or in `fp8`: in e4m3 with a scale per row, in forward and for
     inputs' gradients. Attention, embedding and head stay in bfloat16. It needs `precision` bfloat16, and GPUs
     of compute capability 8.9 or later; CPUs emulate it, slowly."""
+    weight_gradients: str = "precision"
+    """Compute the gradients of blocks' matrices in `precision`, or in `fp8` (needs `compute` fp8). They are a
+    third of all products. It is faster, but the errors add up in the weights."""
     deterministic: bool = True
     """Sum in a fixed order, so that a step has the same bits however often it runs. With `false`, attention's
     backward on GPUs sums in any order, which is faster (with `pipeline.sequence_chunks`, only in a sample's
@@ -307,7 +310,8 @@ class StorageSection:
     bits too). The keys below override the preset for one kind of tensor."""
     norm_input: str = "preset"
     """The input of both norms: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128.
-    It cannot be recomputed, because everything that is recomputed starts from it."""
+    `4+outliers` keeps 1 of 64 channels, those with the largest magnitudes, in bf16 besides 4 bits, for
+    pretrained models. It cannot be recomputed, because everything that is recomputed starts from it."""
     ffn_input: str = "preset"
     """The inputs of SwiGLU or GELU: the same forms, `3`, or `recompute` (from the norm's input)."""
     attention: str = "preset"
@@ -319,6 +323,8 @@ class StorageSection:
     "ffn_input:4", "attention:8"]`), or a form alone for norm and FFN inputs (`["8", "4"]`). The coordinator
     decides when it places a stage, by its nodes' measurements: it takes the fastest form with which the stage
     fits, and among equals the one with the most bits. The choice is recorded and kept."""
+    bits_by_stage: bool = False
+    """Stages that hold fewer microbatches store norm and FFN inputs in more bits, within the same memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

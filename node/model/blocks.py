@@ -176,6 +176,10 @@ class Block(nn.Module, ABC):
             for way, together in zip(self._ways, self.products(), strict=True)
         ]
 
+    def code_weight_gradients(self) -> None:
+        """Compute the products for weights' gradients in FP8 too."""
+        self._ways = [replace(way, codes_gradients=True) for way in self._ways]
+
     @property
     def is_coded(self) -> bool:
         """Whether products are in FP8."""

@@ -3,11 +3,11 @@ computes."""
 
 from node.config.schema import LoraSection, ModelSection
 from node.model.families.family import Cut, Initial, ParameterSpec
-from node.model.storage import PACKED
+from node.model.storage import OUTLIERS_APART, PACKED
 from node.model.units import block_name, is_block, parameter_specs
 
 WHOLE = "float32"
-FORMS = (WHOLE, *PACKED)
+FORMS = (WHOLE, *(form for form in PACKED if form != OUTLIERS_APART))
 """The allowed values of `[lora] base`."""
 DOWN, UP = "lora_A", "lora_B"
 """The names of an adapter's matrices, as in PEFT."""

@@ -5,24 +5,30 @@ There are four kinds of tensors, each with its own form. Everything else is reco
 arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from kernels.blockfloat.layout import packed_bytes
+from kernels.blockfloat.layout import APART, packed_bytes
 from node.config.schema import PLANNED, ModelSection, StorageSection, TrainingSection
 from node.model.families.known import family_of
 
 AS_COMPUTED = "none"
 RECOMPUTE = "recompute"
 FROM_PRESET = "preset"
-PACKED = {"bf16": 16, "8": 8, "6": 6, "5": 5, "4": 4, "3": 3}
+OUTLIERS_APART = "4+outliers"
+PACKED = {"bf16": 16, "8": 8, "6": 6, "5": 5, OUTLIERS_APART: 4 + APART, "4": 4, "3": 3}
 """Bits per element of the packed forms, as in `kernels.blockfloat.layout`."""
 KINDS = {
-    "norm_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4"),
+    "norm_input": (AS_COMPUTED, "bf16", "8", "6", "5", OUTLIERS_APART, "4"),
     "ffn_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4", "3", RECOMPUTE),
     "attention": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
     "attention_output": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
 }
-"""The forms that each kind may have. Norm inputs cannot be recomputed."""
+"""The forms that each kind may have. Norm inputs cannot be recomputed, and contain a model's outlier
+channels."""
+STAGE_BITS = (4, 5, 6, 8, 16)
+"""The numbers of bits that a stage may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,42 @@ def configured(section: StorageSection) -> Storage:
     return replace(PRESETS[section.preset], **own)
 
 
+def storages_by_load(
+    section: StorageSection, loads: Sequence[int], widest: int = STAGE_BITS[-1]
+) -> tuple[Storage, ...]:
+    """A proposal of how each stage's blocks keep their activations, from the stages' loads only.
+
+    `node.tuning.memory.stage_storages` decides, and considers the rest of a stage's memory.
+
+    Args:
+        loads: the most block activations (microbatches x blocks) that each stage holds at once.
+        widest: the most bits that are proposed, unless the run file sets more for a kind.
+    """
+    base = configured(section)
+
+    def forms(form: str) -> Sequence[str]:
+        """A kind's form at each stage."""
+        if PACKED.get(form, 16) >= 16:
+            return [form] * len(loads)
+        return [_form(bits) for bits in stage_bits(loads, PACKED[form], widest)]
+
+    norms, ffns = forms(base.norm_input), forms(base.ffn_input)
+    return tuple(replace(base, norm_input=norm, ffn_input=ffn) for norm, ffn in zip(norms, ffns, strict=True))
+
+
+def stage_bits(loads: Sequence[int], base: int, widest: int = STAGE_BITS[-1]) -> tuple[int, ...]:
+    """The bits of each stage: base x the heaviest load / its own, rounded down to one of `STAGE_BITS`.
+
+    So the activations of no stage take more memory than those of the heaviest stage at `base` bits (AGoQ,
+    section 4.2; its equation 21 counts stages from the wrong end, and loads here are the schedule's own). The
+    result is never below `base`, and never above the larger of `base` and `widest`.
+    """
+    heaviest = max(loads)
+    allowed = [Fraction(base * heaviest, load) if load else Fraction(STAGE_BITS[-1]) for load in loads]
+    allowed = [min(most, Fraction(widest)) for most in allowed]
+    return tuple(max([base, *(bits for bits in STAGE_BITS if bits <= most)]) for most in allowed)
+
+
 def stored_bytes(
     model: ModelSection, training: TrainingSection, storage: Storage, samples: int | None = None
 ) -> StoredBytes:
@@ -124,3 +166,7 @@ def head_piece(tokens: int, vocab: int, *, fused: bool = False) -> int:
     equal."""
     pieces = -(-tokens * vocab // (FUSED_LOGITS if fused else HEAD_LOGITS))
     return -(-tokens // max(1, pieces))
+
+
+def _form(bits: int) -> str:
+    return next(form for form, width in PACKED.items() if width == bits)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from node.config.schema import RunConfig, StorageSection
+from node.config.schema import PipelineSection, RunConfig, StorageSection
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.tuning.block_times import allowed_forms
 from node.tuning.storage_choice import MOST_STORAGES
@@ -17,10 +17,10 @@ def name_problem(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
 
 def storage_problems(config: RunConfig) -> Iterator[str]:
     """All broken rules of `[storage]`, one line each."""
-    yield from _storage(config.storage)
+    yield from _storage(config.storage, config.pipeline)
 
 
-def _storage(storage: StorageSection) -> Iterator[str]:
+def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str]:
     unknown = list(name_problem("storage.preset", storage.preset, tuple(PRESETS)))
     yield from unknown
     known = not unknown
@@ -37,6 +37,16 @@ def _storage(storage: StorageSection) -> Iterator[str]:
             f"storage.attention recompute with storage.attention_output {chosen.attention_output} mixes "
             "queries computed from packed norm inputs with results of others: recompute both, or neither"
         )
+    if storage.bits_by_stage and not {"4", "5", "6", "8"} & {chosen.norm_input, chosen.ffn_input}:
+        yield (
+            "storage.bits_by_stage chooses the bits of norm and FFN inputs, but neither is kept in 4 to 8 "
+            "bits: set storage.preset to agoq or compact"
+        )
+    if storage.bits_by_stage and pipeline.window == "auto":
+        yield (
+            "storage.bits_by_stage needs pipeline.window to be a number: the bits belong to what a run's "
+            'weights follow from, and "auto" is measured'
+        )
 
 
 def _allowed(storage: StorageSection) -> Iterator[str]:
@@ -52,3 +62,5 @@ def _allowed(storage: StorageSection) -> Iterator[str]:
     choices = prod(1 + len({f for k, f in forms if k == kind} - {getattr(base, kind)}) for kind in KINDS)
     if choices > MOST_STORAGES:
         yield f"storage.allow gives {choices} choices a stage, of at most {MOST_STORAGES}: name fewer"
+    if forms and storage.bits_by_stage:
+        yield "storage.allow and storage.bits_by_stage both choose a stage's bits: set one of them"

@@ -197,6 +197,8 @@ def _compute(config: RunConfig) -> Iterator[str]:
     """What products in FP8 require."""
     model = config.model
     if config.training.compute != "fp8":
+        if config.training.weight_gradients == "fp8":
+            yield 'training.weight_gradients = "fp8" needs training.compute = "fp8"'
         return
     if config.training.precision != "bfloat16":
         yield (
@@ -316,6 +318,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
             yield from _computed({f"training.{key}": getattr(training, key)})
     yield from name_problem("training.precision", training.precision, PRECISIONS)
     yield from name_problem("training.compute", training.compute, COMPUTES)
+    yield from name_problem("training.weight_gradients", training.weight_gradients, COMPUTES)
     yield from name_problem("training.weights", training.weights, WEIGHTS)
     yield from name_problem("training.gradients", training.gradients, STORES)
     yield from name_problem("training.moments", training.moments, tuple(MOMENT_FORMS))

@@ -25,6 +25,7 @@ from kernels.attention.reach import EVERYTHING, Reach
 from kernels.blockfloat import layers as blockfloat_layers
 from kernels.blockfloat import ops as storage
 from kernels.blockfloat import reference as blockfloat
+from kernels.blockfloat.layout import APART
 from kernels.common import dispatch
 from kernels.common import layers as reference
 from kernels.common.random_bits import random_bits
@@ -39,7 +40,7 @@ from kernels.layers import ops as layers
 from kernels.orthogonal import ops as orthogonal
 from kernels.orthogonal import reference as orthogonal_reference
 from node.config.schema import PLANNED, RunConfig
-from node.model.storage import KINDS, PACKED
+from node.model.storage import KINDS, PACKED, STAGE_BITS
 from node.stage.machine_info import arithmetic
 from node.tuning.storage_choice import allowed_storages
 from wire.codecs.formats import codec_format, known_format, planned_names
@@ -167,7 +168,8 @@ def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
         checks[f"codec {name}"] = (kernels, partial(_codec, name=name))
     stored = _stored_bits(config)
     for bits in stored:
-        checks[f"storage in {bits} bits"] = ("storage", partial(_storage, bits=bits))
+        apart = " with channels apart" if bits >= APART else ""
+        checks[f"storage in {bits % APART} bits{apart}"] = ("storage", partial(_storage, bits=bits))
     if stored and stored[0] < 16:
         checks["layers that store"] = ("storage", partial(_storing_layers, bits=stored[0]))
     if "fp8" in (config.training.gradients, config.training.moments, config.training.compute):
@@ -192,7 +194,8 @@ def _stored_bits(config: RunConfig) -> list[int]:
     """The bits of all forms in which a stage may store activations and frozen weights, the fewest first."""
     forms = {getattr(storage, kind) for storage in allowed_storages(config) for kind in KINDS}
     forms |= {config.lora.base} if config.lora.rank else set()
-    return sorted(PACKED[form] for form in forms if form in PACKED)
+    bits = {PACKED[form] for form in forms if form in PACKED}
+    return sorted(bits | set(STAGE_BITS) if config.storage.bits_by_stage else bits)
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:

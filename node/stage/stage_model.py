@@ -18,7 +18,7 @@ from node.model.blocks import Block
 from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.host_memory import HostMemory, host_memory
 from node.model.offload import Offload
-from node.model.storage import Storage, configured
+from node.model.storage import Storage
 from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import is_block
@@ -32,6 +32,7 @@ from node.stage.state_copy import StateCopy, weights_of
 from node.state.unit_state import FROZEN_PREFIX
 from node.training.local_steps import LocalSteps
 from node.training.optimizer import StageOptimizer, StateTensor
+from node.tuning.memory import stage_storages
 from node.tuning.memory_plan import MemoryPlan, Room
 from node.tuning.state_moves import moved_blocks
 from node.tuning.storage_choice import allowed_storages, chosen_config
@@ -114,7 +115,7 @@ class StageModel:
         # Drop the old chunks first: a rollback on the same stage would hold everything twice.
         self.drop()
         own = chunk_units(config, stages)[stage::stages]
-        self._storage = configured(config.storage)
+        self._storage = stage_storages(config, stages)[stage]
         self._control = MemoryControl(config, stages, stage, self._room)
         plan = self._control.plan
         blocks = [unit for units in own for unit in units if is_block(unit)]

@@ -18,7 +18,9 @@ from kernels.common import dispatch
 from kernels.common.matrices import following
 from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.ops import accumulate_gradient
+from kernels.fp8.products import weight_gradient
 from kernels.fp8.reference import Draw, Fp8Gradient, pack_gradient, unpack_gradient
+from kernels.fp8.rows import Coded
 from node.model.page_locked import GRADIENT_PIECE
 from wire.errors import RunError
 
@@ -131,19 +133,25 @@ class PlainGradients:
         """
         self.get(parameter).add_(value)
 
-    def add_product(self, parameters: Sequence[nn.Parameter], grads: Tensor, rows: Tensor) -> None:
+    def add_product(
+        self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
+    ) -> None:
         """Add a microbatch's `grads.t() @ rows`: the stacked gradients of these matrices.
 
         A CUDA graph may capture and replay this call.
 
         Args:
             parameters: matrices with the same number of columns.
-            grads: [T, rows of all parameters], in half precision on a GPU.
+            grads: [T, rows of all parameters], in half precision on a GPU, or the codes of its columns.
             rows: [T, columns], likewise.
         """
         whole = self._together(parameters)
-        # The product accumulates into the sum, so no result is stored, rounded and read again.
-        torch.addmm(whole, grads.t(), rows, out_dtype=torch.float32, out=whole)
+        if isinstance(grads, Tensor) and isinstance(rows, Tensor):
+            # The product accumulates into the sum, so no result is stored, rounded and read again.
+            torch.addmm(whole, grads.t(), rows, out_dtype=torch.float32, out=whole)
+        else:
+            # Products in e4m3 with a scale per row return bf16 and cannot accumulate.
+            whole.add_(weight_gradient(grads, rows, torch.bfloat16))
 
     def _together(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The matrix whose rows are these parameters' main gradients. They are moved into one matrix if
@@ -303,8 +311,11 @@ class Fp8Gradients:
         else:
             self._vectors.add(parameter, value)
 
-    def add_product(self, parameters: Sequence[nn.Parameter], grads: Tensor, rows: Tensor) -> None:
-        products = torch.split(grads.t() @ rows, [len(parameter) for parameter in parameters])
+    def add_product(
+        self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
+    ) -> None:
+        whole = weight_gradient(grads, rows, torch.bfloat16)
+        products = torch.split(whole, [len(parameter) for parameter in parameters])
         for parameter, part in zip(parameters, products, strict=True):
             self.add(parameter, part)
             if self.when_added is not None:

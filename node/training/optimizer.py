@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kernels.common import dispatch
 from kernels.fp8.reference import Fp8Gradient
+from kernels.fp8.rows import Coded
 from node.config.schema import TrainingSection
 from node.model.blocks import Block
 from node.model.chunk import Chunk
@@ -153,6 +154,8 @@ class StageOptimizer:
                 block.add_weight_gradients(self._adding_to)
         for block in self._blocks.values():
             block.fixed_order = training.deterministic
+            if training.weight_gradients == "fp8":
+                block.code_weight_gradients()
         self._coded = self._blocks if training.compute == "fp8" else {}
         """Blocks whose products are in FP8."""
         self.streaming.coded = bool(self._coded)
@@ -219,7 +222,7 @@ class StageOptimizer:
     def _adding_to(self, weights: Sequence[nn.Parameter]) -> AddProduct:
         gradients = self.gradients
 
-        def add(numbers: Sequence[int], grads: Tensor, rows: Tensor) -> None:
+        def add(numbers: Sequence[int], grads: Tensor | Coded, rows: Tensor | Coded) -> None:
             gradients.add_product([weights[number] for number in numbers], grads, rows)
 
         return add

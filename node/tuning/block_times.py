@@ -40,10 +40,13 @@ class PackTime:
 
 def stored_forms(config: RunConfig) -> list[tuple[str, str]]:
     """The kinds and packed forms in which blocks of this run may be stored: the run file's own, and those of
-    `storage.allow`."""
+    `storage.allow`. With `bits_by_stage`, packed kinds may have any of their forms."""
     base, section = configured(config.storage), config.storage
     own = ((kind, getattr(base, kind)) for kind in KINDS)
     forms = dict.fromkeys(chain(own, allowed_forms(section)))
+    if section.bits_by_stage:
+        wide = [kind for kind, form in forms if form in PACKED and form != "bf16"]
+        forms |= dict.fromkeys((kind, form) for kind in wide for form in KINDS[kind] if form in PACKED)
     return [(kind, form) for kind, form in forms if is_packed(config, kind, form)]
 
 

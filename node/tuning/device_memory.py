@@ -22,6 +22,7 @@ from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_
 from node.model.shard_shapes import frozen_bytes, trained_parameters
 from node.model.storage import (
     AS_COMPUTED,
+    OUTLIERS_APART,
     PACKED,
     RECOMPUTE,
     Storage,
@@ -461,7 +462,8 @@ class Share:
         from shapes."""
         alone = self._devices.tensor_parallel == 1 and not (self._devices.on_cpu or self.captures)
         plain = self._model.is_plain and self._lora.rank == 0 and not self.plain
-        return alone and plain and not self._coded and self._half and self._training.weights == "bfloat16"
+        coded = self._coded or self._training.weight_gradients == "fp8" or self._restored() > 0
+        return alone and plain and not coded and self._half and self._training.weights == "bfloat16"
 
     def block_work(self, units: Sequence[str], *, last: bool = True) -> int:
         """The bytes allocated while a block is at work, in addition to what blocks keep.
@@ -523,7 +525,12 @@ class Share:
         largest = max(self.feed_forward_at_work(), self._attention_at_work())
         # Between ranks: what one sends and receives, and both in another order.
         exchanged = 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
-        return largest + exchanged + self._adapting()
+        return largest + exchanged + self._adapting() + self._restored()
+
+    def _restored(self) -> int:
+        """A norm's restored input, which kernels cannot read directly if outlier channels are stored
+        apart."""
+        return self.residual if self._storage.norm_input == OUTLIERS_APART else 0
 
     def _adapting(self) -> int:
         """A frozen matrix in the form that is multiplied, and dropout's result. If autograd keeps the inputs,
@@ -583,6 +590,9 @@ class Share:
             wide, narrow, element = 3 * (1 + len(self._family.ffn_inputs)), 2, 4
         # The codes of the gradients of the widest product's outputs.
         codes = (2 * model.ffn // ranks + model.hidden) if self._coded else 0
+        if self._training.weight_gradients == "fp8":
+            # Also the codes of both operands of the last projection's weight gradient.
+            codes += model.ffn // ranks + model.hidden
         return self._row_tokens * (element * (wide * model.ffn // ranks + narrow * model.hidden) + codes)
 
     @property

@@ -1,6 +1,7 @@
 """Estimates the memory that a stage takes on each device of a node, from shapes alone.
 
-`node.tuning.device_memory` gives one device's share of a stage.
+`node.tuning.device_memory` gives one device's share of a stage. Bits by stage depend on the estimate, so this
+module also decides how blocks store activations.
 
 tests/unit/node/tuning/test_memory.py compares the estimate with torch's allocations on a CPU, and blocks with
 measurements on an H200 (scripts/results/stored_activations.json).
@@ -11,11 +12,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from node.config.schema import ModelSection, RunConfig
+from node.model.shard_shapes import check_shards
 from node.model.storage import (
     AS_COMPUTED,
     RECOMPUTE,
+    STAGE_BITS,
     Storage,
     configured,
+    storages_by_load,
     stored_bytes,
 )
 from node.model.units import HEAD, is_block
@@ -32,6 +36,7 @@ from node.schedule.placement import (
 )
 from node.schedule.schedule import held_activations
 from node.tuning.device_memory import (
+    MULTIPROCESSORS,
     RUNS_AT_WORK,
     RUNS_KEPT,
     WORKSPACES,
@@ -39,6 +44,7 @@ from node.tuning.device_memory import (
     Share,
 )
 from wire.codecs.formats import codec_format
+from wire.errors import RunError
 
 FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and packed tensors in flight, for each process."""
@@ -61,6 +67,8 @@ NUMBERS = 1 << 12
 """Tensors of a single number, such as norms."""
 TRAVELLING = 4
 """Boundary tensors in float32, unpacked in advance or waiting to be packed."""
+COMPARED_DEVICES = 8
+"""The most devices per node that bits by stage consider."""
 MEMORY_SHARE = 0.8
 """The share of a node's memory that a wider window may fill."""
 
@@ -148,56 +156,13 @@ def stage_memory(
     config: RunConfig, stages: int, devices: Devices | None = None, *, windows: int = 0
 ) -> tuple[StageMemory, ...]:
     """As `stage_bytes`, split by purpose."""
-    storage, devices = configured(config.storage), devices or Devices()
-    captured = devices.captures(config)
-    held = held_blocks(config, stages, apart=captured)
-    orders = stage_orders(config, stages)
-    caches = stage_cache_bytes(config, stages, windows)
-    whole = config.training.microbatch * longest_slice(config)
-    boundary = 4 * whole * config.model.hidden
-    process = CPU_FIXED_BYTES + COMPILING_BYTES * _compiles(config) if devices.on_cpu else FIXED_BYTES
-    share = Share(config, devices, storage)
-    block = block_bytes(config, share, storage, devices)
-    # The first norm's input is counted as the block's. A packed copy is kept in addition to the input.
-    ends = 1 if share.plain or (storage.norm_input == AS_COMPUTED and not captured) else 2
-    if slices_of(config) > 1:
-        ends = 0  # as `node.stage.passes` holds neither a slice's input nor its output
-    estimates: list[StageMemory] = []
-    for stage, units in enumerate(stage_units(config, stages)):
-        chunks = 1 + max(action.chunk for action in orders[stage])
-        by_chunk = [held_passes(config, of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
-        in_flight = sum(by_chunk) if captured else held_passes(config, orders[stage])
-        kept = held[stage] * block + in_flight * ends * share.residual
-        if captured:
-            # A graph's forward holds its intermediate tensors, inputs and outputs.
-            kept += in_flight * (share.feed_forward_at_work() + 4 * share.residual)
-            kept += by_chunk[-1] * share.head_keeps() if HEAD in units else 0
-        kept += sum(map(is_block, units)) * share.past_gradients() + share.past_joined()
-        # A step's new samples wait besides the cache. A snapshot's copy is added to both.
-        last = share.block_work(units)
-        # When other blocks are at work, the last block's tensors are freed.
-        others = share.block_work(units, last=False) - block if sum(map(is_block, units)) > 1 else 0
-        working = max(last, others, share.ends_work(units))
-        cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
-        # A leader that shares a microbatch holds it whole and in pieces.
-        travelling = TRAVELLING + (2 if devices.count > 1 else 0)
-        estimates.append(
-            StageMemory(
-                fixed=process + travelling * boundary,
-                state=share.state(units)
-                + share.rotary() * chunks
-                + cache
-                + _group_sums(config, units, share),
-                snapshot=share.snapshot(units),
-                kept=kept,
-                working=working,
-                workspaces=0 if devices.on_cpu else WORKSPACES,
-                applying=share.applying(units) + NUMBERS,
-                captured=captured,
-                pages=held[stage] * share.pages(block, RUNS_KEPT) + share.pages(working, RUNS_AT_WORK),
-                on_cpu=devices.on_cpu,
-            )
-        )
+    storages, devices = stage_storages(config, stages), devices or Devices()
+    held = held_blocks(config, stages, apart=devices.captures(config))
+    estimates = []
+    for stage, own in enumerate(_estimate(config, stages, storages, devices, windows)):
+        share = Share(config, devices, storages[stage])
+        block = share.pages(block_bytes(config, share, storages[stage], devices), RUNS_KEPT)
+        estimates.append(replace(own, pages=held[stage] * block + share.pages(own.working, RUNS_AT_WORK)))
     return tuple(estimates)
 
 
@@ -228,6 +193,118 @@ def block_bytes(config: RunConfig, share: Share, storage: Storage, devices: Devi
 def pass_model(config: RunConfig) -> ModelSection:
     """The model as a pass sees it: samples are as long as the longest slice."""
     return replace(config.model, sequence=longest_slice(config))
+
+
+@lru_cache(maxsize=16)
+def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
+    """How each stage's blocks store activations, first stage first.
+
+    It depends only on the run file and the number of stages, because it determines the run's bits, and every
+    node and the coordinator must agree. With `bits_by_stage` a stage gets more bits (`storages_by_load`) as
+    long as its estimate does not exceed the heaviest stage's: a stage with few activations may be the
+    heaviest because of its head. This holds for stages on equal nodes, CPUs or GPUs, with up to
+    `COMPARED_DEVICES` each, with or without CUDA graphs, which must not change bits.
+    """
+    base = (configured(config.storage),) * stages
+    if not config.storage.bits_by_stage:
+        return base
+    loads = held_blocks(config, stages)
+    forms = [base, *(storages_by_load(config.storage, loads, bits) for bits in STAGE_BITS)]
+    widest = [len(STAGE_BITS)] * stages
+    # A sample cache grows with the text, whose size is unknown here. So a stage is compared with those whose
+    # cache is at least as large.
+    remembered = stage_cache_bytes(config, stages, 1)
+    for arranged, devices in _arrangements(config):
+        estimates = _estimate(arranged, stages, base, devices)
+        held = held_blocks(arranged, stages, apart=devices.captures(arranged))
+        plain = stored_bytes(pass_model(config), config.training, base[0]).total // devices.count
+        for stage, own in enumerate(estimates):
+            caches = zip(estimates, remembered, strict=True)
+            heaviest = max(other.total for other, cache in caches if cache >= remembered[stage])
+            for number in range(widest[stage], -1, -1):
+                storage = forms[number][stage]
+                block = stored_bytes(pass_model(config), config.training, storage).total // devices.count
+                if replace(own, kept=own.kept + held[stage] * (block - plain)).total <= heaviest:
+                    widest[stage] = number
+                    break
+    return tuple(forms[number][stage] for stage, number in enumerate(widest))
+
+
+def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
+    """All nodes of up to `COMPARED_DEVICES` that can compute a stage of this run, with graphs and without."""
+    training = config.training
+    graphs, plain = (replace(config, training=replace(training, cuda_graphs=on)) for on in (True, False))
+    arranged = []
+    for ranks in range(1, COMPARED_DEVICES + 1):
+        try:
+            check_shards(config, ranks)
+        except RunError:
+            continue
+        for rows in range(1, COMPARED_DEVICES // ranks + 1):
+            if config.training.microbatch % rows == 0:
+                cpu = Devices(count=rows * ranks, tensor_parallel=ranks)
+                # A result that holds for one multiprocessor and for the maximum holds in between.
+                gpus = [replace(cpu, on_cpu=False, multiprocessors=n) for n in (MULTIPROCESSORS, 1)]
+                arranged += [(plain, devices) for devices in (cpu, *gpus)]
+                arranged += [(graphs, gpu) for gpu in gpus if gpu.captures(graphs)]
+    return arranged
+
+
+def _estimate(
+    config: RunConfig, stages: int, storages: Sequence[Storage], devices: Devices, windows: int = 0
+) -> tuple[StageMemory, ...]:
+    """As `stage_memory`, for stages that store activations as `storages` says. It counts tensors only: bits
+    by stage follow from it, and an allocator must not change bits."""
+    captured = devices.captures(config)
+    held = held_blocks(config, stages, apart=captured)
+    orders = stage_orders(config, stages)
+    caches = stage_cache_bytes(config, stages, windows)
+    whole = config.training.microbatch * longest_slice(config)
+    boundary = 4 * whole * config.model.hidden
+    process = CPU_FIXED_BYTES + COMPILING_BYTES * _compiles(config) if devices.on_cpu else FIXED_BYTES
+    estimates: list[StageMemory] = []
+    for stage, units in enumerate(stage_units(config, stages)):
+        storage = storages[stage]
+        share = Share(config, devices, storage)
+        block = block_bytes(config, share, storage, devices)
+        # The first norm's input is counted as the block's. A packed copy is kept in addition to the input.
+        ends = 1 if share.plain or (storage.norm_input == AS_COMPUTED and not captured) else 2
+        if slices_of(config) > 1:
+            ends = 0  # as `node.stage.passes` holds neither a slice's input nor its output
+        chunks = 1 + max(action.chunk for action in orders[stage])
+        by_chunk = [held_passes(config, of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
+        in_flight = sum(by_chunk) if captured else held_passes(config, orders[stage])
+        kept = held[stage] * block + in_flight * ends * share.residual
+        if captured:
+            # A graph's forward holds its intermediate tensors, inputs and outputs.
+            kept += in_flight * (share.feed_forward_at_work() + 4 * share.residual)
+            kept += by_chunk[-1] * share.head_keeps() if HEAD in units else 0
+        kept += sum(map(is_block, units)) * share.past_gradients() + share.past_joined()
+        # A step's new samples wait besides the cache. A snapshot's copy is added to both.
+        last = share.block_work(units)
+        # When other blocks are at work, the last block's tensors are freed.
+        others = share.block_work(units, last=False) - block if sum(map(is_block, units)) > 1 else 0
+        working = max(last, others, share.ends_work(units))
+        cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
+        # A leader that shares a microbatch holds it whole and in pieces.
+        travelling = TRAVELLING + (2 if devices.count > 1 else 0)
+        estimates.append(
+            StageMemory(
+                fixed=process + travelling * boundary,
+                state=share.state(units)
+                + share.rotary() * chunks
+                + cache
+                + _group_sums(config, units, share),
+                snapshot=share.snapshot(units),
+                kept=kept,
+                working=working,
+                workspaces=0 if devices.on_cpu else WORKSPACES,
+                applying=share.applying(units) + NUMBERS,
+                captured=captured,
+                on_cpu=devices.on_cpu,
+            )
+        )
+    return tuple(estimates)
 
 
 def _group_sums(config: RunConfig, units: Sequence[str], share: Share) -> int:

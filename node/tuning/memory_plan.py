@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from node.config.schema import RunConfig
 from node.model.page_locked import page_locked
-from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, configured, stored_bytes
+from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
 from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.schedule.placement import chunk_units, held_blocks, held_passes, of_chunk, stage_orders
 from node.schedule.schedule import Order
@@ -35,6 +35,7 @@ from node.tuning.memory import (
     pass_model,
     stage_bytes,
     stage_memory,
+    stage_storages,
 )
 from node.tuning.memory_program import (
     Column,
@@ -565,7 +566,7 @@ def _stages(
 ) -> list[PlannedStage]:
     """Every stage, or only the stage `only`. What they share, such as the schedule, is computed once."""
     units, orders = chunk_units(config, stages), stage_orders(config, stages)
-    storage = configured(config.storage)
+    storages = stage_storages(config, stages)
     together = held_blocks(config, stages, apart=devices.captures(config))
     kept = stage_memory(config, stages, devices, windows=windows)
     times = times or assumed_times(config, devices)
@@ -573,12 +574,12 @@ def _stages(
         PlannedStage(
             config,
             devices,
-            storage=storage,
+            storage=storages[stage],
             units=units[stage::stages],
             order=orders[stage],
             together=together[stage],
             kept=kept[stage],
-            times=times.of_storage(storage),
+            times=times.of_storage(storages[stage]),
             graphs=graphs,
         )
         for stage in (range(stages) if only is None else (only,))

@@ -191,7 +191,7 @@ def remedies(
     base = configured(config.storage)
     wider = (AS_COMPUTED, "bf16", "8", "6", "5")
     wide = {entry for entry in wide if getattr(base, entry.split(":")[0]) in wider}
-    if wide:
+    if wide and not config.storage.bits_by_stage:
         section = replace(config.storage, allow=(*config.storage.allow, *sorted(wide)))
         if (least := need(replace(config, storage=section), stages)) <= memory_bytes:
             listed = ", ".join(f'"{entry}"' for entry in section.allow)

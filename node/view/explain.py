@@ -12,7 +12,7 @@ from math import ceil, prod
 
 from node.config.schema import RunConfig
 from node.data.shards import ShardedCorpus, load_data
-from node.model.storage import Storage, configured, stored_bytes
+from node.model.storage import Storage, stored_bytes
 from node.model.units import unit_parameters
 from node.schedule.gradient_groups import RowShare, sync_bytes
 from node.schedule.placement import (
@@ -29,7 +29,7 @@ from node.schedule.placement import (
 from node.schedule.routing import source_stage, target_stage
 from node.schedule.schedule import held_activations
 from node.tuning.device_memory import Devices
-from node.tuning.memory import pass_model, stage_memory
+from node.tuning.memory import pass_model, stage_memory, stage_storages
 from wire.codecs.formats import FP32, AqsgdFormat, codec_format
 from wire.errors import DataError
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
@@ -227,8 +227,9 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
     pipeline, model, training = config.pipeline, config.model, config.training
     orders, passing = stage_orders(config, pipeline.stages), pass_model(config)
     stages = []
-    storage = configured(config.storage)
+    storages = stage_storages(config, pipeline.stages)
     for stage, units in enumerate(stage_units(config, pipeline.stages)):
+        storage = storages[stage]
         stages.append(
             StagePlan(
                 stage=stage,

@@ -6,6 +6,7 @@ Times a middle stage's forward and backward of a microbatch in bf16. Each way ta
     plain, agoq            our stage, CUDA graphs, with nothing packed and with `storage.preset = "agoq"`
     plain, any order       attention's gradients in no fixed order (`training.deterministic = false`)
     fp8; fp8, agoq         the same with `training.compute = "fp8"`
+    fp8, all products      also with `training.weight_gradients = "fp8"`
     ..., any order         of these, attention's gradients in no fixed order
     compiled, fastest      transformers' layers under torch.compile, with the attention torch prefers
     compiled, fixed order  the same with torch's deterministic algorithms, which a run that replays needs
@@ -86,6 +87,7 @@ def ours(
     shape: Shape,
     preset: str,
     compute: str = "precision",
+    weight_gradients: str = "precision",
     *,
     fixed_order: bool = True,
 ) -> Way:
@@ -97,6 +99,7 @@ def ours(
             microbatch=shape.microbatch,
             precision="bfloat16",
             compute=compute,
+            weight_gradients=weight_gradients,
             deterministic=fixed_order,
             **small,
         ),
@@ -232,6 +235,8 @@ WAYS: dict[str, Callable[[Shape], Way]] = {
     "fp8": lambda shape: ours(shape, "off", "fp8"),
     "fp8, any order": lambda shape: ours(shape, "off", "fp8", fixed_order=False),
     "fp8, agoq": lambda shape: ours(shape, "agoq", "fp8"),
+    "fp8, all products": lambda shape: ours(shape, "off", "fp8", "fp8"),
+    "fp8, all products, any order": lambda shape: ours(shape, "off", "fp8", "fp8", fixed_order=False),
     COMPILED: lambda shape: compiled(shape, fixed_order=False),
     "compiled, fixed order": lambda shape: compiled(shape, fixed_order=True),
     "compiled, torchao": lambda shape: compiled(shape, fixed_order=False, torchao=True),

@@ -45,7 +45,7 @@ from triton.runtime.jit import JITFunction
 import kernels
 from kernels.attention.reach import Documents, Reach
 from kernels.blockfloat import ops as storage
-from kernels.blockfloat.layout import packed_bytes
+from kernels.blockfloat.layout import APART, packed_bytes
 from kernels.common import devices, dispatch
 from kernels.common.devices import Kind
 from kernels.experts import ops as experts
@@ -226,6 +226,7 @@ def coded_case(bits: int, gated: bool) -> None:
     layers.coded_activation_backward(grad, inputs[0], inputs[1] if gated else None, bits)
     products.code_rows(gate)
     products.code_halved_rows(x)
+    products.code_columns(gate)
 
 
 def layers_case(dtype: torch.dtype) -> None:
@@ -320,7 +321,7 @@ def _cases() -> Cases:
     add("trellis rows", trellis_rows_case)
     add("trellis restore", trellis_restore_case, ALL)
     add("storage", storage_case, ALL, (4, 8))
-    add("storage", storage_case, HALF[:1], (3, 5, 6, 16))
+    add("storage", storage_case, HALF[:1], (3, 5, 6, 16, APART + 4))
     add("norm", norm_case, ALL, (0, 4, 8), (WIDTH,), (False,))
     add("norm", norm_case, HALF[:1], (0, 4), (8192, 768), (False, True))
     add("activation", activation_case, ALL, (0, 4, 8), ("gated",))

@@ -47,13 +47,12 @@ def stage_compute() -> str:
     caption = f"""A microbatch of {tokens:,} tokens forward and backward, four blocks; each way as a share of
 *compiled*: transformers' decoder layers under `torch.compile` in bf16, with the attention that torch prefers,
 whose backward does not repeat its bits. *Any order*: our stage with `training.deterministic = false`. *All
-products*: also the gradients of weights in FP8, which the commits still have. `agoq` also has gradients
-and moments in FP8 and weights in bf16. *Compiled, torchao*: the compiled layers with its recipe
-`tensorwise`, all products in FP8, one scale a tensor. *Products*: the matrix products in bf16 and our
-attention, nothing else. {report["hardware"]}, median of {report["rows"][0]["runs"]}, torch
-{report["torch"]}, commits {commits}. At 1B what is in any order, has all products in FP8 or `agoq` with
-FP8, and at 8B FP8 in any order, was timed on another machine of the kind, whose processors had other
-work."""
+products*: also `training.weight_gradients = "fp8"`. `agoq` also has gradients and moments in FP8 and weights
+in bf16. *Compiled, torchao*: the compiled layers with its recipe `tensorwise`, all products in FP8, one scale
+a tensor. *Products*: the matrix products in bf16 and our attention, nothing else. {report["hardware"]},
+median of {report["rows"][0]["runs"]}, torch {report["torch"]}, commits {commits}. At 1B what
+is in any order, has all products in FP8 or `agoq` with FP8, and at 8B FP8 in any order, was timed on another
+machine of the kind, whose processors had other work."""
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 

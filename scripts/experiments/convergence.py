@@ -68,6 +68,7 @@ from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
 from node.stage.step_passes import put_group_sums, sum_own_tie
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
+from node.tuning.memory import stage_storages
 from scripts.experiments.convergence_runs import (
     COMPUTE,
     EPOCH_WINDOWS,
@@ -440,6 +441,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         "rounds": _rounds(trainer.config, EXACT_STEPS[run.suite]) if run.every > 1 else None,
         "runs_a_gpu": int(os.environ.get(RUNS_A_GPU, "1")),
         "remembered": str(REMEMBERED) if run.forward.startswith("aqsgd-") else None,
+        "stage_bits": [storage.norm_input for storage in stage_storages(trainer.config, STAGES)],
         "losses": [round(loss, 5) for loss in losses],
     }
     whole = out / f"{run.name}.tmp"

@@ -104,12 +104,14 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradients": ({}, {"gradients": "fp8"}),
     "moments": ({}, {"moments": "fp8"}),
     "three": ({"preset": "agoq"}, _FEW),
+    "three-by-stage": ({"preset": "agoq", "bits_by_stage": True}, _FEW),
     "three-bf16-weights": ({"preset": "agoq"}, {**_FEW, "weights": "bfloat16"}),
     "fp8": ({}, {"compute": "fp8"}),
+    "fp8-all-products": ({}, {"compute": "fp8", "weight_gradients": "fp8"}),
     "fp8-three": ({"preset": "agoq"}, {"compute": "fp8", **_FEW}),
 }
 """[storage] and [training] of each way."""
-COMPUTE_WAYS = ("plain", "fp8", "fp8-three")
+COMPUTE_WAYS = ("plain", "fp8", "fp8-three", "fp8-all-products")
 
 BETTER = "trellis-4.41"
 PAIRS = (("fp32", "fp32"), ("tah", "fixed-8"), ("trellis-4.41", "dither-4.41"), ("trellis-3", "dither-3"))
@@ -247,7 +249,7 @@ RUNS = (
     ),
     *(
         Run(suite="memory-long", forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
-        for way in ("compact", "activations", "all-4")
+        for way in ("three-by-stage", "compact", "activations", "all-4")
         for seed in (0, 1, 2)
     ),
     *(

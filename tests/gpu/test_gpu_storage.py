@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.blockfloat import layers as blockfloat_layers
 from kernels.blockfloat import ops as blockfloat_ops
 from kernels.blockfloat import reference as blockfloat
-from kernels.blockfloat.layout import WIDTHS
+from kernels.blockfloat.layout import APART, WIDTHS
 from node.config.schema import ModelSection
 from node.model.chunk import build_chunk, compute_precision
 from node.model.storage import PRESETS, Storage
@@ -28,7 +28,7 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(300, 512), (3, 50, 200), (77,), (90, 1)], ids=str)
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", (*WIDTHS, 4 + APART))
 def test_bits_are_the_cpus(bits: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = (sample(*shape) if len(shape) > 1 else torch.linspace(-3, 7, shape[0])).to(dtype)
     packed = blockfloat.pack(x, bits)

@@ -18,6 +18,7 @@ from node.telemetry.events import (
     StepDone,
 )
 from node.training.schedule import global_norm, learning_rate
+from node.tuning.memory import stage_storages
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, packed
 
@@ -105,6 +106,10 @@ def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) ->
         (notice,) = third.all(Notice)
         assert f"all {config.run.steps} steps" in notice.text and str(weights) in notice.text
         assert (run.run_dir / "run.toml").read_bytes() == kept, "the record says how the run was trained"
+
+
+def test_the_packed_runs_stages_differ_in_bits() -> None:
+    assert [storage.ffn_input for storage in stage_storages(PACKED, 2)] == ["4", "8"]
 
 
 def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) -> None:

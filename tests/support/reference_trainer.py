@@ -19,7 +19,6 @@ from node.data.samples import Samples
 from node.data.shards import TrainingData
 from node.model.chunk import build_chunk, compute_precision, weight_dtype
 from node.model.labels import label_weight
-from node.model.storage import configured
 from node.model.units import EMBED, HEAD, unit_names
 from node.schedule.gradient_groups import parts_of_group
 from node.state.manifest import unit_weights_sha256, weights_sha256
@@ -32,6 +31,7 @@ from node.training.loss_scale import SKIPPED, loss_scales
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.overflow import Overflow
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
+from node.tuning.memory import stage_storages
 from tests.support.device_sums import model_sums
 from wire.errors import DataError
 from wire.spec import Direction, TensorKey
@@ -72,6 +72,8 @@ class ReferenceTrainer:
         self.corpus = corpus
         self.device = device or torch.device("cpu")
         self._boundary = boundary
+        # Global chunk j is on stage j mod stages; a whole model is on one.
+        storages = stage_storages(config, config.pipeline.stages if groups else 1)
         self.chunks = [
             build_chunk(
                 config.model,
@@ -79,10 +81,10 @@ class ReferenceTrainer:
                 config.run.seed,
                 self.device,
                 weight_dtype(config.training.weights),
-                configured(config.storage),
+                storages[index % len(storages)],
                 lora=config.lora,
             )
-            for units in groups or (unit_names(config.model),)
+            for index, units in enumerate(groups or (unit_names(config.model),))
         ]
         self.chunks[-1].masks_labels = config.data.masks_labels
         for chunk in self.chunks:

@@ -50,7 +50,7 @@ from node.config.schema import (
 )
 from node.coordinator.store import Store
 from node.run_file.loader import to_toml
-from node.schedule.placement import slices_of
+from node.schedule.placement import chunk_units, slices_of
 from node.telemetry.events import PlacementMade, SnapshotStored, StepDone
 from tests.support.faults import VARIABLE, Fault, Kind, Phase, Plan
 from tests.support.memory_pipeline import TEXT, MemoryPipeline, reference_run
@@ -113,21 +113,23 @@ class Still:
 
 
 def packed(config: RunConfig) -> RunConfig:
-    """The same run with all state in low precision."""
+    """The same run with all state in low precision, and bits by stage."""
     return replace(
         config,
         training=replace(
             config.training, precision="bfloat16", weights="bfloat16", gradients="fp8", moments="fp8"
         ),
-        storage=StorageSection(preset="agoq"),
+        storage=StorageSection(preset="agoq", bits_by_stage=True),
+        pipeline=replace(config.pipeline, window=config.pipeline.first_window),
     )
 
 
 def undisturbed(config: RunConfig) -> Expected:
     """The unsplit trainer's result, computed in this process; valid for lossless codecs.
 
-    It is the same for any pipeline. The unsplit trainer has whole microbatches and no adapters: with slices
-    or adapters it is that of the same stages without a network.
+    It is the same for any pipeline, except with bits by stage, which depend on the config's pipeline. The
+    unsplit trainer has whole microbatches and no adapters: with slices or adapters it is that of the same
+    stages without a network.
     """
     if slices_of(config) > 1 or config.lora.rank:
         return _without_network(config)
@@ -140,6 +142,8 @@ def undisturbed(config: RunConfig) -> Expected:
         storage=config.storage,
         pipeline=replace(PipelineSection(), groups=pipeline.groups, sync_codec=pipeline.sync_codec),
     )
+    if config.storage.bits_by_stage:
+        training = replace(training, pipeline=config.pipeline)
     return _undisturbed(training)
 
 
@@ -157,7 +161,9 @@ def assert_near_undisturbed(coordinator: Process, config: RunConfig) -> None:
 
 @cache
 def _undisturbed(config: RunConfig) -> Expected:
-    steps, weights = reference_run(config, config.run.steps)
+    by_stage = config.storage.bits_by_stage
+    groups = chunk_units(config, config.pipeline.stages) if by_stage else None
+    steps, weights = reference_run(config, config.run.steps, groups)
     return Expected({number: step.loss for number, step in enumerate(steps, start=1)}, weights)
 
 

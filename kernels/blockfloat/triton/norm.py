@@ -8,16 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.blockfloat.layout import BLOCK, blocks_of, limit
+from kernels.blockfloat.layout import APART, BLOCK, blocks_of, limit
 from kernels.blockfloat.triton.store import (
     as_stored,
     empty_packed,
     load_blocks,
     load_wide,
+    pack,
     row_view,
     store_blocks,
     store_jit,
     store_rounded,
+    unpack,
 )
 from kernels.common.dispatch import limits_registers
 from kernels.common.triton.e4m3 import magnitude_bits, scale_of, store_codes
@@ -175,6 +177,8 @@ def norm_store(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x in `dtype`, and the stored x (`kernels.blockfloat.layers.norm_store`)."""
+    if bits >= APART:
+        return norm(x, weight, bias, eps, dtype), pack(x, bits)
     rows = row_view(x)
     packed = empty_packed(x.shape, bits, x.device)
     normed = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -212,6 +216,8 @@ def norm_from_stored(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The norm of the stored input, in `dtype`."""
+    if bits >= APART:
+        return norm(unpack(packed, shape, bits, torch.float32), weight, bias, eps, dtype)
     normed = torch.empty(shape, dtype=dtype, device=packed.device)
     if normed.numel():
         _run_forward(normed.view(-1, shape[-1]), weight, bias, normed, packed, eps, bits, stored=True)
@@ -267,6 +273,8 @@ def norm_backward(
     programs: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `kernels.blockfloat.layers.norm_backward`. If `bits` is 0, `packed` is the unpacked input."""
+    if bits >= APART:
+        packed, bits = unpack(packed, grad.shape, bits, torch.float32), 0
     width = grad.shape[-1]
     rows, beside = grad.reshape(-1, width).contiguous(), residual.reshape(-1, width).contiguous()
     if not bits:

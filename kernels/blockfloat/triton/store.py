@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.blockfloat import outliers
 from kernels.blockfloat.layout import (
+    APART,
     BLOCK,
     NAN_SCALE,
     SMALL_MAGNITUDES,
@@ -33,6 +35,7 @@ _SMALLEST = tl.constexpr(SMALLEST_BITS)
 _TOO_LARGE = tl.constexpr(TOO_LARGE_BITS)
 _NAN_SCALE = tl.constexpr(NAN_SCALE)
 _THRESHOLDS = tuple(tl.constexpr(value) for value in SMALL_THRESHOLDS)
+_MOST_STEPS = tl.constexpr(2.0 ** (outliers.STEPS + 1))
 _FIRST, _SECOND, _THIRD = _THRESHOLDS
 _SMALL_0, _SMALL_1, _SMALL_2, _SMALL_3 = (tl.constexpr(value) for value in SMALL_MAGNITUDES)
 
@@ -46,6 +49,8 @@ SIZES = ("n", "rows", "per_row")
 # Blocks per program, and its warps. No bit depends on them.
 BLOCKS = 8
 WARPS = 4
+ROWS_SUMMED = 256
+"""Rows per program that sums channels."""
 
 
 @triton.jit
@@ -323,13 +328,28 @@ def store_jit(function):
 
 
 @store_jit
-def _pack(x, packed, n, width, per_row, stride, BITS: tl.constexpr, LIMIT: tl.constexpr, T: tl.constexpr):
+def _pack(
+    x,
+    apart,
+    packed,
+    n,
+    width,
+    per_row,
+    stride,
+    BITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    APART: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Pack blocks. With APART, channels that are 1 in `apart` count as 0."""
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
     columns = column[:, None] + tl.arange(0, 128)[None, :]
     real = inside[:, None] & (columns < width)
     y = load_wide(x + (row * stride)[:, None] + columns, real)
+    if APART:
+        y = tl.where(tl.load(apart + columns, mask=real, other=0) != 0, 0.0, y)
     store_blocks(packed, n, block, inside, y, BITS, LIMIT)
 
 
@@ -342,6 +362,23 @@ def _unpack(packed, out, n, width, per_row, BITS: tl.constexpr, T: tl.constexpr)
     columns = column[:, None] + tl.arange(0, 128)[None, :]
     real = inside[:, None] & (columns < width)
     store_rounded(out + (row * width)[:, None] + columns, y, real)
+
+
+@store_jit
+def _channel_sums(x, by, sums, rows, width, stride, per_program, T: tl.constexpr):
+    """Sum 128 channels over `per_program` rows (`kernels.blockfloat.outliers.channel_sums`)."""
+    columns = tl.program_id(0) * 128 + tl.arange(0, 128)
+    factor = tl.load(by)
+    first = tl.program_id(1).to(tl.int64) * per_program
+    total = tl.zeros((128,), tl.int64)
+    for start in range(0, per_program, T):
+        row = first + start + tl.arange(0, T)
+        real = ((row < rows) & (row < first + per_program))[:, None] & (columns < width)[None, :]
+        scaled = tl.abs(load_wide(x + (row * stride)[:, None] + columns[None, :], real)) * factor
+        whole = tl.where(scaled < _MOST_STEPS, scaled, 0.0).to(tl.int32)
+        # No more than T of 21 bits.
+        total += tl.sum(whole, 0).to(tl.int64)
+    tl.store(sums + tl.program_id(1).to(tl.int64) * width + columns, total, mask=columns < width)
 
 
 def row_view(x: torch.Tensor) -> torch.Tensor:
@@ -359,14 +396,48 @@ def empty_packed(shape: torch.Size, bits: int, device: torch.device) -> torch.Te
     return packed
 
 
-def pack(x: torch.Tensor, bits: int, *, blocks: int = BLOCKS, warps: int = WARPS) -> torch.Tensor:
-    """See `kernels.blockfloat.reference.pack`. Never waits."""
+def channel_sums(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """See `kernels.blockfloat.outliers.channel_sums`."""
+    rows = row_view(rows)
+    count, width = rows.shape
+    programs = max(1, triton.cdiv(count, ROWS_SUMMED))
+    sums = torch.empty(programs, width, dtype=torch.int64, device=rows.device)
+    _channel_sums[(triton.cdiv(width, 128), programs)](
+        rows,
+        by,
+        sums,
+        count,
+        width,
+        rows.stride(0),
+        ROWS_SUMMED,
+        T=16,
+        num_warps=WARPS,
+        enable_fp_fusion=True,
+    )
+    return sums.sum(0)
+
+
+def pack(
+    x: torch.Tensor,
+    bits: int,
+    apart: torch.Tensor | None = None,
+    *,
+    blocks: int = BLOCKS,
+    warps: int = WARPS,
+) -> torch.Tensor:
+    """See `kernels.blockfloat.reference.pack`. Never waits. `apart`: channels that count as 0, int64 [K]."""
+    if bits >= APART:
+        return outliers.pack(x, bits, channel_sums, pack)
+    is_apart = x
+    if apart is not None:
+        is_apart = torch.zeros(x.shape[-1], dtype=torch.int8, device=x.device).index_fill_(0, apart, 1)
     packed = empty_packed(x.shape, bits, x.device)
     count = blocks_of(x.shape)
     if count:
         rows = row_view(x)
         _pack[(triton.cdiv(count, blocks),)](
             rows,
+            is_apart,
             packed,
             count,
             rows.shape[1],
@@ -374,6 +445,7 @@ def pack(x: torch.Tensor, bits: int, *, blocks: int = BLOCKS, warps: int = WARPS
             rows.stride(0),
             BITS=bits,
             LIMIT=limit(bits),
+            APART=apart is not None,
             T=blocks,
             num_warps=warps,
             enable_fp_fusion=False,
@@ -391,6 +463,8 @@ def unpack(
     warps: int = WARPS,
 ) -> torch.Tensor:
     """See `kernels.blockfloat.reference.unpack`."""
+    if bits >= APART:
+        return outliers.put_back(unpack(packed, shape, bits - APART, dtype), packed, bits)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     count = blocks_of(shape)
     if count:

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from kernels.blockfloat import ops as blockfloat_ops
+from kernels.blockfloat import outliers
 from kernels.blockfloat import reference as blockfloat
 from kernels.blockfloat.layout import (
+    APART,
     SHARDS,
     SMALL_MAGNITUDES,
     WIDTHS,
@@ -38,7 +40,7 @@ def magnitudes(bits: int) -> list[float]:
     return [float(m) for m in range(step)] + [float((step + m) * 2**e) for e in range(3) for m in range(step)]
 
 
-@each("bits", WIDTHS)
+@each("bits", (*WIDTHS, 4 + APART))
 @each("shape", SHAPES)
 def test_size_is_what_the_layout_says(shape: tuple[int, ...], bits: int) -> None:
     x = normal(*shape)
@@ -88,6 +90,36 @@ def test_relative_error_on_normal_numbers(bits: int, error: float) -> None:
     x = normal(200, 512)
     found = (there_and_back(x, bits) - x).norm() / x.norm()
     assert 0.8 * error < found < error
+
+
+def test_outlier_channels_are_apart_in_bfloat16_and_leave_the_others_their_bits() -> None:
+    """Adacc's separation, on one channel of a hundred that is 20 times as large."""
+    x = normal(1024, 1024, seed=1)
+    x[:, ::100] *= 20
+    apart = there_and_back(x, 4 + APART)
+    error, plain = (float((back - x).norm() / x.norm()) for back in (apart, there_and_back(x, 4)))
+    assert error < 0.26 * plain
+    assert torch.equal(apart[:, ::100], x[:, ::100].bfloat16().float())
+    assert 8 * packed_bytes(x.shape, 4 + APART) / x.numel() < 4.38
+    # The five channels that are apart without being outliers are those with the largest sums.
+    kept = {int(n) for n in (apart == x.bfloat16().float()).all(0).nonzero()}
+    assert kept == set(x.abs().sum(0).topk(16).indices.tolist())
+
+
+def test_of_equal_channels_the_lower_is_apart_and_what_is_not_finite_shows() -> None:
+    x = torch.ones(6, 130)
+    x[:, 100:] = -2.0
+    assert torch.equal(there_and_back(x, 3 + APART)[:, 100:103], x[:, 100:103])
+    found = blockfloat.pack(x, 4 + APART)
+    assert found[packed_bytes(x.shape, 4) :][:12].view(torch.int32).tolist() == [100, 101, 102]
+    # The numbers 1 and 2, and nothing that was in memory before.
+    assert blockfloat.pack(torch.zeros(6, 130), 4 + APART).nonzero().flatten().tolist() == [804, 808]
+    x[2, 3], x[4, 129], x[0] = math.nan, math.inf, 1e-38
+    sums = outliers.channel_sums(x, outliers.factor(x))
+    assert sums.dtype == torch.int64 and int(sums.min()) >= 0
+    back = there_and_back(x, 4 + APART)
+    assert back[2].isnan().any() and not back[4].isfinite().all()
+    assert back[[1, 3, 5]].isfinite().all()
 
 
 def test_ties_go_to_the_even_code() -> None:

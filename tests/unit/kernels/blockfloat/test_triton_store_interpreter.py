@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.blockfloat import layers as blockfloat_layers
 from kernels.blockfloat import reference as blockfloat
-from kernels.blockfloat.layout import WIDTHS
+from kernels.blockfloat.layout import APART, WIDTHS
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 pytestmark = [
@@ -72,6 +72,8 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     [
         *product(("mixed",), WIDTHS),
         *product(("ties",), WIDTHS[::2]),
+        *product(("mixed", "bf16", "subnormal bf16", "columns", "vector", "not finite"), (4 + APART,)),
+        ("fp16", 3 + APART),
         *product(("not finite",), (width for width in WIDTHS if width < 16)),  # bf16's NaNs have many forms
         # Of the others each width has one.
         *zip([*inputs()][1:7], WIDTHS, strict=True),
@@ -97,6 +99,8 @@ def test_stored_bits_are_the_references(which: str, bits: int) -> None:
         (256, True, 4, torch.float32),
         (256, False, 16, torch.float32),
         (200, True, 4, torch.bfloat16),
+        (200, True, 4 + APART, torch.float32),
+        (256, False, 4 + APART, torch.bfloat16),
     ],
     ids=str,
 )

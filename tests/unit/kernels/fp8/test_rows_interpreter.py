@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 
 from kernels.fp8 import rows
-from kernels.fp8.products import CodedWeight, code_rows, product
+from kernels.fp8.products import (
+    CodedWeight,
+    code_columns,
+    code_rows,
+    product,
+    weight_gradient,
+)
 from kernels.fp8.rows import Coded, decoded
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
@@ -67,6 +73,18 @@ def test_products_are_those_of_what_codes_stand_for() -> None:
 
 
 @outside
+@pytest.mark.parametrize("tokens", [1, 16, 23])
+def test_a_weights_gradient_is_the_product_of_columns(tokens: int) -> None:
+    grads, x = torch.randn(tokens, 48), torch.randn(tokens, 64)
+    coded = code_columns(grads), code_columns(x)
+    assert coded[0].codes.shape[1] % 16 == 0, "tokens that cuBLAS can sum over"
+    made = weight_gradient(*coded, torch.float32)
+    wanted = decoded(coded[0]).double() @ decoded(coded[1]).double().t()
+    assert (made - wanted).norm() < 1e-6 * wanted.norm()
+    assert (made - weight_gradient(grads, x, torch.float32)).norm() < 0.05 * wanted.norm()
+
+
+@outside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchs_product_of_codes_agrees(dtype: torch.dtype) -> None:
     """On a CPU torch has the operator that GPUs run."""
@@ -108,3 +126,24 @@ def test_codes_and_scales_are_the_references(width: int, chunk: int, dtype: torc
     assert torch.equal(half, rounded)
     again = code_rows(rounded)
     assert torch.equal(coded.codes.view(torch.uint8), again.codes.view(torch.uint8))
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "tile"), [(1, 16), (48, 16), (100, 64)])
+def test_codes_of_columns_are_the_references(width: int, tile: int, dtype: torch.dtype) -> None:
+    """Of a matrix with more rows than a tile has, and of columns of a wider one, over poisoned codes."""
+    from kernels.fp8 import triton
+
+    x = torch.cat([inputs(width), inputs(width).flip(0)]).to(dtype)
+    x[3, -1], x[20, 0] = torch.inf, torch.nan
+    wide = torch.zeros(24, 2 * width, dtype=dtype)
+    wide[:, width:] = x
+    wanted, found = Coded.empty(width, 32, CPU), Coded.empty(width, 32, CPU)
+    rows.code_columns(x, wanted)
+    for one in (x, wide[:, width:], x.t().contiguous().t()):
+        found.codes.view(torch.uint8).fill_(0x55)
+        found.scales.fill_(7.0)
+        triton.code_columns(one, found, tile=tile)
+        assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert torch.equal(found.scales.nan_to_num(nan=-1.0), wanted.scales.nan_to_num(nan=-1.0))

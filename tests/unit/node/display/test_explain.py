@@ -25,12 +25,12 @@ from node.display.explain import (
     transfer_seconds,
 )
 from node.model.chunk import build_chunk
-from node.model.storage import PRESETS, stored_bytes
+from node.model.storage import stored_bytes
 from node.run_file.loader import to_json
 from node.schedule.placement import decided, split_units
 from node.schedule.schedule import dependencies, schedule
 from node.tuning.device_memory import Devices
-from node.tuning.memory import stage_bytes, stage_memory
+from node.tuning.memory import stage_bytes, stage_memory, stage_storages
 from node.view.explain import Explanation, TextPlan, explain, framed_bytes
 from tests.support.cases import each
 from wire.codecs.registry import codec
@@ -159,19 +159,21 @@ def test_the_values_are_a_run_file_with_the_same_values() -> None:
 
 
 def test_stored_activations_are_reported_by_kind_and_stage() -> None:
-    config = replace(SMALL, storage=StorageSection(preset="agoq"))
-    kept = stored_bytes(config.model, config.training, PRESETS["agoq"])
+    storage = StorageSection(preset="agoq", bits_by_stage=True)
+    config = replace(SMALL, storage=storage, pipeline=replace(SMALL.pipeline, window=0))
     explanation = explain(config)
     lines = explanation_text(explanation).splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("a block keeps for backward"))
     assert "1 U = hidden states of a microbatch at 2 bytes = 0.014 MB" in lines[start]
-    for plan, line in zip(explanation.stages, lines[start + 2 :], strict=False):
+    for stage, (plan, line) in enumerate(zip(explanation.stages, lines[start + 2 :], strict=False)):
+        kept = stored_bytes(config.model, config.training, stage_storages(config, 3)[stage])
         assert plan.stored == vars(kept)
         unit = 2 * 3 * 24 * 96
-        assert f"4: {kept.norm_input / unit:.3f} U" in line
+        form = ("4", "6", "8")[stage]
+        assert f"{form}: {kept.norm_input / unit:.3f} U" in line
         assert f"{kept.total / unit:.3f} U" in line and line.endswith(f"{kept.total / 1e6:.3f} MB")
     whole = json.loads(explanation_json(explanation))
-    assert [row["storage"]["ffn_input"] for row in whole["stages"]] == ["4"] * 3
+    assert [row["storage"]["ffn_input"] for row in whole["stages"]] == ["4", "6", "8"]
     assert [sum(row["stored"].values()) for row in whole["stages"]] == [
         sum(plan.stored.values()) for plan in explanation.stages if plan.stored is not None
     ]

@@ -74,7 +74,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", 0, "off", "float32", "precision"),
         ("llama", 1000, "agoq", "fp8", "precision"),
         ("gpt2", 1000, "agoq", "fp8", "fp8"),
-        ("llama", 1000, "off", "float32", "fp8"),
+        ("llama", 1000, "off", "float32", "fp8, weights too"),
+        ("gpt2", 0, "agoq", "fp8", "fp8, weights too"),
     ],
 )
 def test_a_block_adds_its_weight_gradients_to_main_gradients(
@@ -89,7 +90,13 @@ def test_a_block_adds_its_weight_gradients_to_main_gradients(
     product where their results are few."""
     monkeypatch.setattr(products, "FILLED", filled)
     model = ModelSection(family=family, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, sequence=5)
-    training = TrainingSection(precision="bfloat16", gradients=gradients, compute=compute)
+    compute, _, more = compute.partition(", ")
+    training = TrainingSection(
+        precision="bfloat16",
+        gradients=gradients,
+        compute=compute,
+        weight_gradients="fp8" if more else "precision",
+    )
     x, upstream = torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
 
     def run(fused: bool) -> list[Tensor]:

@@ -13,7 +13,7 @@ from kernels.blockfloat import reference as blockfloat
 from kernels.common import layers
 from node.config.schema import LoraSection, ModelSection, TrainingSection
 from node.model.chunk import FAMILY_BLOCKS, build_chunk, compute_precision
-from node.model.storage import PRESETS, Storage, stored_bytes
+from node.model.storage import OUTLIERS_APART, PRESETS, Storage, stored_bytes
 
 CPU = torch.device("cpu")
 LLAMA = ModelSection(layers=2, hidden=96, heads=6, kv_heads=2, ffn=200, sequence=40)
@@ -44,8 +44,10 @@ def run(
     storage: Storage,
     precision: str = "float32",
     lora: LoraSection | None = None,
+    outlier: float = 1.0,
 ) -> dict[str, Tensor]:
-    """The result of two blocks, and the gradients of their input and parameters."""
+    """The result of two blocks, and the gradients of their input and parameters. One channel of the input is
+    `outlier` times as large."""
     chunk = build_chunk(model, BLOCKS, 3, CPU, storage=storage, lora=lora)
     if chunk.dropout is not None:
         chunk.dropout.begin(0x9E3779B9)
@@ -55,6 +57,7 @@ def run(
             generator = torch.Generator().manual_seed(index)
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     x, upstream = input_and_gradient()
+    x[..., 5] *= outlier
     x.requires_grad_()
     with compute_precision(precision, CPU):
         result = chunk(x)
@@ -131,7 +134,19 @@ def test_more_bits_are_nearer(model: ModelSection) -> None:
     assert all(more < 0.75 * less for less, more in pairwise(errors)), errors
 
 
-@pytest.mark.parametrize("storage", [PRESETS["compact"], replace(AGAIN, norm_input="4")])
+def test_a_channel_apart_leaves_the_gradients_of_the_others_their_bits() -> None:
+    plain, *stored = (
+        run(LLAMA, Storage(norm_input=form), "float32", outlier=50.0)
+        for form in ("none", "4", OUTLIERS_APART)
+    )
+    names = [name for name in plain if name not in ("result", "input")]
+    errors = [max(distance(one[name], plain[name]) for name in names) for one in stored]
+    assert errors[1] < 0.3 * errors[0], errors
+
+
+@pytest.mark.parametrize(
+    "storage", [PRESETS["compact"], replace(AGAIN, norm_input="4"), Storage(norm_input=OUTLIERS_APART)]
+)
 def test_running_again_gives_the_same_bits(model: ModelSection, storage: Storage) -> None:
     first, second = run(model, storage, "bfloat16"), run(model, storage, "bfloat16")
     assert all(torch.equal(first[name], second[name]) for name in first)

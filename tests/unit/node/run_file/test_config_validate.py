@@ -126,6 +126,7 @@ def test_the_most_that_is_allowed() -> None:
         (IN_FP8 | {"model.kv_heads": 1, "model.head_width": 8}, "model.kv_heads times the width of one"),
         (IN_FP8 | {"model.qk_norm": "head"}, "for blocks with norms or activations"),
         (IN_FP8 | {"lora.rank": 4}, "cannot train adapters"),
+        ({"training.weight_gradients": "fp8"}, 'training.weight_gradients = "fp8" needs training.compute'),
         ({"model.layers": 0}, "model.layers must be at least 1"),
         ({"model.hidden": 250}, "model.hidden (250) must be a multiple of model.heads (8)"),
         ({"model.hidden": 24, "model.heads": 8, "model.kv_heads": 8}, "must be even"),

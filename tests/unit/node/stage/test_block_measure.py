@@ -10,7 +10,7 @@ from torch import Tensor
 
 from node.config.schema import StorageSection
 from node.model.host_memory import Copy, HostMemory
-from node.model.storage import KINDS, Storage, configured
+from node.model.storage import KINDS, PACKED, Storage, configured
 from node.stage.block_measure import block_seconds, copy_rate, measured_times
 from node.tuning.block_times import BlockTimes, PackTime, stored_forms
 from tests.unit.node.tuning.test_memory import CPU, run
@@ -85,6 +85,9 @@ def test_each_form_that_a_run_may_have_is_packed_and_unpacked_by_the_clock(form:
 
 def test_a_run_that_stores_nothing_in_few_bits_has_nothing_to_measure() -> None:
     assert stored_forms(run("plain")) == []
+    by_stage = replace(run("plain"), storage=StorageSection(preset="agoq", bits_by_stage=True))
+    forms = [form for kind, form in stored_forms(by_stage) if kind == "norm_input"]
+    assert sorted(forms) == sorted(form for form in KINDS["norm_input"] if form in PACKED)
 
 
 def test_a_stage_in_another_storage_takes_its_packing_in_place_of_the_measured_ones() -> None:

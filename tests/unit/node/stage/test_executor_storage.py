@@ -15,6 +15,7 @@ from node.config.schema import (
 from node.run_file.validate import problems
 from node.schedule.placement import chunk_units
 from node.stage.stage_plans import StageStorage
+from node.tuning.memory import stage_storages
 from node.tuning.storage_choice import chosen_config, storage_named
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
 from wire.errors import ProtocolViolationError
@@ -32,11 +33,11 @@ CONFIG = RunConfig(
     ("family", "storage", "pipeline"),
     [
         ("llama", StorageSection(preset="agoq"), {"window": 2}),
-        ("gpt2", StorageSection(preset="agoq"), {}),
-        ("llama", StorageSection(preset="compact"), {"chunks": 2}),
+        ("gpt2", StorageSection(preset="agoq", bits_by_stage=True), {}),
+        ("llama", StorageSection(preset="compact", bits_by_stage=True), {"chunks": 2}),
         ("llama", StorageSection(norm_input="5", attention="recompute", attention_output="recompute"), {}),
     ],
-    ids=["agoq-window2", "agoq", "compact-x2", "recompute"],
+    ids=["agoq-window2", "agoq-by-stage", "compact-by-stage-x2", "recompute"],
 )
 def test_a_pipeline_gives_the_unsplit_models_bits(
     family: str, storage: StorageSection, pipeline: dict[str, int]
@@ -107,3 +108,8 @@ def test_a_coordinator_that_chooses_what_is_not_allowed_is_refused(
         storage.choose(names, 1, 3)
     with pytest.raises(ProtocolViolationError, match="chooses 3 storages"):
         StageStorage(CONFIG).choose(("8/8/none/none",) * 3, 1, 3)
+
+
+def test_stages_differ_where_bits_go_by_stage() -> None:
+    config = replace(CONFIG, storage=StorageSection(preset="agoq", bits_by_stage=True))
+    assert [storage.ffn_input for storage in stage_storages(config, 3)] == ["4", "6", "8"]

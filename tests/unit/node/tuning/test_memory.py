@@ -18,7 +18,7 @@ from node.config.schema import (
 )
 from node.model import storage
 from node.model.chunk import build_chunk
-from node.model.storage import RECOMPUTE, Storage, configured
+from node.model.storage import RECOMPUTE, Storage
 from node.model.units import HEAD, block_name, parameter_specs, unit_parameters
 from node.run_state.snapshot_schedule import MAX_ASKED
 from node.schedule.gradient_groups import model_pieces, piece_bytes
@@ -29,7 +29,7 @@ from node.stage.stage_model import StageModel
 from node.training import gradients
 from node.training.optimizer import StageOptimizer
 from node.tuning.device_memory import PAGE, RUNS_AT_WORK, SNAPSHOTS_SENT, Devices, Share
-from node.tuning.memory import most_held, stage_bytes, stage_memory
+from node.tuning.memory import most_held, stage_bytes, stage_memory, stage_storages
 from tests.support.device_groups import leading, settle_collectives
 from tests.support.memory_meter import Meter, measured
 
@@ -51,6 +51,7 @@ FORMS = {
     "plain": (TRAINING, StorageSection()),
     "autocast": (replace(TRAINING, precision="bfloat16"), StorageSection()),
     "agoq": (TRAINING, StorageSection(preset="agoq")),
+    "outliers apart": (TRAINING, StorageSection(preset="agoq", norm_input="4+outliers")),
     "compact, fp8": (FP8, StorageSection(preset="compact")),
     "compact, fp8 gradients": (replace(FP8, moments="float32"), StorageSection(preset="compact")),
     "agoq, fp8, bf16": (HALF, StorageSection(preset="agoq")),
@@ -431,8 +432,8 @@ def test_blocks_at_work_take_no_more_than_is_estimated_on_a_gpu() -> None:
         gpu = Devices(on_cpu=False)
         middle = stage_memory(config, 3, gpu)[1]
         # Backward is furthest up in attention, before it makes gradients of matrices.
-        share = Share(config, gpu, configured(config.storage))
-        estimate = middle.kept + middle.working - share.new_gradients([block_name(0)])
+        (storage, *_) = stage_storages(config, 3)
+        estimate = middle.kept + middle.working - Share(config, gpu, storage).new_gradients([block_name(0)])
         assert LEAST <= estimate / row["peak_bytes"] <= MOST, (row["shape"], row["way"])
         compared.add((row["shape"], row["way"]))
     assert len(compared) == 6

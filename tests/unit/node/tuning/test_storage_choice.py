@@ -61,6 +61,8 @@ def test_a_run_file_allows_its_own_storage_and_what_it_names_the_most_bits_first
         ("4", "4"),
     ]
     assert {one.attention for one in both} == {"bf16"}
+    apart = allowed_storages(allowing("norm_input:4", "norm_input:5", "norm_input:4+outliers"))
+    assert [one.norm_input for one in apart] == ["none", "5", "4+outliers", "4"]
 
 
 def times_with(config: RunConfig, packing: float) -> BlockTimes:
@@ -200,6 +202,7 @@ def test_a_damaged_record_is_an_error_for_users(text: str) -> None:
             StorageSection(allow=("attention:8",), attention="recompute", attention_output="recompute"),
             "storage.attention = recompute does not store at all",
         ),
+        (StorageSection(preset="agoq", allow=("8",), bits_by_stage=True), "set one of them"),
         (
             StorageSection(
                 allow=(
