@@ -21,7 +21,7 @@ _ADVICE = "save it as tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save
 
 
 def sentencepiece_tokenizer(
-    data: bytes, added: Mapping[int, str], *, legacy: bool = True
+    data: bytes, added: "Mapping[int, tokenizers.AddedToken]", *, legacy: bool = True
 ) -> "tokenizers.Tokenizer":
     """A tokenizer with the pieces of a `tokenizer.model`, and with tokens that were added after them.
 
@@ -81,9 +81,11 @@ def sentencepiece_tokenizer(
         elif kind == USER:
             tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False)])
     for index, token in sorted(added.items()):
-        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        if tokenizer.token_to_id(token) != index:
-            raise DataError(f"a tokenizer.model with an added token {token!r} that is not {index}: {_ADVICE}")
+        tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(token.content) != index:
+            raise DataError(
+                f"a tokenizer.model with an added token {token.content!r} that is not {index}: {_ADVICE}"
+            )
     # Field 41 is the piece that begins a text. Its default is 1, and a negative value means none.
     begin = trainer.get(41, 1)
     if begin < len(pieces) and pieces[begin][2] == CONTROL:

@@ -266,10 +266,8 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
                     f"{files[0]} is a table of tiktoken, not of SentencePiece: use the folder of the "
                     f"model that has {_FAST}"
                 )
-            added = {index: _content(value) for index, value in _placed_tokens(folder).items()}
-            legacy = json_object(folder / _SETTINGS).get("legacy") is not False
-            bpe = sentencepiece_tokenizer(tables[0], added, legacy=legacy)
-            tables += [] if legacy else [b"not legacy"]
+            bpe, rules = _of_pieces(tables[0], folder)
+            tables += rules
         elif len(files) == 1:
             bpe = tokenizers.Tokenizer.from_str(tables[0].decode())
             for rules in filter(None, (bpe.normalizer, bpe.decoder)):
@@ -293,6 +291,22 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
         if len(files) > 1 or files[0].suffix == ".model":
             _set_begin(bpe, folder)
     return bpe, [*tables, *(token.encode() for token in changed)]
+
+
+def _of_pieces(data: bytes, folder: Path) -> tuple["tokenizers.Tokenizer", list[bytes]]:
+    """The tokenizer of a `tokenizer.model`, and the rules of the settings beside it that change ids. Raises
+    DataError."""
+    named = set(map(_content, _special_values(folder)))
+    added = {
+        index: _added_token(value, special=_content(value) in named, normalized=False)
+        for index, value in _placed_tokens(folder).items()
+    }
+    legacy = json_object(folder / _SETTINGS).get("legacy") is not False
+    bpe = sentencepiece_tokenizer(data, added, legacy=legacy)
+    pieces = bpe.get_vocab_size(with_added_tokens=False)
+    beyond = (token for index, token in added.items() if index >= pieces)
+    unusual = [token for token in beyond if not token.special or token.lstrip or token.rstrip]
+    return bpe, [*map(str.encode, map(repr, unusual)), *([] if legacy else [b"not legacy"])]
 
 
 def _is_of_qwen(folder: Path) -> bool:
@@ -400,12 +414,7 @@ def _add_tokens(bpe: "tokenizers.Tokenizer", folder: Path, *, flags: bool) -> li
     Returns what was added or changed. Raises DataError.
     """
     placed = _placed_tokens(folder)
-    names = _named_tokens(folder)
-    special = [names[name] for name in sorted(names, key=lambda name: (*_NAMED, name).index(name))]
-    for file in (_SETTINGS, _SPECIAL):
-        settings = json_object(folder / file)
-        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
-        special += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    special = _special_values(folder)
     known = {token.content: repr(token) for token in bpe.get_added_tokens_decoder().values()}
     named = set(map(_content, special))
     changed = []
@@ -429,12 +438,25 @@ def _add_tokens(bpe: "tokenizers.Tokenizer", folder: Path, *, flags: bool) -> li
     return changed
 
 
-def _added_token(value: Any, *, special: bool) -> "tokenizers.AddedToken":
+def _special_values(folder: Path) -> list[Any]:
+    """The special tokens of the settings, those with a name first. Raises DataError."""
+    names = _named_tokens(folder)
+    special = [names[name] for name in sorted(names, key=lambda name: (*_NAMED, name).index(name))]
+    for file in (_SETTINGS, _SPECIAL):
+        settings = json_object(folder / file)
+        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+        special += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    return special
+
+
+def _added_token(value: Any, *, special: bool, **fixed: bool) -> "tokenizers.AddedToken":
+    """The token of a settings file, with its flags except for those that are `fixed`."""
     import tokenizers
 
     fields = value if isinstance(value, dict) else {}
     flags = {name: fields[name] for name in _FLAGS if isinstance(fields.get(name), bool)}
-    return tokenizers.AddedToken(_content(value), **(flags | {"special": True} if special else flags))
+    flags |= {"special": True} if special else {}
+    return tokenizers.AddedToken(_content(value), **{**flags, **fixed})
 
 
 def _set_begin(bpe: "tokenizers.Tokenizer", folder: Path) -> None:

@@ -504,13 +504,17 @@ def test_a_sentencepiece_model_gives_its_own_ids(tmp_path: Path, kind: str) -> N
     (tmp_path / "added_tokens.json").write_text('{"<|turn|>": 420}')
     found = load_tokenizer(str(tmp_path))
     assert found.vocabulary == 421 and found.begin == (1,) and found.ends == {2}
-    decoder = {"2": {"content": "</s>", "normalized": True}, "420": {"content": "<|turn|>"}}
+    turn = {"content": "<|turn|>", "special": True, "rstrip": True}
+    decoder = {"2": {"content": "</s>", "normalized": True}, "420": turn}
     settings = {"added_tokens_decoder": decoder, "add_bos_token": False, "pad_token": "<pad>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     other = load_tokenizer(str(tmp_path))
     assert (other.vocabulary, other.begin, other.ends) == (422, (), {2})
     assert other.prompt("a</s><|turn|>b") == found.prompt("a</s><|turn|>b")[1:]
     assert other.prompt("<pad>")[-1] == 421
+    assert other.prompt("<|turn|> b")[-3:] == other.prompt("<|turn|>b")[-3:], "it takes the space behind it"
+    assert 420 not in other.encode([b"a<|turn|>"])[0] and 420 in found.encode([b"a<|turn|>"])[0]
+    assert other.fingerprint != found.fingerprint
     space, letter = found.prompt("<|turn|>b")[2:]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
     newer = load_tokenizer(str(tmp_path))
