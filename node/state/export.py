@@ -35,7 +35,15 @@ from node.config.schema import (
 )
 from node.data.chat import TOOL_TEMPLATE, load_chat_encoder, marker_template
 from node.data.text import expanded, read_file
-from node.data.tokenizer import SENTENCEPIECE, json_object, load_tokenizer, of_tables, special_tokens
+from node.data.tokenizer import (
+    SENTENCEPIECE,
+    BpeTokenizer,
+    Tokenizer,
+    json_object,
+    load_tokenizer,
+    of_tables,
+    special_tokens,
+)
 from node.model.families.family import FileTensor
 from node.model.units import EMBED, HEAD
 from node.state.adapters import ADAPTER_WEIGHTS, adapter_config, adapter_tensors
@@ -401,19 +409,22 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         (out / SENTENCEPIECE).write_bytes(byte_pieces())
         return
     path = expanded(name, "data.tokenizer")
-    folder = path if path.is_dir() else path.parent
+    folder = path.parent if path.is_file() else path
     if (tables := of_tables(name)) is not None:
         (out / TOKENIZER).write_text(tables.to_json(), encoding="utf-8")
-        end = {"eos_token": tables.end_of_text} if tables.end_of_text else {}
         template = json_object(folder / SETTINGS).get("chat_template")
-        named = {**end, **special_tokens(folder), **({"chat_template": template} if template else {})}
-        _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+        named = {**special_tokens(folder), **({"chat_template": template} if template else {})}
+        _write_json(out / SETTINGS, {**_settings(tables), **named})
         if (jinja := small_file(folder / "chat_template.jinja")) is not None:
             (out / "chat_template.jinja").write_bytes(jinja)
         return
+    table = small_file(path if path.is_file() else folder / TOKENIZER)
+    # Another tokenizer's settings and templates do not belong to it.
+    is_original = table in (None, original_file(start, TOKENIZER))
     for file in (TOKENIZER, *OTHER_FILES):
-        data = small_file(path if file == TOKENIZER and path.is_file() else folder / file)
-        data = original_file(start, file) if data is None else data
+        data = table if file == TOKENIZER else small_file(folder / file)
+        if data is None and (is_original or file == GENERATION):
+            data = original_file(start, file)
         if data is not None:
             (out / file).parent.mkdir(exist_ok=True)
             (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
@@ -421,6 +432,15 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         (out / SENTENCEPIECE).write_bytes(pieces)
     if not (out / TOKENIZER).exists():
         log.warning("the tokenizer %s is not on this machine: the exported folder has no tokenizer", name)
+    elif not (out / SETTINGS).exists():
+        _write_json(out / SETTINGS, _settings(load_tokenizer(str(out))))
+
+
+def _settings(tokenizer: Tokenizer) -> dict[str, str]:
+    """Settings by which transformers takes `tokenizer.json` as it is. Without a class it takes that of the
+    model's type, which may have other rules."""
+    end = tokenizer.end_of_text if isinstance(tokenizer, BpeTokenizer) else ""
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
 
 
 def _sentencepiece(path: Path, start: str) -> bytes | None:

@@ -384,6 +384,42 @@ def test_tables_of_a_byte_pair_encoding_become_a_tokenizer_that_transformers_loa
     assert theirs.eos_token_id == 0 and theirs.decode(theirs(text)["input_ids"]) == text
 
 
+def test_a_tokenizer_without_settings_keeps_its_rules_in_transformers(tmp_path: Path) -> None:
+    """Which takes the class of the model's type otherwise: here Qwen's, which normalizes text."""
+    import transformers
+
+    folder = write_tokenizer(tmp_path / "t")
+    for file in folder.iterdir():
+        if file.name != "tokenizer.json":
+            file.unlink()
+    shape = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400, qk_norm="head")
+    config = replace(RunConfig(), model=shape, data=DataSection(tokenizer=str(folder)))
+    snapshot(tmp_path / "run", config)
+    export(tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(str(folder))
+    text = "caf" + "e\u0301 1 2"
+    assert theirs(text)["input_ids"] == ours.prompt(text)
+    assert theirs.eos_token == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_settings_of_the_base_go_with_its_own_tokenizer_alone(tmp_path: Path, is_same: bool) -> None:
+    base, own = write_tokenizer(tmp_path / "base", TEMPLATE), write_tokenizer(tmp_path / "own", TEMPLATE)
+    (base / "chat_template.jinja").write_text("another")
+    (base / "special_tokens_map.json").write_text('{"pad_token": "<|im_end|>"}')
+    if not is_same:
+        (own / "tokenizer.json").write_text((own / "tokenizer.json").read_text() + "\n")
+    make("llama3").save_pretrained(base)
+    (base / "generation_config.json").write_text('{"eos_token_id": 7}')
+    config = replace(RunConfig(), model=section(base), data=DataSection(tokenizer=str(own)))
+    snapshot(tmp_path / "run", config)
+    export(tmp_path / "run", tmp_path / "out")
+    for name in ("chat_template.jinja", "special_tokens_map.json"):
+        assert (tmp_path / "out" / name).exists() == is_same
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 7
+
+
 def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Path) -> None:
     import transformers
 
