@@ -507,7 +507,8 @@ class RunMachine:
                 case WrongState(node_id=node, why=why):
                     out[node] = why
                 case TooFew(step=step):
-                    actions += self._drop_snapshot(step, now)
+                    why = "nodes that held the state are gone, so it cannot be checked"
+                    actions += self._drop_snapshot(step, why, now)
                 case Dispute():
                     actions += self._dispute(finding, now)
         # All of them first: none is placed again.
@@ -533,12 +534,13 @@ class RunMachine:
         self._snapshots.request()
         return [action for node in news for action in self._out(node, now)] + self._try_place(now)
 
-    def _drop_snapshot(self, step: int, now: float) -> list[Action]:
+    def _drop_snapshot(self, step: int, why: str, now: float) -> list[Action]:
         """A snapshot is not taken; if the run waits for it, it goes on."""
         waits, epoch = self._snapshots.awaited, self.epoch
-        self._snapshots.drop(step)
+        dropped: list[Action] = [SnapshotDropped(step=step), *self._newcomers.not_stored(step)]
+        if self._snapshots.drop(step):
+            dropped.append(Announce(text=f"the snapshot of step {step} is not taken: {why}"))
         self._snapshots.request()
-        dropped = [SnapshotDropped(step=step), *self._newcomers.not_stored(step)]
         if waits and not self._snapshots.awaited and epoch is not None and epoch.phase is Phase.IDLE:
             return [*dropped, *self._between_steps(epoch, now)]
         return [*dropped]
@@ -1126,7 +1128,8 @@ class RunMachine:
         actions: list[Action] = [replace(lost, portions=epoch.portions), *self._newcomers.seat_lost()]
         actions += epoch.emptied(Seat(lost.row, lost.stage))
         for step in self._snapshots.lost(node_id):
-            actions += self._drop_snapshot(step, now)
+            why = f"node {node_id} is gone and has not handed in its layers"
+            actions += self._drop_snapshot(step, why, now)
         if self.epoch is not epoch:
             return actions
         match phase:

@@ -68,6 +68,8 @@ class SnapshotSchedule:
         self._requested = False
         self._again: set[int] = set()
         """Steps whose snapshots were not taken, and will be when the run reaches them again."""
+        self._dropped: set[int] = set()
+        """Steps whose newest snapshot was not taken."""
         self._damaged = 0
         """The step of a damaged snapshot without an older intact one to return to; 0 for none."""
 
@@ -141,6 +143,7 @@ class SnapshotSchedule:
         until it is stored."""
         missing = {node: set(units) for node, units in layers.items()}
         self._asked.append(_Asked(step, now, missing, sizes))
+        self._dropped.discard(step)
         self._is_told = False
         self._last = now
         if self._best_waits:
@@ -173,6 +176,7 @@ class SnapshotSchedule:
     def stored(self, step: int) -> None:
         self.newest = max(self.newest, step)
         self._again = {at for at in self._again if at > step}
+        self._dropped = {at for at in self._dropped if at > step}
         self._asked = [asked for asked in self._asked if asked.step > self.newest]
 
     def refused(self, step: int) -> bool:
@@ -205,11 +209,14 @@ class SnapshotSchedule:
         """The run no longer waits for a snapshot."""
         self.awaited = False
 
-    def drop(self, step: int) -> None:
-        """The snapshot of `step` is not taken."""
+    def drop(self, step: int) -> bool:
+        """The snapshot of `step` is not taken. Returns whether this attempt at it was not dropped before."""
+        first = step not in self._dropped
+        self._dropped.add(step)
         self._asked = [asked for asked in self._asked if asked.step != step]
         if not self._asked:
             self.awaited = False
+        return first
 
     def _look_done(self, asked: _Asked, node: str, now: float) -> None:
         if not asked.missing[node]:

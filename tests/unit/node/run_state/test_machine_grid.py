@@ -12,6 +12,7 @@ from node.run_state.actions import (
     RecordPlacement,
     Released,
     Send,
+    SnapshotDropped,
 )
 from node.run_state.epoch import Phase
 from node.run_state.failures import MAX_STRIKES
@@ -174,6 +175,20 @@ def test_rows_take_turns_at_snapshots() -> None:
             assert take in run.epoch.outstanding(node)
         run.stored(run.epoch.step)
         run.steps(4)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_snapshot_that_is_not_taken_is_told_once_with_the_reason(follows: bool) -> None:
+    """Nodes c and d hand it in; the epoch goes on without c if it can."""
+    run = Driver(stages=2, groups=4, every=5, steps=20, follows=follows).started("abcd", 4)
+    run.all_vote()
+    run.all_applied()
+    for node in "bd":
+        run.holds(node, step=5)
+    told = [*run.die("c"), *run.die("a"), *run.die("d")]
+    assert {dropped.step for dropped in of_kind(told, SnapshotDropped)} == {5}
+    lines = [line for line in notes(told) if "snapshot of step 5" in line]
+    assert ["node c is gone" in line for line in lines] == [follows]
 
 
 @pytest.mark.parametrize(
