@@ -5,7 +5,7 @@ hash only to members, so the hash grants access to that one file. A broken trans
 from any holder.
 
 Summed gradients of the newest steps are exchanged in the same way. They have no hash on record, so the
-requester compares their norms with the norms that the run's nodes voted.
+requester compares their norms and digests with those that the run's nodes voted.
 """
 
 import asyncio

@@ -493,19 +493,19 @@ Not protected: the member with the head can report any loss in range, and any me
 tensors, or vote a wrong norm within the range of recent steps. With one row, or without audits, nothing finds
 these lies, because that takes a second computation of the same work. Nor does an audit find a member that
 names a kind of its own, because only nodes of one kind compute the same bits. A member that computes
-correctly but sends wrong sums to another row makes the node that holds those sums look wrong. That node may
-lose its stage, but nothing else is held against it. Audits compare what nodes compute for a gradient group,
-not the sums over groups. So nothing finds a member that sends the same wrong sum of its share of the gradient
-to all rows.
+correctly but sends wrong sums to another row makes the node that holds those sums look wrong before the step
+is committed, because votes have digests of the sums. That node may lose its stage, but nothing else is held
+against it. Audits compare what nodes compute for a gradient group, not the sums over groups. So nothing finds
+a member that sends the same wrong sum of its share of the gradient to all rows.
 
 If two nodes disagree, a third node of the same kind decides: a node of another row, a spare, or a node of
 another stage that changes places with one of the two. If only two nodes are of that kind, both compute the
 audited step again. A node that then gives another value than before is wrong, which finds a card with random
 errors. If both repeat their values, nothing tells the honest node from the other; the operator reads both
-names once, and the run continues with both. If the *gradient norms* of such a pair differ twice, and no third
-node of their kind can compute the step, the run saves the state before the step and ends with the stage and
-both names. If one of the two leaves meanwhile, the other continues as the only node of its stage, and a line
-says so.
+names once, and the run continues with both. If the *gradient norms* or the sums of such a pair differ twice,
+and no third node of their kind can compute the step, the run saves the state before the step and ends with
+the stage and both names. If one of the two leaves meanwhile, the other continues as the only node of its
+stage, and a line says so.
 
 ### The state that a member hands in
 
@@ -531,6 +531,10 @@ such members, in three rows of two stages without audits.
   {PROBATION} steps, with or without audits. If the results differ, that step runs again without the newcomer.
   Nothing is held against it, because the state that it received may be wrong. If its hashes differ a second
   time, it is shut out. Until then its hashes count for nothing against nodes that held the state before.
+- *Copies on nodes* are described by the nodes that hold the state. A copy that another node calls damaged
+  counts until its holder has looked. If a node gets none of the copies that others say they hold, it fails in
+  that epoch. If that happens again in a later one, the snapshot is given up. A holder that sends slowly is
+  left for another one after 30 s. Not protected: a member that says it holds a copy, and does not.
 - *A refused layer*, with another size, another hash or a malformed file, is asked of another row at once. One
   row of the same kind keeps a copy of its layers on its disks if there is room. So the snapshot is still
   completed, at the coordinator, on nodes or in an object store. Without such a row, or if a node is shut out
