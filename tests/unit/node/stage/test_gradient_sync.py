@@ -25,10 +25,11 @@ from node.stage import gradient_sync
 from node.stage.device_transfer import CudaTransfer
 from node.stage.stage_model import StageModel
 from node.training import group_sums
-from tests.support.memory_pipeline import MemoryPipeline, reference_run
+from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run
 from tests.support.reference_trainer import Step
+from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
-from wire.spec import Direction, TensorKey
+from wire.spec import Direction, TensorKey, TensorSpec
 
 TRAINED = 2
 CONFIG = RunConfig(
@@ -66,6 +67,25 @@ def trained(config: RunConfig, rows: int = 1) -> tuple[list[Step], str]:
 )
 def test_any_number_of_rows_gives_the_bits_of_the_unsplit_model(rows: int, codec: str) -> None:
     assert trained(synced(codec), rows) == unsplit(synced(codec))
+
+
+def test_a_row_that_is_sent_its_sums_with_the_signs_reversed_has_another_result() -> None:
+    """It has the same norms, and would hold another state than the others."""
+    sent = MemoryIO.send_to_row
+
+    def reversed_to_last(io: MemoryIO, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+        if (io.row, row, key.direction) == (0, 2, Direction.SYNC_SUM):
+            spec = TensorSpec(torch.float32, (elements,))
+            packed = codec("fp32").encode(-codec("fp32").decode(packed, spec))
+        sent(io, row, key, packed, elements)
+
+    with MemoryPipeline(synced("fp32"), rows=ROWS[3]) as stages, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryIO, "send_to_row", reversed_to_last)
+        votes = stages.outcomes()
+        for stage in range(2):
+            first, second, last = votes[stage::2]
+            assert first.norms == second.norms == last.norms
+            assert first.result == second.result != last.result
 
 
 class NoStreams:
