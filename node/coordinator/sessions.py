@@ -203,6 +203,9 @@ HEARTBEATS_KEPT = 500
 HEARTBEAT_TIMES = 10.0
 """The allowed multiple of the requested rate of heartbeats."""
 OTHERS_A_SECOND = 200.0
+PART_BYTES = 4 * 1024
+"""The rate of other messages, and the bytes for which a longer one counts as one more. To read 60 kB of
+digests takes as long as a hundred short messages."""
 SPANS_BYTES = 512 * 1024
 """The most bytes of a message of spans: `wire.telemetry.MOST_SPANS`, with a margin."""
 SPANS_A_SECOND, SPANS_AT_ONCE = 20_000.0, 50_000.0
@@ -278,8 +281,11 @@ class MessageLimits:
             return f"a {kind} of {size} bytes, more than {self._most_bytes}"
         if message.links > self._most_links:
             return f"a {kind} that names {message.links} links, more than {self._most_links}"
-        limit = self._heartbeats if kind == "heartbeat" else self._others
-        return None if limit.take(now) else f"more {kind} messages than a node has reason to send"
+        if kind == "heartbeat":
+            taken = self._heartbeats.take(now)
+        else:
+            taken = self._others.take(now, max(1.0, size / PART_BYTES))
+        return None if taken else f"more {kind} messages than a node has reason to send"
 
     def serves(self, kind: str, size: int, now: float) -> bool:
         """Whether a call may be answered at `now` or has to wait. `size`: calls, or a probe's bytes."""

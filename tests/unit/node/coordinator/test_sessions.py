@@ -9,7 +9,10 @@ import pytest
 
 from node.coordinator.sessions import (
     CALLS,
+    HEARTBEATS_KEPT,
     MOST_LINKS,
+    OTHERS_A_SECOND,
+    PART_BYTES,
     ControlSession,
     Greetings,
     MessageLimits,
@@ -92,6 +95,17 @@ def test_a_flood_is_refused_from_its_first_message_on() -> None:
 def test_more_than_a_node_has_reason_to_send_is_refused(message: NodeMessage, why: str) -> None:
     limits = MessageLimits(replace(CONFIG, telemetry=replace(CONFIG.telemetry, trace="all")))
     assert next(refusals(limits, [message] * 1000, every=0.001)).startswith(why)
+
+
+def test_large_messages_come_less_often() -> None:
+    """Reading 200 a second of the largest votes took one member most of the coordinator's event loop."""
+    rows = MessageLimits(replace(CONFIG, pipeline=replace(CONFIG.pipeline, groups=100)))
+    vote = Vote(epoch=1, step=2, norms={}, loss=None, group_losses=dict.fromkeys(range(8000), 1.0))
+    size = node_message_to_proto(vote).ByteSize()
+    assert [*refusals(rows, [vote] * 100, every=0.5)] == []
+    count = 2000
+    taken = count - len([*refusals(rows, [vote] * count, every=0.005)])
+    assert taken * size <= PART_BYTES * (HEARTBEATS_KEPT + OTHERS_A_SECOND * 0.005 * count)
 
 
 def test_reports_name_the_links_that_a_stage_can_have() -> None:
