@@ -113,6 +113,9 @@ STANDSTILL_SECONDS = 2.0
 """A longer time between two ticks means that the process was stopped, its machine was suspended, or its
 memory was swapped in."""
 GOODBYE_SECONDS = 5.0
+MOST_BATCHES = 16
+"""How often a node may fetch samples while a step's work does not change, beside held-out ones. It needs each
+part once, ahead of the step, and again after a broken connection."""
 DROPPED_SECONDS = 60.0
 """The seconds between two notices about documents that are left out of the training data."""
 
@@ -200,6 +203,8 @@ class Coordinator:
         """The exit code of the command if the run fails."""
         self._dropped: Mapping[str, int] = {}
         """Documents left out of the training data, by reason, as in the newest notice."""
+        self._fetched: dict[str, tuple[tuple[int, int, int], int]] = {}
+        """For each node: the epoch, step and generation in which it last fetched samples, and how often."""
         self._came: set[str] = set()
         """Nodes that have joined since the database was last updated."""
         self.bug: Exception | None = None
@@ -668,7 +673,7 @@ class Coordinator:
         size, wanted = self.config.training.global_batch, range(step, step + steps)
         most = steps_at_once(part, size * len(groups or range(count)) // count, self.config.model.sequence)
         past, most = (len(self._held_out), 1) if held_out else (self.config.run.steps * size, most)
-        useless = epoch is None or not epoch.may_fetch(node_id, part)
+        useless = epoch is None or not epoch.may_fetch(node_id, part) or self._fetches_too_often(node_id)
         # Each group once: a member must neither end the run nor fill its memory.
         useless |= len(set(groups)) < len(groups) or not set(groups) <= set(range(count))
         if useless or steps > most or wanted[-1] * size >= past:
@@ -693,6 +698,16 @@ class Coordinator:
             counts = are_labels(packed, steps)
             self._unlabelled.update(at for at, some in zip(wanted, counts, strict=True) if not some)
         return packed
+
+    def _fetches_too_often(self, node_id: str) -> bool:
+        """Count a node's request for samples."""
+        epoch = self._machine.epoch
+        at = (0, 0, 0) if epoch is None else (epoch.number, epoch.step, epoch.generation)
+        before, count = self._fetched.get(node_id, (at, 0))
+        count = count + 1 if before == at else 1
+        self._fetched[node_id] = at, count
+        passes = -(-len(self._held_out) // self.config.training.global_batch)
+        return count > MOST_BATCHES + 2 * len(BatchPart) * passes
 
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]

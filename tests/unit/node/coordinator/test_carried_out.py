@@ -23,7 +23,7 @@ from node.config.schema import (
 )
 from node.coordinator import coordinator as module
 from node.coordinator.changes import DECIDED, SETTABLE
-from node.coordinator.coordinator import Coordinator
+from node.coordinator.coordinator import MOST_BATCHES, Coordinator
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.relays import RelayOffer
 from node.coordinator.sessions import MOST_WAITING, ControlSession
@@ -279,6 +279,26 @@ async def test_groups_that_do_not_exist_or_come_twice_are_refused(tmp_path: Path
             with pytest.raises(ProtocolViolationError):
                 await run.coordinator.batch("a", 0, part=BatchPart.INPUTS, groups=groups)
         assert run.coordinator.bug is None and not run.running.done()
+
+
+async def test_a_node_gets_its_samples_a_few_times_in_a_step(tmp_path: Path) -> None:
+    """Else a single member could take all of the coordinator's line, and two of its threads."""
+    async with scene(tmp_path) as run:
+        node = run.peer("a")
+        await node.into_step()
+
+        async def got() -> int:
+            for count in range(10 * MOST_BATCHES):
+                try:
+                    await run.coordinator.batch("a", count % 3, part=BatchPart.INPUTS)
+                except ProtocolViolationError:
+                    return count
+            return -1
+
+        assert await got() == MOST_BATCHES and await got() == 0
+        node.vote()
+        assert isinstance(await node.hear(), Commit)
+        assert await got() == MOST_BATCHES, "each step has its own"
 
 
 async def test_a_node_that_is_shut_out_makes_no_more_calls(tmp_path: Path) -> None:
