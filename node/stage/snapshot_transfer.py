@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ STORE_TRIES, STORE_SECONDS = 13, 5.0
 ROOM_SECONDS, ROOM_RETRY_SECONDS = 40.0, 2.0
 """How long a snapshot waits for space on this node's disk, less than the coordinator waits for its layers,
 and the seconds between two looks."""
+DOUBT_SECONDS = 30.0
 CHUNK_BYTES = 256 * 1024
 UPLOADS = 2
 """The layers that are sent to the coordinator at a time. It accepts no more per node."""
@@ -289,9 +290,16 @@ class SnapshotTransfer:
                     continue
                 await self._keep_copy(step, unit, LayerFile(data, answer.sha256))
             if bad:
-                await self._client.layer(step, unit, limit, None, bad)  # so that they check their copies
+                self._beside(self._doubt(step, unit, limit, bad))
             return data, not answer.url
         raise LinkError(trouble)
+
+    async def _doubt(self, step: int, unit: str, limit: int, bad: Collection[str]) -> None:
+        """Have nodes check their copies. Nothing waits for that: the coordinator may answer only when another
+        holder is back."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DOUBT_SECONDS):
+                await self._client.layer(step, unit, limit, None, bad)
 
     async def _of_folder(self, unit: str) -> LayerFile | None:
         """A unit's weights from the folder that this machine's owner named.

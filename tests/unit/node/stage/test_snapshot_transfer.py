@@ -16,7 +16,7 @@ from node.config.join_options import OwnerAllows
 from node.config.schema import ModelSection, RunConfig
 from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
-from node.stage.layer_peers import LayerPeers
+from node.stage.layer_peers import LayerPeers, LayerPlace
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.state_copy import StateCopy
 from node.state.manifest import LayerFile, LayerSource
@@ -385,3 +385,29 @@ async def test_all_that_is_under_way_can_be_stopped(tmp_path: Path) -> None:
         assert begun == {(3, "embed"), (3, "head"), (6, "head")}
         here.transfer.cancel()
     assert here.coordinator.stored == [] and here.told.empty() and not here.failures()
+
+
+async def test_a_layer_is_here_though_nobody_else_holds_it_any_more(tmp_path: Path) -> None:
+    """A holder that sends it and leaves does not make the node late with its state."""
+    data, here, doubted = b"a layer", asyncio.Event(), asyncio.Event()
+
+    class Told(Coordinator):
+        async def layer(self, step: int, unit: str, *_: object, **__: object) -> LayerPlace:  # type: ignore[override]
+            if here.is_set():
+                doubted.set()
+                await asyncio.Event().wait()
+            return LayerPlace(step=step, unit=unit, bytes=len(data), sha256=sha256(data).hexdigest())
+
+    class Peers:
+        async def fetch(self, place: LayerPlace, limit: int, bad: set[str]) -> bytes:
+            bad.add("node-damaged")
+            here.set()
+            return data
+
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+        scene = Scene(tmp_path, group)
+        scene.transfer._client = cast(CoordinatorClient, Told())
+        scene.transfer.peers = cast(LayerPeers, Peers())
+        assert await scene.transfer.fetch(4, "embed") == data
+        await doubted.wait()
+        scene.transfer.cancel()
