@@ -411,7 +411,7 @@ class Placement:
     enters: bool = False
     """The epoch is on, and the node takes an empty seat of it: it follows the run until its first `Begin`."""
     renewed: tuple[Seat, ...] = ()
-    """Seats that another node, or another process of the same one, has from now on."""
+    """Seats that another node, another process of the same one, or nobody has from now on."""
 
     def contradiction(self) -> str:
         if self.stage >= len(self.stages):
