@@ -16,9 +16,9 @@ k)),
    n_j = 0 is 0. `_log2` is the exponent bits plus f + f (1 - f) P(f), where f is the fraction. Tiles are
    ranked by the integer max(0, rint(H * 2**20)): the higher first, ties to the lower index.
 2. *Bits (3.2).* The first `four_bit` tiles of every sample get 4 bits (15 steps), the others 3 (7 steps).
-3. *Outliers (eq. 3).* A tile is an outlier tile if exactly one |y_k| >= m / tau - 2**-24. That is r > tau
-with
-   2**-24 as epsilon. It is relative to the tensor, because y is normalised.
+3. *Outliers (eq. 3).* A tile is an outlier tile if exactly one |y_k| >= m / 2 - 2**-24. That is r > tau
+   with tau = 2 (`OUTLIER_RATIO`) and 2**-24 as epsilon, which is relative to the tensor, because y is
+   normalised.
 4. *Rotation (eq. 4).* Swap y_0 and y_pivot. For h = 1, 2, 4 .. 32 replace each pair (y_i, y_{i+h}), i without
 bit
    h, by (y_i + y_{i+h}, y_i - y_{i+h}). Multiply by 1/8. The inverse is the same butterfly, then the swap.
@@ -40,6 +40,7 @@ import torch
 
 from kernels.common import bitplanes
 from kernels.common.tile_layout import LOW_PLANES as LOW_PLANES
+from kernels.common.tile_layout import OUTLIER_RATIO
 from kernels.common.tiles import (
     TILE,
     blocks,
@@ -76,7 +77,7 @@ class TahSections(NamedTuple):
     fourth_planes: torch.Tensor  # int64 [4-bit tiles], in the order of the tiles
 
 
-def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, tau: float) -> torch.Tensor:
+def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int) -> torch.Tensor:
     """Quantize x (fp32, bf16 or fp16, `[..., C]`) into `out`; return its exponent (int32 0-d, on x's device).
 
     If the exponent is `tiles.NON_FINITE`, the contents of `out` are meaningless.
@@ -84,7 +85,6 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
     Args:
         samples: The number of equal parts of the rows, in order.
         four_bit: The number of 4-bit tiles in each sample.
-        tau: The ratio above which a tile's largest element is an outlier (eq. 3).
     """
     exponent = tensor_exponent(x)
     factors = powers_of_two(-exponent)
@@ -98,7 +98,7 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
         y = normalised(rows[block], factors)
         torch.amin(y, 1, out=low[block])
         torch.amax(y, 1, out=high[block])
-        outlier[block], rank[block] = _outliers_and_entropy(y, low[block], high[block], tau)
+        outlier[block], rank[block] = _outliers_and_entropy(y, low[block], high[block])
 
     four = _highest(rank.view(samples, -1), four_bit)
     steps = torch.where(four, 15.0, 7.0)
@@ -191,7 +191,7 @@ def entropy_bits(n: torch.Tensor) -> torch.Tensor:
 
 
 def _outliers_and_entropy(
-    y: torch.Tensor, low: torch.Tensor, high: torch.Tensor, tau: float
+    y: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps 3 and 1 of the module's list for fp32 `[t, 64]`, which is overwritten."""
     largest = torch.maximum(-low, high)
@@ -199,7 +199,7 @@ def _outliers_and_entropy(
     factor = ((267 - exponent_bits) << 23).view(torch.float32)
     magnitude = y.mul_(factor[:, None]).abs_()
     # Both sides carry the same power of two, so the comparison is that of the unscaled values.
-    threshold = (largest / largest.new_full((1,), tau) - EPSILON) * factor
+    threshold = (largest / OUTLIER_RATIO - EPSILON) * factor
     near = (magnitude >= threshold[:, None]).view(torch.int64).sum(1)
     # Each byte of `near` counts an eighth of the tile. A total of one is a single set bit, the lowest of a
     # byte.

@@ -47,7 +47,7 @@ def calls(
         split = {"samples": samples, "four_bit": tah_codec.four_bit_tiles(tiles)}
         return (
             (
-                lambda: triton_tah.encode(x, *parts, exponent, **split, tau=tah_codec.TAU, **encode_options),
+                lambda: triton_tah.encode(x, *parts, exponent, **split, **encode_options),
                 lambda: triton_tah_decode.decode(*parts, out, exponent, **split, **decode_options),
             ),
             payload,

@@ -118,7 +118,7 @@ def tah_case(dtype: torch.dtype, width: int) -> None:
     sections = tah_codec._layout(shape).views(payload)
     samples, tiles = samples_and_tiles(shape)
     four = four_bit_tiles(tiles)
-    tah_encode.encode(x, *sections, exponent, samples=samples, four_bit=four, tau=tah_codec.TAU)
+    tah_encode.encode(x, *sections, exponent, samples=samples, four_bit=four)
     tah_decode.decode(*sections, x, exponent, samples=samples, four_bit=four)
 
 

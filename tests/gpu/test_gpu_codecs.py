@@ -46,9 +46,7 @@ def encoder(name: str, x: torch.Tensor, payload: torch.Tensor, exponent: torch.T
         from kernels.tah.triton import encode as triton_tah
 
         samples, four_bit = split(tuple(x.shape))
-        return lambda: triton_tah.encode(
-            x, *sections, exponent, samples=samples, four_bit=four_bit, tau=tah_codec.TAU
-        )
+        return lambda: triton_tah.encode(x, *sections, exponent, samples=samples, four_bit=four_bit)
     from kernels.fixed import triton as triton_fixed
 
     return lambda: triton_fixed.encode(x, *sections, exponent)
@@ -120,7 +118,7 @@ def test_tah_is_the_same_for_any_launch(launch: Launch) -> None:
     layout = tah_codec._layout(tuple(x.shape))
     expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
     sections = tah.TahSections(*layout.views(expected))
-    wanted = tah.encode(x, sections, samples=samples, four_bit=four_bit, tau=2.0)
+    wanted = tah.encode(x, sections, samples=samples, four_bit=four_bit)
     decoded = torch.empty_like(x)
     tah.decode(sections, decoded, int(wanted))
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
@@ -131,7 +129,6 @@ def test_tah_is_the_same_for_any_launch(launch: Launch) -> None:
         exponent,
         samples=samples,
         four_bit=four_bit,
-        tau=2.0,
         measure=launch,
         quantize=launch,
         select=Launch(launch.tiles * 8, 4),

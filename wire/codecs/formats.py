@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from itertools import pairwise
 from typing import ClassVar, Self
 
-from kernels.common.tile_layout import LOW_PLANES, TILE, tiles_per_row
+from kernels.common.tile_layout import LOW_PLANES, OUTLIER_RATIO, TILE, tiles_per_row
 from wire.errors import CodecError, ConfigError, nearest
 
 HEADER_BYTES = 64
@@ -244,8 +244,6 @@ class TahFormat(Format):
     NUMBER = 5
     SHARE = 8000
     """Tiles of a sample that get 4 bits, in ten-thousandths (TAH-Quant, section 3.2)."""
-    TAU = 2.0
-    """The ratio from which a tile counts as an outlier (section 3.3)."""
     IMPLEMENTATION = ("tah", "TahCodec")
     KERNELS = "tah"
     CARRIES = Carried.BOUNDARIES
@@ -257,7 +255,7 @@ class TahFormat(Format):
     core_nanoseconds = (6.3, 2.2)
     loss_forward = "1.4 %"
     golden = "tah", "f4f08814c0a3c246"
-    parameters = Parameters(codec=NUMBER, bits=4, tile=TILE, share=SHARE, tau=TAU)
+    parameters = Parameters(codec=NUMBER, bits=4, tile=TILE, share=SHARE, tau=OUTLIER_RATIO)
 
     @classmethod
     def range(cls) -> str:

@@ -26,7 +26,6 @@ from wire.codecs.base import Codec, Layout
 from wire.codecs.formats import TahFormat, four_bit_tiles, samples_and_tiles
 from wire.errors import NonFiniteError, PackedMismatchError
 
-TAU = TahFormat.TAU
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 # From the flags of 8 tiles, one bit each, to the mask of their 48 pivot bits: uint8 `[256, 6]`.
 _PIVOTS = np.packbits(_FLAGS.repeat(6, axis=1), axis=1, bitorder="little")
@@ -73,13 +72,13 @@ class TahCodec(Codec):
 
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
             sections = tah.TahSections(*layout.views(payload))
-            triton_encode.encode(tensor, *sections, exponent, samples=samples, four_bit=four, tau=TAU)
+            triton_encode.encode(tensor, *sections, exponent, samples=samples, four_bit=four)
             return exponent
         if tensor.device.type == "cpu":
             arrays = layout.arrays(payload)
-            return tah_loops.encode(tensor, arrays, samples=samples, four_bit=four, tau=TAU)
+            return tah_loops.encode(tensor, arrays, samples=samples, four_bit=four)
         parts = tah.TahSections(*layout.views(payload))
-        return tah.encode(tensor, parts, samples=samples, four_bit=four, tau=TAU)
+        return tah.encode(tensor, parts, samples=samples, four_bit=four)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         samples, tiles = samples_and_tiles(out.shape)

@@ -33,11 +33,13 @@ from kernels.common.loops import (
     two_factors,
     value_of_half,
 )
+from kernels.common.tile_layout import OUTLIER_RATIO
 from kernels.common.tiles import NON_FINITE, TILE
 from kernels.tah import reference as tah
 
 # fp32 constants: numba computes in fp64 with a plain number.
 _EPSILON = np.float32(tah.EPSILON)
+_RATIO = np.float32(OUTLIER_RATIO)
 _C0, _C1, _C2, _C3 = (np.float32(c) for c in tah._LOG2)
 _LOG_UNIT = np.float32(2.0**-23)
 _LOG_BIAS = np.float32(127.0)
@@ -90,7 +92,7 @@ def _near_and_sums(tile, factor, threshold):
 
 
 @compiled
-def _measure(x, width, first, last, near, far, tau, low, high, outlier, rank):
+def _measure(x, width, first, last, near, far, low, high, outlier, rank):
     """Steps 1 and 3 of the reference's list for tiles `first` to `last`."""
     per_row = (width + TILE - 1) // TILE
     tile = np.empty(TILE, dtype=np.float32)
@@ -102,9 +104,8 @@ def _measure(x, width, first, last, near, far, tau, low, high, outlier, rank):
         largest = max(-low[t], high[t])
         exponent_bits = max(np.int32(bits_of(largest) >> 23), np.int32(64))
         factor = float_of((267 - exponent_bits) << 23)
-        threshold = (largest / tau - _EPSILON) * factor
+        threshold = (largest / _RATIO - _EPSILON) * factor
         reach, total, weighted = _near_and_sums(tile, factor, threshold)
-        # None does if tau is below 1; the reference calls that an outlier too.
         outlier[t] = reach <= 1
         bits = np.int32(0)
         if total > 0:
@@ -245,9 +246,7 @@ def _pack(
             sextets = 0
 
 
-def encode(
-    x: torch.Tensor, sections: Sequence[NDArray[Any]], *, samples: int, four_bit: int, tau: float
-) -> torch.Tensor:
+def encode(x: torch.Tensor, sections: Sequence[NDArray[Any]], *, samples: int, four_bit: int) -> torch.Tensor:
     """`kernels.tah.reference.encode` into the sections as arrays, those of fp16 as int16.
 
     Writes nothing if x is not finite.
@@ -262,7 +261,7 @@ def encode(
     rank = np.empty(n, dtype=np.int32)
 
     def measure(first: int, last: int) -> None:
-        _measure(words, width, first, last, near, far, np.float32(tau), low, high, outlier, rank)
+        _measure(words, width, first, last, near, far, low, high, outlier, rank)
 
     def choose(first: int, last: int) -> None:
         _choose(rank[first:last], four_bit, four[first:last])

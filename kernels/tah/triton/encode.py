@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.dispatch import TAH_MEASURE, TAH_QUANTIZE, TAH_SELECT, Launch
+from kernels.common.tile_layout import OUTLIER_RATIO
 from kernels.common.triton.numbers import (
     MAGIC,
     MAGIC_BITS,
@@ -46,6 +47,7 @@ from kernels.common.triton.tiles import (
 from kernels.tah.triton import select as triton_select
 
 _NIBBLE_BIAS = tl.constexpr(wrapped(MAGIC_BITS.value * NIBBLES))
+_OF_LARGEST = tl.constexpr(1 / OUTLIER_RATIO)
 
 
 @sized_jit
@@ -60,8 +62,6 @@ def _measure(
     width,
     row_stride,
     per_row,
-    tau,
-    HALF: tl.constexpr,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
     T: tl.constexpr,
@@ -76,13 +76,9 @@ def _measure(
     tl.store(peaks + program, peak_bits(y, largest))
     sums, weights, exponent = triton_select.entropy_sums(magnitude, largest)
     # The test for outliers has an epsilon in the normalised scale; without it, this finds more of them.
-    if HALF:
-        # The sign of a difference is one bit to shift and add.
-        below = (magnitude - spread(largest * 0.5)).to(tl.uint32, bitcast=True) >> 31
-        single = tile_sum(below.to(tl.int32)) >= 63
-    else:
-        threshold = tl.div_rn(largest, tl.full((T,), 0.0, tl.float32) + tau)
-        single = tile_sum((magnitude >= spread(threshold)).to(tl.int32)) <= 1
+    # The sign of a difference is one bit to shift and add.
+    below = (magnitude - spread(largest * _OF_LARGEST)).to(tl.uint32, bitcast=True) >> 31
+    single = tile_sum(below.to(tl.int32)) >= 63
     tile = tl.arange(0, T)
     tl.store(total + base + tile, sums | (single.to(tl.int32) << 31), mask=base + tile < n)
     tl.store(weighted + base + tile, weights | (exponent << 24), mask=base + tile < n)
@@ -118,14 +114,13 @@ def _pack_outlier(
     width,
     row_stride,
     per_row,
-    tau,
 ):
     """Pack one tile (int64) again, rotated, if it is an outlier. Returns its pivot, else 0."""
     i = tl.arange(0, 64)
     y = load_tile(x, tile, width, row_stride, per_row) * near * far
     magnitude = tl.abs(y)
     largest = tl.max(magnitude, 0)
-    threshold = tl.div_rn(largest, tau) - 5.960464477539063e-08
+    threshold = largest * _OF_LARGEST - 5.960464477539063e-08
     pivot = 0
     if tl.sum((magnitude >= threshold).to(tl.int32), 0) <= 1:
         pivot = tl.min(tl.where(magnitude == largest, i, 64), 0)
@@ -178,7 +173,6 @@ def _quantize(
     width,
     row_stride,
     per_row,
-    tau,
     FLAT: tl.constexpr,
     PAIRS: tl.constexpr,
     T: tl.constexpr,
@@ -254,7 +248,6 @@ def _quantize(
                 width,
                 row_stride,
                 per_row,
-                tau,
             )
             pivot = tl.where(here, found, pivot)
             single = single & (tile > one)
@@ -274,7 +267,6 @@ def encode(
     *,
     samples: int,
     four_bit: int,
-    tau: float,
     measure: Launch = TAH_MEASURE,
     quantize: Launch = TAH_QUANTIZE,
     select: Launch = TAH_SELECT,
@@ -292,7 +284,7 @@ def encode(
     programs = triton.cdiv(n, measure.tiles)
     peaks = torch.empty(programs, dtype=torch.int32, device=device)
     selection = triton_select.Selection(samples, tiles, four_bit, select, device)
-    sizes = (n, rows.width, rows.stride, rows.per_row, tau)
+    sizes = (n, rows.width, rows.stride, rows.per_row)
     flat = {"FLAT": rows.flat, "PAIRS": rows.pairs, "enable_fp_fusion": False}
     _measure[(programs,)](
         rows.data,
@@ -302,7 +294,6 @@ def encode(
         selection.scratch,
         selection.scratch.numel(),
         *sizes,
-        HALF=tau == 2.0,
         **flat,
         T=measure.tiles,
         num_warps=measure.warps,

@@ -136,14 +136,13 @@ def test_rows_together_are_each_by_itself(name: str, width: int) -> None:
 
 @inside
 @each(
-    ("which", "tau", "launch"),
+    ("which", "launch"),
     [
-        *((which, 2.0, LAUNCHES[number % 2]) for number, which in enumerate(inputs())),
-        ("mixed", 2.0, LAUNCHES[1]),
-        ("ties", 0.0, LAUNCHES[1]),
+        *((which, LAUNCHES[number % 2]) for number, which in enumerate(inputs())),
+        ("mixed", LAUNCHES[1]),
     ],
 )
-def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Launch) -> None:
+def test_tah_is_the_reference_for_any_launch(which: str, launch: Launch) -> None:
     from kernels.tah.triton import decode as triton_tah_decode
     from kernels.tah.triton import encode as triton_tah
 
@@ -155,7 +154,7 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
     made = whole[GUARD:-GUARD]
     layout.clear_gaps(made)
     sections = tah.TahSections(*layout.views(expected))
-    exponent = tah.encode(x, sections, samples=samples, four_bit=split["four_bit"], tau=tau)
+    exponent = tah.encode(x, sections, samples=samples, four_bit=split["four_bit"])
     found = torch.full((1,), 77, dtype=torch.int32)
     triton_tah.encode(
         x,
@@ -163,7 +162,6 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
         found,
         samples=samples,
         four_bit=split["four_bit"],
-        tau=tau,
         measure=launch,
         quantize=launch,
         select=launch,

@@ -66,13 +66,13 @@ def test_entropy_of_known_distributions() -> None:
 def test_outliers_are_more_than_twice_the_second(largest: float, second: float, outlier: bool) -> None:
     y = torch.full((1, 64), 100.0 if second else 0.0)
     y[0, 20], y[0, 50] = largest, second
-    found, _ = tah._outliers_and_entropy(y.clone(), y.amin(1), y.amax(1), 2.0)
+    found, _ = tah._outliers_and_entropy(y.clone(), y.amin(1), y.amax(1))
     assert found.tolist() == [outlier]
 
 
 def test_a_tile_of_zeros_is_no_outlier() -> None:
     y = torch.zeros(1, 64)
-    found, rank = tah._outliers_and_entropy(y.clone(), y.amin(1), y.amax(1), 2.0)
+    found, rank = tah._outliers_and_entropy(y.clone(), y.amin(1), y.amax(1))
     assert found.tolist() == [False] and rank.tolist() == [0]
 
 

@@ -34,13 +34,13 @@ def sections(n: int, fourth: int, filling: int) -> tah.TahSections:
     )
 
 
-def check(x: torch.Tensor, *, samples: int = 1, four_bit: int | None = None, tau: float = 2.0) -> None:
+def check(x: torch.Tensor, *, samples: int = 1, four_bit: int | None = None) -> None:
     tiles = x[..., 0].numel() * tiles_per_row(x.shape[-1]) // samples
     four_bit = round(0.8 * tiles) if four_bit is None else four_bit
     expected, found = (sections(tiles * samples, samples * four_bit, filling) for filling in (0x55, 0xAA))
     before = x.clone()
-    exponent = tah.encode(x, expected, samples=samples, four_bit=four_bit, tau=tau)
-    assert tah_loops.encode(x, as_arrays(found), samples=samples, four_bit=four_bit, tau=tau).equal(exponent)
+    exponent = tah.encode(x, expected, samples=samples, four_bit=four_bit)
+    assert tah_loops.encode(x, as_arrays(found), samples=samples, four_bit=four_bit).equal(exponent)
     for name, one, other in zip(tah.TahSections._fields, expected, found, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
     assert torch.equal(x, before)
@@ -104,13 +104,12 @@ def test_scales_and_zero_points_beside_every_half(sign: float, spread: float) ->
 
 
 @each("second", [2047.9998, 2048.0, 2048.0002, 0.0])
-@each("tau", [0.0, 0.5, 1.0, 2.0, 3.7, float("inf")])
-def test_outliers_and_near_outliers(second: float, tau: float) -> None:
+def test_outliers_and_near_outliers(second: float) -> None:
     x = normal(64, TILE).clamp(-1, 1)
     x.fill_diagonal_(-4096.0)
     x[:, 40] = second
-    check(x, tau=tau)
-    check(torch.cat((x, x[:, :17]), 1), tau=tau)
+    check(x)
+    check(torch.cat((x, x[:, :17]), 1))
 
 
 @each("share", [0.0, 0.1, 0.5, 0.99, 1.0])
@@ -128,8 +127,7 @@ def test_the_choice_among_entropies_that_hardly_differ() -> None:
     check(x.flip(0), four_bit=777)
 
 
-@pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_ranks_and_outliers_are_the_references(tau: float) -> None:
+def test_ranks_and_outliers_are_the_references() -> None:
     """Ranks are not in the packed bytes, only what is chosen by them."""
     every_magnitude = torch.arange(2.0**14).view(-1, TILE)
     every_magnitude[:, 17] = 2.0**14 - 0.25
@@ -141,10 +139,10 @@ def test_ranks_and_outliers_are_the_references(tau: float) -> None:
     outlier, rank = np.empty(n, dtype=np.bool_), np.empty(n, dtype=np.int32)
     one = np.float32(1)
     words = y.view(-1).numpy().view(np.uint32)
-    tah_loops._measure(words, TILE, 0, n, one, one, np.float32(tau), low, high, outlier, rank)
+    tah_loops._measure(words, TILE, 0, n, one, one, low, high, outlier, rank)
     least, largest = y.amin(1), y.amax(1)
     assert torch.equal(torch.from_numpy(low), least) and torch.equal(torch.from_numpy(high), largest)
-    single, bits = tah._outliers_and_entropy(y, least, largest, tau)
+    single, bits = tah._outliers_and_entropy(y, least, largest)
     assert torch.equal(torch.from_numpy(rank), bits)
     assert torch.equal(torch.from_numpy(outlier), single)
 
@@ -153,7 +151,7 @@ def test_ranks_and_outliers_are_the_references(tau: float) -> None:
 def test_non_finite_values_are_reported(bad: float) -> None:
     x = normal(10, 100)
     x[3, 99] = bad
-    exponent = tah_loops.encode(x, as_arrays(sections(20, 16, 0)), samples=1, four_bit=16, tau=2.0)
+    exponent = tah_loops.encode(x, as_arrays(sections(20, 16, 0)), samples=1, four_bit=16)
     assert exponent.item() == NON_FINITE
 
 
