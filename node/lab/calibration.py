@@ -43,6 +43,8 @@ SLICES = 6
 UNEVEN = 0.1
 UNSTEADY_LENGTHS = 4.0
 ATTEMPTS = 3
+TOLERANCE = 0.05
+"""The lab measures nothing over links that are off by more than this share."""
 CONNECT_SECONDS = 10.0
 CHUNK = 1 << 18
 _MSS, _DATA_SEGMENTS = 16, 152
@@ -74,10 +76,10 @@ class Measured:
         """The measured payload rate divided by the one that the shaper's rate allows: 1 is perfect."""
         return self.payload_mbit / (self.asked_mbit * PAYLOAD_SHARE)
 
-    def fault(self, tolerance: float) -> str | None:
+    def fault(self) -> str | None:
         """Why this direction cannot be used; None if it can."""
         where = f"the link from stage {self.sender} to {self.receiver}"
-        if self.asked_mbit and abs(self.share - 1) > tolerance:
+        if self.asked_mbit and abs(self.share - 1) > TOLERANCE:
             reached = self.payload_mbit / PAYLOAD_SHARE
             hint = (
                 "this machine cannot carry the rate: ask for a lower one, or use a machine with less to do"
@@ -88,7 +90,7 @@ class Measured:
                 f"{where} is off by {100 * (self.share - 1):+.1f} %: asked for {self.asked_mbit:g} Mbit/s on "
                 f"the wire, found {reached:.4g} ({self.payload_mbit:.4g} of payload); {hint}"
             )
-        slack = max(tolerance * self.asked_rtt_ms, RTT_SLACK_MS)
+        slack = max(TOLERANCE * self.asked_rtt_ms, RTT_SLACK_MS)
         if self.asked_rtt_ms and abs(self.rtt_ms - self.asked_rtt_ms) > slack:
             return f"{where} has a round trip of {self.rtt_ms:.2f} ms instead of {self.asked_rtt_ms:g} ms"
         return None
@@ -115,22 +117,19 @@ class Calibration:
         return next(m for m in self.links if (m.sender, m.receiver) == (sender, receiver))
 
 
-def calibrate(
-    network: Network, shape: Shape, ends: Sequence[tuple[int, int]], *, tolerance: float
-) -> Calibration:
+def calibrate(network: Network, shape: Shape, ends: Sequence[tuple[int, int]]) -> Calibration:
     """Measure a network that has `shape`, up to `ATTEMPTS` times, because other work may disturb a
     measurement.
 
     Args:
         ends: The pairs of neighbours.
-        tolerance: The largest relative difference that is accepted.
 
     Raises RunError that names the first direction that is off and the measured value.
     """
     faults: list[str] = []
     for attempt in range(1, ATTEMPTS + 1):
         measured = measure(network, shape, ends)
-        faults = [fault for measurement in measured if (fault := measurement.fault(tolerance)) is not None]
+        faults = [fault for measurement in measured if (fault := measurement.fault()) is not None]
         if not faults:
             return Calibration(
                 label=shape.label,

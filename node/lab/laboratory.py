@@ -53,12 +53,12 @@ async def run_laboratory(
     Runs inside private namespaces. Results are written to `out` after every cell.
 
     Args:
-        time_limit: Seconds; a cell that would not end in time is skipped. 0 uses the profile's limit.
+        time_limit: Seconds; a cell that would not end in time is skipped. 0 means no limit.
         only: The cells to measure, as for `node.lab.plan.plan_runs`.
 
     Raises RunError for a link that is off and for a run that fails. Earlier results are kept.
     """
-    lab = _Laboratory(profile, out, time_limit or profile.lab.time_limit_seconds, tell, only)
+    lab = _Laboratory(profile, out, time_limit, tell, only)
     return await lab.run()
 
 
@@ -183,9 +183,7 @@ class _Laboratory:
             if self.over():
                 return
             await asyncio.to_thread(network.shape, shape)
-            calibration = await asyncio.to_thread(
-                calibrate, network, shape, self._ends, tolerance=self._profile.network.tolerance
-            )
+            calibration = await asyncio.to_thread(calibrate, network, shape, self._ends)
             self._calibrations[shape.label] = calibration
             relayed = await asyncio.to_thread(network.relayed)
             results.values["calibrations"].append(

@@ -57,8 +57,6 @@ class LabSection:
     take turns on a GPU. 0 gives each stage its own."""
     threads: int = 1
     """CPU threads of each node. 0 means torch's default."""
-    time_limit_seconds: float = 0.0
-    """Begin no cell after this many seconds. 0 means no limit."""
     step_seconds: float = 600.0
     """Time limit of a step, in seconds."""
 
@@ -78,8 +76,6 @@ class NetworkSection:
     """A file of rates and round trips between regions, relative to the profile."""
     regions: tuple[str, ...] = ()
     """With `matrix`: each stage's region."""
-    tolerance: float = 0.05
-    """Refuse links that are off by more than this share, which is at most 0.05."""
     socket_buffer_mb: float = 32.0
     """The kernel's limit of TCP socket buffers inside the lab, in MB (10^6 bytes). It bounds a connection's
     bytes in flight."""
@@ -150,8 +146,6 @@ CHOICES = {
     "network.topology": ("links", "interfaces"),
     "network.delay": ("auto", "netem", "relay"),
 }
-MOST_TOLERATED = 0.05
-"""The largest `network.tolerance`. The lab reports no figures of links that are further off."""
 OWNED = ("run.steps", "run.seed", "run.snapshot_every", "pipeline.forward_codec", "pipeline.backward_codec")
 """Run-file keys that the lab sets itself; a profile must not set them."""
 
@@ -279,20 +273,15 @@ def _check_lab(lab: LabSection, where: str) -> None:
         raise ConfigError(f"{where}: lab.name {lab.name!r} must be letters, digits, '-' and '_'")
     if not lab.seeds or min(lab.seeds) < 0:
         raise ConfigError(f"{where}: lab.seeds must be one or more numbers of at least 0")
-    if lab.time_limit_seconds < 0 or lab.step_seconds <= 0:
-        raise ConfigError(
-            f"{where}: lab.time_limit_seconds cannot be negative, lab.step_seconds must be above 0"
-        )
+    if lab.step_seconds <= 0:
+        raise ConfigError(f"{where}: lab.step_seconds must be above 0, got {lab.step_seconds:g}")
 
 
 def _check_network(network: NetworkSection, stages: int, where: str) -> None:
     if stages < 2:
         raise ConfigError(f"{where}: pipeline.stages must be at least 2: a single stage has no link")
-    if not 0 < network.tolerance <= MOST_TOLERATED or not 0 < network.socket_buffer_mb <= 1000:
-        raise ConfigError(
-            f"{where}: network.tolerance must be above 0 and at most {MOST_TOLERATED}, socket_buffer_mb "
-            "above 0 and at most 1000"
-        )
+    if not 0 < network.socket_buffer_mb <= 1000:
+        raise ConfigError(f"{where}: network.socket_buffer_mb must be above 0 and at most 1000")
     if bool(network.matrix) != bool(network.regions):
         raise ConfigError(f"{where}: network.matrix and network.regions need each other: set both or neither")
     if network.matrix and network.topology != "links":

@@ -174,7 +174,7 @@ def network(topology: Topology, values: dict[str, str], method: str = "") -> Net
 
 
 def described(one: Measured) -> dict[str, Any]:
-    return {**asdict(one), "share": one.share, "fault": one.fault(0.05)}
+    return {**asdict(one), "share": one.share, "fault": one.fault()}
 
 
 CASES = {"measured": measured, "off": off, "again": again, "burst": burst, "upnp": upnp}

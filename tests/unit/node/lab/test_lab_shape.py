@@ -69,20 +69,20 @@ def test_a_rate_of_two_directions() -> None:
 
 def test_a_measured_link_may_be_five_percent_off() -> None:
     right = 100 * PAYLOAD_SHARE
-    assert measured(right).fault(0.05) is None
-    assert measured(1.049 * right).fault(0.05) is None
-    assert measured(0.951 * right).fault(0.05) is None
-    slow, fast = measured(0.9 * right).fault(0.05), measured(1.1 * right).fault(0.05)
+    assert measured(right).fault() is None
+    assert measured(1.049 * right).fault() is None
+    assert measured(0.951 * right).fault() is None
+    slow, fast = measured(0.9 * right).fault(), measured(1.1 * right).fault()
     assert slow is not None and "off by -10.0 %" in slow and "found 90 (" in slow
     assert fast is not None and "lets too much through" in fast
 
 
 def test_a_measured_round_trip_may_be_five_percent_off() -> None:
     right = 100 * PAYLOAD_SHARE
-    assert measured(right, rtt=20.9).fault(0.05) is None
-    late = measured(right, rtt=21.5).fault(0.05)
+    assert measured(right, rtt=20.9).fault() is None
+    late = measured(right, rtt=21.5).fault()
     assert late == "the link from stage 0 to 1 has a round trip of 21.50 ms instead of 20 ms"
-    assert measured(right, rtt=18.0).fault(0.05) is not None
+    assert measured(right, rtt=18.0).fault() is not None
 
 
 def test_a_rate_counts_once_it_is_even() -> None:
