@@ -66,7 +66,7 @@ def resume_run(
     from node.coordinator.rebuild import damage, rebuild
     from node.coordinator.store import Store
     from node.processes.locks import run_lock
-    from node.run_file.loader import change_config, from_json
+    from node.run_file.loader import change_config, stored_config
     from node.telemetry.events import Notice
 
     news = None
@@ -76,7 +76,7 @@ def resume_run(
             if problem := damage(directory):
                 news = rebuild(directory, problem, time.time())
     with Store.open(directory) as store:
-        config = change_config(from_json(store.run().config_json), overrides, CHANGEABLE)
+        config = change_config(stored_config(store.run().config_json), overrides, CHANGEABLE)
     set_up_logging()
 
     with importing():

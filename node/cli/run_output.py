@@ -47,12 +47,12 @@ def serve_finished(directory: Path, emit: "Callable[[Event], None]") -> int:
     from node.dashboard.pages import page_tls, serve_recorded
     from node.processes.locks import run_lock
     from node.run_file.addresses import page_listen
-    from node.run_file.loader import from_json
+    from node.run_file.loader import stored_config
     from node.telemetry.events import PageServed
     from wire.identity.authority import CertificateAuthority
 
     with Store.open(directory) as store:
-        config = from_json(store.run().config_json)
+        config = stored_config(store.run().config_json)
     listen = page_listen(config)
     if listen is None:
         return 0

@@ -29,13 +29,13 @@ def run(args: argparse.Namespace) -> int:
     from node.coordinator.changes import ask_for_change, check_change, is_asked_for
     from node.coordinator.store import Store
     from node.display.status import coordinator_is_gone
-    from node.run_file.loader import from_json
+    from node.run_file.loader import stored_config
     from node.view.checkpoint import read_view
     from wire.errors import RunError, UserError
 
     directory: Path = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
-        check_change(from_json(store.run().config_json), args.overrides)
+        check_change(stored_config(store.run().config_json), args.overrides)
     if coordinator_is_gone(read_view(directory)[0].started, directory):
         words = " ".join(args.overrides)
         raise UserError(f"the run's coordinator is not running: use `thinwire resume {directory} {words}`")

@@ -58,13 +58,13 @@ def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path
         UserError: there is no such snapshot.
     """
     from node.coordinator.store import Store
-    from node.run_file.loader import from_json
+    from node.run_file.loader import stored_config
     from node.state.object_store import stored_steps
     from node.state.snapshot import held_by_nodes, list_models
     from wire.errors import UserError
 
     with Store.open(directory) as store:
-        config = from_json(store.run().config_json)
+        config = stored_config(store.run().config_json)
         local, stored = list_models(directory), stored_steps(directory)
         steps = sorted({*local, *stored})
         best = store.best_of(steps)

@@ -39,7 +39,7 @@ from node.coordinator.store import (
     checked_row,
     read_run,
 )
-from node.run_file.loader import from_json, load_config, to_json, to_toml
+from node.run_file.loader import load_config, stored_config, to_json, to_toml
 from node.run_state.actions import RecordPlan
 from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError, SnapshotStore, UnitEntry
 from node.state.object_store import ObjectStore, wrong_url
@@ -407,6 +407,6 @@ def _config_of(manifest: Manifest) -> RunConfig:
     """The config in a manifest. Raises ConfigError for another version's."""
     # A manifest has the names of the schema's fields, a config those of the run file.
     sections = manifest.config.items()
-    return from_json(
+    return stored_config(
         json.dumps({name: {key.rstrip("_"): value for key, value in keys.items()} for name, keys in sections})
     )

@@ -53,7 +53,7 @@ from node.model.units import ends_in_blocks
 from node.processes.cycles import rare_full_collections
 from node.processes.locks import run_lock
 from node.run_file.addresses import page_listen, parse_listen, shares_port
-from node.run_file.loader import change_config, from_json, to_json, to_toml
+from node.run_file.loader import change_config, stored_config, to_json, to_toml
 from node.run_state.epoch import PROOF_STEPS, Committed
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate, sharing, stage_needs, useless
@@ -219,19 +219,19 @@ def _reopen(
         other_text(newest)
         tell(f"from step {newest + 1} on the text is the one at {_named(config)}")
     recorded = store.run().config_json
-    if to_json(config) != recorded and (line := _other_length(from_json(recorded), config, newest)):
+    if to_json(config) != recorded and (line := _other_length(stored_config(recorded), config, newest)):
         tell(line)
     if newest >= config.run.steps:
         # A finished run's training settings stay as recorded; only its page and metrics may change.
         config = replace(
-            from_json(recorded),
+            stored_config(recorded),
             coordinator=config.coordinator,
             dashboard=config.dashboard,
             telemetry=config.telemetry,
         )
     elif newest > 0:
-        _check_optimizer_state(directory, from_json(recorded), newest)
-    splits = _splits(store, from_json(recorded), config, newest)
+        _check_optimizer_state(directory, stored_config(recorded), newest)
+    splits = _splits(store, stored_config(recorded), config, newest)
     config = _with_split(config, Past(newest_snapshot=newest, splits=splits))
     if (config_json := to_json(config)) != recorded:
         store.set_config(config_json)
@@ -260,7 +260,7 @@ def _reopen(
         scales=_scales(config, store, directory / "snapshots", newest, kept),
         validated=frozenset(held_out),
         best=min(filter(math.isfinite, held_out.values()), default=math.inf),
-        later=_later(store, from_json(recorded), config, newest, same_text=other_text is None),
+        later=_later(store, stored_config(recorded), config, newest, same_text=other_text is None),
         newest=tuple(
             _past_step(record, norms)
             for record in store.steps(newest - 1 - HISTORY_STEPS)

@@ -193,9 +193,19 @@ def to_json(config: RunConfig) -> str:
     return json.dumps(to_fields(config), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+def stored_config(text: str) -> RunConfig:
+    """As `from_json`, for a run that is stored: what an earlier commit stored goes on. Keys that it did not
+    have yet have their defaults, with which the program does what it did before."""
+    return _from_json(text, is_whole=False)
+
+
 def from_json(text: str) -> RunConfig:
     """The inverse of `to_json`. Raises ConfigError for unknown, missing and mistyped keys and for broken
     rules."""
+    return _from_json(text, is_whole=True)
+
+
+def _from_json(text: str, *, is_whole: bool) -> RunConfig:
     where = "the run's resolved config"
     try:
         raw = json.loads(text)
@@ -207,7 +217,7 @@ def from_json(text: str) -> RunConfig:
     if read.wrong:
         raise ConfigError(f"{where}: {together(read.wrong)}")
     values = read.values
-    for full in full_keys():
+    for full in full_keys() if is_whole else ():
         section, _, key = full.partition(".")
         if key not in values.get(section, {}):
             raise ConfigError(f"{where}: {full} is missing; both sides must run the same version of thinwire")
