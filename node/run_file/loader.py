@@ -215,7 +215,8 @@ def _from_json(text: str, *, is_whole: bool) -> RunConfig:
         raise ConfigError(f"{where}: expected an object of sections, got {_shown(raw)}")
     read = _read_sections(raw)
     if read.wrong:
-        raise ConfigError(f"{where}: {together(read.wrong)}")
+        remedy = "" if is_whole else "; use the version of thinwire that stored the run"
+        raise ConfigError(f"{where}: {together(read.wrong)}{remedy}")
     values = read.values
     for full in full_keys() if is_whole else ():
         section, _, key = full.partition(".")

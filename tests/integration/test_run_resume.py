@@ -1,13 +1,18 @@
 """A run that is stopped and resumed ends as if it had never stopped, bit for bit."""
 
+import sqlite3
+import time
+from contextlib import closing
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from node.config.schema import RunConfig
 from node.coordinator.store import Store
+from node.run_file.loader import stored_config
 from node.state.snapshot import list_snapshots, snapshot_directory
 from node.telemetry.events import (
     JoinLine,
@@ -20,7 +25,8 @@ from node.telemetry.events import (
 from node.training.schedule import global_norm, learning_rate
 from node.tuning.memory import stage_storages
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, TINY, Run, Still, packed
+from tests.support.run_harness import SMALL, TINY, Run, Still, packed, undisturbed
+from wire.identity.authority import CertificateAuthority
 
 CONFIG = replace(SMALL, run=replace(SMALL.run, steps=12), pipeline=replace(SMALL.pipeline, stages=2))
 PACKED = packed(
@@ -228,3 +234,29 @@ def test_a_run_whose_only_snapshot_is_damaged_ends_and_is_not_resumed(
             assert again.wait_exit() == 2
             (line,) = again.stderr.splitlines()
             assert str(path) in line
+
+
+STORED = Path(__file__).parents[1] / "golden" / "stored_run.zip"
+"""A run directory, without its keys, that commit bcfc07db stored after 6 of 12 steps. It is never made again:
+it stands for the runs that people have. `@TEXT@` is the path of its text."""
+
+
+def test_a_run_that_an_earlier_commit_stored_goes_on(prefork: Prefork, tmp_path: Path) -> None:
+    stored = tmp_path / "run"
+    with ZipFile(STORED) as archive:
+        archive.extractall(stored)
+    with closing(sqlite3.connect(stored / "run.db")) as db:
+        run_id, text = db.execute("SELECT run_id, config_json FROM run").fetchone()
+        authority = CertificateAuthority.create(run_id, time.time())
+        authority.save(stored / "authority")
+        text = text.replace("@TEXT@", str(tmp_path / "text.txt"))
+        db.execute("UPDATE run SET config_json = ?, pin = ?", (text, authority.pin))
+        db.commit()
+
+    with Run(tmp_path, stored_config(text), launch=prefork.popen) as run:
+        coordinator = run.resume("coordinator.regroup_seconds=0.5")
+        run.add_nodes(2)
+        assert coordinator.wait_exit() == 0
+        # Another kind of processor has other last bits.
+        expected = {step: loss for step, loss in undisturbed(run.config).losses.items() if step > 6}
+        assert run.losses == pytest.approx(expected, rel=1e-4)

@@ -24,6 +24,7 @@ from node.run_file.loader import (
     recipe,
     recipes,
     section_types,
+    stored_config,
     to_json,
     to_toml,
     toml_value,
@@ -267,6 +268,16 @@ def test_the_resolved_config_survives_json_and_toml(tmp_path: Path) -> None:
         assert from_json(to_json(config)) == config
         assert load_config(write(tmp_path, to_toml(config))) == config
     assert "\n" not in to_json(config)
+
+
+def test_keys_that_a_stored_run_lacks_have_their_defaults() -> None:
+    config = default_config(["training.lr=0.5"])
+    stored = json.loads(to_json(config))
+    del stored["training"]["muon_iterations"], stored["sync"]
+    assert stored_config(json.dumps(stored)) == config
+    stored["training"]["gone"] = 1
+    with pytest.raises(ConfigError, match="'gone'"):
+        stored_config(json.dumps(stored))
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])))
