@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory, owner_only
-    from node.coordinator.changes import ask_for_change, check_change, is_asked_for
+    from node.coordinator.changes import ask_for_change, check_change, is_asked_for, take_request
     from node.coordinator.store import Store
     from node.display.status import coordinator_is_gone
     from node.run_file.loader import stored_config
@@ -36,16 +36,24 @@ def run(args: argparse.Namespace) -> int:
     directory: Path = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
         check_change(stored_config(store.run().config_json), args.overrides)
-    if coordinator_is_gone(read_view(directory)[0].started, directory):
-        words = " ".join(args.overrides)
-        raise UserError(f"the run's coordinator is not running: use `thinwire resume {directory} {words}`")
+    started, words = read_view(directory)[0].started, " ".join(args.overrides)
+    not_running = f"the run's coordinator is not running: use `thinwire resume {directory} {words}`"
+    if coordinator_is_gone(started, directory):
+        raise UserError(not_running)
     with owner_only():
         ask_for_change(directory, args.overrides)
 
     pause, until = threading.Event(), time.monotonic() + TAKEN_SECONDS
-    while is_asked_for(directory):
-        if time.monotonic() > until:
-            raise RunError(f"the run's coordinator did not accept the change within {TAKEN_SECONDS:g} s")
-        pause.wait(LOOK_SECONDS)
+    try:
+        while is_asked_for(directory):
+            gone = coordinator_is_gone(started, directory)
+            # What is left here would be applied after the next resume.
+            if (gone or time.monotonic() > until) and take_request(directory):
+                late = f"the run's coordinator did not accept the change within {TAKEN_SECONDS:g} s"
+                raise UserError(not_running) if gone else RunError(late)
+            pause.wait(LOOK_SECONDS)
+    except KeyboardInterrupt:
+        take_request(directory)
+        raise
     sys.stdout.write("accepted: the run applies it after this step and a snapshot; nodes stay connected\n")
     return 0

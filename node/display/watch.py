@@ -77,7 +77,7 @@ class PageWatch:
         bare = "://" not in address and port is None
         if parts.scheme not in ("http", "https") or not parts.hostname or bare:
             raise UserError(
-                f"{address!r} is neither a run's directory nor its page's address, such as 127.0.0.1:7702"
+                f"{address!r} is neither a run's directory nor its page's address, such as 127.0.0.1:7700"
             )
         self._secure = parts.scheme == "https"
         self._host = parts.hostname

@@ -17,6 +17,7 @@ import pytest
 from node.cli.main import main
 from node.cli.status import run_state
 from node.config.schema import RunConfig
+from node.coordinator.changes import take_request
 from node.coordinator.store import DATABASE_FILE, SnapshotRecord, StepRecord, Store
 from node.display.status import COORDINATOR_GONE, coordinator_alive, process_start
 from node.run_file.loader import to_json
@@ -259,6 +260,19 @@ def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert ": gone, " in out and "paused: disk" not in out and "speed" not in out and "snapshots 1\n" in out
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("ends", "code"), [(False, 1), (True, 2)])
+def test_a_change_that_no_coordinator_takes_is_withdrawn(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, code: int
+) -> None:
+    """Or else the next resume would apply it. The coordinator ends after the request, or takes too long."""
+    gone = iter((False, ends))
+    monkeypatch.setattr("node.display.status.coordinator_is_gone", lambda *_: next(gone))
+    monkeypatch.setattr("node.cli.set.TAKEN_SECONDS", 60.0 if ends else 0.0)
+    assert main(["set", str(run_dir), "pipeline.window=2"]) == code
+    assert take_request(run_dir) == ()
 
 
 @pytest.mark.parametrize(
