@@ -95,8 +95,8 @@ class PageWatch:
                 if self._context is not None:
                     link.sock = self._context.wrap_socket(connection, server_hostname=self._host)
                 link.request("GET", "/api/view")
-                answer = link.getresponse()
-                body = answer.read(MOST_ANSWER)
+                with contextlib.closing(link.getresponse()) as answer:
+                    body = answer.read(MOST_ANSWER)
         except ssl.SSLCertVerificationError as error:
             raise RunError(
                 f"{self._address} cannot be trusted ({error.verify_message}): give --ca the run's "

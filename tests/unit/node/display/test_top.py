@@ -227,7 +227,7 @@ async def test_a_server_that_is_not_a_runs_page(answer: web.Response, complaint:
 )
 async def test_an_answer_that_never_ends_is_given_up(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "MOST_SECONDS", 0.2)
-    over = asyncio.Event()
+    over, closed = asyncio.Event(), asyncio.Event()
 
     async def drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(begin)
@@ -236,12 +236,16 @@ async def test_an_answer_that_never_ends_is_given_up(begin: bytes, monkeypatch: 
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), 0.01)
         writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        closed.set()
 
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(LinkError, match="timed out"):
             await asyncio.to_thread(PageWatch(f"127.0.0.1:{port}").view)
         over.set()
+        await closed.wait()
 
 
 @contextlib.asynccontextmanager
