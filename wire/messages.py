@@ -51,6 +51,8 @@ Sha256 = Annotated[str, Parsed(sha256_hex)]
 NodeId = Annotated[str, Parsed(node_id)]
 Reason = Annotated[str, Line(LONGEST_REASON)]
 Digest = Annotated[bytes, Size(DIGEST_BYTES)]
+GroupLoss = Annotated[float, Within(0.0, sys.float_info.max)]
+"""A group's part of the mean loss, which is known to be finite."""
 FiniteSquares = Annotated[float, Within(0.0, sys.float_info.max)]
 """A sum of squares of what is known to be finite."""
 
@@ -182,6 +184,20 @@ class Vote:
     def result(self) -> object:
         """What is the same in every row."""
         return tuple(sorted(self.norms.items())), tuple(sorted(self.sums.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedOver:
+    """All that the stage computed of these groups has arrived at the nodes that sum it up, and at those that
+    would if this node were gone."""
+
+    epoch: int
+    step: int
+    generation: int
+    """The generation of the `Begin` that says which nodes these are."""
+    groups: tuple[int, ...]
+    group_losses: Mapping[int, GroupLoss] = field(default_factory=dict)
+    """The same as in `Vote`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +341,7 @@ NodeMessage = (
     | Placed
     | Ready
     | Vote
+    | HandedOver
     | Applied
     | Validated
     | StepFailed
@@ -476,6 +493,8 @@ class Begin:
     """Seats of the placement without a node: nothing comes from them, and nothing goes to them."""
     late: tuple[Seat, ...] = ()
     """Seats that were filled within this step: they sum up no other rows' gradients."""
+    hands_over: bool = False
+    """Seats have been lost lately: report with `HandedOver` what does not depend on this node any more."""
 
 
 @dataclass(frozen=True, kw_only=True)

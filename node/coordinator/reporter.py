@@ -172,6 +172,7 @@ class Reporter:
             group: row for row, groups in lost.portions for group in groups if row < self.accounting.rows
         }
         moved = tuple(group for group in lost.groups if taker.get(group) != lost.row)
+        share = len(moved) / max(1, sum(len(groups) for _, groups in lost.portions))
         self._emit(
             events.SeatLost(
                 epoch=lost.epoch,
@@ -182,9 +183,8 @@ class Reporter:
                 reason=lost.reason,
                 groups=moved,
                 takers=tuple(taker.get(group, events.WAITS) for group in moved),
-                lost_seconds=self.step_seconds * len(self.accounting.hosts) / self.accounting.rows
-                if moved
-                else 0.0,
+                lost_seconds=self.step_seconds * len(self.accounting.hosts) * share,
+                kept=tuple(group for group in lost.groups if group not in moved),
             )
         )
 

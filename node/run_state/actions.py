@@ -167,7 +167,8 @@ class SeatLost:
     stage: int
     reason: str
     groups: tuple[int, ...]
-    """The gradient groups of its row in the running step; empty between two steps."""
+    """The gradient groups of its row in the running step, and what other rows lose with it; empty between two
+    steps."""
     portions: tuple[Portion, ...] = ()
     """The groups that each row computes from now on."""
 

@@ -32,6 +32,7 @@ from node.run_state.actions import (
 )
 from node.run_state.audits import Audit, Auditor, Contradiction, Difference, rows_alike
 from node.run_state.grid import ONE_ROW, Groups, StepGroups, row_seconds, share_groups
+from node.run_state.handed_over import HandedGroups
 from node.run_state.held_out import HeldOutPass, pass_losses
 from node.run_state.votes import (
     FiniteUncompressed,
@@ -52,6 +53,7 @@ from wire.messages import (
     Begin,
     Commit,
     CoordinatorMessage,
+    HandedOver,
     Placed,
     PlacedRow,
     PlacedStage,
@@ -74,6 +76,8 @@ PREPARING_SECONDS = 300.0
 a block of a large model."""
 ENTERING_SECONDS = 120.0
 """A node that does not open the links of its seat within this time does not get it."""
+HANDING_STEPS = 30
+"""For so many steps after a seat was lost, nodes hand over what they have computed, which costs traffic."""
 PROOF_STEPS = 3
 """The number of recorded steps that a state from disk must repeat before it counts as the run's."""
 Neighbours = Callable[[int, int], Collection[int]]
@@ -130,6 +134,8 @@ class OnRecord:
     """Lineages that nobody goes on from."""
     suspect_step: int | None = None
     """The step that was not finite, and runs again without compression."""
+    seat_lost_at: int | None = None
+    """The newest step in which a seat was lost; None if none was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +161,9 @@ class Epoch:
     Every message goes to all rows, except for snapshots and held-out passes, which one row answers for
     all.
 
-    A row that loses a node is broken, and whole rows take its groups within the step. Its other nodes
-    compute nothing, get the sums of gradients and apply the commits, like all others.
+    A row that loses a node is broken, and whole rows take its groups within the step, except for those that
+    it has handed over. Its other nodes compute nothing, get the sums of gradients and apply the commits, like
+    all others.
     """
 
     def __init__(
@@ -198,6 +205,9 @@ class Epoch:
         self._group_count = sum(map(len, assignment.groups))
         self._late: dict[Seat, None] = {}
         """Seats that were filled within the step that runs, in the order in which they were."""
+        self.seat_lost_at = record.seat_lost_at
+        """The newest step in which a seat was lost; None if none was."""
+        self._handed = HandedGroups()
         self.generation = 0
         """How often groups were shared again within the step, or a seat changed."""
         self.opened_at = 0.0
@@ -235,8 +245,8 @@ class Epoch:
         """The newest steps in which rows computed other groups than they were placed with."""
         self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
-        self._known_losses: Mapping[int, float] = {}
-        """Values by group of the current step, from nodes that are gone; empty if there are none."""
+        self._known_losses: dict[int, float] = {}
+        """Values by group of the current step, from nodes that are gone. Newer votes may have them, too."""
         self.votes: dict[str, Vote] = {}
         """Votes for the newest step, by node."""
         self._restore = Restore(epoch=number, step=0)
@@ -304,7 +314,11 @@ class Epoch:
 
     def takes_groups(self, row: int) -> bool:
         """Whether groups of the step that runs wait that this row would compute if it were whole."""
-        return self._shared.is_for(row)
+        return self._shared.is_for(row) and not self.keeps_groups(row)
+
+    def keeps_groups(self, row: int) -> bool:
+        """Whether a broken row has kept groups of the step that runs: nobody fills its seats within it."""
+        return row not in self.whole_rows and bool(self.groups_of(row))
 
     @property
     def waits(self) -> bool:
@@ -436,6 +450,7 @@ class Epoch:
         self._keeps_sums = keep_sums
         self.votes.clear()
         self._known_losses = {}
+        self._handed = HandedGroups()
         self.audit = None
         self._shared = self._share()
         if not self.uncompressed:
@@ -561,7 +576,8 @@ class Epoch:
         """The seat of a node that was not heard in the step that runs, if nobody is to have it."""
         at, step = self._unheard.get(node_id, (-1, -1))
         is_free = step == self.step and not self.grid[at] and at not in self.entering.values()
-        return Seat(*divmod(at, self.stages)) if is_free else None
+        seat = Seat(*divmod(at, self.stages))
+        return seat if is_free and not self.keeps_groups(seat.row) else None
 
     @property
     def linked(self) -> list[str]:
@@ -802,6 +818,36 @@ class Epoch:
             return []
         return self._commit_step()
 
+    def handed_over(self, node_id: str, message: HandedOver) -> Outcome:
+        """A node does not need to be there any more for these groups of its row."""
+        if self.phase is not Phase.STEPPING or message.step != self.step or node_id not in self._seats:
+            return []
+        stage = self.stage_of(node_id)
+        wanted = set(message.groups) if stage == self.loss_stage else set()
+        if message.group_losses.keys() != wanted or not set(range(self._group_count)).issuperset(
+            message.groups
+        ):
+            return RefusedVote(node_id, "it handed over groups with the losses of others")
+        self._handed.said(node_id, stage, message)
+        return []
+
+    def missed(self, node_id: str, seat: Seat, now: float) -> list[Action] | None:
+        """A node lacks what the last node of a seat of its stage is to have handed over: the seat's row loses
+        what it has kept. None if no row may compute that again."""
+        row, stage = seat
+        if self.phase is not Phase.STEPPING or node_id not in self._seats or stage != self.stage_of(node_id):
+            return []
+        if row not in self._handed.at_risk(stage):
+            return []
+        if not self._shared.can_give(self.whole_rows, self.groups_of(row)):
+            return None
+        self.generation += 1
+        self._shared.lose(row)
+        self._handed.lose(row)
+        self._shared.give(self._seconds(self.whole_rows), now)
+        self.votes.clear()
+        return self._to_rows(self._step_message)
+
     def was_uneven(self, step: int) -> bool:
         """Whether rows computed other groups than they were placed with in this one of the newest steps."""
         return step in self._uneven
@@ -835,11 +881,41 @@ class Epoch:
         others = [other for other in self.whole_rows if other != row]
         if self.uncompressed or not others:
             return False
-        return self.phase is not Phase.STEPPING or self._shared.can_give(others, self.groups_of(row))
+        if self.phase is not Phase.STEPPING:
+            return True
+        lost = self._lost_with(node_id)
+        able = [other for other in others if other not in lost]
+        return self._shared.can_give(able, [group for groups in lost.values() for group in groups])
+
+    def _lost_with(self, node_id: str) -> dict[int, list[int]]:
+        """The groups of the step that are lost with a node, by row. Its own row is among these."""
+        row, at_risk = self.replica_of(node_id), self._handed.at_risk(self.stage_of(node_id))
+        kept = set() if row in at_risk or not self._may_keep(row) else self._kept_without(node_id)
+        lost = {other: [*self.groups_of(other)] for other in at_risk}
+        return {**lost, row: [group for group in self.groups_of(row) if group not in kept]}
+
+    def _kept_without(self, node_id: str) -> set[int]:
+        row = self.replica_of(node_id)
+        mates = [mate for mate in self.row(row) if mate not in ("", node_id)]
+        return self._handed.kept_without(node_id, mates, self.groups_of(row))
+
+    def _may_keep(self, row: int) -> bool:
+        """Whether what a row has computed counts although its audit is not completed."""
+        if self.audit is None or row not in self.audit.rows:
+            return True
+        return not self._rules.auditor.is_on and row in self.proven_rows
+
+    def loses_groups(self, node_id: str) -> bool:
+        """Whether groups of the step have to be computed again if a node leaves its seat."""
+        return any(self._lost_with(node_id).values())
 
     def seat_lost(self, node_id: str, reason: str) -> SeatLost:
         """What is reported about a host that the epoch is about to `lose`."""
-        row = self.replica_of(node_id)
+        row, groups = self.replica_of(node_id), list[int]()
+        if self.phase is Phase.STEPPING:
+            lost = self._lost_with(node_id)
+            groups += self.groups_of(row)
+            groups += [group for other in lost if other != row for group in lost[other]]
         return SeatLost(
             epoch=self.number,
             step=self.step,
@@ -847,7 +923,7 @@ class Epoch:
             row=row,
             stage=self.stage_of(node_id),
             reason=reason,
-            groups=self.groups_of(row) if self.phase is Phase.STEPPING else (),
+            groups=tuple(groups),
             portions=self.portions,
         )
 
@@ -858,7 +934,8 @@ class Epoch:
         groups of its row. Before the first step, returns what follows if all others have restored; in
         `PLACING`, call `choose_state`.
         """
-        row, asked = self.replica_of(node_id), self.asked
+        asked = self.asked
+        lost = self._lost_with(node_id) if self.phase is Phase.STEPPING else {}
         vote = self.votes.pop(node_id, None)
         at = self._seats.pop(node_id)
         self.grid[at] = ""
@@ -874,7 +951,7 @@ class Epoch:
             case Phase.RESTORING if len(self._answered) == len(self.hosts):
                 return self._restored()
             case Phase.STEPPING:
-                return self._work_lost(row, vote, now)
+                return self._work_lost(node_id, Seat(*divmod(at, self.stages)), vote, lost, now)
             case Phase.APPLYING if len(self._answered) == len(self.hosts):
                 return self._step_applied()
             case Phase.VALIDATING if node_id in asked:
@@ -884,17 +961,29 @@ class Epoch:
             case _:
                 return []
 
-    def _work_lost(self, row: int, vote: Vote | None, now: float) -> Outcome:
-        """A node of this row is gone in the step, after its vote if it gave one."""
+    def _work_lost(
+        self, node_id: str, seat: Seat, vote: Vote | None, lost: Mapping[int, Sequence[int]], now: float
+    ) -> Outcome:
+        """The node of this seat is gone in the step, after its vote if it gave one. `lost`: as
+        `_lost_with`."""
+        row = seat.row
         if self.audit is not None and row in self.audit.rows:
             self.audit = None
         self._note_uneven()
         if len(self.votes) == len(self.hosts):
             # All sums are complete, and so is what is known of the loss, unless that was for it to say.
-            losses = {**self._group_losses(), **({} if vote is None else vote.group_losses)}
-            if len(losses) == self._group_count:
-                return self._commit_step(losses=losses)
-        self._shared.lose(row)
+            self._known_losses.update({} if vote is None else vote.group_losses)
+            if len({**self._known_losses, **self._group_losses()}) == self._group_count:
+                return self._commit_step()
+        column = self.column(seat.stage)
+        self._known_losses.update(self._handed.node_lost(node_id, seat.stage, column, self.generation))
+        for other, groups in lost.items():
+            kept = set(self.groups_of(other)).difference(groups)
+            self._shared.lose(other, kept)
+            if kept:
+                self._handed.keep(other, seat.stage)
+            else:
+                self._handed.lose(other)
         self._shared.give(self._seconds(self.whole_rows), now)
         self.votes.clear()
         return self._to_rows(self._step_message)
@@ -946,16 +1035,17 @@ class Epoch:
         return Validate(epoch=self.number, step=self.step, number=one.number, microbatches=one.microbatches)
 
     @property
+    def _hands_over(self) -> bool:
+        """Whether nodes hand over what they have computed in the step that runs."""
+        lost_at = self.seat_lost_at
+        return self.rows > 1 and lost_at is not None and self.step - lost_at <= HANDING_STEPS
+
+    @property
     def _may_overflow(self) -> bool:
         """Whether the loss is scaled so that gradients of the step that runs may become infinite."""
         return self._rules.scales is not None and self._rules.scales.overflows(self.step)
 
-    def _commit_step(
-        self, *, anyway: bool = False, confirmed: bool = False, losses: Mapping[int, float] | None = None
-    ) -> Outcome:
-        """`losses`: of all groups, where votes of nodes that are gone have some of them."""
-        if losses is not None:
-            self._known_losses = losses
+    def _commit_step(self, *, anyway: bool = False, confirmed: bool = False) -> Outcome:
         finite = all(0.0 <= norm < math.inf for vote in self.votes.values() for norm in vote.norms.values())
         if not finite and self._may_overflow:
             return self._skip_step()
@@ -1031,7 +1121,7 @@ class Epoch:
         if self.step in self._rules.unlabelled:
             return math.nan
         only = self.votes[self.speakers[self.loss_stage]].loss
-        return summed_loss(self._known_losses or self._group_losses()) if only is None else only
+        return summed_loss({**self._known_losses, **self._group_losses()}) if only is None else only
 
     def _group_losses(self) -> dict[int, float]:
         """The losses by gradient group, in the votes so far."""
@@ -1076,6 +1166,7 @@ class Epoch:
             portions=() if self._shared.runs == self._placed_runs else self.portions,
             absent=tuple(self.vacant),
             late=tuple(self._late),
+            hands_over=self._hands_over,
         )
         # A new node has applied the commit as one that follows.
         tells_commit = self._follows_commit and node_id not in self.fresh
@@ -1159,7 +1250,12 @@ class EpochSeries:
         self.current = Epoch(
             self._last_number,
             assignment,
-            replace(record, newest_snapshot=newest_snapshot, suspect_step=suspect_step),
+            replace(
+                record,
+                newest_snapshot=newest_snapshot,
+                suspect_step=suspect_step,
+                seat_lost_at=None if ended is None else ended.seat_lost_at,
+            ),
             self._rules,
             windows=self._windows if same else (),
         )

@@ -179,12 +179,16 @@ class StepGroups:
         """The groups of a row."""
         return tuple(group for other, groups in self.runs for group in groups if other == row)
 
-    def lose(self, row: int) -> None:
-        """A row computes nothing any more: its groups wait."""
-        lost = self.of(row)
+    def lose(self, row: int, kept: Collection[int] = ()) -> None:
+        """A row computes nothing any more: its groups wait, except for those that it has `kept`."""
+        lost = [group for group in self.of(row) if group not in kept]
         self.waiting = sorted((*lost, *self.waiting))
         self._had.setdefault(row, set()).update(lost)
-        self.runs = [(other, groups) for other, groups in self.runs if other != row]
+        runs = [
+            (other, tuple(group for group in groups if other != row or group in kept))
+            for other, groups in self.runs
+        ]
+        self.runs = [(other, groups) for other, groups in runs if groups]
         self._free_at.pop(row, None)
 
     def is_for(self, row: int) -> bool:

@@ -85,6 +85,7 @@ from wire.messages import (
     AskHeartbeat,
     FailureKind,
     Following,
+    HandedOver,
     NodeMessage,
     PeerSilent,
     Placed,
@@ -338,6 +339,8 @@ class RunMachine:
                     return self._progress(epoch, epoch.ready(node_id), now)
                 case Vote() if message.epoch == epoch.number:
                     return self._voted(epoch, epoch.vote(node_id, message), now)
+                case HandedOver() if message.epoch == epoch.number:
+                    return self._voted(epoch, epoch.handed_over(node_id, message), now)
                 case Applied() if message.epoch == epoch.number:
                     return self._progress(epoch, epoch.applied(node_id, message.step), now)
                 case Validated() if message.epoch == epoch.number:
@@ -433,8 +436,14 @@ class RunMachine:
     def _suspected(self, epoch: Epoch, node_id: str, message: PeerSilent, now: float) -> list[Action]:
         """A node does not hear its neighbour. What it says is no proof: the neighbour is asked."""
         other = neighbour_at(epoch, node_id, message.stage, message.replica)
-        if other is None or self.stopped:
+        if self.stopped:
             return []
+        if other is None:
+            missed = epoch.missed(node_id, Seat(message.replica, message.stage), now - self._unseen)
+            if missed is not None:
+                return missed
+            why = f"node {node_id} lacks what row {message.replica} is to have handed over"
+            return self._end_epoch(AbortKind.LOST, why) + self._try_place(now)
         asked = self._roster.suspect(other, now)
         asks: list[Action] = [Send(node_id=other, message=AskHeartbeat())] if asked else []
         return [*asks, *self._if_silenced([other], now)]
@@ -1121,6 +1130,7 @@ class RunMachine:
 
     def _lose(self, epoch: Epoch, node_id: str, reason: str, now: float) -> list[Action]:
         """The epoch goes on without a host if it can: nobody else's work is lost."""
+        epoch.seat_lost_at = epoch.step
         if not self.plan.follows or not epoch.can_lose(node_id):
             return self._end_epoch(AbortKind.LOST, reason)
         phase, lost = epoch.phase, epoch.seat_lost(node_id, reason)

@@ -213,14 +213,20 @@ class Newcomers:
         if not self._follows or len(vacant := epoch.vacant) < 2:
             return {}
         taken = {*map(epoch.entering_seat, epoch.entering)}
-        lacking = Counter(seat.row for seat in vacant if seat not in taken)
+        lacking = Counter(
+            seat.row for seat in vacant if seat not in taken and not epoch.keeps_groups(seat.row)
+        )
         rows = sorted(lacking, key=lambda row: (not epoch.takes_groups(row), lacking[row], row))
         for at, row in enumerate(rows):
             empty = [seat for seat in vacant if seat.row == row and seat not in taken]
             moves: dict[str, Seat] = {}
             for seat in empty:
                 donors = [epoch.row(other)[seat.stage] for other in reversed(rows[at + 1 :])]
-                able = [node for node in donors if node and node not in self._slow]
+                able = [
+                    node
+                    for node in donors
+                    if node and node not in self._slow and not epoch.loses_groups(node)
+                ]
                 if able and self._roster.connected(able[:1]):
                     moves[able[0]] = seat
             if len(moves) == len(empty):

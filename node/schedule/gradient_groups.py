@@ -315,23 +315,36 @@ class StepWork:
         """The groups of the own row; empty if the row has lost a node."""
         self.sources = {node: row for row, run in self.portions for node in share.tree.subtrees(run)}
         """For each node of the tree that is sent as a whole, the row that has it."""
+        self.own = tuple(node for node, row in self.sources.items() if row == share.replica)
+        """The nodes of the tree that the own row sends."""
         self.others = tuple(row for row in range(share.rows) if row != share.replica and row not in absent)
         """The rows to which a sum is sent."""
         self._rows, self._no_owners = share.rows, frozenset((*absent, *late))
-        self._late = late
+        self._replica, self._late = share.replica, late
+        self.seats = frozenset(absent), tuple(late)
+        """As in the arguments: by these it is decided who owns a piece."""
 
     def owner(self, first: int, piece: int) -> int:
         """The row that sums a piece: `first`, or another row if that one has no node.
 
         A row keeps its pieces, however many other rows lose their nodes.
         """
-        if first not in self._no_owners:
+        return self._first_able(first, piece, self._no_owners)
+
+    def heir(self, first: int, piece: int) -> int:
+        """The row other than the own one that sums a piece, or would sum it without the own row's node; the
+        own row if no other has a node."""
+        without = self._no_owners.union((self._replica,))
+        heir = self._first_able(first, piece, without)
+        return self._replica if heir in without and heir not in self._late else heir
+
+    def _first_able(self, first: int, piece: int, without: Collection[int]) -> int:
+        if first not in without:
             return first
         others = self._rows - 1
         turns = ((first + 1 + (piece + turn) % others) % self._rows for turn in range(others))
-        return next(
-            (row for row in turns if row not in self._no_owners), self._late[0] if self._late else first
-        )
+        late = [row for row in self._late if row != self._replica] if self._replica in without else self._late
+        return next((row for row in turns if row not in without), late[0] if late else first)
 
 
 def sync_bytes(config: RunConfig, units: Iterable[str], share: RowShare, *, of_round: bool = False) -> int:

@@ -40,6 +40,7 @@ from wire.messages import (
     Commit,
     CoordinatorMessage,
     FailureKind,
+    HandedOver,
     NodeMessage,
     PeerSilent,
     Placed,
@@ -428,8 +429,15 @@ class EpochTask:
         if not change.work.groups:
             io.leave_row()
 
+        loop = asyncio.get_running_loop()
+
+        def hand_over(message: HandedOver) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(self._report, message)
+
         def attempt() -> Vote | None:
             try:
+                executor.hand_over = hand_over if begin.hands_over else None
                 executor.use_windows(begin.link_windows, begin.audited, change.work.groups)
                 executor.wants_digests = begin.digests
                 return executor.run_step(self.number, step, io, samples, begin.loss_scale, change)
@@ -443,6 +451,11 @@ class EpochTask:
             return None
 
         await self._voted(attempt)
+
+    def _report(self, message: HandedOver | PeerSilent) -> None:
+        """Post what another thread has found out."""
+        if not self._over:
+            self._services.post(message)
 
     async def _run_more(self, begin: Begin, late: StepChange | None = None) -> None:
         """Recompute the vote after the step's groups were redistributed among rows.
@@ -500,7 +513,9 @@ class EpochTask:
         # A row loses its groups together. Another node may have the seat by now, and the row others.
         has_lost = not set(self._groups).issubset(work.groups)
         self._groups = work.groups
-        if has_lost and self._io is not None:
+        # A row that lacks a node has no incomplete groups: nothing that it sends is for neighbours.
+        is_broken = any(row == self.placement.replica for row, _ in begin.absent)
+        if (has_lost or is_broken) and self._io is not None:
             self._io.leave_row()
         return StepChange(generation=begin.generation, work=work, audited=begin.audited, has_lost=has_lost)
 
@@ -549,12 +564,20 @@ class EpochTask:
 
     def _make_io(self) -> LinksIO:
         links, rows = self._own_and_other_rows()
+        loop = asyncio.get_running_loop()
+
+        def missed(row: int) -> None:
+            news = PeerSilent(epoch=self.number, stage=self.stage, replica=row)
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(self._report, news)
+
         return LinksIO(
             stages=len(self.placement.stages),
             links=links,
             rows=rows,
             inbox=self._services.inbox,
             over=lambda: self._over,
+            missed=missed,
         )
 
     def _own_and_other_rows(self) -> tuple[dict[int, Link], dict[int, Link]]:

@@ -43,7 +43,7 @@ from node.training.overflow import Overflow
 from node.tuning.memory_plan import Room
 from wire.codecs.base import Codec
 from wire.errors import ProtocolViolationError
-from wire.messages import Vote
+from wire.messages import HandedOver, Vote
 from wire.spec import Direction, TensorKey
 
 Value = TypeVar("Value")
@@ -114,8 +114,6 @@ class StageExecutor:
         self.storage = StageStorage(config)
         self._sync = GradientSync(device) if config.pipeline.groups > 1 else None
         self._digests: StepDigests | None = None
-        self._scale = 1.0
-        """The scale of the loss in the newest step."""
         self._running: StepPasses | None = None
         """The passes of the newest step until its commit; None if the step failed."""
         self._overflow = Overflow()
@@ -123,6 +121,9 @@ class StageExecutor:
         """The load of the experts after the newest step (`StageModel.expert_load`)."""
         self.keep_sums: KeepSums | None = None
         """Receives each step's packed gradient sums, for nodes that follow the run."""
+        self.hand_over: Callable[[HandedOver], None] | None = None
+        """Receives, on any thread, the groups of the next step that have arrived at other rows, in steps in
+        which these are reported."""
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""
@@ -304,13 +305,20 @@ class StageExecutor:
             given[part] = dict(zip(own, parts, strict=False))
         compared = self.config.audit.rate > 0.0 or self.wants_digests or bool(self._order.audited)
         self._digests = StepDigests(self.config) if compared and self._share.rows > 1 else None
-        self._scale = scale
-        work = self._share.whole if change is None else change.work
-        if self._sync is not None:
-            plan = self._sync_plan(step)
-            self._sync.begin(plan, epoch, step, io, work=work, keep=self.keep_sums, digests=self._digests)
         passes = self._passes(epoch, step, io, given, change)
-        passes.loss_weight = weight
+        passes.loss_weight, passes.scale, passes.hand_over = weight, scale, self.hand_over
+        if self._sync is not None:
+            self._sync.begin(
+                self._sync_plan(step),
+                epoch,
+                step,
+                io,
+                work=passes.work,
+                keep=self.keep_sums,
+                digests=self._digests,
+                hand_over=None if self.hand_over is None else passes.handed_over,
+                generation=passes.generation,
+            )
         self._running = passes
         return self.vote()
 
@@ -349,10 +357,7 @@ class StageExecutor:
                 self.model.local.end()
         self._running = passes
         self.clock.switch(TimeKind.OPTIMIZER)
-        sums = {
-            group: float(in_double(torch.stack(shares)).sum()) / self._scale
-            for group, shares in passes.losses.items()
-        }
+        sums = {group: passes.loss_of(group) for group in passes.losses}
         counted = passes.work.groups
         norms = self._overflow.told(self._norms())
         self.expert_load = self.model.expert_load()

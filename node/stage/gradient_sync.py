@@ -27,6 +27,7 @@ from node.schedule.gradient_groups import (
     owners,
     piece_bytes,
 )
+from node.stage.deliveries import Deliveries, Sent
 from node.stage.device_transfer import CudaTransfer
 from node.stage.digests import StepDigests
 from node.stage.inbox import LinksIO, StepInterrupted
@@ -38,6 +39,8 @@ from wire.link import Link
 from wire.messages import DIGEST_BYTES
 from wire.spec import Direction, TensorKey, TensorSpec
 
+HandOver = Callable[[int, Sequence[int]], None]
+"""Takes (generation, groups of the own row that have arrived where others can sum them up)."""
 KeepSums = Callable[[int, str, Sequence[Tensor]], None]
 """Takes (step, unit, the packed sum over all groups of each of the unit's pieces, uint8 on the CPU)."""
 
@@ -159,6 +162,8 @@ class GradientSync:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._sum_digests: dict[str, Future[bytes]] = {}
         self._digests: StepDigests | None = None
+        self._deliveries: Deliveries | None = None
+        """Set in steps in which the row hands over what it has computed."""
 
     def begin(
         self,
@@ -170,10 +175,17 @@ class GradientSync:
         work: StepWork,
         keep: KeepSums | None = None,
         digests: StepDigests | None = None,
+        hand_over: HandOver | None = None,
+        generation: int = 0,
     ) -> None:
         """Begin a step; nothing of an earlier step remains.
 
-        `keep` receives the sums that `finish` unpacks; `digests` records groups' packed gradients.
+        Args:
+            keep: receives the sums that `finish` unpacks.
+            digests: records groups' packed gradients.
+            hand_over: called on any thread when groups have arrived. With it, the own row's part of pieces
+                that it owns is also sent to another row.
+            generation: of `work`.
         """
         self._forget()
         self._plan, self._io, self._keep, self._digests = plan, io, keep, digests
@@ -185,14 +197,21 @@ class GradientSync:
         }
         self._held = {number: {} for number in self._folds}
         self._spare = {number: {} for number in self._folds}
+        self._deliveries = None
+        if hand_over is not None:
+            span = plan.share.tree.span
+            self._deliveries = Deliveries(lambda generation, node: hand_over(generation, span(node)))
+            self._expect(generation, anew=True)
 
-    def use(self, work: StepWork) -> None:
+    def use(self, work: StepWork, generation: int) -> None:
         """Change which rows compute the step's groups. What `finish` has returned stays valid unless `again`
         follows."""
         self.drain()
 
         def change() -> None:
+            is_other = work.seats != self._work.seats
             self._work = work
+            self._expect(generation, anew=is_other)
             for unit in self._plan.units:
                 for piece in self._plan.pieces[unit]:
                     for group in work.groups:
@@ -324,23 +343,43 @@ class GradientSync:
             self._send_subtrees(piece)
 
     def _send_subtrees(self, piece: Piece) -> None:
-        """Keep a piece's complete subtrees, and send them to its owner if that is another row."""
-        fold, held, work = self._folds[piece.number], self._held[piece.number], self._work
-        own = self._plan.share.replica
-        owner = self._owner(piece)
-        for node, row in work.sources.items():
-            if row != own:
-                continue
+        """Keep a piece's complete subtrees, and send them to its owner if that is another row, else to its
+        heir if the row hands them over."""
+        fold, held = self._folds[piece.number], self._held[piece.number]
+        own, receiver = self._plan.share.replica, self._receiver(piece)
+        for node in self._work.own:
             if (whole := fold.nodes.pop(node, None)) is not None:
                 held[node] = whole
-            if owner != own and node in held:
-                self._send(owner, piece, node, Direction.SYNC_SHARE, held[node])
+            if receiver != own and node in held:
+                self._send(receiver, piece, node, Direction.SYNC_SHARE, held[node])
+
+    def _receiver(self, piece: Piece) -> int:
+        """The row that gets the own row's subtrees of a piece."""
+        hands_over = self._deliveries is not None
+        first = self._plan.owners[piece.number]
+        return (self._work.heir if hands_over else self._work.owner)(first, piece.number)
+
+    def _expect(self, generation: int, *, anew: bool) -> None:
+        """Look out for the arrival of the own row's subtrees at their present receivers."""
+        if self._deliveries is None:
+            return
+        pieces = [piece for unit in self._plan.units for piece in self._plan.pieces[unit]]
+        rows = {piece.number: self._receiver(piece) for piece in pieces}
+        needed: dict[int, list[Sent]] = {}
+        if self._plan.share.replica not in rows.values():
+            links = {row: self._io.link_to_row(row) for row in {*rows.values()}}
+            for node in self._work.own:
+                needed[node] = [(number, node, links[row]) for number, row in rows.items()]
+        self._deliveries.expect(generation, needed, anew=anew)
 
     def _send(self, row: int, piece: Piece, node: int, direction: Direction, packed: Tensor) -> None:
         """Send a tensor to a row unless its node has got it in this step."""
         if (sent := (piece.number, node, direction, self._io.link_to_row(row))) not in self._sent:
             self._sent.add(sent)
-            self._io.send_to_row(row, self._key(piece, node, direction), packed, piece.elements)
+            arrived = None
+            if self._deliveries is not None and direction is Direction.SYNC_SHARE:
+                arrived = partial(self._deliveries.arrived, (piece.number, node, sent[-1]))
+            self._io.send_to_row(row, self._key(piece, node, direction), packed, piece.elements, arrived)
 
     def _sum_up(self, unit: str) -> None:
         """Add other rows' subtrees to the pieces that this row owns, and send the sums."""
@@ -362,7 +401,9 @@ class GradientSync:
                         folds[piece.number].put(node, self._held[piece.number][node])
             for piece in several:
                 self._sums_of[piece.number] = folds[piece.number].nodes[ROOT]
-                self._held[piece.number].clear()
+                own_nodes = work.own if self._deliveries is not None else ()  # the heir may change
+                held = self._held[piece.number]
+                self._held[piece.number] = {node: held[node] for node in own_nodes if node in held}
         for piece in pieces:
             for row in work.others:
                 self._send(row, piece, ROOT, Direction.SYNC_SUM, self._sums_of[piece.number])
@@ -401,7 +442,7 @@ class GradientSync:
     def _take(self, row: int, piece: Piece, node: int, direction: Direction) -> Tensor:
         """A packed piece from another row. Raises BadTensorError if no encoder makes it."""
         key = self._key(piece, node, direction)
-        packed = self._io.take_from_row(row, key)
+        packed = self._io.take_from_row(row, key, is_gone=row in self._work.seats[0])
         try:
             self._sums.check(piece, packed)
         except (PackedMismatchError, NonFiniteError) as error:

@@ -26,6 +26,8 @@ STALL_SECONDS = 600.0
 """A neighbour that answers pings but sends no tensor for this long counts as stuck."""
 WANT_SECONDS = 0.02
 """A tensor that comes within this time is not asked for, because a full window is the exception."""
+GONE_SECONDS = 5.0
+"""A tensor of a node that is gone, which had arrived, is missing after this long."""
 OWN_ROW = -1
 
 
@@ -215,12 +217,15 @@ class LinksIO:
         inbox: Inbox,
         over: Callable[[], bool],
         rows: Mapping[int, Link] | None = None,
+        missed: Callable[[int], None] = lambda row: None,
     ) -> None:
         """
         Args:
             over: whether the epoch has ended; the inbox then serves the next epoch.
             rows: links to the same stage in other rows, by row.
+            missed: called on any thread if a row's last node did not send what it said it had handed over.
         """
+        self._missed = missed
         self._rows = rows or {}
         self._stages = stages
         self._links = links
@@ -267,11 +272,15 @@ class LinksIO:
         """Call with the packed tensor when it arrives, now or on another thread. It can still be taken."""
         self._inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
 
-    def take_from_row(self, row: int, key: TensorKey) -> Tensor:
+    def take_from_row(self, row: int, key: TensorKey, *, is_gone: bool = False) -> Tensor:
         """Wait for the packed tensor that a row sends under `key`. Raises what `Inbox.take` raises.
 
         The credit of these tensors is returned on arrival: nothing waits for one to be taken.
+
+        `is_gone`: the row has no node any more, so that the tensor is here unless the node lied.
         """
+        if is_gone and not self._inbox.comes((key,), GONE_SECONDS, row):
+            self._missed(row)
         return torch.frombuffer(self._inbox.take(key, row=row), dtype=torch.uint8)
 
     @property
@@ -293,11 +302,26 @@ class LinksIO:
             self._links[target_stage(key, self._stages)], key, memoryview(packed.numpy().data), elements
         )
 
-    def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+    def send_to_row(
+        self,
+        row: int,
+        key: TensorKey,
+        packed: Tensor,
+        elements: int,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
         """Send to another row after what is queued for neighbours. The last gradients pass through all stages
-        first, and only the vote waits for sums. On a shared line, each would slow the other down."""
-        payload = memoryview(packed.numpy().data)
-        self._send_behind(functools.partial(self._send, self._rows[row], key, payload, elements, to_row=True))
+        first, and only the vote waits for sums. On a shared line, each would slow the other down.
+
+        `arrived`: called on any thread once the other node has the tensor; never if the link ends first.
+        """
+        payload, link = memoryview(packed.numpy().data), self._rows[row]
+
+        def send() -> None:
+            if self._send(link, key, payload, elements, to_row=True) and arrived is not None:
+                link.after_delivery(arrived)
+
+        self._send_behind(send)
 
     def link_to_row(self, row: int) -> Link:
         """The link to another row; another one once another node has the seat there."""
@@ -342,9 +366,11 @@ class LinksIO:
 
     def _send(
         self, link: Link, key: TensorKey, payload: memoryview, elements: int, *, to_row: bool = False
-    ) -> None:
+    ) -> bool:
+        """Whether the link has taken the tensor."""
         try:
             link.send(key, payload, elements)
+            return True
         except LinkClosedError:
             # The coordinator knows: the epoch is over, or another node has that seat now. What this tensor
             # was for is computed and sent again, or no longer needed.
@@ -355,3 +381,4 @@ class LinksIO:
             # An interrupted step may still send tensors over closed links.
             if not is_known and not self._over():
                 self._inbox.interrupt(str(error), error)
+        return False

@@ -4,6 +4,7 @@
 through a `LinksIO`. It changes nothing durable: gradients accumulate beside the weights.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.common.dispatch import in_double
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart
 from node.model.units import EMBED, HEAD
@@ -27,10 +29,12 @@ from node.stage.step_order import StepOrder
 from node.stage.tensor_transfer import Incoming, TensorTransfer
 from node.telemetry import points
 from node.telemetry.clock import StageClock, TimeKind
+from node.training.group_sums import Gradient
 from node.training.optimizer import sum_tied_gradients
 from node.training.overflow import Overflow
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
+from wire.messages import HandedOver
 from wire.spec import Direction, TensorKey, TensorSpec
 
 LOOK_AHEAD = 2
@@ -90,6 +94,11 @@ class StepPasses:
     """Pauses between microbatches while other programs use the GPU."""
     loss_weight: float = 1.0
     """The weight for `StageModel.begin_step`."""
+    scale: float = 1.0
+    """The scale of the loss."""
+    hand_over: Callable[[HandedOver], None] | None = None
+    """Receives, on any thread, the groups that do not depend on this node any more. None: the step goes
+    without."""
     generation: int = 0
     """The generation in `wire.messages.Begin`."""
     audited: tuple[int, ...] = ()
@@ -110,6 +119,8 @@ class StepPasses:
         """Groups that have not begun."""
         self._known = set(self._waiting)
         """Groups that have begun or are waiting."""
+        self._said_losses: dict[int, float] = {}
+        """The shares of groups that are done, for `hand_over`."""
         self._computes = False
         """Whether passes are running, so that some groups may be incomplete."""
         self._has_sums = False
@@ -142,7 +153,7 @@ class StepPasses:
                 self._given.setdefault(part, {}).update(zip(numbers, self.cut(part, batch), strict=True))
         if change.has_lost:
             self._drop()
-        self.sync.use(change.work)
+        self.sync.use(change.work, change.generation)
         if more and self._has_sums:
             # Further passes add to gradients, which start at 0.
             self.model.begin_step(self.loss_weight)
@@ -264,7 +275,7 @@ class StepPasses:
                 local.step(self.step)
                 points.reach(points.Phase.LOCAL_STEP, stage=self.layout.stage, step=self.step)
             self.clock.switch(TimeKind.ENCODE)
-            self.sync.group_done(group, local.changes())
+            self._group_done(group, local.changes())
         local.end()
 
     def _begin_turn(
@@ -355,7 +366,32 @@ class StepPasses:
             self.transfer.drain()
         taken = self.model.take_gradients(self.layout.chunk_units(action.chunk))
         self.overflow.clear(taken.values())
-        self.sync.group_done(group, taken)
+        self._group_done(group, taken)
+
+    def _group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
+        assert self.sync is not None, "only a run with gradient groups has several"
+        if self.hand_over is not None and group in self.losses:
+            # The device is idle, and the group's sums may arrive elsewhere at any time from now on.
+            self._said_losses[group] = self.loss_of(group)
+        self.sync.group_done(group, gradients)
+
+    def loss_of(self, group: int) -> float:
+        """A group's share of the loss."""
+        return float(in_double(torch.stack(self.losses[group])).sum()) / self.scale
+
+    def handed_over(self, generation: int, groups: Sequence[int]) -> None:
+        """All that this node has computed of these groups has arrived at other rows. Called on any thread."""
+        losses = {group: self._said_losses[group] for group in groups if group in self._said_losses}
+        if self.hand_over is not None and all(map(math.isfinite, losses.values())):
+            self.hand_over(
+                HandedOver(
+                    epoch=self.epoch,
+                    step=self.step,
+                    generation=generation,
+                    groups=tuple(groups),
+                    group_losses=losses,
+                )
+            )
 
     def _exchange_tied(self) -> None:
         """Set both copies of a tied weight's gradient to their sum, added in a fixed order."""

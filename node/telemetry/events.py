@@ -355,18 +355,22 @@ class SeatLost(Event):
     stage: int
     reason: str
     groups: tuple[int, ...] = ()
-    """The groups that its row had in the running step; empty between two steps, or if all of them were
-    done."""
+    """The groups of the running step that are lost: of its row, and what other rows had handed over to it;
+    empty between two steps, or if all of them were done."""
     takers: tuple[int, ...] = ()
     """For each of these groups, the row that computes it now; `WAITS` for a group that first needs more
     work."""
     lost_seconds: float = 0.0
-    """What the row's nodes had spent on them, in seconds times nodes."""
+    """What the nodes of rows had spent on them, in seconds times nodes."""
+    kept: tuple[int, ...] = ()
+    """The groups that its row had handed over: nobody computes them again."""
 
     @property
     def text(self) -> str:
         """The event in one line, for display."""
         whose = f"stage {self.stage} of row {self.row} is empty: {self.reason}"
+        if self.kept:
+            whose += f"; of its groups, {', '.join(map(str, self.kept))} are kept"
         if not self.groups:
             return f"{whose}; training continues"
         takers = dict(zip(self.groups, self.takers, strict=True))

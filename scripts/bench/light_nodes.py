@@ -46,6 +46,7 @@ from wire.messages import (
     Following,
     FollowStep,
     GroupDigests,
+    HandedOver,
     Heartbeat,
     HeartbeatReply,
     HeldLayer,
@@ -227,9 +228,27 @@ class LightNode:
                 busy += self.pace.step_seconds / max(1, len(usual))
                 self.done[group] = busy
         self.done = {group: self.done[group] for group in own}
+        if begin.hands_over and own:
+            self._start(self._hand_over(session, begin, own))
         # While groups wait for a row, nobody votes.
         if all(row != rows for row, _ in portions) or not rows:
             self._start(self._vote(session, begin, max(self.done.values(), default=now)))
+
+    async def _hand_over(self, session: Session, begin: Begin, groups: Sequence[int]) -> None:
+        await asyncio.sleep(max(self.done[group] for group in groups) - time.monotonic())
+        place = self.placement
+        if place is None or self.begun != begin or self.config is None:
+            return
+        share = LOSS / self.config.pipeline.groups
+        session.post(
+            HandedOver(
+                epoch=begin.epoch,
+                step=begin.step,
+                generation=begin.generation,
+                groups=tuple(groups),
+                group_losses=dict.fromkeys(groups, share) if place.stage == len(place.stages) - 1 else {},
+            )
+        )
 
     async def _vote(self, session: Session, begin: Begin, at: float) -> None:
         await asyncio.sleep(at - time.monotonic())

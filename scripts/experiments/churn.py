@@ -3,12 +3,12 @@
     python -m scripts.experiments.churn                    writes scripts/results/churn.json
     python -m scripts.experiments.churn --one-row --out scripts/results/churn_one_row.json
 
-Each case is a grid of stages and rows. A row computes a gradient group in a set time, one after another; sums
-over groups take a set time more. Nodes die at random (exponential times), their connection closes at once,
-and a process of the same node is back some seconds later. It fetches a snapshot of its state, unless its disk
-has that, and the gradients of each step that is committed since, then has its seat again. Nodes keep each
-snapshot of their own stage. A neighbour says so when the connection to a node has closed. Times of messages
-are a set round trip.
+Each case is a grid of stages and rows. A row computes a gradient group in a set time, one after another, and
+its pipeline fills in a set time; sums over groups take a set time more, half of it to hand over those of a
+row. Nodes die at random (exponential times), their connection closes at once, and a process of the same node
+is back some seconds later. It fetches a snapshot of its state, unless its disk has that, and the gradients of
+each step that is committed since, then has its seat again. Nodes keep each snapshot of their own stage. A
+neighbour says so when the connection to a node has closed. Times of messages are a set round trip.
 
 Goodput is committed steps, each once, over those of a run without deaths in the same time; a snapshot is due
 every 15 steps. The same deaths are put to a machine that ends the epoch at each of them: then rows that are
@@ -47,6 +47,7 @@ from node.run_state.epoch import Epoch, Phase
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
 from node.run_state.stage_assignment import Candidate
+from node.schedule.gradient_groups import GroupTree
 from node.schedule.routing import neighbours
 from scripts.report import RESULTS, write
 from wire.messages import (
@@ -59,6 +60,7 @@ from wire.messages import (
     Following,
     FollowStep,
     GroupDigests,
+    HandedOver,
     NodeMessage,
     PeerSilent,
     Placed,
@@ -99,6 +101,8 @@ class Case:
     """A step without deaths."""
     sync: float
     """Of it, what rows take to sum up gradients."""
+    fill: float = 0.0
+    """Of it, what a row without work takes until its last stage has some."""
     back: float = 10.0
     """From a death until the node is there again."""
     fetch: float = 20.0
@@ -115,7 +119,7 @@ class Case:
     @property
     def group(self) -> float:
         """Of a gradient group in a row."""
-        return (self.step - self.sync) / math.ceil(self.groups / self.rows)
+        return (self.step - self.sync - self.fill) / math.ceil(self.groups / self.rows)
 
 
 @dataclass(eq=False)
@@ -139,6 +143,8 @@ class Node:
     """The newest step that it has voted for."""
     vote: tuple[int, int] = (-1, -1)
     """Step and generation of the vote that is due."""
+    told: set[tuple[int, ...]] = field(default_factory=set)
+    """The groups that it has said it has handed over, to the nodes that its stage has now."""
     follow: Follow | None = None
     files: dict[int, tuple[int, int]] = field(default_factory=dict)
     """On its disk: of snapshots, by step, the stage and the lineage."""
@@ -177,6 +183,7 @@ class Churn:
             neighbours=lambda stage, stages: neighbours(stage, stages, 1, False),
             stage_bytes=lambda stages, _devices: [1] * stages,
         )
+        self._tree = GroupTree(case.groups)
         self.machine = RunMachine(self.plan, lambda step, norm: (1.0, 0.1), Past())
         count = case.stages * case.rows + case.spares
         self.nodes = {f"n{number}": Node(f"n{number}") for number in range(count)}
@@ -370,28 +377,65 @@ class Churn:
             return
         if node.placement.enters:
             node.state, node.follow = begin.step, None
-        if node.begun is None or node.begun.step != begin.step:
-            node.done, node.busy_until = {}, self.now
+        before = node.begun
+        if before is None or before.step != begin.step:
+            before, node.done, node.busy_until = None, {}, self.now
         node.begun, node.vote = begin, (begin.step, begin.generation)
         row = node.placement.replica
         portions = begin.portions or [(at, one.groups) for at, one in enumerate(node.placement.rows)]
         portions = portions or [(0, tuple(range(self.case.groups)))]
-        for of, groups in portions:
-            for group in groups:
-                if of == row and group not in node.done:
-                    node.busy_until = max(node.busy_until, self.now) + self.case.group
-                    node.done[group] = node.busy_until
-        own = {group for of, groups in portions for group in groups if of == row}
-        for group in begin.audited:
-            # A row with a node that is new computes a group of another row, too, and both are compared.
+        runs = [groups for of, groups in portions if of == row]
+        own = [group for groups in runs for group in groups]
+        # A row with a node that is new computes a group of another row, too, and both are compared.
+        for group in (*own, *begin.audited):
             if group not in node.done:
-                node.busy_until = max(node.busy_until, self.now) + self.case.group
+                if node.busy_until <= self.now:
+                    node.busy_until = self.now + self.case.fill
+                node.busy_until += self.case.group
                 node.done[group] = node.busy_until
-        own.update(begin.audited)
-        node.done = {group: when for group, when in node.done.items() if group in own}
+        node.done = {group: when for group, when in node.done.items() if group in (*own, *begin.audited)}
+        if begin.hands_over:
+            self._hand_over(node, begin, before, runs)
         if any(of == len(node.placement.rows) for of, _ in portions):
             return  # some groups wait, and so does the vote
         self.at(max(node.done.values(), default=self.now), partial(self._computed, node, begin))
+
+    def _hand_over(
+        self, node: Node, begin: Begin, before: Begin | None, runs: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Whole subtrees are handed over as soon as they are computed, and again after a death in the node's
+        stage."""
+        assert node.placement is not None
+        absent, known = (
+            {seat for seat in one.absent if seat.stage == node.placement.stage}
+            for one in (begin, before or begin)
+        )
+        if before is None or absent != known:
+            node.told.clear()
+        again = self.case.delay + self.case.sync / 2 / self.case.rows
+        for groups in runs:
+            for top in self._tree.subtrees(groups):
+                of = tuple(self._tree.span(top))
+                if node.done.keys() >= {*of} and of not in node.told:
+                    when = max(max(node.done[group] for group in of) + self.case.sync / 2, self.now + again)
+                    self.at(when, partial(self._handed, node, begin.step, of))
+
+    def _handed(self, node: Node, step: int, groups: tuple[int, ...]) -> None:
+        begin = node.begun
+        is_on = node.here and node.placement is not None and begin is not None and begin.step == step
+        if not is_on or groups in node.told or not node.done.keys() >= {*groups}:
+            return
+        assert node.placement is not None and begin is not None
+        node.told.add(groups)
+        is_last = node.placement.stage == self.case.stages - 1
+        message = HandedOver(
+            epoch=begin.epoch,
+            step=step,
+            generation=begin.generation,
+            groups=groups,
+            group_losses=dict.fromkeys(groups, 0.5) if is_last else {},
+        )
+        self._say(node, message)
 
     def _computed(self, node: Node, begin: Begin) -> None:
         """The node's row is done; the sums come once all rows are, as far as they are still in the step."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from node.run_state.epoch import Committed
 from node.run_state.grid import ONE_ROW, Groups
+from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
 from node.training.schedule import global_norm
 from tests.support.machine_driver import UNITS, units_of
@@ -34,6 +35,7 @@ from wire.messages import (
     Following,
     FollowStep,
     GroupDigests,
+    HandedOver,
     Heartbeat,
     Leave,
     NodeMessage,
@@ -43,6 +45,7 @@ from wire.messages import (
     Prefetch,
     Ready,
     Restore,
+    Seat,
     StateHashes,
     StepFailed,
     TakeSnapshot,
@@ -143,6 +146,10 @@ class Disk:
         )
 
 
+Handed = tuple[Seat, frozenset[int], frozenset[tuple[int, str, int]]]
+"""A seat, groups that its node has handed over, and the rows, nodes and processes that have got them."""
+
+
 class Surroundings(Protocol):
     """The parts of its world that a node uses."""
 
@@ -150,6 +157,8 @@ class Surroundings(Protocol):
     plan: RunPlan
     nodes: "list[SimNode]"
     cast: dict[tuple[int, int], dict[str, tuple[Placement, Begin]]]
+    handed: "dict[tuple[int, int], list[Handed]]"
+    machine: RunMachine | None
     failures: int
     poisoned_step: int | None
     poisoned_always: bool
@@ -383,12 +392,42 @@ class SimNode:
                 self.followed = None
             assert self.state_step == begin.step, "a step begins on its own state"
             assert epoch.ready
+            if begin.hands_over:
+                self._hand_over(epoch, begin)
             if any(row == len(epoch.placement.rows) for row, _ in begin.portions):
                 return  # groups wait, so that no sum is complete
             self.voted = True
             epoch.vote = self._vote(epoch, begin)
         assert epoch.vote is not None
         self.outbox.append(epoch.vote)
+
+    def _hand_over(self, epoch: SimEpoch, begin: Begin) -> None:
+        """All other nodes of its stage that it knows of get what it has computed, if they all live."""
+        machine, placement = self.world.machine, epoch.placement
+        current = None if machine is None else machine.epoch
+        if current is None or current.number != begin.epoch:
+            return
+        rows = [row for row in range(len(placement.rows)) if row != placement.replica]
+        others = [row for row in rows if Seat(row, self.stage) not in begin.absent]
+        nodes = {node.node_id: node for node in self.world.nodes}
+        column = {row: nodes.get(current.row(row)[self.stage]) for row in others}
+        if not others or any(node is None or not node.running for node in column.values()):
+            return
+        holders = {(row, node.node_id, node.nonce) for row, node in column.items() if node is not None}
+        own = groups_of(placement, begin)
+        for groups in (own[: len(own) // 2], own[len(own) // 2 :]):
+            said = self.world.handed.setdefault((begin.epoch, begin.step), [])
+            said.append((Seat(placement.replica, self.stage), frozenset(groups), frozenset(holders)))
+            is_last = self.stage == self.stages - 1
+            self.outbox.append(
+                HandedOver(
+                    epoch=begin.epoch,
+                    step=begin.step,
+                    generation=begin.generation,
+                    groups=groups,
+                    group_losses={group: loss_of(self.state, group) for group in groups if is_last},
+                )
+            )
 
     def fail(self, kind: FailureKind, peer_stage: int = -1) -> None:
         """Whatever runs in this epoch fails."""

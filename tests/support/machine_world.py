@@ -39,6 +39,7 @@ from node.schedule.routing import neighbours
 from tests.support.machine_driver import UNITS, unit_numbers, units_of
 from tests.support.machine_nodes import (
     Disk,
+    Handed,
     Session,
     SimNode,
     chain,
@@ -112,6 +113,12 @@ class World:
         self.sessions: list[Session] = []
         self.cast: dict[tuple[int, int], dict[str, tuple[Placement, Begin]]] = {}
         """Who has voted for a step of an epoch, in which place, and for which work."""
+        self.handed: dict[tuple[int, int], list[Handed]] = {}
+        """What nodes have handed over in a step of an epoch."""
+        self.seated: set[tuple[int, str, int]] = set()
+        """Rows, nodes and processes of the epoch's seats before the newest event."""
+        self.kept = 0
+        """Portions of rows that had lost a node which counted in commits."""
         self.restored: dict[int, int] = {}
         self.begun: set[tuple[int, int]] = set()
         self.failures = 0
@@ -159,6 +166,11 @@ class World:
         if machine is None or self.stopped is not None:
             return
         self.events += 1
+        if (epoch := machine.epoch) is not None:
+            members = machine.members
+            self.seated = {
+                (epoch.replica_of(node), node, members[node].process_nonce) for node in epoch.hosts
+            }
         actions = event(machine)
         # A newcomer is told at once of all steps since the snapshot that it loads.
         told = [one for one in actions if isinstance(one, Send) and isinstance(one.message, FollowStep)]
@@ -295,8 +307,11 @@ class World:
     def _record_commit(self, commit: RecordCommit) -> None:
         assert commit.epoch == self.disk.last_epoch, "only the newest epoch commits"
         assert commit.epoch in self.restored
-        epoch = self.machine.epoch if self.machine is not None else None
-        assert epoch is not None
+        assert self.machine is not None
+        epoch = self.machine.epoch
+        if epoch is None or epoch.number != commit.epoch:
+            epoch = self.machine._epochs.ended  # the same event has ended it
+        assert epoch is not None and epoch.number == commit.epoch
         cast = self.cast.get((commit.epoch, commit.step), {})
         # The next step may have begun already, with nodes that were none of this one's.
         new = epoch.fresh if epoch.step > commit.step else ()
@@ -315,6 +330,7 @@ class World:
                     counted.setdefault(place.stage, {})[group] = (
                         counted.get(place.stage, {}).get(group, 0) + 1
                     )
+        self._count_kept(commit, hosts, newest, counted)
         for stage in range(epoch.stages):
             groups = counted.get(stage, {})
             assert set(groups.values()) <= {1}, "every group counts once at every stage"
@@ -328,6 +344,36 @@ class World:
         content = commit.clip_coefficient, commit.lr
         assert content == outcome(commit.step), "votes were computed on the right state"
         assert self.disk.commits.setdefault(commit.step, content) == content, "a replay ends the same"
+
+    def _count_kept(
+        self,
+        commit: RecordCommit,
+        hosts: list[str],
+        newest: int,
+        counted: dict[int, dict[int, int]],
+    ) -> None:
+        """Groups that broken rows have kept count where the seat is empty, too: what its node computed is at
+        all nodes that had got it."""
+        place, begin = next(
+            voted
+            for node, voted in self.cast[commit.epoch, commit.step].items()
+            if node in hosts and voted[1].generation == newest
+        )
+        for row, groups in begin.portions or [*enumerate(one.groups for one in place.rows)]:
+            for seat in begin.absent:
+                if seat.row != row:
+                    continue
+                found = {
+                    group
+                    for of, handed, holders in self.handed.get((commit.epoch, commit.step), ())
+                    for group in handed
+                    if of == seat and holders <= self.seated
+                }
+                assert found >= set(groups), "a row keeps only what others have"
+                self.kept += 1
+                for group in groups:
+                    column = counted.setdefault(seat.stage, {})
+                    column[group] = column.get(group, 0) + 1
 
     def check_machine(self, machine: RunMachine) -> None:
         """Check the invariants that hold between any two events."""

@@ -103,7 +103,7 @@ class MemoryIO:
         inbox = self._inboxes[self._stage]
         inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
 
-    def take_from_row(self, row: int, key: TensorKey) -> Tensor:
+    def take_from_row(self, row: int, key: TensorKey, *, is_gone: bool = False) -> Tensor:
         found = self._inboxes[self._stage].take(key, TAKE_SECONDS, row)
         return torch.frombuffer(found, dtype=torch.uint8)
 
@@ -126,11 +126,20 @@ class MemoryIO:
         self.sent.append((key, packed.numel()))
         self._inboxes[target].put(key, bytearray(packed.numpy()))
 
-    def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+    def send_to_row(
+        self,
+        row: int,
+        key: TensorKey,
+        packed: Tensor,
+        elements: int,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
         executor, inbox = self._rows[row]
         assert executor.expected_bytes(key) == packed.numel()
         self.sent.append((key, packed.numel()))
         inbox.put(key, bytearray(packed.numpy()), self.row)
+        if arrived is not None:
+            arrived()
 
     def link_to_row(self, row: int) -> Inbox:
         return self._rows[row][1]

@@ -119,6 +119,20 @@ class Vote(_message.Message):
     sums: _containers.RepeatedCompositeFieldContainer[UnitDigest]
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., generation: _Optional[int] = ..., sums: _Optional[_Iterable[_Union[UnitDigest, _Mapping]]] = ...) -> None: ...
 
+class HandedOver(_message.Message):
+    __slots__ = ("epoch", "step", "generation", "groups", "group_losses")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    generation: int
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    group_losses: _containers.RepeatedCompositeFieldContainer[GroupLoss]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., generation: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ...) -> None: ...
+
 class GroupDigests(_message.Message):
     __slots__ = ("group", "gradient", "boundaries", "loss", "has_loss")
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -414,7 +428,7 @@ class PeerRate(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., round_trip: _Optional[float] = ..., up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate", "codec_times", "several", "state_hashes", "peer_silent")
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate", "codec_times", "several", "state_hashes", "peer_silent", "handed_over")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +447,7 @@ class NodeMessage(_message.Message):
     SEVERAL_FIELD_NUMBER: _ClassVar[int]
     STATE_HASHES_FIELD_NUMBER: _ClassVar[int]
     PEER_SILENT_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     placed: Placed
     ready: Ready
@@ -451,7 +466,8 @@ class NodeMessage(_message.Message):
     several: Several
     state_hashes: StateHashes
     peer_silent: PeerSilent
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ..., codec_times: _Optional[_Union[CodecTimes, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ..., state_hashes: _Optional[_Union[StateHashes, _Mapping]] = ..., peer_silent: _Optional[_Union[PeerSilent, _Mapping]] = ...) -> None: ...
+    handed_over: HandedOver
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ..., codec_times: _Optional[_Union[CodecTimes, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ..., state_hashes: _Optional[_Union[StateHashes, _Mapping]] = ..., peer_silent: _Optional[_Union[PeerSilent, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ...) -> None: ...
 
 class StateHashes(_message.Message):
     __slots__ = ("epoch", "step", "units")
@@ -604,7 +620,7 @@ class Restore(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ..., storages: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds", "loss_scale", "digests", "generation", "portions", "absent", "late")
+    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds", "loss_scale", "digests", "generation", "portions", "absent", "late", "hands_over")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINK_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -617,6 +633,7 @@ class Begin(_message.Message):
     PORTIONS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
+    HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     link_windows: _containers.RepeatedScalarFieldContainer[int]
@@ -629,7 +646,8 @@ class Begin(_message.Message):
     portions: _containers.RepeatedCompositeFieldContainer[Portion]
     absent: _containers.RepeatedCompositeFieldContainer[Seat]
     late: _containers.RepeatedCompositeFieldContainer[Seat]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ..., loss_scale: _Optional[float] = ..., digests: bool = ..., generation: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., late: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ...) -> None: ...
+    hands_over: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ..., loss_scale: _Optional[float] = ..., digests: bool = ..., generation: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., late: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., hands_over: bool = ...) -> None: ...
 
 class Portion(_message.Message):
     __slots__ = ("row", "groups")

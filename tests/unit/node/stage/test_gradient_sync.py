@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -231,10 +232,10 @@ def test_a_step_called_off_while_rows_sync_runs_again_with_the_same_bits(
         io = stages.ios[2]
         send = io.send_to_row
 
-        def fail(row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+        def fail(row: int, key: TensorKey, *what: Any) -> None:
             if key.direction is direction:
                 raise Broken
-            send(row, key, packed, elements)
+            send(row, key, *what)
 
         io.send_to_row = fail  # type: ignore[method-assign]  # as a link that breaks
         with pytest.raises(Broken):

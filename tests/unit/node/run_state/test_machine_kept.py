@@ -1,0 +1,164 @@
+"""A row that has handed over its sums loses nothing when one of its nodes dies."""
+
+import random
+
+import pytest
+
+from node.run_state.actions import Action, RecordCommit, SeatLost
+from node.run_state.epoch import HANDING_STEPS
+from tests.support.machine_driver import Driver, aborts, begins, finishes, of_kind
+from tests.support.machine_world import World
+from wire.messages import HandedOver, PeerSilent, Seat
+
+SAID = 0.5
+"""The loss of each group as it is handed over; votes have half of it."""
+SEEDS = 60
+
+
+def run_of(rows: int = 4, *, lost: bool = True) -> Driver:
+    """Rows of two stages with two groups each, and one more row that has lost a node, if `lost`."""
+    names = "abcdefghij"[: 2 * rows]
+    run = Driver(stages=2, groups=2 * rows, every=50, steps=200, follows=True).started(names, 2)
+    if lost:
+        run.die(names[-1])
+        run.step()
+        assert run.epoch.step == 3 and {one.hands_over for one in begins(run.steps(1))} == {True}
+    return run
+
+
+def hands_over(run: Driver, nodes: str, *, generation: int | None = None) -> list[Action]:
+    """Nodes have handed over all groups of their rows."""
+    epoch, actions = run.epoch, list[Action]()
+    for node in nodes:
+        groups = epoch.groups_of(epoch.replica_of(node))
+        message = HandedOver(
+            epoch=epoch.number,
+            step=epoch.step,
+            generation=epoch.generation if generation is None else generation,
+            groups=groups,
+            group_losses=dict.fromkeys(groups, SAID) if epoch.stage_of(node) == 1 else {},
+        )
+        actions += run.machine.message(node, message, run.time)
+    return actions
+
+
+def test_calm_runs_hand_nothing_over() -> None:
+    run = run_of(2, lost=False)
+    assert {one.hands_over for one in begins(run.steps(1))} == {False}
+    run.die("d")
+    assert {one.hands_over for one in begins(run.steps(1))} == {True}
+    run.steps(HANDING_STEPS)
+    assert {one.hands_over for one in begins(run.steps(1))} == {False}
+
+
+@pytest.mark.parametrize("dead", ["c", "d"])
+def test_groups_that_are_handed_over_stay_with_the_row_of_a_dead_node(dead: str) -> None:
+    """Also if it was the last stage, which alone says their losses."""
+    run = run_of()
+    groups = run.epoch.groups_of(1)
+    assert groups and hands_over(run, "cd") == []
+    actions = run.die(dead)
+    (lost,) = of_kind(actions, SeatLost)
+    assert set(lost.groups) == set(groups) == {*run.epoch.groups_of(1)}
+    (begin,) = begins(actions, "a")
+    assert Seat(1, "cd".index(dead)) in begin.absent
+    while run.epoch.waits:
+        run.tick(1.0)
+    (commit,) = of_kind(run.all_vote(), RecordCommit)
+    assert commit.loss == 8 * SAID / 2 + (len(groups) * SAID / 2 if dead == "d" else 0.0)
+
+
+def test_a_row_keeps_what_all_its_nodes_have_computed() -> None:
+    run = run_of()
+    hands_over(run, "c")
+    run.die("c")
+    assert run.epoch.groups_of(1) == ()
+
+
+def test_a_second_death_in_the_stage_loses_what_the_first_node_had_handed_to_it() -> None:
+    run = run_of()
+    hands_over(run, "cd")
+    run.die("c")
+    assert run.epoch.groups_of(1)
+    run.die("e")
+    assert run.epoch.groups_of(1) == () and run.epoch.groups_of(2) == ()
+
+
+def test_a_second_death_elsewhere_loses_nothing_more() -> None:
+    run = run_of()
+    hands_over(run, "cdef")
+    run.die("c")
+    kept = run.epoch.groups_of(1), run.epoch.groups_of(2)
+    run.die("f")
+    assert (run.epoch.groups_of(1), run.epoch.groups_of(2)) == kept and all(kept)
+    assert run.epoch.whole_rows == [0]
+
+
+def test_what_went_to_a_dead_node_has_to_be_handed_over_again() -> None:
+    run = run_of()
+    before = run.epoch.generation
+    hands_over(run, "efcd")
+    run.die("a")
+    hands_over(run, "c", generation=before)
+    run.die("c")
+    assert run.epoch.groups_of(1) == (), "its report was of the time before the death"
+
+
+def test_a_node_that_lacks_what_a_dead_one_said_it_had_handed_over_says_so() -> None:
+    """A lie costs the groups of its row, and nobody else anything."""
+    run = run_of()
+    hands_over(run, "cd")
+    run.die("c")
+    epoch, groups = run.epoch, run.epoch.groups_of(1)
+    news = PeerSilent(epoch=epoch.number, stage=0, replica=1)
+    assert run.machine.message("b", news, run.time) == [], "a node of another stage cannot know"
+    actions = run.machine.message("a", news, run.time)
+    assert begins(actions, "a") and epoch.groups_of(1) == ()
+    given = {group for row in (0, 2) for group in epoch.groups_of(row)}
+    assert given | {*begins(actions, "a")[0].portions[-1].groups} >= set(groups)
+    while run.epoch.waits:
+        run.tick(1.0)
+    assert of_kind(run.all_vote(), RecordCommit)
+    assert (
+        run.epoch is epoch and not run.machine.quarantined and not finishes(actions) and not aborts(actions)
+    )
+
+
+def test_losses_of_other_groups_are_refused() -> None:
+    run = run_of()
+    epoch = run.epoch
+    message = HandedOver(
+        epoch=epoch.number, step=epoch.step, generation=epoch.generation, groups=(0, 1), group_losses={0: 1.0}
+    )
+    assert run.machine.message("b", message, run.time), "the operator hears of it"
+    run.die("b")
+    assert not {0, 1}.intersection(epoch.groups_of(0))
+
+
+def test_rows_keep_groups_whatever_happens() -> None:
+    """Nodes die and come back; each commit has each group once, at each stage (`World`)."""
+    kept = 0
+    for seed in range(SEEDS):
+        chance = random.Random(seed)
+        world = World(
+            stages=chance.choice((1, 2, 3)),
+            total_steps=12,
+            groups=4,
+            most_rows=chance.choice((2, 3, 4)),
+            follows=True,
+            group_seconds=chance.choice((0.0, 3.0)),
+        )
+        for _ in range(world.plan.stages * world.plan.most_rows + chance.choice((0, 1, 2))):
+            world.add_node()
+        for _ in range(60):
+            world.run(chance.randrange(40), chance)
+            alive = [node for node in world.nodes if node.alive]
+            if chance.random() < 0.25 and len(alive) > 2:
+                chance.choice(alive).die()
+            for node in world.nodes:
+                if not node.alive and node.farewell is None and chance.random() < 0.1:
+                    node.start()
+            world.tick(chance.choice((0.5, 1.5)))
+        assert world.settle().reason == "all steps are done"
+        kept += world.kept
+    assert kept
