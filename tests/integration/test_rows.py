@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
 import numpy as np
+import pytest
 import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
@@ -14,10 +16,12 @@ from node.data.data import Corpus
 from node.model.labels import BatchPart
 from node.schedule.gradient_groups import microbatches_of, model_pieces, piece_bytes
 from node.schedule.routing import Peer
+from node.stage import inbox
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
+from node.stage.inbox import OWN_ROW, Inbox
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import StageModel
 from node.stage.watchdog import ComputeThread
@@ -32,18 +36,21 @@ from wire.messages import (
     Begin,
     Commit,
     CoordinatorMessage,
+    HandedOver,
     NodeMessage,
     PeerSilent,
     Placed,
     PlacedRow,
     PlacedStage,
     Placement,
+    Portion,
     Ready,
     Restore,
+    Seat,
     StepFailed,
     Vote,
 )
-from wire.spec import Direction
+from wire.spec import Direction, TensorKey
 
 Result = TypeVar("Result")
 Heard = TypeVar("Heard", bound=NodeMessage)
@@ -61,11 +68,14 @@ class RowBatches:
 
     def __init__(self, data: Corpus) -> None:
         self._data = data
+        self.go_on = asyncio.Event()
+        self.go_on.set()
 
     async def get(
         self, step: int, part: BatchPart, groups: tuple[int, ...] = (), audited: tuple[int, ...] = ()
     ) -> np.ndarray:
         assert audited == ()
+        await self.go_on.wait()
         rows = self._data.batch(step).astype(np.int64)
         size, own = (
             CONFIG.training.microbatch,
@@ -73,6 +83,9 @@ class RowBatches:
         )
         rows = rows[own.start * size : own.stop * size]
         return np.ascontiguousarray(rows[:, 1:] if part is BatchPart.LABELS else rows[:, :-1])
+
+    async def more(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> dict[int, np.ndarray]:
+        return {group: await self.get(step, part, (group,)) for group in groups}
 
 
 class Node(FakeServices):
@@ -99,8 +112,10 @@ class Node(FakeServices):
         return self.to_others.open(placement, peers, CONFIG, events)
 
     async def hear(self, kind: type[Heard]) -> Heard:
-        while isinstance(message := await self.said.get(), PeerSilent):
-            pass  # a neighbour of it is dead
+        # A neighbour of it is dead; or, at any time after its last group, its sums have arrived.
+        while isinstance(message := await self.said.get(), PeerSilent | HandedOver):
+            if isinstance(message, kind):
+                return message
         assert isinstance(message, kind), message
         return message
 
@@ -160,15 +175,21 @@ class Grid:
 
     async def run_step(self) -> None:
         self.tell(Begin(epoch=self.epoch, step=self.step))
+        await self.end_step()
+
+    async def end_step(self, known: Mapping[int, float] = {}) -> None:
+        """`known`: losses of groups whose node is gone."""
         votes = [await node.hear(Vote) for node in self.nodes]
-        for one, vote in enumerate(votes):
-            assert vote.norms == votes[one % STAGES].norms, "rows disagree"
-        losses = {group: loss for vote in votes for group, loss in vote.group_losses.items()}
+        by_stage = dict[int, Vote]()
+        for node, vote in zip(self.nodes, votes, strict=True):
+            first = by_stage.setdefault(node.executor.stage, vote)
+            assert vote.norms == first.norms, "rows disagree"
+        losses = {**known, **{group: loss for vote in votes for group, loss in vote.group_losses.items()}}
         assert sorted(losses) == list(range(CONFIG.pipeline.groups))
         total = 0.0
         for group in sorted(losses):
             total += losses[group]
-        norms = {unit: norm for vote in votes[:STAGES] for unit, norm in vote.norms.items()}
+        norms = {unit: norm for vote in by_stage.values() for unit, norm in vote.norms.items()}
         norm = global_norm(norms[unit] for unit in sorted(norms))
         self.tell(
             Commit(
@@ -249,6 +270,91 @@ async def test_two_rows_sync_over_links_and_one_goes_on_alone_with_the_same_bits
         await grid.run_step()
 
     assert grid.losses == [step.loss for step in expected[:3]]
+
+
+@contextlib.asynccontextmanager
+async def two_rows_are_done(folder: Path) -> AsyncIterator[tuple[Grid, list[dict[int, float]]]]:
+    """Two of three rows have handed over what they computed. Gives the losses that the nodes have said; the
+    first row waits for its samples."""
+    async with nodes(3 * STAGES, folder) as six:
+        grid = Grid()
+        runs = [(0, 1), (2,), (3,)]
+        await grid.place([(six[STAGES * row :][:STAGES], run) for row, run in enumerate(runs)])
+        held = cast(RowBatches, six[0].batches)
+        held.go_on.clear()
+        grid.tell(Begin(epoch=grid.epoch, step=grid.step, hands_over=True))
+        said = list[dict[int, float]]()
+        for node, run in zip(six[STAGES:], [(2,), (2,), (3,), (3,)], strict=True):
+            message = await node.hear(HandedOver)
+            assert (message.groups, message.generation) == (run, 0)
+            said.append({**message.group_losses})
+        yield grid, said
+
+
+async def dies(grid: Grid, seat: Seat) -> None:
+    row, groups = grid.rows[seat.row]
+    await row[seat.stage].end_epoch()
+    await row[seat.stage].to_others.stop()
+    left = [*grid.rows]
+    left[seat.row] = [node for node in row if node is not row[seat.stage]], groups
+    grid.rows = left
+
+
+def go_on(grid: Grid) -> None:
+    cast(RowBatches, grid.nodes[0].batches).go_on.set()
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+async def test_what_a_dead_node_had_handed_over_counts(stage: int, tmp_path: Path) -> None:
+    """Nobody computes it again."""
+    expected, _ = reference_run(CONFIG, 1)
+    async with two_rows_are_done(tmp_path) as (grid, said):
+        await dies(grid, Seat(1, stage))
+        grid.tell(
+            Begin(
+                epoch=grid.epoch,
+                step=grid.step,
+                hands_over=True,
+                generation=1,
+                absent=(Seat(1, stage),),
+            )
+        )
+        column = [node for node in grid.nodes[STAGES:] if node.executor.stage == stage]
+        for node in column:
+            assert (await node.hear(HandedOver)).generation == 1, "its receivers have changed"
+        go_on(grid)
+        await grid.end_step(said[stage])
+        assert grid.losses == [expected[0].loss]
+
+
+async def test_what_a_dead_node_said_and_did_not_send_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rows compute it, and the step goes on."""
+    expected, _ = reference_run(CONFIG, 1)
+    monkeypatch.setattr(inbox, "GONE_SECONDS", 0.2)
+    put = Inbox.put
+
+    def loses(self: Inbox, key: TensorKey, buffer: bytearray, row: int = OWN_ROW) -> None:
+        if row != 1 or key.direction is not Direction.SYNC_SHARE:
+            put(self, key, buffer, row)
+
+    monkeypatch.setattr(Inbox, "put", loses)
+    async with two_rows_are_done(tmp_path) as (grid, _):
+        await dies(grid, Seat(1, 0))
+        begin = Begin(epoch=grid.epoch, step=grid.step, hands_over=True, generation=1, absent=(Seat(1, 0),))
+        grid.tell(begin)
+        mate = grid.nodes[0]
+        while not mate.said.empty():
+            mate.said.get_nowait()  # its connection has closed
+        go_on(grid)
+        while not isinstance(message := await mate.said.get(), PeerSilent):
+            assert isinstance(message, HandedOver)
+        assert message == PeerSilent(epoch=grid.epoch, stage=0, replica=1)
+        portions = Portion(0, (0, 1)), Portion(0, (2,)), Portion(2, (3,))
+        grid.tell(replace(begin, generation=2, portions=portions))
+        await grid.end_step()
+        assert grid.losses == [expected[0].loss]
 
 
 async def test_a_row_comes_back_after_it_missed_nothing(tmp_path: Path) -> None:
