@@ -442,10 +442,14 @@ class GradientSync:
     def _take(self, row: int, piece: Piece, node: int, direction: Direction) -> Tensor:
         """A packed piece from another row. Raises BadTensorError if no encoder makes it."""
         key = self._key(piece, node, direction)
-        packed = self._io.take_from_row(row, key, is_gone=row in self._work.seats[0])
+        is_gone = row in self._work.seats[0]
+        packed = self._io.take_from_row(row, key, is_gone=is_gone)
         try:
             self._sums.check(piece, packed)
         except (PackedMismatchError, NonFiniteError) as error:
+            if is_gone:
+                self._io.missed(row)
+                return self._take(row, piece, node, direction)  # waits until another row computes it
             raise BadTensorError(key, error, row) from error
         return packed
 

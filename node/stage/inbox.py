@@ -223,9 +223,9 @@ class LinksIO:
         Args:
             over: whether the epoch has ended; the inbox then serves the next epoch.
             rows: links to the same stage in other rows, by row.
-            missed: called on any thread if a row's last node did not send what it said it had handed over.
+            missed: called on any thread if what a row's last node said it had handed over is missing or bad.
         """
-        self._missed = missed
+        self.missed = missed
         self._rows = rows or {}
         self._stages = stages
         self._links = links
@@ -280,7 +280,7 @@ class LinksIO:
         `is_gone`: the row has no node any more, so that the tensor is here unless the node lied.
         """
         if is_gone and not self._inbox.comes((key,), GONE_SECONDS, row):
-            self._missed(row)
+            self.missed(row)
         return torch.frombuffer(self._inbox.take(key, row=row), dtype=torch.uint8)
 
     @property

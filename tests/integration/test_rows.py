@@ -15,6 +15,7 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSect
 from node.data.data import Corpus
 from node.model.labels import BatchPart
 from node.schedule.gradient_groups import microbatches_of, model_pieces, piece_bytes
+from node.schedule.placement import stage_units
 from node.schedule.routing import Peer
 from node.stage import inbox
 from node.stage.coordinator_client import Batches
@@ -119,6 +120,11 @@ class Node(FakeServices):
         assert isinstance(message, kind), message
         return message
 
+    async def vote(self, generation: int) -> Vote:
+        while (vote := await self.hear(Vote)).generation != generation:
+            pass
+        return vote
+
     async def end_epoch(self) -> None:
         if self.running is not None:
             self.inbox.interrupt("the epoch is over")
@@ -177,9 +183,9 @@ class Grid:
         self.tell(Begin(epoch=self.epoch, step=self.step))
         await self.end_step()
 
-    async def end_step(self, known: Mapping[int, float] = {}) -> None:
+    async def end_step(self, generation: int = 0, known: Mapping[int, float] = {}) -> None:
         """`known`: losses of groups whose node is gone."""
-        votes = [await node.hear(Vote) for node in self.nodes]
+        votes = [await node.vote(generation) for node in self.nodes]
         by_stage = dict[int, Vote]()
         for node, vote in zip(self.nodes, votes, strict=True):
             first = by_stage.setdefault(node.executor.stage, vote)
@@ -323,21 +329,25 @@ async def test_what_a_dead_node_had_handed_over_counts(stage: int, tmp_path: Pat
         for node in column:
             assert (await node.hear(HandedOver)).generation == 1, "its receivers have changed"
         go_on(grid)
-        await grid.end_step(said[stage])
+        await grid.end_step(1, said[stage])
         assert grid.losses == [expected[0].loss]
 
 
+@pytest.mark.parametrize("arrives", [False, True], ids=["nothing", "not-a-number"])
 async def test_what_a_dead_node_said_and_did_not_send_is_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arrives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other rows compute it, and the step goes on."""
     expected, _ = reference_run(CONFIG, 1)
     monkeypatch.setattr(inbox, "GONE_SECONDS", 0.2)
-    put = Inbox.put
+    put, units = Inbox.put, stage_units(CONFIG, STAGES)[0]
+    pieces = {piece.number for unit in units for piece in model_pieces(CONFIG)[unit]}
 
     def loses(self: Inbox, key: TensorKey, buffer: bytearray, row: int = OWN_ROW) -> None:
-        if row != 1 or key.direction is not Direction.SYNC_SHARE:
+        if row != 1 or key.direction is not Direction.SYNC_SHARE or key.boundary not in pieces:
             put(self, key, buffer, row)
+        elif arrives:
+            put(self, key, bytearray(b"\xff" * len(buffer)), row)
 
     monkeypatch.setattr(Inbox, "put", loses)
     async with two_rows_are_done(tmp_path) as (grid, _):
@@ -353,7 +363,7 @@ async def test_what_a_dead_node_said_and_did_not_send_is_missed(
         assert message == PeerSilent(epoch=grid.epoch, stage=0, replica=1)
         portions = Portion(0, (0, 1)), Portion(0, (2,)), Portion(2, (3,))
         grid.tell(replace(begin, generation=2, portions=portions))
-        await grid.end_step()
+        await grid.end_step(2)
         assert grid.losses == [expected[0].loss]
 
 

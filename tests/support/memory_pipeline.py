@@ -141,6 +141,9 @@ class MemoryIO:
         if arrived is not None:
             arrived()
 
+    def missed(self, row: int) -> None:
+        raise AssertionError(f"row {row} is to have handed something over")
+
     def link_to_row(self, row: int) -> Inbox:
         return self._rows[row][1]
 

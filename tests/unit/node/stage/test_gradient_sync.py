@@ -20,7 +20,7 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
-from node.schedule.gradient_groups import RowShare, model_pieces, piece_bytes, sync_bytes
+from node.schedule.gradient_groups import RowShare, model_pieces, owners, piece_bytes, sync_bytes
 from node.schedule.placement import split_units
 from node.stage import gradient_sync
 from node.stage.device_transfer import CudaTransfer
@@ -30,6 +30,7 @@ from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_ru
 from tests.support.reference_trainer import Step
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
+from wire.messages import HandedOver
 from wire.spec import Direction, TensorKey, TensorSpec
 
 TRAINED = 2
@@ -206,6 +207,30 @@ def test_a_node_sends_little_more_than_a_reduce_scatter_and_an_all_gather() -> N
             sent = sum(size for key, size in io.sent if key.direction >= Direction.SYNC_SHARE)
             assert sent == sync_bytes(config, units, RowShare(config, place // 2, ROWS[rows]))
             assert 0 < sent <= 1.01 * 2 * (rows - 1) / rows * coded
+
+
+def test_a_row_that_hands_over_sends_its_part_of_its_own_pieces_too() -> None:
+    config, rows = synced("fixed-8"), ROWS[3]
+    said: list[HandedOver] = []
+    with MemoryPipeline(config, rows=rows) as stages:
+        for executor in stages.executors:
+            executor.hand_over = said.append
+        stages.train(1)
+        for place, io in enumerate(stages.ios):
+            units, share = stages.executors[place].units, RowShare(config, place // 2, rows)
+            pieces = [piece for unit in units for piece in model_pieces(config)[unit]]
+            sizes = {piece.number: piece_bytes(piece) for piece in pieces}
+            owned = sum(
+                sizes[number]
+                for number, row in owners(sizes, share.subtree_counts).items()
+                if row == share.replica
+            )
+            sent = sum(size for key, size in io.sent if key.direction >= Direction.SYNC_SHARE)
+            more = owned * share.subtree_counts[share.replica]
+            assert sent == sync_bytes(config, units, share) + more and more > 0
+    assert sorted(message.groups for message in said) == sorted(2 * rows)
+    losses = [{*message.group_losses} for message in said if message.group_losses]
+    assert sorted(map(sorted, losses)) == sorted(map(list, rows)), "one stage says them"
 
 
 def test_sums_go_behind_the_last_gradient_which_other_stages_wait_for() -> None:
