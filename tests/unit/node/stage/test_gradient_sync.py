@@ -75,11 +75,13 @@ def test_a_row_that_is_sent_its_sums_with_the_signs_reversed_has_another_result(
     """It has the same norms, and would hold another state than the others."""
     sent = MemoryIO.send_to_row
 
-    def reversed_to_last(io: MemoryIO, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+    def reversed_to_last(
+        io: MemoryIO, row: int, key: TensorKey, packed: Tensor, elements: int, *more: Any
+    ) -> None:
         if (io.row, row, key.direction) == (0, 2, Direction.SYNC_SUM):
             spec = TensorSpec(torch.float32, (elements,))
             packed = codec("fp32").encode(-codec("fp32").decode(packed, spec))
-        sent(io, row, key, packed, elements)
+        sent(io, row, key, packed, elements, *more)
 
     with MemoryPipeline(synced("fp32"), rows=ROWS[3]) as stages, pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryIO, "send_to_row", reversed_to_last)
