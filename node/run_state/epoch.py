@@ -246,7 +246,7 @@ class Epoch:
         self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
         self._known_losses: dict[int, float] = {}
-        """Values by group of the current step, from nodes that are gone. Newer votes may have them, too."""
+        """Values by group of the current step that nodes which are gone have computed and that count."""
         self.votes: dict[str, Vote] = {}
         """Votes for the newest step, by node."""
         self._restore = Restore(epoch=number, step=0)
@@ -842,8 +842,7 @@ class Epoch:
         if not self._shared.can_give(self.whole_rows, self.groups_of(row)):
             return None
         self.generation += 1
-        self._shared.lose(row)
-        self._handed.lose(row)
+        self._lose_groups({row: self.groups_of(row)}, stage)
         self._shared.give(self._seconds(self.whole_rows), now)
         self.votes.clear()
         return self._to_rows(self._step_message)
@@ -976,17 +975,24 @@ class Epoch:
             if len({**self._known_losses, **self._group_losses()}) == self._group_count:
                 return self._commit_step()
         column = self.column(seat.stage)
-        self._known_losses.update(self._handed.node_lost(node_id, seat.stage, column, self.generation))
-        for other, groups in lost.items():
-            kept = set(self.groups_of(other)).difference(groups)
-            self._shared.lose(other, kept)
-            if kept:
-                self._handed.keep(other, seat.stage)
-            else:
-                self._handed.lose(other)
+        losses = self._handed.node_lost(node_id, seat.stage, column, self.generation)
+        self._lose_groups(lost, seat.stage)
+        self._known_losses.update((group, losses[group]) for group in self.groups_of(row) if group in losses)
         self._shared.give(self._seconds(self.whole_rows), now)
         self.votes.clear()
         return self._to_rows(self._step_message)
+
+    def _lose_groups(self, lost: Mapping[int, Sequence[int]], stage: int) -> None:
+        """Rows lose groups, each because it has lost its node of this stage, and keep their others."""
+        for row, groups in lost.items():
+            kept = set(self.groups_of(row)).difference(groups)
+            self._shared.lose(row, kept)
+            if kept:
+                self._handed.keep(row, stage)
+            else:
+                self._handed.lose(row)
+            for group in groups:
+                self._known_losses.pop(group, None)
 
     def _note_uneven(self) -> None:
         if self.step not in self._uneven:

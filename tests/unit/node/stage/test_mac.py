@@ -15,7 +15,7 @@ from kernels.common.devices import MPS, of_arithmetic
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.processes import doctor
 from node.processes.doctor import Status, check_device
-from node.stage import executor, machine_info, stage_model
+from node.stage import executor, machine_info, stage_model, step_passes
 from node.stage.device_transfer import PlainTransfer
 from node.stage.executor import StageExecutor
 from node.stage.machine_info import cannot_compute, choose_device, describe
@@ -68,7 +68,7 @@ def test_a_stage_steps_without_float64(precision: str, monkeypatch: pytest.Monke
         with _disable_current_modes():
             return wide(x)
 
-    for module in (dispatch, executor, stage_model):
+    for module in (dispatch, executor, stage_model, step_passes):
         monkeypatch.setattr(module, "in_double", on_the_host)
     for name in ("run_step", "apply"):
         monkeypatch.setattr(StageExecutor, name, forbidding(getattr(StageExecutor, name)))
