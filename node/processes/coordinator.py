@@ -219,19 +219,20 @@ def _reopen(
         other_text(newest)
         tell(f"from step {newest + 1} on the text is the one at {_named(config)}")
     recorded = store.run().config_json
-    if to_json(config) != recorded and (line := _other_length(stored_config(recorded), config, newest)):
+    before = stored_config(recorded)
+    if (line := _other_length(before, config, newest)) is not None:
         tell(line)
     if newest >= config.run.steps:
         # A finished run's training settings stay as recorded; only its page and metrics may change.
         config = replace(
-            stored_config(recorded),
+            before,
             coordinator=config.coordinator,
             dashboard=config.dashboard,
             telemetry=config.telemetry,
         )
     elif newest > 0:
-        _check_optimizer_state(directory, stored_config(recorded), newest)
-    splits = _splits(store, stored_config(recorded), config, newest)
+        _check_optimizer_state(directory, before, newest)
+    splits = _splits(store, before, config, newest)
     config = _with_split(config, Past(newest_snapshot=newest, splits=splits))
     if (config_json := to_json(config)) != recorded:
         store.set_config(config_json)
@@ -260,7 +261,7 @@ def _reopen(
         scales=_scales(config, store, directory / "snapshots", newest, kept),
         validated=frozenset(held_out),
         best=min(filter(math.isfinite, held_out.values()), default=math.inf),
-        later=_later(store, stored_config(recorded), config, newest, same_text=other_text is None),
+        later=_later(store, before, config, newest, same_text=other_text is None),
         newest=tuple(
             _past_step(record, norms)
             for record in store.steps(newest - 1 - HISTORY_STEPS)

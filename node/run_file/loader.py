@@ -194,8 +194,8 @@ def to_json(config: RunConfig) -> str:
 
 
 def stored_config(text: str) -> RunConfig:
-    """As `from_json`, for a run that is stored: what an earlier commit stored goes on. Keys that it did not
-    have yet have their defaults, with which the program does what it did before."""
+    """As `from_json`, for a stored run, which an earlier commit may have written. A key that was added since
+    has its default, with which the program does what it did before."""
     return _from_json(text, is_whole=False)
 
 

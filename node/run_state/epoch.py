@@ -77,7 +77,7 @@ a block of a large model."""
 ENTERING_SECONDS = 120.0
 """A node that does not open the links of its seat within this time does not get it."""
 HANDING_STEPS = 30
-"""For so many steps after a seat was lost, nodes hand over what they have computed, which costs traffic."""
+"""Nodes hand over what they have computed in this many steps after a seat was lost. It costs traffic."""
 PROOF_STEPS = 3
 """The number of recorded steps that a state from disk must repeat before it counts as the run's."""
 Neighbours = Callable[[int, int], Collection[int]]
@@ -317,7 +317,7 @@ class Epoch:
         return self._shared.is_for(row) and not self.keeps_groups(row)
 
     def keeps_groups(self, row: int) -> bool:
-        """Whether a broken row has kept groups of the step that runs: nobody fills its seats within it."""
+        """Whether a broken row has kept groups of the running step. Nobody fills its seats within that."""
         return row not in self.whole_rows and bool(self.groups_of(row))
 
     @property
@@ -380,7 +380,7 @@ class Epoch:
     @property
     def checked_rows(self) -> list[int]:
         """The proven rows each of whose nodes has the most others of its kind beside it, which hold the same
-        bits. Nodes state their own kind, so a node that invents one has nobody who can check it."""
+        bits. Nodes name their own kind, so nobody can check a node that invents one."""
         kinds, rows = self.kinds_of, self.proven_rows
         known = [
             Counter(kinds[node] for node in self.column(stage) if node not in self.newcomers)
@@ -590,9 +590,7 @@ class Epoch:
         self._seat(nodes)
         self._late.update((Seat(*divmod(self._seats[node], self.stages)), None) for node in nodes)
         self._note_uneven()
-        self._shared.give(self._seconds(self.whole_rows), now)
-        self.votes.clear()
-        return [*map(self._filled, nodes), *self._to_rows(self._step_message)]
+        return [*map(self._filled, nodes), *self._shared_again(now)]
 
     def give(self, now: float) -> list[Action]:
         """Give groups that wait to rows that are about to need more; call it about twice a second."""
@@ -843,9 +841,7 @@ class Epoch:
             return None
         self.generation += 1
         self._lose_groups({row: self.groups_of(row)}, stage)
-        self._shared.give(self._seconds(self.whole_rows), now)
-        self.votes.clear()
-        return self._to_rows(self._step_message)
+        return self._shared_again(now)
 
     def was_uneven(self, step: int) -> bool:
         """Whether rows computed other groups than they were placed with in this one of the newest steps."""
@@ -978,6 +974,10 @@ class Epoch:
         losses = self._handed.node_lost(node_id, seat.stage, column, self.generation)
         self._lose_groups(lost, seat.stage)
         self._known_losses.update((group, losses[group]) for group in self.groups_of(row) if group in losses)
+        return self._shared_again(now)
+
+    def _shared_again(self, now: float) -> list[Action]:
+        """Give groups that wait to whole rows, and have all nodes vote on the new work."""
         self._shared.give(self._seconds(self.whole_rows), now)
         self.votes.clear()
         return self._to_rows(self._step_message)
@@ -1042,7 +1042,7 @@ class Epoch:
 
     @property
     def _hands_over(self) -> bool:
-        """Whether nodes hand over what they have computed in the step that runs."""
+        """Whether nodes hand over what they compute in the running step."""
         lost_at = self.seat_lost_at
         return self.rows > 1 and lost_at is not None and self.step - lost_at <= HANDING_STEPS
 

@@ -18,11 +18,11 @@ class HandedGroups:
         self._computed: dict[str, set[int]] = {}
         """By node: groups that it has computed completely."""
         self._safe: dict[str, dict[int, float | None]] = {}
-        """By node: of these groups, those of which nothing would be lost with it, and their losses."""
+        """By node: the groups of these that survive the node, and their losses."""
         self._valid_from: dict[int, int] = {}
         """By stage: the first generation whose reports count."""
         self._kept: dict[int, set[int]] = {}
-        """By row, the stages of which it has lost a node, although it has kept groups."""
+        """By row: the stages at which it lost a node and still kept groups."""
 
     def said(self, node_id: str, stage: int, message: HandedOver) -> None:
         """A node has handed over groups."""
@@ -37,7 +37,7 @@ class HandedGroups:
         return kept.intersection(*(self._computed.get(mate, set()) for mate in mates))
 
     def at_risk(self, stage: int) -> list[int]:
-        """The rows that lose what they have kept if they, or others, lose a node of this stage."""
+        """The rows whose kept groups are lost when any other node of this stage dies."""
         return [row for row, stages in self._kept.items() if stage in stages]
 
     def keep(self, row: int, stage: int) -> None:
@@ -49,8 +49,8 @@ class HandedGroups:
         self._kept.pop(row, None)
 
     def node_lost(self, node_id: str, stage: int, column: Iterable[str], generation: int) -> dict[int, float]:
-        """A node is gone: others of its stage hand over again what they had given to it. Returns the losses
-        that the node has reported.
+        """A node is gone. The other nodes of its stage hand over again what they had given to it. Returns
+        the losses that the node has reported.
 
         Args:
             column: the other nodes of the stage.

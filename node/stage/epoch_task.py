@@ -429,11 +429,7 @@ class EpochTask:
         if not change.work.groups:
             io.leave_row()
 
-        loop = asyncio.get_running_loop()
-
-        def hand_over(message: HandedOver) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is over
-                loop.call_soon_threadsafe(self._report, message)
+        hand_over = self._reports()
 
         def attempt() -> Vote | None:
             try:
@@ -452,10 +448,19 @@ class EpochTask:
 
         await self._voted(attempt)
 
-    def _report(self, message: HandedOver | PeerSilent) -> None:
-        """Post what another thread has found out."""
-        if not self._over:
-            self._services.post(message)
+    def _reports(self) -> Callable[[HandedOver | PeerSilent], None]:
+        """Posts what any thread has found out, until the epoch is over."""
+        loop = asyncio.get_running_loop()
+
+        def post(message: HandedOver | PeerSilent) -> None:
+            if not self._over:
+                self._services.post(message)
+
+        def report(message: HandedOver | PeerSilent) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(post, message)
+
+        return report
 
     async def _run_more(self, begin: Begin, late: StepChange | None = None) -> None:
         """Recompute the vote after the step's groups were redistributed among rows.
@@ -564,20 +569,14 @@ class EpochTask:
 
     def _make_io(self) -> LinksIO:
         links, rows = self._own_and_other_rows()
-        loop = asyncio.get_running_loop()
-
-        def missed(row: int) -> None:
-            news = PeerSilent(epoch=self.number, stage=self.stage, replica=row)
-            with contextlib.suppress(RuntimeError):  # the loop is over
-                loop.call_soon_threadsafe(self._report, news)
-
+        report = self._reports()
         return LinksIO(
             stages=len(self.placement.stages),
             links=links,
             rows=rows,
             inbox=self._services.inbox,
             over=lambda: self._over,
-            missed=missed,
+            missed=lambda row: report(PeerSilent(epoch=self.number, stage=self.stage, replica=row)),
         )
 
     def _own_and_other_rows(self) -> tuple[dict[int, Link], dict[int, Link]]:
