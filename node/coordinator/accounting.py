@@ -115,8 +115,10 @@ class Accounting:
 
     def seat(self, node_id: str, place: Place) -> None:
         """The node has the place in the current epoch from now on. What it reported before is not counted."""
-        self._count_all()
-        self._place_of.pop(self._places.get(place, ""), None)
+        for changed in (before := self._places.get(place, ""), node_id):
+            if changed in self._waiting:
+                self._count(changed)
+        self._place_of.pop(before, None)
         self._places[place] = self._hosts[place] = node_id
         self._place_of[node_id] = place
         self.hosts = tuple(self._places.values())

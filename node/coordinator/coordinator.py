@@ -69,6 +69,7 @@ from node.run_state.actions import (
     StepDone,
     Stop,
     costs_last,
+    without_old_work,
 )
 from node.run_state.epoch import Epoch, Phase
 from node.run_state.held_out import LOSSLESS
@@ -262,7 +263,7 @@ class Coordinator:
             happening = await self._events.get()
             await self._disk.room()
             try:
-                for action in costs_last(happening(time.monotonic())):
+                for action in costs_last(without_old_work(happening(time.monotonic()))):
                     await self._carry_out(action)
             except (RunError, OSError) as error:
                 # The remaining actions depend on the one that failed, so no node may receive them.

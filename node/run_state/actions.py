@@ -13,7 +13,7 @@ from node.telemetry.events import LEFT
 from node.tuning.codec_plan import CodecPlan
 from node.tuning.storage_choice import StoragePlan
 from wire.errors import without_folders
-from wire.messages import Abort, CoordinatorMessage, Finish, Portion, UnitHash
+from wire.messages import Abort, Begin, CoordinatorMessage, Finish, Portion, UnitHash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +291,20 @@ def let_go(node_id: str) -> list[Action]:
         *run_over([node_id], "you have left the run", failed=False),
         Released(node_id=node_id, reason=LEFT),
     ]
+
+
+def without_old_work(actions: Sequence[Action]) -> Sequence[Action]:
+    """Leave out each `Begin` that a later one to the same node replaces: after a death work may be shared
+    several times at once."""
+    told: set[str] = set()
+    kept: list[Action] = []
+    for action in reversed(actions):
+        if isinstance(action, Send) and isinstance(action.message, Begin):
+            if action.node_id in told:
+                continue
+            told.add(action.node_id)
+        kept.append(action)
+    return actions if len(kept) == len(actions) else kept[::-1]
 
 
 def costs_last(actions: Sequence[Action]) -> Sequence[Action]:

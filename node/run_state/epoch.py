@@ -13,7 +13,7 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 import functools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -460,7 +460,7 @@ class Epoch:
         self._has_digests = self.audit is not None or self._rules.auditor.is_on
         if self.audit is not None or self.fresh or len(self.whole_rows) < self.rows:
             self._uneven.append(self.step)
-        return [*map(self._filled, seated), *self._to_rows(self._step_message)]
+        return [*map(self._filled, seated), *self._tell_work()]
 
     def apply(self) -> list[Action]:
         """Have all stages apply the commit; nothing begins with it. Call in `APPLYING` only."""
@@ -600,7 +600,7 @@ class Epoch:
             return []
         self.generation += 1
         self.votes.clear()
-        return self._to_rows(self._step_message)
+        return self._tell_work()
 
     def _filled(self, node_id: str) -> Action:
         return SeatFilled(
@@ -980,7 +980,7 @@ class Epoch:
         """Give groups that wait to whole rows, and have all nodes vote on the new work."""
         self._shared.give(self._seconds(self.whole_rows), now)
         self.votes.clear()
-        return self._to_rows(self._step_message)
+        return self._tell_work()
 
     def _lose_groups(self, lost: Mapping[int, Sequence[int]], stage: int) -> None:
         """Rows lose groups, each because it has lost its node of this stage, and keep their others."""
@@ -1158,14 +1158,16 @@ class Epoch:
 
     def _step_message(self, node_id: str) -> Begin | Commit:
         """The message with which a node begins the current step."""
-        links = len(self._windows) // self.rows
-        first = self.replica_of(node_id) * links
+        ((_, message),) = self._step_messages([node_id])
+        return message
+
+    def _step_messages(self, nodes: Iterable[str]) -> Iterator[tuple[str, Begin | Commit]]:
+        """The message with which each of these nodes begins the current step. Nodes whose messages are equal
+        get the same object, which is encoded once."""
         begin = Begin(
             epoch=self.number,
             step=self.step,
-            link_windows=self._windows[first : first + links],
             keep_sums=self._keeps_sums,
-            audited=self._extra(node_id),
             digests=self._has_digests and not self._rules.auditor.is_on,
             loss_scale=0.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor,
             generation=self.generation,
@@ -1174,9 +1176,18 @@ class Epoch:
             late=tuple(self._late),
             hands_over=self._hands_over,
         )
-        # A new node has applied the commit as one that follows.
-        tells_commit = self._follows_commit and node_id not in self.fresh
-        return replace(self._commit(), then=begin) if tells_commit else begin
+        links = len(self._windows) // self.rows
+        known: dict[Hashable, Begin | Commit] = {}
+        for node in nodes:
+            first = self.replica_of(node) * links
+            windows, extra = self._windows[first : first + links], self._extra(node)
+            # A new node has applied the commit as one that follows.
+            tells_commit = self._follows_commit and node not in self.fresh
+            kind = windows, extra, tells_commit
+            if kind not in known:
+                own = replace(begin, link_windows=windows, audited=extra)
+                known[kind] = replace(self._commit(), then=own) if tells_commit else own
+            yield node, known[kind]
 
     def _commit(self) -> Commit:
         last = self.committed
@@ -1203,16 +1214,10 @@ class Epoch:
             rows=tuple(rows) if self._group_count > 1 else (),
         )
 
-    def _to_rows(self, message: Callable[[str], CoordinatorMessage]) -> list[Action]:
+    def _tell_work(self) -> list[Action]:
+        """Have all nodes begin the current step or, within it, their new work."""
         nodes = sorted(self.hosts, key=self.stage_of)  # first stages first: the others wait for them
-        known: dict[tuple[int, bool], CoordinatorMessage] = {}
-        actions: list[Action] = []
-        for node in nodes:
-            kind = self.replica_of(node), node in self.fresh
-            if kind not in known:
-                known[kind] = message(node)
-            actions.append(Send(node_id=node, message=known[kind]))
-        return actions
+        return [Send(node_id=node, message=message) for node, message in self._step_messages(nodes)]
 
     def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.asked]

@@ -226,3 +226,22 @@ def test_held_out_samples_without_labels_have_no_loss(weight: float, loss: float
     assert isinstance(record, RecordHeldOut)
     assert record.uncompressed == pytest.approx(loss, nan_ok=True)
     assert HeldOutSchedule((), math.inf).record(3, record.uncompressed) is (weight > 0)
+
+
+def test_rows_with_the_same_work_get_one_message() -> None:
+    rules = StepRules(
+        plan=lambda step, norm: (1.0, 0.1),
+        neighbours=lambda stage, _stages: {1 - stage},
+        history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
+    )
+    hosts = ("a", "b", "c", "d")
+    grid = Epoch(
+        4, Assignment(hosts=hosts, addresses=hosts, groups=((0,), (1,))), OnRecord(), rules, windows=(2, 2)
+    )
+    for node in hosts:
+        grid.placed(node, placed(0))
+    for node in hosts:
+        grid.ready(node)
+    sent = [action.message for action in grid.begin() if isinstance(action, Send)]
+    assert [isinstance(message, Begin) and message.link_windows for message in sent] == [(2,)] * 4
+    assert all(message is sent[0] for message in sent)

@@ -16,6 +16,7 @@ from node.run_state.actions import (
     Send,
     StepDone,
     costs_last,
+    without_old_work,
 )
 from node.run_state.epoch import Phase
 from node.run_state.machine import RunMachine
@@ -145,6 +146,18 @@ def test_a_step_with_something_to_do_after_it_ends_when_all_have_applied_it() ->
     assert costs_last(done) == done
     others = [*done, OpenSnapshot(step=1)]
     assert costs_last(others) == others and costs_last([]) == []
+
+
+def test_of_several_begins_in_a_row_a_node_is_sent_the_newest() -> None:
+    begins = [
+        Send(node_id=node, message=Begin(epoch=1, step=4, generation=generation))
+        for generation in (1, 2)
+        for node in ("a", "b")
+    ]
+    commit = Send(node_id="a", message=Commit(epoch=1, step=3, clip_coefficient=1.0, lr=0.1))
+    stop = Send(node_id="c", message=begins[0].message)
+    assert without_old_work([commit, *begins[:2], stop, *begins[2:]]) == [commit, stop, *begins[2:]]
+    assert without_old_work(begins[:2]) == begins[:2]
 
 
 def test_the_norm_does_not_depend_on_the_order_of_votes() -> None:
