@@ -329,21 +329,21 @@ class StepWork:
 
         A row keeps its pieces, however many other rows lose their nodes.
         """
-        return self._first_able(first, piece, self._no_owners)
+        return self._first_able(first, piece, self._no_owners, self._late)
 
     def heir(self, first: int, piece: int) -> int:
         """The row other than the own one that sums a piece, or would sum it without the own row's node; the
         own row if no other has a node."""
         without = self._no_owners.union((self._replica,))
-        heir = self._first_able(first, piece, without)
-        return self._replica if heir in without and heir not in self._late else heir
+        late = [row for row in self._late if row != self._replica]
+        heir = self._first_able(first, piece, without, late)
+        return self._replica if heir in without and heir not in late else heir
 
-    def _first_able(self, first: int, piece: int, without: Collection[int]) -> int:
+    def _first_able(self, first: int, piece: int, without: Collection[int], late: Sequence[int]) -> int:
         if first not in without:
             return first
         others = self._rows - 1
         turns = ((first + 1 + (piece + turn) % others) % self._rows for turn in range(others))
-        late = [row for row in self._late if row != self._replica] if self._replica in without else self._late
         return next((row for row in turns if row not in without), late[0] if late else first)
 
 

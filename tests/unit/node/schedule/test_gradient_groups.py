@@ -139,6 +139,18 @@ def test_an_owner_changes_only_if_it_has_no_node() -> None:
     assert share.work([(2, (0, 1, 2, 3))], [1, 3], [2, 0]).owner(3, 7) == 2, "unless nobody else is there"
 
 
+@pytest.mark.parametrize("late", [[1], [1, 2], [2, 1]])
+def test_rows_agree_on_the_owner_if_only_nodes_are_left_that_came_late(late: list[int]) -> None:
+    """Each would otherwise wait for a sum of another."""
+    absent = {0, 1, 2}.difference(late)
+    shares = [RowShare(CONFIG, row, [(0,), (1,), (2, 3)]) for row in late]
+    works = [share.work([(late[0], (0, 1, 2, 3))], absent, late) for share in shares]
+    for work in works:
+        assert {work.owner(first, piece) for first in range(3) for piece in range(6)} == {late[0]}
+    heirs = [{work.heir(first, 0) for first in range(3)} for work in works]
+    assert heirs == [{row} for row in reversed(late)]
+
+
 def test_work_has_each_group_once() -> None:
     share = RowShare(CONFIG, 0, [(0, 1), (2, 3)])
     taken = share.work([(0, (0, 1)), (0, (2, 3))], [1])
