@@ -319,8 +319,7 @@ class StepWork:
         """The nodes of the tree that the own row sends."""
         self.others = tuple(row for row in range(share.rows) if row != share.replica and row not in absent)
         """The rows to which a sum is sent."""
-        self._rows, self._no_owners = share.rows, frozenset((*absent, *late))
-        self._replica, self._late = share.replica, late
+        self._rows, self._no_owners, self._late = share.rows, frozenset((*absent, *late)), late
         self.seats = frozenset(absent), tuple(late)
         """As in the arguments: by these it is decided who owns a piece."""
 
@@ -331,13 +330,13 @@ class StepWork:
         """
         return self._first_able(first, piece, self._no_owners, self._late)
 
-    def heir(self, first: int, piece: int) -> int:
-        """The row other than the own one that sums a piece, or would sum it without the own row's node; the
-        own row if no other has a node."""
-        without = self._no_owners.union((self._replica,))
-        late = [row for row in self._late if row != self._replica]
+    def heir(self, row: int, first: int, piece: int) -> int:
+        """The row other than `row` that sums a piece, or would sum it without that row's node; `row` if no
+        other has a node."""
+        without = self._no_owners.union((row,))
+        late = [other for other in self._late if other != row]
         heir = self._first_able(first, piece, without, late)
-        return self._replica if heir in without and heir not in late else heir
+        return row if heir in without and heir not in late else heir
 
     def _first_able(self, first: int, piece: int, without: Collection[int], late: Sequence[int]) -> int:
         if first not in without:

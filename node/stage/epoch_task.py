@@ -13,10 +13,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from node.model.labels import BatchPart
-from node.schedule.gradient_groups import RowShare
+from node.schedule.gradient_groups import RowShare, StepWork
 from node.schedule.placement import chunks_of
 from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
+from node.stage.early_tensors import Early, EarlyTensors
 from node.stage.following import StateServices, load_state
 from node.stage.inbox import Inbox, LinksIO, RegroupedError, StepChange, StepInterrupted
 from node.stage.out_of_memory import ran_out
@@ -136,6 +137,7 @@ class EpochTask:
         self._services = services
         self._commands: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
         self._links: Mapping[Peer, Link] = {}
+        self._early = EarlyTensors(services.executor.comes)
         self._open = contextlib.AsyncExitStack()
         self._links_open = False
         """Whether this node has begun to open its links."""
@@ -182,6 +184,7 @@ class EpochTask:
                 self._services.renew_links(None, tuple(sorted(gone)))
             self._absent = absent
             self._end_pass()
+            self._learn(begin)
             if begin.step == self._running:
                 if begin.generation != self._generation:  # otherwise it was sent again
                     self._news.set()
@@ -235,11 +238,21 @@ class EpochTask:
         if peer.replica == self.placement.replica:
             self._services.inbox.put(key, buffer)
             return
-        # Pieces of gradients arrive before this stage asks for them, each once, and must not use up the
-        # link's window. They are copied, because the link reuses a released buffer.
-        self._services.inbox.put(key, bytearray(buffer), peer.replica)
-        if (link := self._links.get(peer)) is not None:
-            link.release(key)
+        early = Early(peer.replica, key, buffer, self._links.get(peer))
+        if not self._early.keeps(early):
+            self._take(early)
+
+    def _take(self, tensor: Early) -> None:
+        # Pieces of gradients arrive before the compute thread asks for them, each once, and must not use up
+        # the link's window. They are copied, because the link reuses a released buffer.
+        self._services.inbox.put(tensor.key, bytearray(tensor.buffer), tensor.row)
+        tensor.release()
+
+    def _learn(self, begin: Begin) -> None:
+        """Take the tensors of other rows that have waited for this work."""
+        with contextlib.suppress(ValueError):  # it is refused when its turn comes
+            for early in self._early.learn(begin.step, self._work(begin)):
+                self._take(early)
 
     def silent(self, peer: Peer) -> None:
         """This neighbour may have died."""
@@ -414,6 +427,8 @@ class EpochTask:
         services.keep_sums(wanted=begin.keep_sums)
         for key in services.inbox.forget_before(step):
             self._release(key)
+        for early in self._early.forget_before(step):
+            early.release()
         self._step = self._running = step
         self._groups = ()
         change = self._change(begin)
@@ -508,11 +523,8 @@ class EpochTask:
     def _change(self, begin: Begin) -> StepChange:
         """Which row computes which groups in a step."""
         self._generation = begin.generation
-        absent, late = (
-            [row for row, stage in seats if stage == self.stage] for seats in (begin.absent, begin.late)
-        )
         try:
-            work = self._share.work(begin.portions, absent, late)
+            work = self._work(begin)
         except ValueError as error:
             raise ProtocolViolationError(f"the coordinator's begin of a step: {error}") from error
         # A row loses its groups together. Another node may have the seat by now, and the row others.
@@ -523,6 +535,13 @@ class EpochTask:
         if (has_lost or is_broken) and self._io is not None:
             self._io.leave_row()
         return StepChange(generation=begin.generation, work=work, audited=begin.audited, has_lost=has_lost)
+
+    def _work(self, begin: Begin) -> StepWork:
+        """Raises ValueError if the groups are not shared among the rows."""
+        absent, late = (
+            [row for row, stage in seats if stage == self.stage] for seats in (begin.absent, begin.late)
+        )
+        return self._share.work(begin.portions, absent, late)
 
     async def _with_samples(self, change: StepChange) -> StepChange:
         """The change, with the samples of groups that the row has not yet computed in this step."""

@@ -15,7 +15,7 @@ from kernels.common.dispatch import in_double
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart, label_weight
 from node.model.units import unit_names
-from node.schedule.gradient_groups import RowShare
+from node.schedule.gradient_groups import RowShare, StepWork
 from node.schedule.routing import StageLayout
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
@@ -267,6 +267,10 @@ class StageExecutor:
         tied = key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM)
         boundary = self._boundaries[key.microbatch % len(self._boundaries)]
         return self._codec(key).packed_bytes(self._tied if tied else boundary)
+
+    def comes(self, row: int, key: TensorKey, work: StepWork) -> bool:
+        """See `SyncPlan.comes`, of an expected tensor."""
+        return self._sync_plan(key.step).comes(row, key, work)
 
     def run_step(
         self,

@@ -122,11 +122,23 @@ class SyncPlan:
     def bytes_between_rows(self, key: TensorKey) -> int | None:
         """The packed size of a tensor that another row may send to this stage; None if no row may.
 
-        It may be any node of the tree, whoever owns the piece: rows learn of changes at different times.
+        It may be any node of the tree, whoever owns the piece: rows learn of changes at different times. What
+        no known work asks for waits (`node.stage.early_tensors`).
         """
         is_sum, node = key.direction is Direction.SYNC_SUM, key.microbatch
         return (
             self.sizes.get(key.boundary) if node == ROOT or (not is_sum and node in self.share.tree) else None
+        )
+
+    def comes(self, row: int, key: TensorKey, work: StepWork) -> bool:
+        """Whether another row sends this tensor to the own one with this work, perhaps to hand it over."""
+        piece, own = key.boundary, self.share.replica
+        first = self.owners[piece]
+        if key.direction is Direction.SYNC_SUM:
+            return work.owner(first, piece) == row
+        return work.sources.get(key.microbatch) == row and own in (
+            work.owner(first, piece),
+            work.heir(row, first, piece),
         )
 
 
@@ -355,9 +367,9 @@ class GradientSync:
 
     def _receiver(self, piece: Piece) -> int:
         """The row that gets the own row's subtrees of a piece."""
-        hands_over = self._deliveries is not None
-        first = self._plan.owners[piece.number]
-        return (self._work.heir if hands_over else self._work.owner)(first, piece.number)
+        if self._deliveries is None:
+            return self._owner(piece)
+        return self._work.heir(self._plan.share.replica, self._plan.owners[piece.number], piece.number)
 
     def _expect(self, generation: int, *, anew: bool) -> None:
         """Look out for the arrival of the own row's subtrees at their present receivers."""

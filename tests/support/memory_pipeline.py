@@ -136,6 +136,10 @@ class MemoryIO:
     ) -> None:
         executor, inbox = self._rows[row]
         assert executor.expected_bytes(key) == packed.numel()
+        sync = self._rows[self.row][0]._sync
+        assert sync is not None
+        work = executor._share.work(sync._work.portions, *sync._work.seats)
+        assert executor.comes(self.row, key, work), "it would wait until the step is over"
         self.sent.append((key, packed.numel()))
         inbox.put(key, bytearray(packed.numpy()), self.row)
         if arrived is not None:

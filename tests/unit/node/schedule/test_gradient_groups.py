@@ -147,7 +147,7 @@ def test_rows_agree_on_the_owner_if_only_nodes_are_left_that_came_late(late: lis
     works = [share.work([(late[0], (0, 1, 2, 3))], absent, late) for share in shares]
     for work in works:
         assert {work.owner(first, piece) for first in range(3) for piece in range(6)} == {late[0]}
-    heirs = [{work.heir(first, 0) for first in range(3)} for work in works]
+    heirs = [{work.heir(row, first, 0) for first in range(3)} for row, work in zip(late, works, strict=True)]
     assert heirs == [{row} for row in reversed(late)]
 
 

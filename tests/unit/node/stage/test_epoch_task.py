@@ -13,7 +13,7 @@ import torch
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.labels import BatchPart
 from node.run_state.epoch import Phase
-from node.schedule.gradient_groups import RowShare
+from node.schedule.gradient_groups import RowShare, StepWork
 from node.schedule.routing import Peer
 from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
@@ -152,6 +152,9 @@ class Stage:
 
     def expected_bytes(self, key: TensorKey) -> int | None:
         return 64
+
+    def comes(self, row: int, key: TensorKey, work: StepWork) -> bool:
+        return True
 
 
 class Node(FakeServices):
