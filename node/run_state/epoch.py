@@ -45,6 +45,7 @@ from node.run_state.votes import (
     summed_loss,
     unscaled,
 )
+from node.schedule.gradient_groups import GroupTree
 from node.training.loss_scale import SKIPPED, LossScales
 from node.training.schedule import global_norm
 from node.tuning.codec_plan import CodecPlan
@@ -203,6 +204,7 @@ class Epoch:
         self.stages = len(assignment.hosts) // self.rows
         self._count_hosts()
         self._group_count = sum(map(len, assignment.groups))
+        self._tree = GroupTree(self._group_count)
         self._late: dict[Seat, None] = {}
         """Seats that were filled within the step that runs, in the order in which they were."""
         self.seat_lost_at = record.seat_lost_at
@@ -820,14 +822,23 @@ class Epoch:
         """A node does not need to be there any more for these groups of its row."""
         if self.phase is not Phase.STEPPING or message.step != self.step or node_id not in self._seats:
             return []
-        stage = self.stage_of(node_id)
-        wanted = set(message.groups) if stage == self.loss_stage else set()
-        if message.group_losses.keys() != wanted or not set(range(self._group_count)).issuperset(
-            message.groups
-        ):
+        stage, groups = self.stage_of(node_id), set(message.groups)
+        wanted = groups if stage == self.loss_stage else set()
+        if message.group_losses.keys() != wanted or not groups <= set(range(self._group_count)):
             return RefusedVote(node_id, "it handed over groups with the losses of others")
+        if message.generation > self.generation or not self._hands_over:
+            return RefusedVote(node_id, "it handed over groups that nobody asked it for")
+        # A node sends sums of several groups as a whole, so the others of its row have no part of one.
+        if any(0 < len(groups.intersection(span)) < len(span) for span in self._sent_as_one(node_id)):
+            return RefusedVote(node_id, "it handed over part of a sum")
         self._handed.said(node_id, stage, message)
         return []
+
+    def _sent_as_one(self, node_id: str) -> list[range]:
+        """The groups of a node's row, as it sends their sums."""
+        own = self.replica_of(node_id)
+        runs = [groups for row, groups in self._shared.runs if row == own]
+        return [self._tree.span(node) for groups in runs for node in self._tree.subtrees(groups)]
 
     def missed(self, node_id: str, seat: Seat, now: float) -> list[Action] | None:
         """A node lacks what the last node of a seat of its stage is to have handed over: the seat's row loses

@@ -48,7 +48,7 @@ class EarlyTensors:
                 return []
             self._works = [(of, known) for of, known in self._works if of >= step - 1]
             self._works.append((step, work))
-            due, waiting = [], []
+            due, waiting = list[Early](), list[Early]()
             for early in self._waiting:
                 (due if self._is_due(early) else waiting).append(early)
             self._waiting = waiting

@@ -18,6 +18,7 @@ from node.run_state.epoch import Committed
 from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
+from node.schedule.gradient_groups import GroupTree
 from node.training.schedule import global_norm
 from tests.support.machine_driver import UNITS, units_of
 from wire.messages import (
@@ -42,6 +43,7 @@ from wire.messages import (
     PeerSilent,
     Placed,
     Placement,
+    Portion,
     Prefetch,
     Ready,
     Restore,
@@ -414,8 +416,10 @@ class SimNode:
         if not others or any(node is None or not node.running for node in column.values()):
             return
         holders = {(row, node.node_id, node.nonce) for row, node in column.items() if node is not None}
-        own = groups_of(placement, begin)
-        for groups in (own[: len(own) // 2], own[len(own) // 2 :]):
+        tree = GroupTree(sum(len(row.groups) for row in placement.rows))
+        portions = begin.portions or [Portion(row, of.groups) for row, of in enumerate(placement.rows)]
+        own = [groups for row, groups in portions if row == placement.replica]
+        for groups in (tuple(tree.span(node)) for run in own for node in tree.subtrees(run)):
             said = self.world.handed.setdefault((begin.epoch, begin.step), [])
             said.append((Seat(placement.replica, self.stage), frozenset(groups), frozenset(holders)))
             is_last = self.stage == self.stages - 1

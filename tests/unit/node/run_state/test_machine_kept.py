@@ -6,6 +6,7 @@ import pytest
 
 from node.run_state.actions import Action, RecordCommit, SeatLost
 from node.run_state.epoch import HANDING_STEPS
+from node.schedule.gradient_groups import GroupTree
 from tests.support.machine_driver import Driver, aborts, begins, finishes, of_kind
 from tests.support.machine_world import World
 from wire.messages import HandedOver, PeerSilent, Seat
@@ -133,6 +134,34 @@ def test_losses_of_other_groups_are_refused() -> None:
     assert run.machine.message("b", message, run.time), "the operator hears of it"
     run.die("b")
     assert not {0, 1}.intersection(epoch.groups_of(0))
+
+
+def test_part_of_a_sum_is_not_handed_over() -> None:
+    """The others of its row have sent only the sum of both groups: all would wait for a part in vain."""
+    run, tree = run_of(), GroupTree(8)
+    epoch = run.epoch
+    row, span = next(
+        (row, span)
+        for row, groups in epoch.portions
+        for span in map(tree.span, tree.subtrees(groups))
+        if row in epoch.whole_rows and len(span) > 1
+    )
+    first, last = epoch.row(row)
+    hands_over(run, last)
+    part = HandedOver(epoch=epoch.number, step=epoch.step, generation=epoch.generation, groups=(span[0],))
+    assert run.machine.message(first, part, run.time), "the operator hears of it"
+    run.die(first)
+    assert span[0] not in epoch.groups_of(row)
+
+
+def test_nothing_is_handed_over_unasked() -> None:
+    run = run_of(2, lost=False)
+    assert hands_over(run, "c"), "the operator hears of it"
+    run = run_of()
+    assert hands_over(run, "c", generation=run.epoch.generation + 1), "the operator hears of it"
+    hands_over(run, "d")
+    run.die("c")
+    assert run.epoch.groups_of(1) == ()
 
 
 def test_rows_keep_groups_whatever_happens() -> None:
