@@ -1092,7 +1092,8 @@ class Epoch:
         if (
             judged
             and not anyway
-            and (doubt := self._rules.history.implausible(self.speakers, votes)) is not None
+            and (doubt := self._rules.history.implausible(self.speakers, votes, self._loss_parts()))
+            is not None
         ):
             return doubt
         self._rules.history.committed(self.step, judged, loss, confirmed=confirmed)
@@ -1139,6 +1140,11 @@ class Epoch:
             return math.nan
         only = self.votes[self.speakers[self.loss_stage]].loss
         return summed_loss({**self._known_losses, **self._group_losses()}) if only is None else only
+
+    def _loss_parts(self) -> dict[str, Collection[float]]:
+        """The losses of groups by the node that reported them; those of nodes that are gone by ""."""
+        gone = {"": self._known_losses.values()}
+        return gone | {node: self.votes[node].group_losses.values() for node in self.column(self.loss_stage)}
 
     def _group_losses(self) -> dict[int, float]:
         """The losses by gradient group, in the votes so far."""

@@ -45,6 +45,7 @@ from node.run_state.failures import (
     Failures,
     GiveUp,
     Quarantine,
+    RunAgain,
     Slow,
     Stragglers,
     Verdict,
@@ -976,6 +977,12 @@ class RunMachine:
     def _implausible(self, epoch: Epoch, odd: Implausible, now: float) -> list[Action]:
         """Another node computes the stage again. What it finds too counts; so does what no other can check,
         unless it is absurd."""
+        if not odd.node_id:
+            note = (
+                f"step {epoch.step + 1} is not committed: {odd.what}, by a node that is gone; it runs again"
+            )
+            verdict = RunAgain(kind=AbortKind.NOT_FINITE, reason=odd.what, note=note)
+            return self._after_failure(epoch, verdict, now)
         if (again := self._compute_again(epoch, odd.node_id, odd.what, now, neighbours=False)) is not None:
             return again
         loaded = epoch.step - epoch.steps_done

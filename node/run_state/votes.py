@@ -38,6 +38,7 @@ class Implausible:
     """All votes are finite, but a value of this node is far from those of earlier steps."""
 
     node_id: str
+    """Empty for a loss that nodes reported which are gone."""
     what: str
     is_trend: bool = False
     """Whether this is so in most of the newest steps, which no other node has computed."""
@@ -271,9 +272,16 @@ class VoteHistory:
             return "it voted with a loss below 0"
         return None
 
-    def implausible(self, hosts: Sequence[str], votes: Sequence[Vote]) -> Implausible | None:
-        """The finite vote that is far from those of earlier steps, if any. `hosts` and `votes` are by
-        stage."""
+    def implausible(
+        self, hosts: Sequence[str], votes: Sequence[Vote], parts: Mapping[str, Collection[float]] = {}
+    ) -> Implausible | None:
+        """The finite vote that is far from those of earlier steps, if any.
+
+        Args:
+            hosts: by stage, like `votes`.
+            parts: with several rows, the parts of the loss by the node that reported them; those of nodes
+                that are gone by "".
+        """
         if (odd := self._trend(hosts, votes)) is not None:
             return odd
         largest = [max(vote.norms.values(), default=0.0) for vote in votes]
@@ -287,7 +295,8 @@ class VoteHistory:
                     return Implausible(hosts[stage], f"{what} is far from those of the newest steps")
             if vote.loss is not None and self._is_loss_far(vote.loss):
                 what = f"the loss of {vote.loss:g} at stage {stage}"
-                return Implausible(hosts[stage], f"{what} is far from those of the newest steps")
+                culprit = self._reporter(vote.loss, parts, hosts[stage])
+                return Implausible(culprit, f"{what} is far from those of the newest steps")
         return None
 
     def committed(self, step: int, norms: Mapping[int, float], loss: float, *, confirmed: bool) -> None:
@@ -365,6 +374,12 @@ class VoteHistory:
                 absurd = above > math.log(ABSURD_TIMES)
                 return Implausible(hosts[stage], what, is_trend=True, is_absurd=absurd)
         return None
+
+    def _reporter(self, loss: float, parts: Mapping[str, Collection[float]], default: str) -> str:
+        """The node whose parts of a loss that is far off are the largest, or the smallest if it is small."""
+        means = {node: sum(losses) / len(losses) for node, losses in parts.items() if losses}
+        is_large = not self._losses or loss > median(self._losses)
+        return (max if is_large else min)(means, key=lambda node: means[node], default=default)
 
     def _is_loss_far(self, loss: float) -> bool:
         if len(self._losses) < LEAST:

@@ -405,7 +405,9 @@ class WrongValues:
         ):
             self._blame.exonerate(doubt.third_for)
         results: list[Refuted | Alone] = [
-            Refuted(node_id=node, why=why, at_fault=True) for node, why in wrong.items()
+            # With several rows, others may have sent it a part of what it gave.
+            Refuted(node_id=node, why=why, at_fault=node in doubt.wrong or epoch.rows == 1)
+            for node, why in wrong.items()
         ]
         for stage, by_node in doubt.results.items() if epoch.rows == 1 else ():
             host = epoch.hosts[stage]
