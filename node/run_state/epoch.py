@@ -797,7 +797,9 @@ class Epoch:
         groups = self.groups_of(self.replica_of(node_id)) if self._group_count > 1 else None
         stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
         own = groups if groups is not None and self.rows > 1 else ()
-        why = self._rules.history.refusal(vote, stage, self.stages, groups) or self._rules.auditor.refusal(
+        why = self._rules.history.refusal(
+            vote, stage, self.stages, groups, has_rows=self.rows > 1
+        ) or self._rules.auditor.refusal(
             vote,
             stage,
             self.stages,

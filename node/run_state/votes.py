@@ -252,16 +252,27 @@ class VoteHistory:
         return self._loss_stages[stages]
 
     def refusal(
-        self, vote: Vote, stage: int, stages: int, groups: Collection[int] | None = None
+        self,
+        vote: Vote,
+        stage: int,
+        stages: int,
+        groups: Collection[int] | None = None,
+        *,
+        has_rows: bool = False,
     ) -> str | None:
         """Why this stage cannot have sent this vote: it speaks for others, or has an impossible value.
 
         Args:
             groups: the gradient groups of its row; None if the run has only one.
+            has_rows: whether there are several rows, which compare sums.
         """
         units, has_loss = self._units(stages)[stage], stage == self.loss_stage(stages)
         if vote.norms.keys() != units:
             return f"its vote names layer units {_some(vote.norms)}, and stage {stage} holds {_some(units)}"
+        if not vote.sums.keys() <= (units if has_rows else set()):
+            return (
+                f"its vote has sums of layer units {_some(vote.sums)}, which are not for stage {stage} to say"
+            )
         if groups is not None or vote.group_losses:
             return _group_refusal(vote, has_loss, set(groups or ()))
         if vote.loss is None and has_loss:

@@ -495,8 +495,9 @@ these lies, because that takes a second computation of the same work. Nor does a
 names a kind of its own, because only nodes of one kind compute the same bits. A member that computes
 correctly but sends wrong sums to another row makes the node that holds those sums look wrong before the step
 is committed, because votes have digests of the sums. That node may lose its stage, but nothing else is held
-against it; the same goes for sums that are not finite or far from earlier ones. Audits compare what nodes compute for a gradient group, not the sums over groups. So nothing finds
-a member that sends the same wrong sum of its share of the gradient to all rows.
+against it; the same goes for sums that are not finite or far from earlier ones. Audits compare what nodes
+compute for a gradient group, not the sums over groups. So nothing finds a member that sends the same wrong
+sum of its share of the gradient to all rows.
 
 If two nodes disagree, a third node of the same kind decides: a node of another row, a spare, or a node of
 another stage that changes places with one of the two. If only two nodes are of that kind, both compute the

@@ -27,9 +27,10 @@ from tests.support.machine_driver import (
     prefetches,
     restore_of,
     sent,
+    unit_numbers,
 )
 from tests.support.machine_world import World
-from wire.messages import Follow, FollowStep, Placed, PlacedStage, Placement, Seat
+from wire.messages import Follow, FollowStep, Placed, PlacedStage, Placement, Seat, Vote
 
 SEEDS = 12
 EVERY = 50
@@ -397,3 +398,27 @@ def placed(placement: Placement, seat: Seat) -> PlacedStage:
     """Who has a seat, as a node of its row or its stage hears."""
     own_row = seat.row == placement.replica
     return placement.stages[seat.stage] if own_row else placement.rows[seat.row].node
+
+
+FIRST, LAST = unit_numbers(2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "units", "counts"),
+    [("ab", (), True), ("ab", LAST, False), ("abcd", LAST, True), ("abcd", FIRST | LAST, False)],
+)
+def test_a_vote_speaks_for_no_sums_but_its_own(nodes: str, units: frozenset[int], counts: bool) -> None:
+    """Nodes that follow the run would otherwise look for other gradients than those of their stage."""
+    run = grid(nodes=nodes)
+    epoch = run.epoch
+    vote = Vote(
+        epoch=epoch.number,
+        step=epoch.step,
+        norms=dict.fromkeys(LAST, 1.0),
+        loss=None,
+        group_losses=dict.fromkeys(epoch.groups_of(0), 0.5),
+        generation=epoch.generation,
+        sums=dict.fromkeys(units, bytes(16)),
+    )
+    said = of_kind(run.machine.message("b", vote, run.time), Announce)
+    assert ("b" in epoch.votes) is counts and bool(said) is not counts
