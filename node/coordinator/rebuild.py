@@ -54,6 +54,7 @@ from wire.errors import ConfigError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.enrolment import Hardware
 from wire.identity.files import check_regular_files, write_private
+from wire.identity.names import is_run_id
 
 ASIDE = ".damaged"
 _NOT_A_RECORD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SnapshotDamagedError)
@@ -245,8 +246,9 @@ def _step(done: events.StepDone, epoch: int, tokens: int, now: float) -> StepRec
     )
 
 
-_EPOCHS = 1000
-"""Added to the newest recorded epoch, which may be outdated, because epoch numbers only grow."""
+_EPOCHS, _MOST_EPOCHS = 1000, 2**31
+"""Added to the newest recorded epoch, which may be outdated, because epoch numbers only grow; and the most
+that a record may have: frames on links carry at most `2**32 - 1`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +262,8 @@ class NodeRecord:
     """The manifests of complete snapshots, oldest first; at least one."""
     urls: Mapping[int, str]
     """The object store's folder of each snapshot that is not on nodes, by step."""
+    named_by: int = 1
+    """How many of the records that were given name the newest of these snapshots."""
 
     @property
     def config(self) -> RunConfig:
@@ -278,14 +282,14 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
     Raises UserError.
     """
     records: list[NodeRecord] = []
-    layers: dict[int, tuple[dict[str, str], Path | str]] = {}
+    known: dict[tuple[str, int], tuple[Manifest, Path | str]] = {}
     for place in places:
         path = place if isinstance(place, str) else snapshots_of(place) / RECORD_FILE
         if isinstance(place, Path):
             check_regular_files(place)
         try:
             records.append(_read(_store(place).record(), str(path)))
-            _compare(records[-1], path, layers)
+            _compare(records[-1], path, known)
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}): give a node's state directory, of a run whose "
@@ -298,17 +302,17 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
     runs = sorted({record.run_id for record in records})
     if len(runs) != 1:
         raise UserError(f"these are folders of different runs ({', '.join(runs)}): give those of one")
-    return max(records, key=lambda record: (record.manifests[-1].step, record.epoch))
+    newest = max(records, key=lambda record: (record.manifests[-1].step, record.epoch))
+    return replace(newest, named_by=sum(newest.manifests[-1] in record.manifests for record in records))
 
 
 def _compare(
-    record: NodeRecord, path: Path | str, known: dict[int, tuple[dict[str, str], Path | str]]
+    record: NodeRecord, path: Path | str, known: dict[tuple[str, int], tuple[Manifest, Path | str]]
 ) -> None:
     """Raise UserError if another node's record contradicts this one about a snapshot."""
     for manifest in record.manifests:
-        layers = {entry.unit: entry.sha256 for entry in manifest.units}
-        other, where = known.setdefault(manifest.step, (layers, path))
-        if other != layers:
+        other, where = known.setdefault((record.run_id, manifest.step), (manifest, path))
+        if other != manifest:
             raise UserError(
                 f"{path} and {where} disagree about the snapshot of step {manifest.step}, so one of "
                 "them is wrong: leave out the one that most others contradict"
@@ -355,7 +359,8 @@ def recover(
         if newest.step in record.urls
         else "the run continues when machines that hold its layers have joined"
     )
-    return f"recovered run {record.run_id} at the snapshot of step {newest.step}; {where}"
+    few = "" if record.named_by == len(places) else f", which {record.named_by} of {len(places)} places name"
+    return f"recovered run {record.run_id} at the snapshot of step {newest.step}{few}; {where}"
 
 
 def _copy(manifest: Manifest, config: RunConfig, directory: Path, stores: Sequence[SnapshotStore]) -> bool:
@@ -386,9 +391,13 @@ def _read(data: bytes, where: str) -> NodeRecord:
     if fields["format"] != RECORD_FORMAT:
         raise ValueError(f"format {fields['format']}, expected {RECORD_FORMAT}")
     manifests = [Manifest.from_json(text, where) for text in fields["manifests"]]
-    if not manifests or not math.isfinite(fields["epoch"]):
-        raise ValueError("it names no snapshot")
-    run_id = str(fields["run_id"])
+    run_id, epoch, corpus = fields["run_id"], fields["epoch"], fields["corpus_sha256"]
+    if not manifests or type(epoch) is not int or not 0 <= epoch <= _MOST_EPOCHS:
+        raise ValueError("it names no snapshot or no epoch")
+    if not is_run_id(run_id) or any(manifest.run_id != run_id for manifest in manifests):
+        raise ValueError("its snapshots are not of one run")
+    if not isinstance(corpus, str):
+        raise ValueError("its text has no fingerprint")
     urls = {int(step): str(url) for step, url in fields.get("urls", {}).items()}
     for url in urls.values():
         # The coordinator will remove old snapshots from this folder.
@@ -396,8 +405,8 @@ def _read(data: bytes, where: str) -> NodeRecord:
             raise ValueError(f"{url[:80]!r} is no folder of run {run_id[:40]!r} in an object store")
     return NodeRecord(
         run_id=run_id,
-        epoch=int(fields["epoch"]),
-        corpus_sha256=str(fields["corpus_sha256"]),
+        epoch=epoch,
+        corpus_sha256=corpus,
         urls=urls,
         manifests=tuple(sorted(manifests, key=lambda manifest: manifest.step)),
     )

@@ -6,6 +6,7 @@ parameter, sorted by name.
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -19,6 +20,8 @@ from wire.errors import RunError
 
 FORMAT = 1
 """The format's number, which increases whenever files or manifest change meaning."""
+MOST_STEPS, MOST_BYTES = 2**32 - 1, 2**62
+"""The largest step that a frame on a link can carry, and the most bytes of a layer."""
 MANIFEST_NAME = "manifest.json"
 DAMAGED_NAME = "manifest.json.damaged"
 """The name of a damaged snapshot's manifest."""
@@ -112,6 +115,7 @@ class Manifest:
             units = tuple(UnitEntry(**entry) for entry in fields.pop("units"))
             scale = fields.pop("loss_scale", None)
             manifest = cls(**fields, units=units, loss_scale=None if scale is None else LossScale(**scale))
+            manifest._check()
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SnapshotDamagedError(f"the manifest of {where} is damaged ({error})") from error
         if any(entry.file != unit_file(entry.unit) for entry in units):
@@ -119,6 +123,22 @@ class Manifest:
         if manifest.weights_sha256 != weights_sha256(entry.weights_sha256 for entry in units):
             raise SnapshotDamagedError(f"the manifest of {where} has inconsistent hashes of weights")
         return manifest
+
+    def _check(self) -> None:
+        """Raise ValueError for a value that no manifest has. A member may have written it."""
+        sections = self.config.values()
+        if not all(isinstance(section, dict) for section in sections):
+            raise ValueError("its config has no sections")
+        whole = [(self.step, MOST_STEPS), *((entry.bytes, MOST_BYTES) for entry in self.units)]
+        for number, most in whole:
+            if type(number) is not int or not 0 <= number <= most:
+                raise ValueError(f"{str(number)[:40]} is no step or size")
+        for entry in self.units:
+            if not is_unit_name(entry.unit):
+                raise ValueError(f"{entry.unit[:40]!r} is no layer")
+            for digest in (entry.sha256, entry.weights_sha256):
+                if not re.fullmatch("[0-9a-f]{64}", digest):
+                    raise ValueError(f"{digest[:40]!r} is no SHA-256")
 
 
 class LayerFile(NamedTuple):

@@ -107,6 +107,74 @@ def test_records_that_contradict_each_other_are_named(tmp_path: Path) -> None:
     assert str(right) in str(error.value) and str(wrong) in str(error.value)
 
 
+def test_records_whose_configs_differ_contradict_each_other_too(tmp_path: Path) -> None:
+    files, other = states(), replace(CONFIG, training=replace(CONFIG.training, lr=1.0))
+    folders = [
+        node_folder(tmp_path / str(config.training.lr), manifest(40, files, config), {})
+        for config in (CONFIG, other)
+    ]
+    with pytest.raises(UserError, match="step 40"):
+        newest_record(folders)
+
+
+def test_a_snapshot_that_not_all_records_name_is_said(tmp_path: Path) -> None:
+    """A member may have invented it."""
+    files = states()
+    folders = [node_folder(tmp_path / str(at), manifest(20, files), {}) for at in range(2)]
+    assert newest_record(folders).named_by == 2
+    later = node_folder(tmp_path / "later", manifest(40, files), {})
+    record = newest_record([*folders, later])
+    assert (record.manifests[-1].step, record.named_by) == (40, 1)
+
+
+LONG = 10**400
+OF_RECORDS = {
+    "run_id": ("../../x", "A", None, 7, "x" * 41),
+    "epoch": (-1, 1e300, LONG, 2**40, None, True, "3"),
+    "corpus_sha256": (None, 7, []),
+}
+OF_MANIFESTS = {
+    "step": (-1, 2**63, LONG, 1.5, True, None, "../../x"),
+    "run_id": ("run-2", None),
+    "config": (None, 7, [], "x", {"model": 1}),
+}
+OF_LAYERS = {
+    "unit": ("../../../x", "/etc/passwd", "", "..", None, 7, "\ud800"),
+    "bytes": (-1, 2**63, LONG, 1.5, None, "8"),
+    "sha256": ("", "../x", "A" * 64, None, 7, []),
+    "weights_sha256": ("x", None),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value"),
+    [
+        (place, key, value)
+        for place, fields in enumerate((OF_RECORDS, OF_MANIFESTS, OF_LAYERS))
+        for key, values in fields.items()
+        for value in values
+    ],
+)
+def test_a_record_that_no_coordinator_wrote_is_refused(
+    tmp_path: Path, place: int, key: str, value: object
+) -> None:
+    """The node that has it may be a stranger's."""
+    files = states()
+    folder = node_folder(tmp_path / "node", manifest(40, files), files)
+    path = folder / "snapshots" / "run.json"
+    record = json.loads(path.read_text())
+    kept = json.loads(record["manifests"][0])
+    layer = kept["units"][0]
+    (record, kept, layer)[place][key] = value
+    layer["file"] = f"{layer['unit']}.safetensors"
+    if isinstance(layer["weights_sha256"], str):
+        kept["weights_sha256"] = weights_sha256(entry["weights_sha256"] for entry in kept["units"])
+    record["manifests"] = [json.dumps(kept)]
+    path.write_text(json.dumps(record))
+    assert main(["recover", "--from", str(folder), "--run-dir", str(tmp_path / "made")]) == 2
+    assert [*tmp_path.iterdir()] == [folder]
+
+
 def test_a_failed_recovery_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = states()
     ours = node_folder(tmp_path / "ours", manifest(20, files), {})
