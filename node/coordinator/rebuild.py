@@ -39,7 +39,7 @@ from node.coordinator.store import (
     checked_row,
     read_run,
 )
-from node.run_file.loader import load_config, stored_config, to_json, to_toml
+from node.run_file.loader import read_toml, stored_config, to_json, to_toml
 from node.run_state.actions import RecordPlan
 from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError, SnapshotStore, UnitEntry
 from node.state.object_store import ObjectStore, wrong_url
@@ -57,6 +57,7 @@ from wire.identity.files import check_regular_files, write_private
 from wire.identity.names import is_run_id
 
 ASIDE = ".damaged"
+RUN_FILE = "run.toml"
 _NOT_A_RECORD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SnapshotDamagedError)
 """The errors from reading a damaged record; RecursionError comes from thousands of brackets."""
 _COMPANIONS = ("", "-wal", "-shm")
@@ -91,7 +92,7 @@ def damage(directory: Path) -> str | None:
             newest = db.execute("SELECT coalesce(max(step), -1) FROM steps").fetchone()[0]
             recorded = db.execute("SELECT coalesce(max(step), 0) FROM snapshots").fetchone()[0]
             db.row_factory = checked_row
-            read_run(db)
+            config_json = read_run(db).config_json
             for query in EVERY_RECORD:
                 for _ in db.execute(query):
                     pass
@@ -106,6 +107,13 @@ def damage(directory: Path) -> str | None:
     # A commit is recorded before its snapshot. Without the commit, the end of the database is lost.
     if max(newest + 1, recorded) < steps[-1]:
         return f"{path} ends at step {max(newest + 1, recorded)}, before the snapshot of step {steps[-1]}"
+    try:
+        stored_config(config_json)
+    except ConfigError as error:
+        # If run.toml, which has the same config, cannot be read either, another version stored the run.
+        with contextlib.suppress(ConfigError):
+            _config_of_run_file(directory)
+            return f"{path} is damaged ({str(error).partition(';')[0]})"
     return None
 
 
@@ -155,10 +163,14 @@ def _config(directory: Path, manifests: list[Manifest], what: str) -> str:
     if manifests:
         with contextlib.suppress(ConfigError):  # from a version with fewer keys
             return to_json(_config_of(manifests[-1]))
-    run_file = directory / "run.toml"
-    if not run_file.is_file():
+    if not (directory / RUN_FILE).is_file():
         raise UserError(f"{what}; no manifest has a usable config, and run.toml is missing: put back a copy")
-    return to_json(load_config(run_file, []))
+    return to_json(_config_of_run_file(directory))
+
+
+def _config_of_run_file(directory: Path) -> RunConfig:
+    """The config in a run's run.toml, which has every key. Raises ConfigError."""
+    return stored_config(json.dumps(read_toml(directory / RUN_FILE, "run file", "another run's run.toml")))
 
 
 def _news(
@@ -337,7 +349,7 @@ def recover(
     newest = record.manifests[-1]
     try:
         authority.save(directory / "authority")
-        write_private(directory / "run.toml", to_toml(config).encode())
+        write_private(directory / RUN_FILE, to_toml(config).encode())
         write_private(directory / "corpus.json", json.dumps({"sha256": record.corpus_sha256}).encode())
     except OSError as error:
         raise RunError(f"{directory} cannot be written ({error.strerror}): make room there") from error

@@ -15,7 +15,7 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from enum import Enum
@@ -128,12 +128,9 @@ class RunRecord:
     """host:port pairs for join tokens; empty until the coordinator listens."""
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """The run config by section and key, also of another version. Raises UserError if it is damaged."""
-        with suppress(ValueError, RecursionError):
-            sections = json.loads(self.config_json)
-            if isinstance(sections, dict) and all(isinstance(keys, dict) for keys in sections.values()):
-                return sections
-        raise UserError(f"the config of run {self.run_id} in its database is damaged: put back a copy of it")
+        """The run config by section and key, also of another version."""
+        sections: dict[str, dict[str, Any]] = json.loads(self.config_json)
+        return sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -613,13 +610,20 @@ def read_run(db: sqlite3.Connection) -> RunRecord:
     if row is None:
         raise sqlite3.DataError("the table run is empty")
     run_id, config_json, pin, version, protocol, created, listed = row
-    try:
-        addresses = json.loads(listed)
-    except (ValueError, RecursionError):
-        addresses = None
+    addresses, config = _parsed(listed), _parsed(config_json)
     if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
         raise sqlite3.DataError(f"the column addresses has {shortened(listed)}")
+    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
+        raise sqlite3.DataError(f"the column config_json has {shortened(config_json)}")
     return RunRecord(run_id, config_json, pin, version, protocol, created, tuple(addresses))
+
+
+def _parsed(text: str) -> Any:
+    """The value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _tokens(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[TokenRecord]:

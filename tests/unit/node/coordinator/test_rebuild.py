@@ -14,7 +14,7 @@ import pytest
 from node.coordinator.decisions import recorded_codecs, recorded_storages
 from node.coordinator.rebuild import damage, rebuild
 from node.coordinator.store import DATABASE_FILE, Member, SnapshotRecord, StepRecord, Store
-from node.run_file.loader import to_json
+from node.run_file.loader import to_json, to_toml
 from node.telemetry import events
 from node.telemetry.history import EVICTED
 from tests.support import snapshots
@@ -178,6 +178,8 @@ def test_damage_inside_is_found(run: Path) -> None:
         "DROP TABLE tokens",
         "ALTER TABLE members DROP COLUMN cores",
         "UPDATE run SET addresses = '[5]'",
+        "UPDATE run SET config_json = '{'",
+        "UPDATE run SET config_json = '{\"run\": 5}'",
         "UPDATE steps SET loss = 'x' WHERE step = 3",
         "UPDATE members SET device = CAST(x'ff' AS TEXT)",
     ],
@@ -189,6 +191,30 @@ def test_records_that_no_program_wrote_are_found(run: Path, change: str) -> None
     assert what is not None
     rebuild(run, what, BEGAN + 100)
     assert damage(run) is None
+
+
+def test_an_edited_config_is_replaced_by_the_one_that_the_directory_has(run: Path) -> None:
+    """Keys that nothing here knows are another version's: that database is whole, and stays."""
+    other = json.loads(to_json(CONFIG))
+    other["run"]["unheard_of"] = 1
+    edit(run, json.dumps(other))
+    assert damage(run) is None
+
+    edited = to_json(CONFIG).replace('"stages":2', '"stages":"two"')
+    edit(run, edited)
+    assert damage(run) is None, "there is nothing to compare it with"
+    (run / "run.toml").write_text(to_toml(CONFIG))
+    what = damage(run)
+    assert what is not None and "pipeline.stages" in what
+    rebuild(run, what, BEGAN + 100)
+    assert damage(run) is None
+    with Store.open(run) as store:
+        assert store.run().config_json == to_json(CONFIG)
+
+
+def edit(run: Path, config_json: str) -> None:
+    with contextlib.closing(sqlite3.connect(run / DATABASE_FILE, isolation_level=None)) as db:
+        db.execute("UPDATE run SET config_json = ?", [config_json])
 
 
 def test_a_damaged_manifest_and_history_leave_enough(run: Path) -> None:

@@ -51,7 +51,7 @@ def admit(store: Store, member: Member) -> Decision:
 
 
 def create(directory: Path) -> Store:
-    store = Store.create(directory, run_id="run-a", config_json='{"a": 1}', pin=PIN, now=NOW)
+    store = Store.create(directory, run_id="run-a", config_json='{"a": {}}', pin=PIN, now=NOW)
     store.set_addresses(["127.0.0.1:7700"])
     return store
 
@@ -69,7 +69,7 @@ def store(directory: Path) -> Iterator[Store]:
 
 def test_a_run_keeps_the_settings_it_was_created_with(store: Store, directory: Path) -> None:
     run = store.run()
-    assert (run.run_id, run.config_json, run.pin, run.created) == ("run-a", '{"a": 1}', PIN, NOW)
+    assert (run.run_id, run.config_json, run.pin, run.created) == ("run-a", '{"a": {}}', PIN, NOW)
     assert (run.version, run.protocol, run.addresses) == (VERSION, PROTOCOL, ("127.0.0.1:7700",))
     with Store.open(directory) as again:
         assert again.run() == run

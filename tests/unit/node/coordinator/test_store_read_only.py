@@ -16,7 +16,7 @@ NOW = 1_800_000_000.0
 def directory(tmp_path: Path) -> Path:
     """Of a run that ended. Its name is one that a URI would take for its own signs."""
     directory = tmp_path / "a run? #1 %41"
-    with Store.create(directory, run_id="run-a", config_json='{"a": 1}', pin=bytes(32), now=NOW) as store:
+    with Store.create(directory, run_id="run-a", config_json='{"a": {}}', pin=bytes(32), now=NOW) as store:
         store.set_addresses(["127.0.0.1:7700"])
     return directory
 
