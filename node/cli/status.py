@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
-    from node.display.status import coordinator_alive
+    from node.display.status import coordinator_alive, copied_from
     from node.display.top import path_sentences
     from node.display.watch import HistoryWatch
     from node.state.snapshot import list_models
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     lines = [f"run {record.run_id}: {state}, {done} of {steps} steps"]
     if last:
         lines.append(f"loss      {loss_text(last.loss)} in step {done}")
-    lines += _live_lines(events, now, alive, steps=state in STEPS)
+    original = copied_from(events.started, directory) if events.started and not events.finished else None
+    lines += _live_lines(events, now, alive, original, steps=state in STEPS)
     if state in GOES_ON:
         lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines += [f"path      {sentence}" for sentence in path_sentences(view)]
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if (model := max(ahead, default=0)) > max(snapshots, default=0):
         lines.append(f"model     of step {model} is ready for thinwire export; the optimizer's state follows")
     lines.append(f"tokens    {usable} usable")
-    if state in ("stopped", GONE):
+    if state in ("stopped", GONE) and original is None:
         lines.append(f"continue with: thinwire resume {directory}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
@@ -177,8 +178,11 @@ def _status_fields(run: "RunViewBuilder") -> dict[str, Any] | None:
     return plain
 
 
-def _live_lines(run: "RunViewBuilder", now: float, alive: bool | None, *, steps: bool) -> list[str]:
-    """The newest known state. `alive` is as in `run_state`; `steps`: whether the last step is current."""
+def _live_lines(
+    run: "RunViewBuilder", now: float, alive: bool | None, original: Path | None, *, steps: bool
+) -> list[str]:
+    """The newest known state. `alive` is as in `run_state`; `original`: the directory of which this is a copy
+    and which that coordinator runs; `steps`: whether the last step is current."""
     from node.display.render import SHORT_ID, stage_rows
     from node.display.status import COORDINATOR_GONE
     from node.telemetry.format import count_text, counted, duration_text, named, printable, table_lines
@@ -187,7 +191,9 @@ def _live_lines(run: "RunViewBuilder", now: float, alive: bool | None, *, steps:
     if started is None:
         return []
     by = f"by process {started.process_id} on {started.host}"
-    if not alive and not run.finished:
+    if original is not None:
+        by += f"; this is a copy of {original}, which it runs"
+    elif not alive and not run.finished:
         by += f"; {COORDINATOR_GONE} now"
     lines = [printable(f"as of     {duration_text(max(0.0, now - run.updated))} ago, {by}")]
     nodes = placement.nodes if placement else ()

@@ -15,6 +15,22 @@ def coordinator_alive(started: RunStarted, directory: Path) -> bool | None:
     run; None if it ran on another machine."""
     if started.host != socket.gethostname():
         return None
+    return _is_alive(started) and copied_from(started, directory) is None
+
+
+def copied_from(started: RunStarted, directory: Path) -> Path | None:
+    """The run's directory that the process that wrote `started` runs here, if `directory` is a copy of it."""
+    if started.host != socket.gethostname() or not _is_alive(started):
+        return None
+    original = Path(f"/proc/{started.process_id}/cwd") / started.directory
+    try:
+        return None if original.samefile(directory) else original.resolve()
+    except OSError:
+        return None  # its directory was moved, or this system or its owner does not show it
+
+
+def _is_alive(started: RunStarted) -> bool:
+    """Whether the process of this machine that wrote `started` is alive."""
     try:
         os.kill(started.process_id, 0)
     except ProcessLookupError:
@@ -22,12 +38,7 @@ def coordinator_alive(started: RunStarted, directory: Path) -> bool | None:
     except PermissionError:
         pass  # owned by another user
     start = process_start(started.process_id)
-    if start and started.process_start and start != started.process_start:
-        return False
-    try:
-        return (Path(f"/proc/{started.process_id}/cwd") / started.directory).samefile(directory)
-    except OSError:
-        return True  # its directory was moved, or this system or its owner does not show it
+    return not (start and started.process_start and start != started.process_start)
 
 
 def coordinator_is_gone(started: RunStarted | None, directory: Path) -> bool:

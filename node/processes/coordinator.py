@@ -46,7 +46,7 @@ from node.coordinator.store import StepRecord, Store
 from node.dashboard.feed import Feed
 from node.dashboard.pages import live_page, reading_past
 from node.data.shards import TrainingData, load_data
-from node.display.status import process_start
+from node.display.status import copied_from, process_start
 from node.display.terminal import on_ending_signals
 from node.display.top import path_sentences
 from node.model.units import ends_in_blocks
@@ -73,7 +73,7 @@ from node.state.snapshot import (
 from node.state.start import check_weights
 from node.state.unit_state import has_weights_alone
 from node.telemetry import events, points
-from node.telemetry.history import highest_step, history_size
+from node.telemetry.history import highest_step, history_size, last_start
 from node.training.loss_scale import SKIPPED, LossScales, loss_scales
 from node.training.schedule import learning_rate
 from node.tuning.decisions import StepHistory
@@ -122,6 +122,7 @@ def run_coordinator(
         if resume:
             # First, because if this run's ports are taken, its own coordinator is probably running.
             held.enter_context(run_lock(run_dir))
+            _check_original(run_dir)
         check_ports(config.coordinator, None if shares_port(config) else page_listen(config))
         if resume:
             authority = CertificateAuthority.load(run_dir / "authority")
@@ -159,6 +160,18 @@ def run_coordinator(
                 corpus = _load_corpus(config, tell)
                 run = _reopen(recorded, run_dir, run.authority, corpus, tell, new_text=False)
             config = _with_split(config, run.past)
+
+
+def _check_original(directory: Path) -> None:
+    """Raise UserError if `directory` is a copy of a run that goes on here: nodes could not tell the two
+    coordinators apart, because both would have the run's keys."""
+    with contextlib.suppress(RunError):  # an unreadable history is reported later
+        started = last_start(directory)
+        if started is not None and (original := copied_from(started, directory)) is not None:
+            raise UserError(
+                f"{directory} is a copy of {original}, which process {started.process_id} runs: end that "
+                "process first, because nodes cannot tell two coordinators of one run apart"
+            )
 
 
 def _load_corpus(config: RunConfig, tell: Tell) -> TrainingData:

@@ -347,6 +347,14 @@ def highest_step(directory: Path) -> int:
     return next((done.step for entry, done in steps if not entry.replayed), 0)
 
 
+def last_start(directory: Path) -> events.RunStarted | None:
+    """The start of the run's newest coordinator in the history of the run in `directory`; None if there is
+    none, or if that coordinator ended the run. Raises RunError if a file cannot be read."""
+    newest = _of_kind(_lines_from_the_end(directory), events.RunStarted, events.RunFinished)
+    event = next((event for _, event in newest), None)
+    return event if isinstance(event, events.RunStarted) else None
+
+
 def step_done(directory: Path, step: int) -> events.StepDone | None:
     """The last run of a step in the history of the run in `directory`; None if it is not there. Raises
     RunError if a file cannot be read."""
@@ -369,12 +377,14 @@ def plans_made(directory: Path, kind: type[E]) -> list[E]:
     return [plan for _, plan in _of_kind((line for _, line in _lines(directory, 0, None)), kind)]
 
 
-def _of_kind(lines: Iterable[bytes], kind: type[E]) -> Iterator[tuple[Entry, E]]:
-    """The lines with an event of this kind. The others, which are most lines, are not parsed."""
-    mark = f'"{kind.event}"'.encode()
+def _of_kind(lines: Iterable[bytes], *kinds: type[E]) -> Iterator[tuple[Entry, E]]:
+    """The lines with an event of these kinds. The others, which are most lines, are not parsed."""
+    marks = [f'"{kind.event}"'.encode() for kind in kinds]
     for line in lines:
-        if mark in line and (entry := parse_line(line)) is not None and isinstance(entry.event, kind):
-            yield entry, entry.event
+        if any(mark in line for mark in marks):
+            entry = parse_line(line)
+            if entry is not None and isinstance(entry.event, kinds):
+                yield entry, entry.event
 
 
 def _lines_from_the_end(directory: Path) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ from node.cli.status import run_state
 from node.config.schema import RunConfig
 from node.coordinator.changes import take_request
 from node.coordinator.store import DATABASE_FILE, SnapshotRecord, StepRecord, Store
-from node.display.status import COORDINATOR_GONE, coordinator_alive, process_start
+from node.display.status import coordinator_alive, process_start
 from node.run_file.loader import to_json
 from node.telemetry.events import (
     DiskRoom,
@@ -231,7 +231,9 @@ def test_a_copy_of_a_run_that_goes_on_is_not_taken_for_it(
         out = capsys.readouterr().out
         assert f": {state}, 2 of 300 steps\n" in out and "loss      4.0000 in step 2\n" in out
         assert [words in out for words in ("speed ", "connected ", "page ")] == [live] * 3
-        assert (COORDINATOR_GONE in out) is not live
+        assert (f"copy of {run_dir}" in out) is not live
+        # `resume` would refuse it.
+        assert "continue with" not in out
         assert main(["top", str(directory), "--once"]) == 0
         assert capsys.readouterr().out.startswith(f"run demo (demo-abc): {'training' if live else 'stopped'}")
 

@@ -36,6 +36,7 @@ from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_s
 from node.training.optimizer import StageOptimizer
 from node.view import checkpoint
 from node.view.view_builder import RunViewBuilder, view
+from tests.support.recorded_run import append
 from tests.support.run_events import BEGAN, NODES, done, joined, placed, started, step
 from wire.errors import RunError, UserError
 from wire.identity.names import split_address
@@ -220,6 +221,24 @@ def test_a_run_whose_page_is_served_names_the_process(
         run_lock(tmp_path),
     ):
         pass
+
+
+def test_a_copy_of_a_run_does_not_start_beside_it(tmp_path: Path) -> None:
+    """Both would have one identity and one join token's secrets, so nodes could not tell them apart."""
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    copy.mkdir()
+    config = config_in(tmp_path)
+    ours = replace(started(original), host=socket.gethostname(), process_id=os.getpid())
+    for directory in (original, copy):
+        append(directory, BEGAN, ours)
+    with pytest.raises(UserError, match=f"copy of {original}.*process {os.getpid()}"):
+        main.run_coordinator(config, run_dir=copy, emit=print, resume=True)
+    # The run in `copy` is over, so it may go on elsewhere. `tmp_path` has no keys yet.
+    append(copy, BEGAN + 1, events.RunFinished(reason="stopped", failed=False))
+    for directory in (original, copy):
+        with pytest.raises(UserError, match="authority"):
+            main.run_coordinator(config, run_dir=directory, emit=print, resume=True)
 
 
 def test_a_start_that_finds_a_port_taken_writes_nothing(tmp_path: Path) -> None:
