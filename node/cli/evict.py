@@ -1,6 +1,7 @@
 """`thinwire evict RUN_DIR NODE`: remove a node from a run for good, even while the run is on."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Collection
@@ -20,11 +21,13 @@ def add_parser(commands: Any) -> None:
         help="keep the token that admitted the node open; by default it is closed, because the node could "
         "otherwise return with another key",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
+    from node.cli.token import as_json
     from node.coordinator.store import Store
 
     directory = existing_run_directory(args.run_dir)
@@ -39,7 +42,13 @@ def run(args: argparse.Namespace) -> int:
         if eviction is None:
             hint = nearest(args.node, list(members)) if members else "; the run has no members"
             raise UserError(f"{args.node} is not a member of the run in {args.run_dir}{hint}")
-    sys.stdout.write(f"{eviction}\n")
+        tokens = store.list_tokens()
+    if args.json:
+        by = {token.token_id for token in eviction.tokens}
+        came_by = [as_json(token, eviction.at) for token in tokens if token.token_id in by]
+        sys.stdout.write(json.dumps({"node": eviction.node_id, "tokens": came_by}) + "\n")
+    else:
+        sys.stdout.write(f"{eviction}\n")
     return 0
 
 

@@ -1,6 +1,7 @@
 """`thinwire recover --from PLACE`: rebuild a run directory after its coordinator's disk is lost."""
 
 import argparse
+import json
 import shlex
 import sys
 import time
@@ -28,6 +29,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "overrides", metavar="section.key=value", nargs="*", default=[], help="such as data.path=TEXT"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -59,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
         directory = new_run_directory(args.run_dir, config.run.name)
         with run_lock(directory):
             line = recover(record, config, directory, args.node_dirs, time.time())
+    if args.json:
+        fields = {"run_id": record.run_id, "step": record.manifests[-1].step, "run_dir": str(directory)}
+        sys.stdout.write(json.dumps(fields) + "\n")
+        return 0
     sys.stdout.write(
         f"{line}\nlost: the old certificates and tokens, and the history of losses. Continue with\n\n"
         f"  thinwire resume {shlex.quote(str(directory))}\n\n"

@@ -1,6 +1,7 @@
 """`thinwire set RUN_DIR section.key=value`: change a running run between two steps."""
 
 import argparse
+import json
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         help="values to change: pipeline, snapshots, run length, learning rate, held-out loss, trace",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -55,5 +57,6 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         take_request(directory)
         raise
-    sys.stdout.write("accepted: the run applies it after this step and a snapshot; nodes stay connected\n")
+    line = "accepted: the run applies it after this step and a snapshot; nodes stay connected"
+    sys.stdout.write((json.dumps({"accepted": args.overrides}) if args.json else line) + "\n")
     return 0

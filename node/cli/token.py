@@ -60,7 +60,7 @@ def _create(args: argparse.Namespace) -> int:
         record, token = store.create_token(time.time(), ttl, args.uses)
     text = token.encode()
     if args.json:
-        sys.stdout.write(json.dumps({**_as_json(record, time.time()), "token": text}) + "\n")
+        sys.stdout.write(json.dumps({**as_json(record, time.time()), "token": text}) + "\n")
     else:
         sys.stdout.write(f"thinwire join {text}\n")
     return 0
@@ -75,7 +75,7 @@ def _list(args: argparse.Namespace) -> int:
         records = store.list_tokens()
     now = time.time()
     if args.json:
-        sys.stdout.write(json.dumps([_as_json(record, now) for record in records]) + "\n")
+        sys.stdout.write(json.dumps([as_json(record, now) for record in records]) + "\n")
     elif records:
         rows = []
         for record in records:
@@ -106,7 +106,8 @@ def _revoke(args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(record: "TokenRecord", now: float) -> dict[str, Any]:
+def as_json(record: "TokenRecord", now: float) -> dict[str, Any]:
+    """What `--json` prints of a token, here and in `thinwire evict`."""
     return {
         "id": record.token_id,
         "state": record.state(now),

@@ -1,5 +1,6 @@
 """`thinwire set`: settings change between two steps; nodes and the join line stay."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +28,10 @@ def test_a_run_goes_on_with_other_settings_and_the_same_nodes(prefork: Prefork, 
         same = run.command("set", str(run.run_dir), "pipeline.window=auto")
         assert same.wait_exit() == 2
         assert "the run already has pipeline.window=auto" in same.stderr
-        taken = run.command("set", str(run.run_dir), "pipeline.window=3", "run.snapshot_every=5")
+        changes = ["pipeline.window=3", "run.snapshot_every=5"]
+        taken = run.command("set", str(run.run_dir), *changes, "--json")
         assert taken.wait_exit() == 0
+        assert [json.loads(line) for line in taken.lines] == [{"accepted": changes}]
         assert not (run.run_dir / REQUEST_FILE).exists()
         first.wait_event(Notice)
         still.go_on()

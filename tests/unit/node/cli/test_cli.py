@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from node.telemetry.history import HistoryWriter, read_history
 from tests.support.run_events import started
 from wire.errors import UserError
 from wire.identity.enrolment import Hardware
+from wire.identity.names import node_id_of
 from wire.identity.token import JoinToken
 
 Capture = pytest.CaptureFixture[str]
@@ -344,6 +346,27 @@ def test_a_node_is_evicted_by_its_id_or_a_name_that_only_it_has(run_dir: Path, c
     assert evicted("Ana's 4090", 2) == ["node-a"], "it is out already"
     assert evicted("node-b") == ["node-a", "node-b"]
     assert evicted("box") == ["node-a", "node-b", "node-c"]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_script_reads_who_was_evicted_and_by_which_token_it_came(
+    run_dir: Path, keeps: bool, capsys: Capture
+) -> None:
+    with Store.open(run_dir) as store:
+        record, token = store.create_token(time.time(), timedelta(hours=1), 3)
+        for key in (b"k" * 32, b"l" * 32):
+            member = Member(node_id_of(key), key, Hardware("cpu", 4, 10**9), time.time())
+            store.admit_token(token.token_id, token.secret, member)
+        members = [member.node_id for member in store.members()]
+    command = ["evict", str(run_dir), members[0], "--json", *(["--keep-token"] if keeps else [])]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["node"] == members[0]
+    (by,) = told["tokens"]
+    assert (by["id"], by["nodes"]) == (record.token_id, sorted(members))
+    assert by["uses_allowed"] == 3
+    assert main(["token", "list", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told["tokens"]
 
 
 def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

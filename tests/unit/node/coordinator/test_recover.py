@@ -85,8 +85,9 @@ def test_folders_that_hold_everything_give_a_whole_snapshot(
     kept = manifest(40, files)
     parts = [{unit: files[unit] for unit in UNITS[:2]}, {unit: files[unit] for unit in UNITS[1:]}]
     folders = [node_folder(tmp_path / f"node-{n}", kept, part) for n, part in enumerate(parts)]
-    assert main(["recover", *(f"--from={folder}" for folder in folders), "--run-dir", str(made)]) == 0
-    assert f"all of it is in {made}" in capsys.readouterr().out
+    command = ["recover", *(f"--from={folder}" for folder in folders), "--run-dir", str(made)]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"run_id": "run-1", "step": 40, "run_dir": str(made)}
     assert list_snapshots(made / "snapshots") == (40,)
 
 
