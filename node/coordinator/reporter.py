@@ -246,7 +246,9 @@ class Reporter:
             seconds = commit.seconds
         is_again = commit.step + 1 <= self._tally.newest
         if not is_again:
-            self._taken_part.update(self.accounting.hosts)
+            # A seat whose node is gone keeps that node's name until another takes it.
+            here = self.accounting.newest
+            self._taken_part.update(node for node in self.accounting.hosts if node in here)
         costs: events.StepCosts | None = None
         if goes_on and not self._costs_due():
             self._unsummed.steps += 1
@@ -356,7 +358,7 @@ class Reporter:
             snapshot_path=self.snapshot_path,
             weights_sha256=self.weights_sha256,
             machines=tuple(
-                f"{self._names.get(node, node)} ({count_text(steps)} steps)"
+                f"{self._names.get(node, node)} ({count_text(steps)} step{'s' * (steps != 1)})"
                 for node, steps in self._taken_part.most_common()
             ),
         )

@@ -256,6 +256,20 @@ def test_the_summary_counts_a_step_once_and_says_from_where_it_counts() -> None:
     assert "3 since step 4, 2 of them again" in summary_lines(summary)[0]
 
 
+def test_only_who_was_there_is_thanked_for_a_step() -> None:
+    """One row of several loses its node after the first step, and the others go on."""
+    told = Told()
+    told.restored(0)
+    for step in range(3):
+        told.committed(step)
+        told.reporter.finish_step()
+        told.reporter.accounting.forget("b")
+    told.reporter.finished("all done", failed=False)
+    last = told.events[-1]
+    assert isinstance(last, events.RunFinished) and last.summary is not None
+    assert last.summary.machines == ("a (3 steps)", "b (1 step)")
+
+
 def test_what_held_out_samples_send_counts_apart() -> None:
     """Whenever a node reports it: with the step before, or with the measurement."""
     told = Told()
