@@ -224,7 +224,7 @@ def _live_lines(
     if run.work.lost and run.work.goodput is not None:
         lines.append(f"goodput   {100 * run.work.goodput:.1f} % of the nodes' work in steps was committed")
     if run.planned:
-        lines.append(f"planned   {run.planned} changes of placement")
+        lines.append(f"planned   {counted(run.planned, 'change')} of placement")
     if run.page and not run.finished and alive is not False:
         lines.append(printable(f"page      {run.page.url}"))
     if run.finished:

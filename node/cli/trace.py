@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
     from node.data.text import write_whole
     from node.telemetry.events import RunStarted
-    from node.telemetry.format import duration_text
+    from node.telemetry.format import counted, duration_text
     from node.telemetry.history import read_history
     from node.telemetry.trace import align, chrome_trace
     from node.telemetry.trace_files import TracedSteps, newest_whole_step, read_batches
@@ -74,11 +74,13 @@ def run(args: argparse.Namespace) -> int:
             reason = f"{out} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: name another file with --out") from None
     stages = len({placed.stage for placed in aligned.spans})
+    rows = len({placed.replica for placed in aligned.spans})
     if args.json:
         summary = {
             "file": str(out),
             "steps": [steps.first, steps.last],
             "stages": stages,
+            "rows": rows,
             "spans": len(aligned.spans),
             "dropped_spans": aligned.dropped,
             "clock_error_seconds": aligned.clock_error,
@@ -86,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
         report.write(json.dumps(summary) + "\n")
         return 0
     missing = f" ({aligned.dropped} more were dropped)" if aligned.dropped else ""
+    grid = counted(stages, "stage") + (f" in {rows} rows" if rows > 1 else "")
     report.write(
-        f"{out}: {len(aligned.spans)} spans{missing} of {stages} stages, clocks within "
+        f"{out}: {len(aligned.spans)} spans{missing} of {grid}, clocks within "
         f"{duration_text(aligned.clock_error)}; open it in https://ui.perfetto.dev or chrome://tracing\n"
     )
     return 0

@@ -172,7 +172,9 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     section, dot, key = name.partition(".")
     if not dot:
         candidates = [full for full in full_keys() if full.endswith(f".{name}")]
-        hint = f"; did you mean {' or '.join(candidates)}?" if candidates else nearest(name, full_keys())
+        # All keys would be a page.
+        known = full_keys() if close_to(name, full_keys()) else section_types()
+        hint = f"; did you mean {' or '.join(candidates)}?" if candidates else nearest(name, known)
         raise ConfigError(f"override {text!r}: {name!r} names no section{hint}")
     kind = _field_type(section, key, where=f"override {text!r}")
     value = _parse_override_value(raw, kind)

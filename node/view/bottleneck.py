@@ -288,7 +288,7 @@ def _bubble(view: RunView, floor: Floor) -> list[str]:
     return [
         f"the pipeline fills and drains for {_percent(edges / floor.seconds)} of the shortest step that can "
         f"be: `pipeline.sequence_chunks` above {view.slices} would help, or more than {view.microbatches} "
-        "microbatches per step (a larger `training.global_batch`, or a smaller `training.microbatch`)"
+        "microbatches per step and row (a larger `training.global_batch`, or a smaller `training.microbatch`)"
     ]
 
 

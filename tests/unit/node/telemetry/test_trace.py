@@ -321,7 +321,7 @@ def test_the_newest_step_is_the_newest_that_the_files_hold(
     write(TraceWriter(tmp_path, 10**6), *stages)
     assert main(["trace", str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["steps"], said["stages"]) == ([42, 42], 2)
+    assert (said["steps"], said["stages"], said["rows"]) == ([42, 42], 2, 1)
 
 
 def placed(epoch: int, step: int, stage: int) -> Batch:
