@@ -121,8 +121,9 @@ def run_init(args: argparse.Namespace) -> int:
         )
     given = dict(zip(machines, texts, strict=True))
     order = " ".join(f"--machine {shlex.quote(given[machine])}" for machine in proposed.machines)
-    sys.stdout.write(f"see what the run costs: thinwire config explain {args.run_file} {order}\n")
-    sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {args.run_file}\n")
+    run_file = shlex.quote(str(args.run_file))
+    sys.stdout.write(f"see what the run costs: thinwire config explain {run_file} {order}\n")
+    sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {run_file}\n")
     return 0
 
 
@@ -151,7 +152,8 @@ def _copy(args: argparse.Namespace) -> int:
         line = f"{key} = {toml_value(value)}"
         written = _with_line(written, key, line)
     _write(args.run_file, written)
-    sys.stdout.write(f"wrote {args.run_file}; see what it costs: thinwire config explain {args.run_file}\n")
+    explained = f"thinwire config explain {shlex.quote(str(args.run_file))}"
+    sys.stdout.write(f"wrote {args.run_file}; see what it costs: {explained}\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +25,8 @@ def new_run_directory(wanted: Path | None, name: str) -> Path:
         if wanted is not None:
             if run_began(wanted):
                 raise UserError(
-                    f"{wanted} already contains a run: continue it with `thinwire resume {wanted}`, or give "
-                    "another --run-dir"
+                    f"{wanted} already contains a run: continue it with `thinwire resume "
+                    f"{shlex.quote(str(wanted))}`, or give another --run-dir"
                 )
             check_free_or_ours(wanted, OURS, "--run-dir", besides=(DEMO_LOGS,))
             wanted.mkdir(mode=0o700, parents=True, exist_ok=True)

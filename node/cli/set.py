@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 import threading
 import time
@@ -38,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     directory: Path = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
         check_change(stored_config(store.run().config_json), args.overrides)
-    started, words = read_view(directory)[0].started, " ".join(args.overrides)
-    not_running = f"the run's coordinator is not running: use `thinwire resume {directory} {words}`"
+    started, words = read_view(directory)[0].started, shlex.join([str(directory), *args.overrides])
+    not_running = f"the run's coordinator is not running: use `thinwire resume {words}`"
     if coordinator_is_gone(started, directory):
         raise UserError(not_running)
     with owner_only():

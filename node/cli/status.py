@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         lines.append(f"model     of step {model} is ready for thinwire export; the optimizer's state follows")
     lines.append(f"tokens    {usable} usable")
     if state in ("stopped", GONE) and original is None:
-        lines.append(f"continue with: thinwire resume {directory}")
+        lines.append(f"continue with: thinwire resume {shlex.quote(str(directory))}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

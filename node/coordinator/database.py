@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sqlite3
 from pathlib import Path
 from urllib.parse import quote
@@ -74,7 +75,7 @@ def _connected(path: Path, mode: str) -> sqlite3.Connection:
 def rebuilds(path: Path) -> str | None:
     """How to repair a damaged database, if there are snapshots from which it can be rebuilt."""
     if any(path.parent.glob("snapshots/step-*/manifest.json")):
-        return f"`thinwire resume {path.parent}` rebuilds it from the run's snapshots"
+        return f"`thinwire resume {shlex.quote(str(path.parent))}` rebuilds it from the run's snapshots"
     return None
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import re
+import shlex
 import tomllib
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
@@ -95,7 +96,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     if path.name == str(path) and str(path) in recipes() and not path.exists():
         path = recipe(str(path))
-    samples = f"thinwire config init {path} --recipe NAME (one of {', '.join(recipes())})"
+    samples = f"thinwire config init {shlex.quote(str(path))} --recipe NAME (one of {', '.join(recipes())})"
     read = _read_sections(read_toml(path, "run file", samples))
     if read.wrong:
         more = _further_problems(read, overrides) if len(read.wrong) < MOST_WRONG else []

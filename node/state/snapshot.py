@@ -13,6 +13,7 @@ files, so call them from a thread, never on the event loop.
 import errno
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import time
@@ -85,7 +86,8 @@ def held_by_nodes(run_directory: Path) -> str:
     step = int(held[-1].stem.partition("-")[2])
     return (
         f"; the run's nodes hold the snapshot of step {step}: stop the run and continue with `thinwire "
-        f"resume {run_directory} snapshots.keep=coordinator`, which stores the next one here"
+        f"resume {shlex.quote(str(run_directory))} snapshots.keep=coordinator`, which stores the next one "
+        "here"
     )
 
 

@@ -3,10 +3,13 @@
 import contextlib
 import json
 import os
+import shlex
+import socket
 import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -367,6 +370,25 @@ def test_a_script_reads_who_was_evicted_and_by_which_token_it_came(
     assert by["uses_allowed"] == 3
     assert main(["token", "list", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == told["tokens"]
+
+
+def test_advice_can_be_pasted_for_folders_with_spaces(run_dir: Path, tmp_path: Path, capsys: Capture) -> None:
+    spaced = run_dir.rename(tmp_path / "my run")
+    advice = shlex.quote(str(spaced))
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    writer = HistoryWriter(print)
+    writer(replace(started(spaced), host=socket.gethostname(), process_id=ended.pid))
+    writer.close()
+    assert main(["status", str(spaced)]) == 0
+    assert f"thinwire resume {advice}\n" in capsys.readouterr().out
+    assert main(["set", str(spaced), "data.prompts=one two"]) == 2
+    assert f"`thinwire resume {advice} 'data.prompts=one two'`" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"thinwire resume {advice}`"):
+        new_run_directory(spaced, "demo")
+    run_file = tmp_path / "my run.toml"
+    assert main(["config", "init", str(run_file), "--recipe", "demo"]) == 0
+    assert f"thinwire config explain {shlex.quote(str(run_file))}\n" in capsys.readouterr().out
 
 
 def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
