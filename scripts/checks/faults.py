@@ -22,6 +22,7 @@ import torch
 
 from node.config.schema import SyncSection
 from node.display.render import event_lines
+from node.lab.results import commit
 from node.run_state.epoch import PROOF_STEPS
 from node.run_state.state_agreement import LEAST_TIMES, MOST_DISPUTES, MOST_TIMES, OTHER_KIND, PROBATION
 from node.telemetry.events import (
@@ -191,7 +192,7 @@ def _measure_all(only: str) -> None:
             if only and only.lower() not in case.what.lower():
                 rows.append(recorded[case.what, case.help])
                 continue
-            rows.append(_measure(case, prefork))
+            rows.append({**_measure(case, prefork), "commit": commit()})
             print(json.dumps(rows[-1]), flush=True)
     report = {
         "version": VERSION,

@@ -1,6 +1,9 @@
 """What the documents name is there: files, folders and modules, also in the lists of what a folder holds."""
 
+import json
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,18 @@ LISTED = re.compile(r"^ {4}(\S+(?:, \S+)*) {2,}\S", re.MULTILINE)
 """A line of a list of files: names, then what they are for."""
 INSTALLED = ("/etc/", "/var/", "/opt/", "/usr/", "runs/", "RUN_DIR/")
 """Where a user's files lie, not ours."""
+
+
+def commits_of(record: object, *, named: bool = False) -> Iterator[str]:
+    """The commits that a record names, whatever stands behind them. `named`: the key above is a commit's."""
+    if isinstance(record, dict):
+        for key, value in record.items():
+            yield from commits_of(value, named=named or "commit" in key)
+    elif isinstance(record, list):
+        for value in record:
+            yield from commits_of(value, named=named)
+    elif named and isinstance(record, str):
+        yield re.split(r"\W", record)[0]
 
 
 def prose(text: str) -> str:
@@ -79,3 +94,23 @@ def test_every_module_of_a_package_stands_in_its_document(package: str) -> None:
     modules = [path.name for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
     found = {path.name for pattern in patterns for path in (ROOT / package).glob(pattern)}
     assert sorted(set(modules) - found) == []
+
+
+def test_records_name_commits_that_a_clone_has_or_the_page_says_which_it_lacks() -> None:
+    git = ["git", "-C", str(ROOT)]
+    shallow = subprocess.run(
+        [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False
+    )
+    if shallow.stdout.strip() != "false":
+        pytest.skip("there is no whole history here")
+    history = subprocess.run([*git, "log", "--format=%H"], capture_output=True, text=True, check=True)
+    present = history.stdout.split()
+    results = ROOT / "scripts" / "results"
+    page = (results / "README.md").read_text(encoding="utf-8")
+    missing = {
+        f"{path.name}: {commit}"
+        for path in results.glob("*.json")
+        for commit in set(commits_of(json.loads(path.read_bytes())))
+        if not any(known.startswith(commit) for known in present) and commit[:7] not in page
+    }
+    assert not missing
