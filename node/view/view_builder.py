@@ -284,6 +284,8 @@ class RunViewBuilder:
             bottleneck=(),
             events=self.listed,
         )
+        if self.paused and not self.over:
+            return replace(so_far, bottleneck=(_for_others(self.paused),), eta_seconds=None)
         full = {replica: full_links(so_far.row(replica)) for replica in range(so_far.rows)}
 
         def is_full(link: LinkView) -> bool:

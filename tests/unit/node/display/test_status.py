@@ -252,6 +252,9 @@ def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(
     out = capsys.readouterr().out
     assert ": paused, " in out and "\npaused: disk full: block 3" in out
     assert "speed" not in out and "slow" not in out
+    assert main(["top", str(run_dir), "--once", "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["bottleneck"] == ["paused: disk full: block 3 needs 9 bytes"] and seen["eta_seconds"] is None
     write(run_dir, DiskRoom(text="the disk has room again", full=False))
     assert main(["status", str(run_dir)]) == 0
     assert ": training, " in capsys.readouterr().out
