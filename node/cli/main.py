@@ -74,7 +74,10 @@ COMMANDS = (
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself, such as a full disk or a closed terminal. Errors of files have a file name."""
-PATH_ERRORS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
+PATH_ERRORS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR),
+)
 """Errors of a path that cannot be used, so that the user must give another or change its permissions."""
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130

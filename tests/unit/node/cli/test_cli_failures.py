@@ -38,7 +38,14 @@ pytestmark = pytest.mark.usefixtures("own_home")
                 2,
                 "thinwire: error: /x: No; check the path and its permissions, or give another\n",
             )
-            for code in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
+            for code in (
+                errno.EACCES,
+                errno.EPERM,
+                errno.ELOOP,
+                errno.ENAMETOOLONG,
+                errno.ENOTDIR,
+                errno.EROFS,
+            )
         ),
         (
             BaseExceptionGroup("g", [ExceptionGroup("h", [LinkError("gone")]), KeyboardInterrupt()]),
