@@ -145,6 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(
             f"error: {name} is no path in the encoding {encoding}: {advice}", UserError.exit_code
         )
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "kernels", "node", "wire"):
+            return _bug(error)
+        advice = "install thinwire with its packages, by `pip install .` in a checkout or `pip install WHEEL`"
+        return _complain(
+            f"error: the Python package {package} is missing here: {advice}", UserError.exit_code
+        )
     except Exception as error:  # a bug ends in one line too
         return _bug(error)
 

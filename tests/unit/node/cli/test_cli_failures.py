@@ -31,6 +31,12 @@ pytestmark = pytest.mark.usefixtures("own_home")
         (RunError("over"), 1, "thinwire: error: over\n"),
         (ThinwireError("two\nlines"), 1, "thinwire: error: two lines\n"),
         (KeyboardInterrupt(), 130, "thinwire: interrupted\n"),
+        (
+            ModuleNotFoundError("No module named 'numpy'", name="numpy.core"),
+            2,
+            "thinwire: error: the Python package numpy is missing here: install thinwire with its packages, "
+            "by `pip install .` in a checkout or `pip install WHEEL`\n",
+        ),
         (OSError(5, "Input/output error", "/x"), 1, "thinwire: error: /x: Input/output error\n"),
         *(
             (
