@@ -376,7 +376,7 @@ class KeptSnapshots:
                 await asyncio.to_thread(_hold, url, retain)
             for node_id in self._run.addresses():
                 self._run.send(node_id, retain)
-            self._run.snapshot_stored(manifest, url or "the disks of the run's nodes", is_here=False)
+            self._run.snapshot_stored(manifest, url or "the state directories of its nodes", is_here=False)
 
     def _write(self, manifest: Manifest, holders: Mapping[str, Sequence[str]]) -> None:
         write_kept_manifest(self._run_directory, manifest, self._places.url(manifest.step))

@@ -224,7 +224,7 @@ def test_the_summary_adds_up() -> None:
         told.report(step + 1)
         told.reporter.finish_step()
     told.reporter.snapshot_stored(3, 77, "snapshots/step-3", "ab")
-    told.reporter.snapshot_stored(2, 77, "the disks of the run's nodes", "cd")  # complete later
+    told.reporter.snapshot_stored(2, 77, "the state directories of its nodes", "cd")  # complete later
     told.reporter.finished("all done", failed=False)
     last = told.events[-1]
     assert isinstance(last, events.RunFinished) and last.summary is not None
