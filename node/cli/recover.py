@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(
         f"{line}\nlost: the old certificates and tokens, and the history of losses. Continue with\n\n"
         f"  thinwire resume {shlex.quote(str(directory))}\n\n"
-        "and run its new join line on every machine of the run, with the same state directories as before\n"
+        "and, on every machine of the run, end `thinwire join` and run the new join line with the same state "
+        "directory as before\n"
     )
     return 0
