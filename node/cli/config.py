@@ -121,9 +121,9 @@ def run_init(args: argparse.Namespace) -> int:
         )
     given = dict(zip(machines, texts, strict=True))
     order = " ".join(f"--machine {shlex.quote(given[machine])}" for machine in proposed.machines)
-    run_file = shlex.quote(str(args.run_file))
-    sys.stdout.write(f"see what the run costs: thinwire config explain {run_file} {order}\n")
-    sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {run_file}\n")
+    quoted = shlex.quote(str(args.run_file))
+    sys.stdout.write(f"see what the run costs: thinwire config explain {quoted} {order}\n")
+    sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {quoted}\n")
     return 0
 
 
