@@ -432,6 +432,8 @@ class EpochTask:
         self._step = self._running = step
         self._groups = ()
         change = self._change(begin)
+        # Before the samples come: a node that is gone by then may still be in the step's work.
+        io = self._io = self._make_io()
         groups = change.work.groups if len(self.placement.rows) > 1 else ()
         self._sampled = {*change.work.groups, *begin.audited}
         samples: dict[BatchPart, np.ndarray] = {}
@@ -440,7 +442,6 @@ class EpochTask:
             if not (change.work.groups or (part is BatchPart.LABELS and executor.config.data.masks_labels)):
                 continue
             samples[part] = await services.batches.get(step, part, tuple(sorted(groups)), begin.audited)
-        io = self._io = self._make_io()
         if not change.work.groups:
             io.leave_row()
 

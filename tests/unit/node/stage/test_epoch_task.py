@@ -35,6 +35,7 @@ from wire.errors import (
     RunError,
     ThinwireError,
 )
+from wire.link import Link
 from wire.messages import (
     Applied,
     Begin,
@@ -283,6 +284,36 @@ async def test_a_begin_that_comes_again_while_its_step_runs_changes_no_work() ->
         await asyncio.sleep(0)
         go_on.set()
         assert isinstance(await talk.hear(), Vote)
+
+
+async def test_a_row_that_loses_its_node_while_samples_are_fetched_is_still_in_the_steps_work() -> None:
+    """The work that comes next leaves it out. Until then tensors for it go to its closed link."""
+    stage = Stage()
+    stage.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3, groups=2))
+    stage.needs = (BatchPart.INPUTS,)
+    rows = tuple(PlacedRow(node=STAGES[1], groups=(group,)) for group in (0, 1))
+    async with epoch(stage, placement=replace(PLACEMENT, rows=rows)) as talk:
+        gone, line = Seat(1, 1), cast(Link, ClosedLink(LinkClosedError("closed")))
+        talk.node.links = links = {Peer(*gone): line}
+
+        class Samples:
+            async def get(self, step: int, part: BatchPart, groups: tuple[int, ...], audited: object) -> str:
+                portions = (Portion(0, (0, 1)),)
+                talk.task.submit(Begin(epoch=4, step=0, generation=1, portions=portions, absent=(gone,)))
+                assert talk.node.renewed == [(None, (Peer(*gone),))]
+                links.clear()
+                return "its own"
+
+            async def more(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> dict[int, str]:
+                return {}
+
+        talk.node.batches = cast(Any, Samples())
+        stage.vote = lambda change: Vote(  # type: ignore[attr-defined]
+            epoch=4, step=0, norms={1: 3.0}, loss=None, generation=change.generation
+        )
+        await talk.begun()
+        assert isinstance(await talk.ask(Begin(epoch=4, step=0)), Vote)
+        assert stage.io.link_to_row(1) is line
 
 
 async def test_work_that_comes_when_the_vote_is_computed_has_its_samples() -> None:
