@@ -3,10 +3,11 @@
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from node.cli.snapshot_model import NEWEST, add_snapshot_arguments, chosen_snapshot
+from node.cli.snapshot_model import NEWEST, add_snapshot_arguments, chosen_snapshot, first_layers
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     directory = existing_run_directory(args.run_dir)
     merge: Merge | None = None
     if args.merge:
-        from node.state.merging import merged_parameters as merge
+        from node.state.merging import merged_parameters
+
+        merge = partial(merged_parameters, known=first_layers(directory))
     # Without a step, `export` uses a newer snapshot if the run removes this one meanwhile.
     wanted = None if args.step in NEWEST else chosen_snapshot(directory, args.step)[1]
     step = export(directory, args.out, step=wanted, dtype=args.dtype, merge=merge)

@@ -10,12 +10,13 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from node import program
 from node.cli.parser import UsageError
-from node.cli.snapshot_model import add_snapshot_arguments, open_snapshot
+from node.cli.snapshot_model import add_snapshot_arguments, first_layers, open_snapshot
 from wire.errors import UserError
 from wire.identity.names import join_address
 
@@ -121,7 +122,8 @@ def exported(args: argparse.Namespace) -> Path:
             if earlier.name != version:
                 shutil.rmtree(earlier, ignore_errors=True)
         try:
-            export(directory, folder, step=step, merge=merged_parameters if config.lora.rank else None)
+            merge = partial(merged_parameters, known=first_layers(directory)) if config.lora.rank else None
+            export(directory, folder, step=step, merge=merge)
         except UserError as error:
             if not isinstance(error.__cause__, OSError):
                 raise

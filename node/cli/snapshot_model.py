@@ -104,25 +104,36 @@ def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
         config, step, directory = open_snapshot(args)
         tries_left -= 1
         try:
-            return step, build_model(config, directory, args.device)
+            return step, build_model(config, directory, args.device, first_layers(args.run_dir))
         except RunError:
             if not tries_left or args.step not in (*NEWEST, BEST) or is_complete(directory):
                 raise
 
 
-def build_model(config: "RunConfig", directory: Path, device: str) -> "WholeModel":
+def first_layers(directory: Path) -> dict[str, str]:
+    """The SHA-256 of the units of the checkpoint that the run in `directory` started from."""
+    from node.coordinator.store import Store
+
+    with Store.open(directory) as store:
+        return store.first_layers()
+
+
+def build_model(
+    config: "RunConfig", directory: Path, device: str, known: Mapping[str, str] = {}
+) -> "WholeModel":
     """The model of the snapshot in `directory`.
 
-    Raises RunError for a snapshot that is damaged or gone, and DataError if the checkpoint with a run's
-    frozen weights cannot be read.
-    """
-    import asyncio
+    Args:
+        known: the SHA-256 of the checkpoint's units, as in `node.state.start.first_weights`.
 
-    from node.state.start import read_units
+    Raises RunError for a snapshot that is damaged or gone, and DataError if the checkpoint with a run's
+    frozen weights cannot be read, or has changed.
+    """
+    from node.state.start import first_weights
     from node.state.whole_model import WholeModel
 
     def frozen(unit: str) -> "Mapping[str, np.ndarray]":
-        return asyncio.run(read_units(config.model, [unit]))[unit]
+        return first_weights(config.model, unit, known)
 
     from_checkpoint = config.lora.rank > 0 and config.model.from_ != ""
     return WholeModel(config, directory, _device(device), frozen if from_checkpoint else None)

@@ -26,7 +26,7 @@ from node.state.snapshot import (
     set_damaged_aside,
     snapshot_directory,
 )
-from node.state.start import read_units
+from node.state.start import check_first, read_units
 from node.state.unit_state import WEIGHTS, has_weights_first, weights_file
 from node.telemetry import points
 from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
@@ -272,7 +272,10 @@ class SnapshotHandler:
 
     async def _read_first(self, unit: str) -> LayerFile:
         weights = (await read_units(self._config.model, [unit], as_stored=True))[unit]
-        return await asyncio.to_thread(lambda: LayerFile.of(weights_file(weights)))
+        file = await asyncio.to_thread(lambda: LayerFile.of(weights_file(weights)))
+        await asyncio.to_thread(self._store.record_first_layer, unit, file.sha256)
+        check_first(self._config.model, unit, file.sha256, self._store.first_layers())
+        return file
 
     def permit(self, node_id: str, step: int, unit: str, *, weights_alone: bool = False) -> UploadPermit:
         """Permission to upload a layer, or only its weights before the layer.

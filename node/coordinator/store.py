@@ -77,7 +77,7 @@ CREATE TABLE IF NOT EXISTS held_out (
 CREATE TABLE IF NOT EXISTS snapshots (
     step INTEGER PRIMARY KEY, manifest_sha256 TEXT NOT NULL, bytes INTEGER NOT NULL,
     complete INTEGER NOT NULL, created REAL NOT NULL);
--- What the layers of complete snapshots are, as their holders agreed.
+-- What the layers of complete snapshots are, as their holders agreed. Step 0 is the checkpoint.
 CREATE TABLE IF NOT EXISTS snapshot_layers (
     step INTEGER NOT NULL, unit TEXT NOT NULL, sha256 TEXT NOT NULL,
     PRIMARY KEY (step, unit)) WITHOUT ROWID;
@@ -532,6 +532,16 @@ class Store:
             query = "SELECT unit, sha256 FROM snapshot_layers WHERE step = ?"
             known = dict(db.execute(query, (manifest.step,)).fetchall())
         return not known or known == {layer.unit: layer.sha256 for layer in manifest.units}
+
+    def record_first_layer(self, unit: str, sha256: str) -> None:
+        """Record what a unit of the checkpoint is from which the run starts. An earlier record stays."""
+        with self.writing() as db:
+            db.execute("INSERT OR IGNORE INTO snapshot_layers VALUES (0, ?, ?)", (unit, sha256))
+
+    def first_layers(self) -> dict[str, str]:
+        """The SHA-256 of the checkpoint's units, as far as nodes asked for them."""
+        with self.reading() as db:
+            return dict(db.execute("SELECT unit, sha256 FROM snapshot_layers WHERE step = 0").fetchall())
 
     def snapshots(self) -> list[SnapshotRecord]:
         """All snapshots by step, including incomplete ones."""

@@ -70,7 +70,7 @@ from node.state.snapshot import (
     set_damaged_aside,
     snapshot_directory,
 )
-from node.state.start import check_weights
+from node.state.start import check_weights, original_config
 from node.state.unit_state import has_weights_alone
 from node.telemetry import events, points
 from node.telemetry.history import highest_step, history_size, last_start
@@ -219,6 +219,7 @@ def _reopen(
     tell: Tell,
     new_text: bool,
 ) -> _Run:
+    original_config(config.model)
     other_text = _check_text(config, directory, corpus, new_text)
     checked = _newest_whole(directory / "snapshots", tell)
     held = sum(path.stat().st_size for path in (directory / "snapshots").glob("step-*/*"))
@@ -347,8 +348,9 @@ def _check_text(
         return None
     if not new_text:
         raise DataError(
-            f"the text at {_named(config)} is not the text that the run began with: restore it, so that "
-            "steps run on the same tokens, or give --new-text to continue with this one"
+            f"the text at {_named(config)} is not the text that the run began with, or gives other tokens "
+            f"with {config.data.tokenizer}: restore it, so that steps run on the same tokens, or give "
+            "--new-text to continue with this one"
         )
 
     def record(done: int) -> None:

@@ -65,6 +65,7 @@ from node.state.start import (
     CONFIG,
     OTHER_FILES,
     TOKENIZER,
+    original_config,
     original_file,
     small_file,
 )
@@ -170,7 +171,7 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         raise UserError(
             "--merge is for runs with adapters ([lora]); this one trained the whole model: leave it out"
         )
-    original = _original(model)
+    original = original_config(model)
     dtype = dtype or _dtype_of(original)
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
@@ -385,11 +386,6 @@ def _with_paths(config: RunConfig, run_directory: Path) -> RunConfig:
         model=replace(config.model, from_=source),
         data=replace(config.data, tokenizer=tokenizer, chat_template=template),
     )
-
-
-def _original(model: ModelSection) -> dict[str, Any] | None:
-    content = original_file(model.from_, CONFIG)
-    return None if content is None else _object(content)
 
 
 def _dtype_of(original: Mapping[str, Any] | None) -> str:

@@ -4,7 +4,6 @@ Merged weights are the weights that training computed with: the unpacked `[lora]
 Unlike the rest of an export, this module needs torch, because it packs the base again.
 """
 
-import asyncio
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,20 +14,23 @@ from node.model.chunk import initial_weight
 from node.model.lora import FrozenWeight, merged
 from node.model.lora_shapes import DOWN, UP, frozen_form
 from node.model.units import is_block, parameter_specs
-from node.state.start import read_units
+from node.state.start import first_weights
 
 
 def merged_parameters(
-    config: RunConfig, unit: str, adapters: Mapping[str, np.ndarray]
+    config: RunConfig, unit: str, adapters: Mapping[str, np.ndarray], known: Mapping[str, str] = {}
 ) -> dict[str, np.ndarray]:
     """A unit's whole weights, float32, by the names in `parameter_specs`.
 
-    Raises DataError if the checkpoint that the run started from cannot be read.
+    Args:
+        known: the SHA-256 of the checkpoint's units, as in `first_weights`.
+
+    Raises DataError if the checkpoint that the run started from cannot be read, or has changed.
     """
     model, lora = config.model, config.lora
     specs = parameter_specs(model, unit)
     if model.from_:
-        whole = asyncio.run(read_units(model, [unit]))[unit]
+        whole: Mapping[str, np.ndarray] = first_weights(model, unit, known)
     else:
         whole = {spec.name: initial_weight(model, unit, spec, config.run.seed) for spec in specs}
     parameters: dict[str, np.ndarray] = {}

@@ -6,8 +6,11 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from node.config.schema import ModelSection
 from node.data.chat import TOOL_TEMPLATE
@@ -16,8 +19,9 @@ from node.data.tokenizer import MOST_TABLES_BYTES, SENTENCEPIECE, load_tokenizer
 from node.model.units import unit_names
 from node.state.families import read_config
 from node.state.hub import NOT_GGUF, PREFIX, Repository, cached_file, download, hub_files, resolve
-from node.state.weights import Checkpoint, FolderFiles, Weights
-from wire.errors import ConfigError, DataError
+from node.state.unit_state import weights_file
+from node.state.weights import Checkpoint, CheckpointError, FolderFiles, Weights
+from wire.errors import ConfigError, DataError, shortened
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +141,31 @@ def original_file(name: str, file: str) -> bytes | None:
     return None if path is None else small_file(path)
 
 
+def original_config(model: ModelSection) -> dict[str, Any] | None:
+    """The `config.json` of the checkpoint that a run started from. None if it is not on this machine, or if
+    it describes another model by now, of which a warning tells. Raises DataError if it cannot be read."""
+    if (content := original_file(model.from_, CONFIG)) is None:
+        return None
+    try:
+        values: dict[str, Any] = json.loads(content)
+        keys = read_config(values, CONFIG, model.sequence)
+    except (ValueError, AttributeError, RecursionError, ConfigError) as error:
+        changed = shortened(str(error), 300)
+    else:
+        # A head of its own makes a tied model untied.
+        keys["tied"] = keys["tied"] and model.tied
+        changed = ", ".join(key for key, value in keys.items() if getattr(model, key) != value)
+    if not changed:
+        return values
+    log.warning(
+        "%s in %s is not the one with which the run began (%s): the run keeps its own values",
+        CONFIG,
+        model.from_,
+        changed,
+    )
+    return None
+
+
 def small_file(path: Path) -> bytes | None:
     """A file of a model or its tokenizer; None if it does not exist. Raises DataError."""
     try:
@@ -158,6 +187,31 @@ async def read_units(
     """
     async with _opened(model, token) as checkpoint:
         return await checkpoint.read(model, units, as_stored=as_stored)
+
+
+def first_weights(model: ModelSection, unit: str, known: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """A unit's weights from `model.from_` in float32, after `check_first`. Raises DataError."""
+    weights = asyncio.run(read_units(model, [unit]))[unit]
+    if unit in known:
+        check_first(model, unit, sha256(weights_file(weights)).hexdigest(), known)
+    return weights
+
+
+def check_first(model: ModelSection, unit: str, digest: str, known: Mapping[str, str]) -> None:
+    """Refuse weights other than those with which a run began.
+
+    Args:
+        digest: the SHA-256 of the unit's `weights_file`.
+        known: the digests of units on record.
+
+    Raises:
+        CheckpointError: the weights have changed.
+    """
+    if known.get(unit, digest) != digest:
+        raise CheckpointError(
+            f"the weights of {unit} in {model.from_} are not those with which the run began: restore that "
+            "checkpoint, or start a new run from it as it is now"
+        )
 
 
 async def check_weights(model: ModelSection) -> None:

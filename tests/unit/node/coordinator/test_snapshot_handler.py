@@ -34,9 +34,16 @@ from node.state.manifest import LayerFile, Manifest, UnitEntry
 from node.state.serialization import deserialize_unit, serialize_unit
 from node.state.snapshot import WEIGHTS_FOLDER, Checked, SnapshotFolder, list_models, list_snapshots
 from node.state.unit_state import LayerDigest, layout_of, parameters_of, read_tensors, unit_hash
+from node.state.weights import CheckpointError
 from node.training.optimizer import StageOptimizer
 from node.view.totals import snapshots_need
-from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError, WrongLayerError
+from wire.errors import (
+    DiskFullError,
+    ProtocolViolationError,
+    RunError,
+    UserError,
+    WrongLayerError,
+)
 from wire.messages import CoordinatorMessage, SendLayers, UnitHash
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
@@ -566,6 +573,30 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
             assert entry.bytes == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
             assert deserialize_unit(data)["parameter.norm.weight"].tolist() == 3 * [len(unit)]
         assert reads == ["head", "embed", "head"], "each is read once for its entry and its bytes"
+
+
+async def test_weights_of_a_checkpoint_that_has_changed_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by this coordinator nor by one that resumes the run."""
+    value = 1.0
+
+    async def read(*_: object, as_stored: bool) -> dict[str, dict[str, np.ndarray]]:
+        return {"head": {"norm.weight": np.full(3, value, np.float32)}}
+
+    monkeypatch.setattr(snapshot_handler, "read_units", read)
+    async with desk_at(tmp_path) as (handler, _):
+        monkeypatch.setattr(handler, "_config", replace(CONFIG, model=replace(MODEL, from_="somewhere")))
+        await served(handler, 0, "head")
+        value = 2.0
+        with pytest.raises(CheckpointError, match="head in somewhere"):
+            await served(handler, 0, "head")
+        value = 1.0
+        await served(handler, 0, "head")
+        monkeypatch.setattr(handler, "_first_entries", {})
+        value = 2.0
+        with pytest.raises(CheckpointError, match="head in somewhere"):
+            await handler.layer(0, "head")
 
 
 LAST = CONFIG.run.steps

@@ -4,12 +4,15 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from node.cli.snapshot_model import build_model
@@ -30,11 +33,12 @@ from node.state.merging import merged_parameters
 from node.state.serialization import as_frozen, deserialize_unit, serialize_unit
 from node.state.snapshot import SnapshotFolder
 from node.state.start import read_units
+from node.state.unit_state import weights_file
 from node.training.optimizer import StageOptimizer
 from tests.support.memory_pipeline import MemoryPipeline, corpus
 from tests.support.reference_trainer import ReferenceTrainer
 from tests.unit.node.state.test_families import SIZES, make, section
-from wire.errors import RunError, UserError
+from wire.errors import DataError, RunError, UserError
 
 CPU = torch.device("cpu")
 LORA = LoraSection(rank=3, alpha=6.0, base="float32", targets=("attention_output", "down"))
@@ -225,3 +229,25 @@ def test_stages_take_the_base_from_the_checkpoint_at_every_restore(tmp_path: Pat
     # On another base losses are others.
     with MemoryPipeline(replace(config, model=replace(model, from_=""))) as stages:
         assert stages.train(1)[0].loss != first[0].loss
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_adapters_are_not_joined_to_a_base_that_has_changed(stored: torch.dtype, tmp_path: Path) -> None:
+    """One weight is enough. Merging, `eval` and the coordinator's answer to nodes compare the same digest."""
+    model = base("llama3", tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    kept = {name: tensor.to(stored) for name, tensor in load_file(file).items()}
+    save_file(kept, file, {"format": "pt"})
+    units = {unit: asyncio.run(read_units(model, [unit], as_stored=True))[unit] for unit in unit_names(model)}
+    known = {unit: sha256(weights_file(weights)).hexdigest() for unit, weights in units.items()}
+    config = RunConfig(model=model, lora=LORA)
+    snapshot(tmp_path / "run", config, trained(config))
+    export(tmp_path / "run", tmp_path / "out", merge=partial(merged_parameters, known=known))
+    directory = tmp_path / "run" / "snapshots" / "step-00000004"
+    build_model(config, directory, "cpu", known)
+    kept["model.layers.1.mlp.down_proj.weight"][3, 5] += 0.5
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(DataError, match=r"block\.0001"):
+        export(tmp_path / "run", tmp_path / "other", merge=partial(merged_parameters, known=known))
+    with pytest.raises(DataError, match=r"block\.0001"):
+        build_model(config, directory, "cpu", known)

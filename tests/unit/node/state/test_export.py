@@ -37,6 +37,7 @@ from node.run_file.loader import to_toml
 from node.state import export as module
 from node.state.byte_tokenizer import byte_pieces
 from node.state.export import export
+from node.state.families import read_config
 from node.state.serialization import serialize_unit
 from node.state.snapshot import WEIGHTS_FOLDER, SnapshotFolder, read_unit, snapshot_directory
 from node.state.start import read_units
@@ -699,3 +700,25 @@ def test_an_export_says_that_it_has_no_tokenizer(tmp_path: Path, caplog: pytest.
     export(tmp_path / "run", tmp_path / "out")
     assert "gone is not on this machine" in caplog.text
     assert "gone.jinja is not on this machine" in caplog.text
+
+
+@pytest.mark.parametrize("changed", ['{"rope_theta": 5e5}', "{", "[]", '{"model_type": "mamba"}'])
+def test_a_config_of_the_checkpoint_that_has_changed_does_not_describe_the_trained_model(
+    changed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make("qwen3").save_pretrained(tmp_path / "base")
+    model = section(tmp_path / "base", 64)
+    snapshot(tmp_path / "run", replace(RunConfig(), model=model))
+    path = tmp_path / "base" / "config.json"
+    given = json.loads(path.read_text())
+    added = json.loads(changed) if changed != "{" else None
+    if isinstance(added, dict):
+        given.pop("rope_parameters", None)
+        changed = json.dumps(given | added)
+    path.write_text(changed)
+    export(tmp_path / "run", tmp_path / "out")
+    assert "config.json" in caplog.text and str(tmp_path / "base") in caplog.text
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert read_config(written, "config.json", 64) == {
+        key: getattr(model, key) for key in read_config(written, "", 64)
+    }
