@@ -32,7 +32,9 @@ def add_parser(commands: Any) -> None:
         "--vocab", type=int, default=16384, metavar="N", help="size of the vocabulary (default: 16384)"
     )
     trained.add_argument("--field", default="", help="field of JSONL rows with the text (default: text)")
-    trained.add_argument("--chat", action="store_true", help="add a chat template, to train on conversations")
+    trained.add_argument(
+        "--chat", action="store_true", help="add a chat template, and read conversations if rows have no text"
+    )
     trained.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     trained.set_defaults(run=run_tokenizer, parser=trained)
 

@@ -91,6 +91,8 @@ MOST_BLANK_BYTES = 4 << 20
 """The most bytes of empty lines in a file."""
 LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
+FIELD_KEYS = "data.jsonl_field; --field of `thinwire data tokenizer`"
+"""Where the field with the text is named."""
 _ROW_BYTES = 100
 """The approximate memory that a row needs besides its text."""
 _VALUE_SUFFIXES = (".csv", ".tsv")
@@ -425,8 +427,8 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
                 f"it is {_KINDS.get(type(value), 'no text')}" if field in row else f"it has {_names(row)}"
             )
             raise DataError(
-                f"{place} has no text in field {field!r} ({actual}): repair or remove that row, or set "
-                f"[data] jsonl_field to the field that holds the text{_chat_advice(row)}"
+                f"{place} has no text in field {field!r} ({actual}): repair or remove that row, or name the "
+                f"field that holds the text ({FIELD_KEYS}){_chat_advice(row)}"
             )
         # Escapes may encode zero bytes and unpaired surrogates, which a text file cannot contain.
         text = without_marks(utf8(value).replace(SEPARATOR, b" "))
@@ -441,7 +443,9 @@ def _chat_advice(names: Iterable[str]) -> str:
     """Advice for rows with these fields or columns, if they look like conversations; else empty."""
     known = set(names)
     if known & {*MESSAGES} or (known & {*QUESTIONS} and known & {*ANSWERS}):
-        return '; or set [data] format to "chat" if rows are conversations'
+        return (
+            '; or, if rows are conversations, set data.format to "chat" (--chat of `thinwire data tokenizer`)'
+        )
     return ""
 
 
@@ -915,7 +919,7 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     raise DataError(
         f"{path}: {actual}; "
         + (
-            f"set [data] jsonl_field to the one that holds the text, of {_names(texts)}"
+            f"name the one that holds the text ({FIELD_KEYS}), of {_names(texts)}"
             if texts
             else f"no column holds text, only {_names(names)}: name other data"
         )

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from node.config.schema import DataSection
-from node.data.conversations import Dropped
+from node.data.conversations import Dropped, Forms, normalized
 from node.data.documents import list_source, needs_shards, read_rows, read_text, text_of
-from node.data.text import SEPARATOR, STDLIB, expanded, write_whole
+from node.data.text import JSON_SUFFIXES, SEPARATOR, STDLIB, TABLES, content_suffix, expanded, write_whole
 from node.data.tokenizer import END_OF_TEXT, load_tokenizer
 from wire.errors import DataError, UserError
 
@@ -42,13 +45,38 @@ def _texts(data: DataSection) -> Iterator[str]:
                 yield text_of(row, place, data).decode()
 
 
+def _texts_of_chat(data: DataSection) -> Iterator[str]:
+    """The documents, or the messages of conversations, if the rows have no text. Raises DataError."""
+    texts = _texts(data)
+    try:
+        return chain([next(texts, "")], texts)
+    except DataError:
+        source = list_source(data.path)
+        files = [extent.path for shard in source.shards for extent in shard.extents]
+        if any(content_suffix(file) not in (*JSON_SUFFIXES, *TABLES) for file in files):
+            raise
+    return (
+        text
+        for shard in source.shards
+        for place, row in read_rows(shard, replace(data, format="chat"), skips=source.skips)
+        if isinstance(row, dict)
+        for text in _messages(row, place)
+    )
+
+
+def _messages(row: dict[str, Any], place: str) -> Iterator[str]:
+    """The texts of a conversation. One that cannot be trained on has none. Raises DataError."""
+    with suppress(Dropped):
+        yield from (str(message["content"]) for message in normalized(row, place, Forms()).messages)
+
+
 def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool) -> int:
     """Train a tokenizer on the text of `data`, and write it into the new folder `out` in transformers'
     format. The same text gives the same tables.
 
     Args:
         vocabulary: the most tokens, including special ones. A small text has fewer.
-        chat: also write a chat template, ChatML.
+        chat: also write a chat template, ChatML. The rows may be conversations.
 
     Returns:
         The number of its tokens.
@@ -77,7 +105,7 @@ def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_texts(data), trainer)
+    bpe.train_from_iterator(_texts_of_chat(data) if chat else _texts(data), trainer)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
     if chat:
         settings["chat_template"] = CHAT_TEMPLATE

@@ -485,6 +485,27 @@ def test_a_tokenizer_is_trained_on_tables_as_on_text_and_not_on_ids(tmp_path: Pa
         train_tokenizer(DataSection(path=str(tmp_path / "a.npy")), 280, tmp_path / "out", chat=False)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_tokenizer_is_trained_on_conversations(kind: str, tmp_path: Path) -> None:
+    """With the text of their messages alone."""
+    rows = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+            for text in (WORDS, WORDS[::-1])] * 3  # fmt: skip
+    rows.append({"messages": []})
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_tokenizer(DataSection(path=str(file)), 280, tmp_path / "chat", chat=True)
+    (tmp_path / "a.txt").write_text("\n".join([WORDS, WORDS, WORDS[::-1], WORDS[::-1]] * 3))
+    train_tokenizer(DataSection(path=str(tmp_path / "a.txt")), 280, tmp_path / "text", chat=True)
+    one, other = (json.loads((tmp_path / name / "tokenizer.json").read_text()) for name in ("chat", "text"))
+    assert one["model"]["merges"][:5] == other["model"]["merges"][:5]
+    assert "content" not in one["model"]["vocab"]
+    with pytest.raises(DataError, match="--chat"):
+        train_tokenizer(DataSection(path=str(file)), 280, tmp_path / "none", chat=False)
+
+
 @pytest.mark.parametrize("order", ["whole", "shards"])
 @pytest.mark.parametrize(
     ("valid", "told"),
