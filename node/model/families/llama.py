@@ -189,7 +189,7 @@ class Llama(Family):
         raise ConfigError(f"no Hugging Face family has all of model.{named}: no export is possible")
 
     def read_config(self, reader: ConfigReader, kind: str) -> dict[str, Any]:
-        reader.must_be("hidden_act", "silu")
+        reader.must_be("hidden_act", "silu", "swish")
         reader.must_be("attention_bias", False)
         reader.must_be("mlp_bias", False)
         reader.must_be("partial_rotary_factor", 1.0)
@@ -291,10 +291,6 @@ def _gemma(reader: ConfigReader, width: int) -> dict[str, Any]:
 
 def windows(reader: ConfigReader, kind: str, layers: int, no_rope: Sequence[int] = ()) -> dict[str, Any]:
     """The sliding window, and the blocks without it."""
-    if kind in _WITHOUT_WINDOW:
-        return {}
-    window = reader.config.get("sliding_window", _WINDOW_BY_DEFAULT.get(kind))
-    used = kind in _WINDOW_BY_DEFAULT or reader.flag("use_sliding_window", False)
     types = reader.get("layer_types")
     for name in types if isinstance(types, list) else ():
         if name not in (FULL, SLIDING):
@@ -304,6 +300,10 @@ def windows(reader: ConfigReader, kind: str, layers: int, no_rope: Sequence[int]
             )
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         raise reader.refused("layer_types", f"a name for each of num_hidden_layers ({layers})")
+    if kind in _WITHOUT_WINDOW:
+        return {}
+    window = reader.config.get("sliding_window", _WINDOW_BY_DEFAULT.get(kind))
+    used = kind in _WINDOW_BY_DEFAULT or reader.flag("use_sliding_window", False)
     if types is not None:
         slides = [name == SLIDING for name in types]
         if any(slides) and not used:

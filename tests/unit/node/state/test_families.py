@@ -385,6 +385,7 @@ def read(folder: Path) -> None:
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"model_type": "gemma3_text", "hidden_activation": "relu"}, "hidden_activation is 'relu'"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
+        ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
     ],
 )
 def test_unsupported_models_are_refused_by_key_and_value(
