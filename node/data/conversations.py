@@ -58,6 +58,8 @@ TAGS = ("label", "kto_tag")
 """Columns that say, with false (of CSV: "False"), that people rejected the answer (KTO's format)."""
 TRAINED = ("weight", "train", "training", "loss", "loss_mask", "trainable")
 """Keys by which a message says, with 0 or false, that it has no labels."""
+DETAIL = "train_detail"
+"""The key with which a message gives labels to some of its characters (axolotl's format)."""
 SETTINGS = "chat_template_kwargs"
 """The column with a row's own variables of the chat template, such as `enable_thinking` (TRL's format)."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -187,10 +189,11 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         if not isinstance(cleaned, list) or not all(isinstance(message, dict) for message in cleaned):
             raise DataError(f"{place}: {name} is no list of messages, each with a role and a content")
         return cleaned
-    if columns:
-        raise Dropped("no messages")
     asked, about, answer = (_first(row, names) for names in (QUESTIONS, INPUTS, ANSWERS))
-    if asked and answer:
+    has_pair = bool(asked and answer)
+    if columns and not (has_pair and row[asked] is not None and row[answer] is not None):
+        raise Dropped("no messages")
+    if has_pair:
         last = _pair(row[asked], row[about] if about else None, row[answer], place)
         return [*_earlier(row.get(HISTORY)), *last]
     refuse_preferences(row, place)
@@ -273,6 +276,8 @@ def _counts(message: Message) -> bool:
             counts = counts and bool(value)
         elif key == "weight" and value is not None:
             raise Dropped("a weight other than 0 and 1")
+    if message.get(DETAIL):
+        raise Dropped("labels for parts of a message")
     return counts
 
 
@@ -371,9 +376,9 @@ def _call(call: Any, forms: Forms) -> Message:
         if isinstance(arguments, str):  # encoded as JSON twice
             arguments = _json(arguments, "arguments that are not JSON")
         arguments = {} if arguments is None else arguments  # of calls without any, as some servers write it
-        if not isinstance(arguments, dict):
-            raise Dropped("arguments that are no object")
-    elif not isinstance(arguments, str) and not forms.objects:
+    if not isinstance(arguments, dict | str):
+        raise Dropped("arguments that are no object")
+    if not isinstance(arguments, str) and not forms.objects:
         arguments = json.dumps(arguments, ensure_ascii=False)
     changed = {**inner, "arguments": arguments}
     return {**call, "function": changed} if "function" in call else changed

@@ -108,7 +108,7 @@ _DECODER = json.JSONDecoder()
 _TEXT_TYPE = re.compile(
     r"null|(?:dictionary<values=)?(?:large_)?(?:string|binary)(?:_view)?(?:, .*>)?|fixed_size_binary\[.*"
 )
-_JSON_TYPE = "extension<arrow.json>"
+_JSON_TYPE, _MAP_TYPE = "extension<arrow.json>", "map<"
 _KINDS: dict[type, str] = {
     str: "a text",
     int: "a number",
@@ -897,8 +897,14 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     if data.format == "chat" and not data.response_marker:
         if {*names}.isdisjoint((*MESSAGES, *ANSWERS)):
             refuse_preferences(names, str(path))
-        wanted = CHAT_COLUMNS if {*MESSAGES} & {*names} else CHAT_COLUMNS | PAIR_COLUMNS
-        columns = [name for name in names if name in wanted and names.count(name) == 1]
+        pairs = PAIR_COLUMNS
+        if {*MESSAGES} & {*names}:  # rows without messages may have a question and its answer
+            pairs = pairs & {
+                name
+                for name, kind in zip(names, schema.types, strict=True)
+                if _TEXT_TYPE.fullmatch(str(kind))
+            }
+        columns = [name for name in names if name in CHAT_COLUMNS | pairs and names.count(name) == 1]
         if not {*columns}.isdisjoint((*MESSAGES, *PAIR_COLUMNS)):
             return columns
         raise DataError(
@@ -955,7 +961,8 @@ def _value(column: Any, number: int) -> Any:
     """A value of a column. Times within a list or an object that Python's cannot hold come as numbers."""
     try:
         value = column[number].as_py()
-        return _parsed(value, column.type) if _JSON_TYPE in str(column.type) else value
+        kind = str(column.type)
+        return _parsed(value, column.type) if _JSON_TYPE in kind or _MAP_TYPE in kind else value
     except (ArithmeticError, ValueError, LookupError):  # a date far away, or an unknown time zone
         if not column.type.num_fields:
             raise
@@ -965,9 +972,12 @@ def _value(column: Any, number: int) -> Any:
 
 
 def _parsed(value: Any, kind: Any) -> Any:
-    """A value of this type of Arrow, with what its JSON stands for. Raises ValueError if that is no JSON."""
+    """A value of this type of Arrow, with what its JSON stands for and maps as objects. Raises ValueError if
+    that is no JSON."""
     if isinstance(value, str) and str(kind) == _JSON_TYPE:
         return json.loads(value)
+    if isinstance(value, list) and str(kind).startswith(_MAP_TYPE):
+        return {key: _parsed(item, kind.item_type) for key, item in value}
     if isinstance(value, dict):
         return {field.name: _parsed(value[field.name], field.type) for field in kind}
     if isinstance(value, list):

@@ -61,6 +61,8 @@ FORMAT = "7"
 """Increase this when files are read, cut or rendered in another way."""
 _LLM_C = (20240520, 20240801)
 """The first numbers of token files of llm.c, for GPT-2 and for Llama 3."""
+_LITGPT = b"LITPKDS"
+"""The beginning of token files of litgpt."""
 _NUMPY = b"\x93NUMPY"
 """The beginning of a .npy file."""
 _FEW_IDS = 16
@@ -333,10 +335,10 @@ class TokenizedSource:
                     )
                 if _is_text(head):
                     raise DataError(f"{extent.path} holds text, not token ids: name it .txt or .jsonl")
-                if int.from_bytes(head[:4], "little") in _LLM_C:
+                if program := _header_of(head):
                     raise DataError(
-                        f"{extent.path} begins with a header of llm.c: write the ids behind its first 1,024 "
-                        "bytes to a file of their own"
+                        f"{extent.path} begins with a header of {program}: write the ids behind it to a file "
+                        "of their own"
                     )
                 whole = np.memmap(extent.path, dtype="<u2" if self._vocab <= 1 << 16 else "<u4", mode="r")
         except DataError:
@@ -708,6 +710,17 @@ def _report_repeated(sources: Sequence[str]) -> None:
                 one,
                 other,
             )
+
+
+def _header_of(head: bytes) -> str:
+    """The program whose header begins a file of token ids; empty for none."""
+    first, second = (int.from_bytes(head[at : at + 4], "little") for at in (0, 4))
+    if first in _LLM_C:
+        return "llm.c (1,024 bytes)"
+    if head.startswith(_LITGPT):
+        return "litgpt (24 bytes)"
+    # The number of items, and the offset of the first, which stands behind all offsets.
+    return "litdata (its index.json says where ids are)" if first and second == 4 * (first + 2) else ""
 
 
 def _is_text(head: bytes) -> bool:

@@ -253,6 +253,14 @@ def test_content_has_the_form_that_the_template_writes() -> None:
             [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}],
             "arguments that are no object",
         ),
+        (
+            [
+                ASKED,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [["a", 1]]}}]},
+            ],
+            "arguments that are no object",
+        ),
+        ([ASKED, {**ANSWERED, "train_detail": [{"train": False}]}], "labels for parts of a message"),
         ([ASKED, {"role": "assistant", "tool_calls": ["f"]}], "tool calls that are not JSON"),
         ([ASKED, {**ANSWERED, "tool_calls": 7}], "tool calls that are no objects"),
         ([ASKED, {**ANSWERED, "train": "false"}], "no assistant message with a weight"),
@@ -348,3 +356,11 @@ def test_what_a_question_is_about_follows_it_and_a_system_prompt_comes_first() -
 def test_a_question_without_an_answer(row: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         messages_of(row)
+
+
+@pytest.mark.parametrize("none", [None, [], "[]"])
+def test_a_row_without_messages_may_have_a_question_and_its_answer(none: Any) -> None:
+    pair = {"prompt": "How warm?", "completion": "Seven."}
+    assert messages_of({"messages": none, **pair}) == messages_of(pair)
+    with pytest.raises(Dropped, match="no messages"):
+        messages_of({"messages": none, **pair, "completion": None})

@@ -453,6 +453,8 @@ def test_a_data_card_and_rows_of_tables_beside_text(tmp_path: Path) -> None:
         ("a.bin", b"PK\x03\x04" + bytes(60), "is a zip archive"),
         ("a.bin", bytes((7, 0, 0, 0)) * 600, "ids of 32 bits"),
         ("a.bin", (20240520).to_bytes(4, "little") + bytes(2000), "header of llm.c"),
+        ("a.bin", b"LITPKDS\1" + bytes(2000), "header of litgpt"),
+        ("a.bin", np.array([50, 208, *range(300, 700)], "<u4").tobytes(), "header of litdata"),
         ("a.bin", WORDS.encode() * 3, "holds text, not token ids"),
         ("a.txt", b"name.txt".ljust(257, b"\0") + b"ustar" + bytes(250), "is a tar archive"),
         ("a.txt", b"SQLite format 3\0" + bytes(60), "is a database of SQLite"),
@@ -483,6 +485,28 @@ def test_a_tokenizer_is_trained_on_tables_as_on_text_and_not_on_ids(tmp_path: Pa
     np.save(tmp_path / "a.npy", np.arange(99))
     with pytest.raises(DataError, match="holds token ids"):
         train_tokenizer(DataSection(path=str(tmp_path / "a.npy")), 280, tmp_path / "out", chat=False)
+
+
+def test_maps_are_objects_and_rows_without_messages_may_have_an_answer(tmp_path: Path) -> None:
+    """As in a table that joins two data sets. A date that is no question is not read."""
+    map_type = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    talk = [[[("role", "user"), ("content", "a")]], None]
+    odd = pyarrow.array([-1_000_000] * 2, pyarrow.int32()).cast(pyarrow.date32())
+    table = pyarrow.table(
+        {
+            "messages": pyarrow.array(talk, pyarrow.list_(map_type)),
+            "prompt": [None, "b"],
+            "completion": [None, "c"],
+            "context": odd,
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (shard,) = list_source(str(tmp_path / "a.parquet")).shards
+    rows = [row for _, row in read_rows(shard, DataSection(format="chat"), skips=False)]
+    assert rows == [
+        {"messages": [{"role": "user", "content": "a"}], "prompt": None, "completion": None},
+        {"messages": None, "prompt": "b", "completion": "c"},
+    ]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
