@@ -8,7 +8,7 @@ are checked before anything is loaded, so an error leaves nothing half loaded.
 import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -42,6 +42,16 @@ _PREFIXES = ("transformer.", "model.")
 
 _ADAPTED = ("lora_A", "lora_B", "base_layer", "modules_to_save")
 """Parts of the names of tensors that PEFT adds or renames."""
+_QUANTIZED = (
+    ".qweight",
+    ".qzeros",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".SCB",
+    ".absmax",
+)
+"""Suffixes of tensors of quantized weights. The weights without these are other weights."""
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Suffixes of tensors that older versions saved although they follow from the configuration."""
 
@@ -189,7 +199,8 @@ class Checkpoint:
         """Check every tensor of these units by the files' headers alone. Raises the errors of `read`, and
         CheckpointError for a tensor that is in two files.
 
-        Returns the tensors in these files that the units do not need.
+        Returns the tensors in these files that the units do not need. Refused are those without which a
+        needed weight is another one.
         """
         needed = {OUTPUT} if model.tied else set()
         self._map = self._map or await self._weight_map()
@@ -206,7 +217,10 @@ class Checkpoint:
                     raise CheckpointError(
                         f"{self._files.where} has tensor {name} in {files[name]} and in {file}: save it again"
                     )
-        return sorted(name for name in files.keys() - needed if not name.endswith(_BUFFERS))
+        left = sorted(name for name in files.keys() - needed if not name.endswith(_BUFFERS))
+        if wrong := _not_whole(left):
+            raise CheckpointError(f"{self._files.where} has {wrong}")
+        return left
 
     async def heads_differ(self, model: ModelSection) -> bool:
         """Whether the checkpoint of a tied model has a head that differs from its embedding. Raises the
@@ -439,11 +453,21 @@ def _hint(weight_map: Mapping[str, str], name: str) -> str:
     """What to do about a missing tensor that has another name, as of a wrapped model; else empty."""
     parts = name.split(".")
     short = ".".join(parts[1:] if len(parts) > 2 else parts)
+    if wrong := _not_whole(weight_map):
+        return f"; it has {wrong}"
     for other in weight_map:
-        if any(part in _ADAPTED for part in other.split(".")):
-            return ": it holds adapters, or modules saved beside them: merge them first (merge_and_unload)"
         if other.endswith(f".{short}"):
             return f"; it has {other[:100]}: save the model itself, not a model that wraps it"
+    return ""
+
+
+def _not_whole(names: Iterable[str]) -> str:
+    """A tensor of adapters or quantized weights among these, with what to do about it; else empty."""
+    for name in names:
+        if any(part in _ADAPTED for part in name.split(".")):
+            return f"{name[:100]}: merge the adapters first (merge_and_unload)"
+        if name.endswith(_QUANTIZED):
+            return f"{name[:100]}, of quantized weights: use the model before it was quantized"
     return ""
 
 

@@ -468,6 +468,7 @@ def index(folder: Path, file: str) -> None:
             r"embed_tokens.weight, which .*; it has _orig_mod.model.embed_tokens.weight",
         ),
         (lambda folder: rename(folder, "q_proj.", "q_proj.base_layer."), "q_proj.weight, .*merge_and_unload"),
+        (lambda folder: rename(folder, "q_proj.weight", "q_proj.qweight"), "qweight, of quantized"),
         (put_twice, "has both model.norm.weight and norm.weight"),
         (pickled, r"only pickled weights .*save_pretrained"),
     ],
@@ -496,6 +497,12 @@ def test_tensors_that_no_model_has_are_reported_and_one_in_two_files_is_refused(
     save_file({**names, **bias}, folder / "model.safetensors")
     asyncio.run(check_weights(section(folder)))
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [*bias]
+    for name, line in (("lora_A.default.weight", "merge_and_unload"), ("weight_scale_inv", "of quantized")):
+        more = {f"model.layers.0.self_attn.q_proj.{name}": torch.ones(1)}
+        save_file({**names, **more}, folder / "model.safetensors")
+        with pytest.raises(DataError, match=line):
+            asyncio.run(check_weights(section(folder)))
+    save_file(names, folder / "model.safetensors")
     index(folder, "model-0.safetensors")
     values = json.loads((folder / "model.safetensors.index.json").read_text())
     values["weight_map"]["lm_head.weight"] = "model-1.safetensors"
