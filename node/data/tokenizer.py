@@ -55,6 +55,7 @@ _SETTINGS = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
 _ADDED = "added_tokens.json"
 _CONFIG = "config.json"
+_MORE = "extra_special_tokens"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The order in which transformers adds them, others behind."""
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -380,12 +381,12 @@ def _named_tokens(folder: Path) -> dict[str, Any]:
     files = [json_object(folder / file) for file in (_SETTINGS, _SPECIAL)]
     if "added_tokens_decoder" in files[0]:
         files.reverse()
-    return {
-        name: value
-        for values in files
-        for name, value in values.items()
-        if name.endswith("_token") and _content(value)
-    }
+    named = {name: value for values in files for name, value in values.items() if name.endswith("_token")}
+    for values in files:
+        for key in (_MORE, "model_specific_special_tokens"):
+            # Names of the model's own, such as image_token.
+            named |= more if isinstance(more := values.get(key), dict) else {}
+    return {name: value for name, value in named.items() if _content(value)}
 
 
 def _content(value: Any) -> str:
@@ -444,8 +445,11 @@ def _special_values(folder: Path) -> list[Any]:
     special = [names[name] for name in sorted(names, key=lambda name: (*_NAMED, name).index(name))]
     for file in (_SETTINGS, _SPECIAL):
         settings = json_object(folder / file)
-        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
-        special += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+        extra = settings.get(_MORE)
+        listed = extra if isinstance(extra, list) and extra else settings.get("additional_special_tokens")
+        special += listed if isinstance(listed, list) else ()
+        if listed is extra and file == _SETTINGS:
+            break
     return special
 
 

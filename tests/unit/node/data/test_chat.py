@@ -371,6 +371,22 @@ def test_conversations_with_tools_have_the_template_that_transformers_takes(
     assert own.fingerprint != encoder.fingerprint
 
 
+@pytest.mark.parametrize("key", ["extra_special_tokens", "model_specific_special_tokens"])
+def test_a_template_knows_the_models_own_tokens_by_their_names(tmp_path: Path, key: str) -> None:
+    import transformers
+
+    folder = write_tokenizer(tmp_path / "t")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    template = "{{ image_token }}" + TEMPLATE
+    named = {**settings, key: {"image_token": "<|image|>"}, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+    ids, _ = load_chat_encoder(str(folder), "").encode({"messages": messages}, "here")
+    assert ids.tolist() == expected and expected[0] == theirs.convert_tokens_to_ids("<|image|>")
+
+
 def test_answers_that_end_with_no_token_of_the_tokenizer_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

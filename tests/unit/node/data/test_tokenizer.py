@@ -461,6 +461,20 @@ BEYOND = {"content": "<|b|>", "special": False, "lstrip": True}
                 "turn_token": "<|b|>",
             }
         },
+        *(
+            {
+                "tokenizer_config.json": {
+                    "additional_special_tokens": ["<|a|>"],
+                    "extra_special_tokens": extra,
+                }
+            }
+            for extra in (["<|b|>"], {"image_token": "<|b|>"})
+        ),
+        {
+            "special_tokens_map.json": {"additional_special_tokens": ["<|a|>"]},
+            "tokenizer_config.json": {"extra_special_tokens": ["<|b|>"]},
+        },
+        {"tokenizer_config.json": {"model_specific_special_tokens": {"image": "<|b|>"}}},
         {"added_tokens.json": {"<|b|>": 403}, "tokenizer_config.json": {"pad_token": "<|a|>"}},
         {"special_tokens_map.json": {"unk_token": {"content": "<|b|>"}, "pad_token": "<|a|>"}},
         {
