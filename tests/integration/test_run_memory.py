@@ -50,7 +50,10 @@ def said(node: Process) -> str:
     return line
 
 
-def test_spares_take_the_stages_of_nodes_that_ran_out(tmp_path: Path, prefork: Prefork) -> None:
+def test_spares_take_the_stages_of_nodes_that_ran_out(
+    tmp_path: Path, prefork: Prefork, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Operators read why these are gone once the run is over, too."""
     phases = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT_APPLY)
     faults = [
         Fault(kind=Kind.MEMORY, phase=phase, stage=1, step=step) for step, phase in enumerate(phases, 3)
@@ -71,52 +74,42 @@ def test_spares_take_the_stages_of_nodes_that_ran_out(tmp_path: Path, prefork: P
             assert ran_out in said(victim) and estimate in said(victim)
             assert ran_out in left.reason and estimate in left.reason
             assert "and this node ends" not in left.reason and "pipeline.window" not in left.reason
-
-
-def test_operators_read_why_it_is_gone(
-    tmp_path: Path, prefork: Prefork, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """While the run is on, and once it is over."""
-    fault = Fault(kind=Kind.MEMORY, phase=Phase.BACKWARD, stage=1, step=3)
-    with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
-        run.start()
-        run.add_nodes(3)
-        assert run.tend(until=lambda event: isinstance(event, NodeLeft)) is None
-        (left,) = run.all(NodeLeft)
-        directory, gone = str(run.run_dir), f"gone      {left.node_id[:SHORT_ID]}: {left.reason}"
-        assert "cpu ran out of memory at stage 1 of 3" in left.reason
-        assert main(["status", directory]) == 0 and gone in capsys.readouterr().out
-        run.add_spare()
-        assert run.tend(restart=False) == 0
-        run.assert_undisturbed(codes=(0, 1))
-        assert main(["status", directory]) == 0 and gone in capsys.readouterr().out
-        page = run.command("dashboard", directory, "--listen", "127.0.0.1:0")
+        assert main(["status", str(run.run_dir)]) == 0
+        shown = capsys.readouterr().out
+        assert all(f"{left.node_id[:SHORT_ID]}: {left.reason}" in shown for left in departures)
+        page = run.command("dashboard", str(run.run_dir), "--listen", "127.0.0.1:0")
         url = page.wait_line(lambda line: line.startswith("page at ")).split()[2]
-        (seen,) = [event for event in PageWatch(url).view().events if event.kind == "left"]
-        assert (seen.level, seen.text) == ("warning", f"{left.node_id} left: {left.reason}")
+        seen = [(event.level, event.text) for event in PageWatch(url).view().events if event.kind == "left"]
+        assert seen == [("warning", f"{left.node_id} left: {left.reason}") for left in departures]
         page.interrupt()
         assert page.wait_exit() == 0
 
 
-def test_it_gets_that_stage_again_only_with_recomputed_blocks(tmp_path: Path, prefork: Prefork) -> None:
-    """A service manager starts it again; it offers less than its stage took, which is the least of all."""
+def test_it_gets_that_stage_again_only_with_recomputed_blocks(
+    tmp_path: Path, prefork: Prefork, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A service manager starts it again; it offers less than its stage took, which is the least of all. While
+    it is away, its operator reads why."""
     fault = Fault(kind=Kind.MEMORY, phase=Phase.FORWARD, stage=1, step=3)
     with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
-        coordinator = run.start()
+        run.start()
         nodes = run.add_nodes(3)
         needs = stage_bytes(run.config, 3)
         assert min(needs) == needs[1]
-        # It may be gone before anybody looks: its id shows who has the stage.
-        placed = coordinator.wait_event(PlacementMade).nodes[1]
-        (number,) = [number for number in range(3) if run.node_id(number) == placed]
+        assert run.tend(until=lambda event: isinstance(event, NodeLeft)) is None
+        (left,) = run.all(NodeLeft)
+        assert "cpu ran out of memory at stage 1 of 3" in left.reason
+        assert main(["status", str(run.run_dir)]) == 0
+        assert f"gone      {left.node_id[:SHORT_ID]}: {left.reason}" in capsys.readouterr().out
+        (number,) = [number for number in range(3) if run.node_id(number) == left.node_id]
         assert nodes[number].wait_exit() == 1
         assert json.loads((run.state_dir(number) / NOTE_FILE).read_bytes())["need"] == needs[1]
         again = run.add_node(state_dir=run.state_dir(number))
-        assert coordinator.wait_exit() == 0
+        assert run.tend(restart=False) == 0
         assert again.wait_exit() == 0
         assert "offers less" in again.stderr
         assert any("1 of 1 blocks: computed again" in line for line in again.lines), again.report()
-        assert coordinator.all(PlacementMade)[-1].nodes[1] == placed
+        assert run.all(PlacementMade)[-1].nodes[1] == left.node_id
         run.assert_undisturbed(codes=(0, 1))
 
 
