@@ -75,11 +75,6 @@ def damage_model(run: Run) -> None:
         (binary_text, [], "{text} is not UTF-8 text"),
         (misspell, [], "did you mean 'microbatch'"),
         (no_change, ["pipeline.stagse=2"], "did you mean 'stages'"),
-        (no_change, ["pipeline.split=[1,1,1,1]"], "model.layers is 5"),
-        (no_change, ["pipeline.split=[5]"], "4 stages"),
-        (no_change, ["pipeline.stages=6"], "6 stages"),
-        (no_change, ["pipeline.forward_codec=fixed-12"], "fixed-12"),
-        (no_change, ["coordinator.listen=127.0.0.1"], "not host:port"),
     ],
     ids=lambda value: (
         value.__name__ if callable(value) else " ".join(value) if isinstance(value, list) else ""

@@ -50,12 +50,3 @@ def test_an_evicted_node_is_out_at_once_and_for_good(prefork: Prefork, tmp_path:
         run.add_node(create.lines[0].removeprefix("thinwire join "))
         assert coordinator.wait_exit() == 0
         run.assert_undisturbed()
-
-
-def test_a_node_that_is_no_member_cannot_be_evicted(prefork: Prefork, tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
-        assert run.start().token
-        evict = run.command("evict", str(run.run_dir), "node-nobodyhere")
-        assert evict.wait_exit() == 2
-        (complaint,) = evict.complaints
-        assert "node-nobodyhere" in complaint and "no members" in complaint

@@ -324,6 +324,8 @@ def test_join_hands_on_a_name_on_one_line(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_node_is_evicted_by_its_id_or_a_name_that_only_it_has(run_dir: Path, capsys: Capture) -> None:
+    assert main(["evict", str(run_dir), "nobody"]) == 2
+    assert "nobody" in (said := capsys.readouterr().err) and "no members" in said
     names = {"node-a": "Ana's 4090", "node-b": "box", "node-c": "box", "node-d": "node-a", "node-e": ""}
     hardware = Hardware("cpu", 4, 10**9)
     with Store.open(run_dir) as store:
