@@ -117,7 +117,7 @@ def test_coordinator_messages_round_trip(message: CoordinatorMessage) -> None:
 def test_no_field_is_lost(record: Record) -> None:
     """Examples differ in every field, and all of them come back."""
     form, kind = form_of(*record), record.kind
-    sent = drawn(strategy(record), 16)
+    sent = drawn(strategy(record), 10)
     came = [form.decode(parsed(record, form.encode(one))) for one in sent]
     assert list(map(plain, came)) == list(map(plain, sent))
     for name in getattr(kind, "_fields", None) or [one.name for one in fields(kind)]:
