@@ -1,9 +1,12 @@
 """A run that is stopped and resumed ends as if it had never stopped, bit for bit."""
 
+import shutil
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from math import inf
 from pathlib import Path
 from zipfile import ZipFile
@@ -57,11 +60,30 @@ def stop(run: Run) -> None:
     run.assert_quiet()
 
 
-def stopped(run: Run) -> int:
-    """As `stop`; the step of its only snapshot."""
-    stop(run)
-    (stopped_at,) = run.snapshots
-    return stopped_at
+Stopped = Callable[[Path, RunConfig, int], Run]
+
+
+@pytest.fixture(scope="module")
+def stopped(prefork: Prefork, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """Gives, in a folder, a run that was stopped after so many steps of a config. Each is made once, and
+    copied: its directory, and what its coordinator said."""
+
+    @cache
+    def made(config: RunConfig, steps: int) -> Run:
+        folder, still = tmp_path_factory.mktemp("stopped"), Still(stage=0, steps=steps)
+        with Run(folder, config, launch=prefork.popen, still=still) as run:
+            stop(run)
+        return run
+
+    def copied(directory: Path, config: RunConfig, steps: int) -> Run:
+        source = made(config, steps)
+        run = Run(directory, config, launch=prefork.popen)
+        shutil.copytree(source.run_dir, run.run_dir)
+        shutil.copytree(source.state_dir(1), directory / "earlier")
+        run.coordinators += source.coordinators
+        return run
+
+    return copied
 
 
 @pytest.mark.parametrize("config", [PACKED, FLOAT16], ids=["packed", "float16"])
@@ -121,7 +143,8 @@ def test_the_packed_runs_stages_differ_in_bits() -> None:
 def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) -> None:
     """Two stages of two chunks, then three of one with a window; only the split of the layers changes."""
     with Run(tmp_path, TIED_RING, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
-        stopped_at = stopped(run)
+        stop(run)
+        (stopped_at,) = run.snapshots
 
         with (run.run_dir / "run.toml").open() as reader:
             second = run.resume(
@@ -139,20 +162,22 @@ def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) ->
         run.assert_undisturbed()
 
 
-def test_resume_with_a_lower_learning_rate(prefork: Prefork, tmp_path: Path) -> None:
+def test_resume_with_a_lower_learning_rate(stopped: Stopped, tmp_path: Path) -> None:
     """The advice for a run that diverged; a node from before has some of its files on disk."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
-        stopped_at = stopped(run)
-
+    with stopped(tmp_path, CONFIG, 3) as run:
+        (stopped_at,) = run.snapshots
         changes = ("training.lr=1e-3", "training.min_lr_ratio=0.5", "training.clip=0.5")
         second = run.resume(*changes, "coordinator.regroup_seconds=0.5")
-        run.add_node(state_dir=run.state_dir(1))
+        run.add_node(state_dir=tmp_path / "earlier")
         run.add_node()
         assert second.wait_exit() == 0
         training, steps = replace(CONFIG.training, lr=1e-3, min_lr_ratio=0.5), CONFIG.run.steps
         assert {done.step: done.lr for done in second.all(StepDone)} == {
             step: learning_rate(step - 1, training, steps) for step in range(stopped_at + 1, steps + 1)
         }
+
+
+SNAPSHOTS = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=2))
 
 
 def damage(run: Run, step: int) -> Path:
@@ -165,11 +190,9 @@ def damage(run: Run, step: int) -> Path:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_damaged_newest_snapshot_costs_some_steps(when: str, prefork: Prefork, tmp_path: Path) -> None:
+def test_a_damaged_newest_snapshot_costs_some_steps(when: str, stopped: Stopped, tmp_path: Path) -> None:
     """Damaged before the run is resumed, or once its coordinator has looked at it: an older one is whole."""
-    config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=2))
-    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=7)) as run:
-        stop(run)
+    with stopped(tmp_path, SNAPSHOTS, 7) as run:
         *_, older, newest = list_snapshots(run.run_dir / "snapshots")
         assert newest == max(run.losses)
 
@@ -192,11 +215,9 @@ def test_a_damaged_newest_snapshot_costs_some_steps(when: str, prefork: Prefork,
         run.assert_undisturbed()
 
 
-def test_a_damaged_record_is_rebuilt_by_resume(prefork: Prefork, tmp_path: Path) -> None:
+def test_a_damaged_record_is_rebuilt_by_resume(stopped: Stopped, tmp_path: Path) -> None:
     """The run goes on from its newest snapshot, and a manifest of another one that is nonsense is damage."""
-    config = replace(CONFIG, run=replace(CONFIG.run, snapshot_every=2))
-    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=7)) as run:
-        stop(run)
+    with stopped(tmp_path, SNAPSHOTS, 7) as run:
         oldest, *_, newest = list_snapshots(run.run_dir / "snapshots")
         manifest = snapshot_directory(run.run_dir / "snapshots", oldest) / "manifest.json"
         manifest.write_text("[" * 100_000)
@@ -215,11 +236,11 @@ def test_a_damaged_record_is_rebuilt_by_resume(prefork: Prefork, tmp_path: Path)
 
 
 def test_a_run_whose_only_snapshot_is_damaged_ends_and_is_not_resumed(
-    prefork: Prefork, tmp_path: Path
+    stopped: Stopped, tmp_path: Path
 ) -> None:
     """Damaged while the run is on, and nodes would have to fetch it."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
-        newest = stopped(run)
+    with stopped(tmp_path, CONFIG, 3) as run:
+        (newest,) = run.snapshots
         second = run.resume("coordinator.regroup_seconds=0.5")
         second.wait_event(JoinLine)
         path = damage(run, newest)
