@@ -115,26 +115,18 @@ def test_a_node_killed_in_every_phase_comes_back_each_time(tmp_path: Path, prefo
         assert exit_codes(run.nodes) == [KILLED] * (len(kills) + 2) + [0, 0, 0]
 
 
-def test_a_node_killed_while_its_state_is_saved_before_it_leaves(tmp_path: Path, prefork: Prefork) -> None:
-    leave = at(Kind.LEAVE, Phase.FORWARD)
-    kill = Fault(kind=Kind.KILL, phase=Phase.DRAIN, stage=1)
-    with FaultRun(tmp_path, small(), [leave, kill], gather=4, launch=prefork.popen) as run:
+def test_a_node_that_leaves_loses_nothing_and_may_die_as_it_does(tmp_path: Path, prefork: Prefork) -> None:
+    """Ctrl-C: the step ends, its state is saved, the spare goes on with the next step. Another node leaves
+    later, and is killed while its state is saved."""
+    leaves = at(Kind.LEAVE, Phase.VOTING), Fault(kind=Kind.LEAVE, phase=Phase.FORWARD, stage=2, step=6)
+    kill = Fault(kind=Kind.KILL, phase=Phase.DRAIN, stage=2)
+    with FaultRun(tmp_path, small(steps=9), [*leaves, kill], gather=5, launch=prefork.popen) as run:
         run.start()
-        nodes = [*run.add_nodes(3), run.add_spare()]
-        run.assert_ends_undisturbed(restart=False)
-        assert exit_codes(nodes) == [KILLED, 0, 0, 0]
-
-
-def test_a_node_that_leaves_loses_nothing(tmp_path: Path, prefork: Prefork) -> None:
-    """Ctrl-C: the step ends, its state is saved, the spare goes on with the next step."""
-    leave = at(Kind.LEAVE, Phase.VOTING)
-    with FaultRun(tmp_path, small(), [leave], gather=4, launch=prefork.popen) as run:
-        run.start()
-        nodes = [*run.add_nodes(3), run.add_spare()]
+        nodes = [*run.add_nodes(3), run.add_spare(), run.add_spare()]
         run.assert_ends_undisturbed(restart=False, codes=(0, LEFT))
-        assert exit_codes(nodes) == [0, 0, 0, LEFT]
-        resumed_at = [placement.resume_step for placement in run.all(PlacementMade)]
-        assert resumed_at[0] == 0 and resumed_at[-1] > STEP, "the state of the step was kept"
+        assert exit_codes(nodes) == [KILLED, 0, 0, 0, LEFT]
+        first, second, *_ = (placement.resume_step for placement in run.all(PlacementMade))
+        assert first == 0 and second > STEP, "the state of the step was kept"
 
 
 def test_frozen_nodes_are_replaced_and_come_back_late(tmp_path: Path, prefork: Prefork) -> None:
