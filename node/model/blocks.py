@@ -28,7 +28,7 @@ from kernels.common.matrices import empty_together, stacked
 from kernels.fp8.products import CodedWeight
 from node.config.schema import ModelSection
 from node.model.families.family import Family, ParameterSpec
-from node.model.families.known import family_of
+from node.model.families.known import GPT2, family_of
 from node.model.lora import FrozenLinear
 from node.model.past import BlockSlice, Slice, slice_attention
 from node.model.products import AS_IT_IS, AddProduct, Way
@@ -412,3 +412,24 @@ class Head(nn.Module):
     def forward(self, x_bsc: Tensor) -> Tensor:
         logits_bsv: Tensor = self.output(self.norm(x_bsc))
         return logits_bsv
+
+
+class Gpt2Block(Block):
+    """LayerNorm, multi-head attention (K = H), LayerNorm, tanh GELU; biases throughout."""
+
+    family = GPT2
+
+    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0) -> Heads:
+        (joined,) = projected
+        heads_bsnhd = torch.unflatten(joined, -1, (3, -1, self.width))
+        query_bhsd, key_bhsd, value_bhsd = heads_bsnhd.permute(2, 0, 3, 1, 4).unbind(0)
+        return query_bhsd, key_bhsd, value_bhsd
+
+    def join(
+        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return (torch.stack([part.transpose(1, 2) for part in heads], dim=2).flatten(2),), ()
+
+    def activation(self, *wide_bsf: Tensor) -> Tensor:
+        (up_bsf,) = wide_bsf
+        return F.gelu(up_bsf, approximate="tanh")

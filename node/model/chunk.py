@@ -18,9 +18,8 @@ from torch.func import functional_call
 from kernels.attention.reach import Documents
 from kernels.common import dispatch
 from node.config.schema import PLANNED, LoraSection, ModelSection
-from node.model.blocks import Block, Embedding, Head
+from node.model.blocks import Block, Embedding, Gpt2Block, Head
 from node.model.families.family import Initial, ParameterSpec
-from node.model.gpt2_block import Gpt2Block
 from node.model.head_loss import head_loss, is_fused
 from node.model.labels import IGNORED
 from node.model.llama_block import LlamaBlock

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from math import prod
 
 from kernels.fp8.layout import MULTIPLE
 from node.config.schema import (
@@ -20,6 +21,7 @@ from node.config.schema import (
     RunConfig,
     RunSection,
     SnapshotsSection,
+    StorageSection,
     TelemetrySection,
     TrainingSection,
 )
@@ -27,8 +29,8 @@ from node.model.families.known import FAMILIES, model_problems
 from node.model.lora_shapes import FORMS, projections, targets
 from node.model.optimizers import FORMS as MOMENT_FORMS
 from node.model.optimizers import OPTIMIZERS
+from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
-from node.run_file.storage_rules import name_problem, storage_problems
 from node.schedule.placement import HEADS, head_first, unplaceable
 from node.state.object_store import wrong_url
 from node.state.unit_state import LASTS
@@ -36,9 +38,11 @@ from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
 from node.training.loss_scale import LEAST, MOST
 from node.training.schedule import SCHEDULES
+from node.tuning.block_times import allowed_forms
 from node.tuning.snapshot_place import KEEPS, is_url
+from node.tuning.storage_choice import MOST_STORAGES
 from wire.codecs.formats import Carried, codec_format, ladder, names_that_carry
-from wire.errors import CodecError, ConfigError, shortened
+from wire.errors import CodecError, ConfigError, nearest, shortened
 from wire.frames import MAX_TENSOR_BYTES
 
 PRECISIONS = ("float32", "bfloat16", "float16", PLANNED)
@@ -96,7 +100,7 @@ def problems(config: RunConfig) -> list[str]:
         *_path("data.path", config.data.path, "name a file, a folder or stdlib"),
         *_held_out(config),
         *_training(config.training, config.run.steps),
-        *storage_problems(config),
+        *_storage(config.storage, config.pipeline),
         *_compute(config),
         *_float16(config),
         *_lora(config.lora, config),
@@ -154,8 +158,8 @@ def _snapshots(snapshots: SnapshotsSection, training: TrainingSection) -> Iterat
         if (why := wrong_url(snapshots.keep)) is not None:
             yield f"snapshots.keep = {shortened(snapshots.keep)} cannot hold snapshots: {why}"
     else:
-        yield from name_problem("snapshots.keep", snapshots.keep, KEEPS)
-    yield from name_problem("snapshots.last", snapshots.last, LASTS)
+        yield from _name("snapshots.keep", snapshots.keep, KEEPS)
+    yield from _name("snapshots.last", snapshots.last, LASTS)
     if (snapshots.keep == "nodes" or is_url(snapshots.keep)) and training.export_every:
         yield (
             "training.export_every writes from snapshots at the coordinator: set snapshots.keep to "
@@ -174,7 +178,7 @@ def _audit(config: RunConfig) -> Iterator[str]:
 
 
 def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
-    yield from name_problem("model.family", model.family, tuple(FAMILIES))
+    yield from _name("model.family", model.family, tuple(FAMILIES))
     sizes = {
         f"model.{key}": getattr(model, key)
         for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence")
@@ -187,7 +191,7 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
     family = FAMILIES.get(model.family)
     if family is not None:
         for key, allowed in family.choices.items():
-            yield from name_problem(f"model.{key}", getattr(model, key), allowed)
+            yield from _name(f"model.{key}", getattr(model, key), allowed)
         yield from model_problems(model)
     if tokenizer == "bytes" and model.vocab < BYTE_VOCABULARY:
         yield f"model.vocab must be at least {BYTE_VOCABULARY} for byte tokens, got {model.vocab}"
@@ -226,8 +230,8 @@ def _compute(config: RunConfig) -> Iterator[str]:
 
 
 def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
-    yield from name_problem("data.format", data.format, FORMATS)
-    yield from name_problem("data.order", data.order, ORDERS)
+    yield from _name("data.format", data.format, FORMATS)
+    yield from _name("data.order", data.order, ORDERS)
     if data.weights and len(data.weights) != len(data.sources):
         yield f"data.weights has {len(data.weights)} numbers for {len(data.sources)} data.sources"
     if any(not 0 < weight < math.inf for weight in data.weights) or sum(data.weights) == math.inf:
@@ -296,7 +300,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     yield from _computed({"training.lr": training.lr, "training.eps": training.eps})
     if not 0 <= training.min_lr_ratio <= 1:
         yield f"training.min_lr_ratio must be from 0 to 1, got {training.min_lr_ratio}"
-    yield from name_problem("training.schedule", training.schedule, SCHEDULES)
+    yield from _name("training.schedule", training.schedule, SCHEDULES)
     if not 0 <= training.decay_steps <= steps:
         yield f"training.decay_steps must be from 0 to run.steps ({steps}), got {training.decay_steps}"
     yield from _at_least(
@@ -305,7 +309,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     if not 0 <= training.warmup_steps <= steps:
         yield f"training.warmup_steps must be from 0 to run.steps ({steps}), got {training.warmup_steps}"
     for key in ("optimizer", "adapter_optimizer"):
-        yield from name_problem(f"training.{key}", getattr(training, key), tuple(OPTIMIZERS))
+        yield from _name(f"training.{key}", getattr(training, key), tuple(OPTIMIZERS))
     if training.muon_iterations not in MUON_ITERATIONS:
         yield f"training.muon_iterations must be 3, 4 or 5, got {training.muon_iterations}"
     for key in ("momentum", "beta1", "beta2"):
@@ -316,12 +320,12 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
             yield f"training.{key} must be a finite number of at least 0, got {getattr(training, key)}"
         elif getattr(training, key) > 0:
             yield from _computed({f"training.{key}": getattr(training, key)})
-    yield from name_problem("training.precision", training.precision, PRECISIONS)
-    yield from name_problem("training.compute", training.compute, COMPUTES)
-    yield from name_problem("training.weight_gradients", training.weight_gradients, COMPUTES)
-    yield from name_problem("training.weights", training.weights, WEIGHTS)
-    yield from name_problem("training.gradients", training.gradients, STORES)
-    yield from name_problem("training.moments", training.moments, tuple(MOMENT_FORMS))
+    yield from _name("training.precision", training.precision, PRECISIONS)
+    yield from _name("training.compute", training.compute, COMPUTES)
+    yield from _name("training.weight_gradients", training.weight_gradients, COMPUTES)
+    yield from _name("training.weights", training.weights, WEIGHTS)
+    yield from _name("training.gradients", training.gradients, STORES)
+    yield from _name("training.moments", training.moments, tuple(MOMENT_FORMS))
     if training.weights == "bfloat16" and (training.precision, training.moments) != ("bfloat16", "fp8"):
         yield (
             'training.weights = "bfloat16" needs training.precision = "bfloat16" and training.moments = '
@@ -361,11 +365,11 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
     yield from _computed({"lora.alpha": lora.alpha})
     if not 0 <= lora.dropout < 1:
         yield f"lora.dropout must be at least 0 and below 1, got {lora.dropout}"
-    yield from name_problem("lora.base", lora.base, FORMS)
+    yield from _name("lora.base", lora.base, FORMS)
     if not list(_model(config.model, config.data.tokenizer)):
         known = projections(config.model)
         for name in lora.targets:
-            yield from name_problem("lora.targets", name, known)
+            yield from _name("lora.targets", name, known)
         adapted = targets(config.model, lora)
         yield from FAMILIES[config.model.family].adapter_problems(config.model, adapted, lora.dropout)
         if len(set(lora.targets)) < len(lora.targets):
@@ -378,7 +382,7 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
 def _pipeline(config: RunConfig) -> Iterator[str]:
     pipeline, layers = config.pipeline, config.model.layers
     yield from (
-        *name_problem("pipeline.head", pipeline.head, HEADS),
+        *_name("pipeline.head", pipeline.head, HEADS),
         *unplaceable(pipeline, _head_first(config)),
     )
     wrong = list(_at_least(1, {"pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks}))
@@ -566,7 +570,7 @@ def _telemetry(telemetry: TelemetrySection) -> Iterator[str]:
         yield f"telemetry.trace: {error}"
     yield from _at_least(1, {"telemetry.trace_mb": telemetry.trace_mb})
     for logger in telemetry.loggers:
-        yield from name_problem("telemetry.loggers", logger, LOGGERS)
+        yield from _name("telemetry.loggers", logger, LOGGERS)
 
 
 def _computed(values: dict[str, float]) -> Iterator[str]:
@@ -582,3 +586,54 @@ def _at_least(least: int, values: dict[str, int]) -> Iterator[str]:
     for name, value in values.items():
         if value < least:
             yield f"{name} must be at least {least}, got {value}"
+
+
+def _name(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
+    if value not in known:
+        yield f"{key} {value!r} is unknown{nearest(value, known)}"
+
+
+def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str]:
+    unknown = list(_name("storage.preset", storage.preset, tuple(PRESETS)))
+    yield from unknown
+    known = not unknown
+    for kind, forms in KINDS.items():
+        wrong = list(_name(f"storage.{kind}", getattr(storage, kind), (FROM_PRESET, *forms)))
+        yield from wrong
+        known = known and not wrong
+    if not known:
+        return
+    yield from _allowed(storage)
+    chosen = configured(storage)
+    if chosen.attention == RECOMPUTE != chosen.attention_output and chosen.norm_input != AS_COMPUTED:
+        yield (
+            f"storage.attention recompute with storage.attention_output {chosen.attention_output} mixes "
+            "queries computed from packed norm inputs with results of others: recompute both, or neither"
+        )
+    if storage.bits_by_stage and not {"4", "5", "6", "8"} & {chosen.norm_input, chosen.ffn_input}:
+        yield (
+            "storage.bits_by_stage chooses the bits of norm and FFN inputs, but neither is kept in 4 to 8 "
+            "bits: set storage.preset to agoq or compact"
+        )
+    if storage.bits_by_stage and pipeline.window == "auto":
+        yield (
+            "storage.bits_by_stage needs pipeline.window to be a number: the bits belong to what a run's "
+            'weights follow from, and "auto" is measured'
+        )
+
+
+def _allowed(storage: StorageSection) -> Iterator[str]:
+    try:
+        forms = allowed_forms(storage)
+    except ConfigError as error:
+        yield str(error)
+        return
+    base = configured(storage)
+    for kind in dict.fromkeys(kind for kind, _ in forms):
+        if getattr(base, kind) == RECOMPUTE:
+            yield f"storage.allow names {kind}, which storage.{kind} = recompute does not store at all"
+    choices = prod(1 + len({f for k, f in forms if k == kind} - {getattr(base, kind)}) for kind in KINDS)
+    if choices > MOST_STORAGES:
+        yield f"storage.allow gives {choices} choices a stage, of at most {MOST_STORAGES}: name fewer"
+    if forms and storage.bits_by_stage:
+        yield "storage.allow and storage.bits_by_stage both choose a stage's bits: set one of them"

@@ -29,13 +29,17 @@ from node.view.explain import explain, text_plan
 from node.view.first_run import MUON_RATE, MUON_WIDTHS, RATES, TOKENS_A_PARAMETER, Text, first_run, run_file
 from node.view.machine_speed import measured_machine
 from node.view.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines_for, parse_machine
-from node.view.pace import ACKNOWLEDGED, REACHED, acknowledgements, lines_of, simulated
 from node.view.totals import (
+    ACKNOWLEDGED,
     MOST_PASSES,
+    REACHED,
+    acknowledgements,
     better_codecs,
     codec_advice,
+    lines_of,
     machine_bytes,
     order_advice,
+    simulated,
     snapshots_need,
     totals,
 )
