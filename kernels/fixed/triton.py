@@ -306,8 +306,6 @@ def encode_many(
     *,
     bits: int,
     record: int,
-    launch: Launch = FIXED_ENCODE,
-    finish: Launch = FIXED_FINISH,
 ) -> None:
     """Encode every row of x, fp32 `[n, C]` with n below 2**16, as a tensor of its own (see `encode`).
 
@@ -317,8 +315,9 @@ def encode_many(
         planes: as `scales`.
         exponents: int32 `[n]`.
     """
-    rows = Rows(x)
-    _encode(rows, scales, planes, exponents, bits, launch, finish, rows=x.shape[0], record=record)
+    _encode(
+        Rows(x), scales, planes, exponents, bits, FIXED_ENCODE, FIXED_FINISH, rows=x.shape[0], record=record
+    )
 
 
 def _encode(

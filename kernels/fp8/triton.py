@@ -94,8 +94,6 @@ def momentum_step(
     mean: Moment,
     momentum: float,
     clip_coefficient: float,
-    rows: int = ROWS,
-    warps: int = WARPS,
 ) -> Tensor:
     """See `kernels.fp8.reference.momentum_step`."""
     if isinstance(gradient, Fp8Gradient):
@@ -105,7 +103,7 @@ def momentum_step(
     n = mean.codes.numel()
     count = blocks(n)
     after = torch.empty(n, dtype=torch.float32, device=mean.codes.device)
-    _momentum[(triton.cdiv(count, rows),)](
+    _momentum[(triton.cdiv(count, ROWS),)](
         codes,
         exponents,
         mean.codes,
@@ -117,8 +115,8 @@ def momentum_step(
         clip_coefficient,
         momentum,
         PACKED=isinstance(gradient, Fp8Gradient),
-        ROWS=rows,
-        num_warps=warps,
+        ROWS=ROWS,
+        num_warps=WARPS,
         enable_fp_fusion=False,
     )
     return after

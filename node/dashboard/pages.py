@@ -45,18 +45,6 @@ CERTIFICATE_LIFETIME = timedelta(days=365)
 # ---- beside a coordinator
 
 
-def read_past(
-    directory: Path, end: int | None = None, cancelled: Callable[[], bool] = lambda: False
-) -> RunViewBuilder:
-    """A view builder with the events of earlier coordinators of the run in `directory`. Raises RunError.
-
-    Args:
-        end: the position at which this coordinator's history begins.
-        cancelled: checked between events; if it returns True, reading stops.
-    """
-    return read_view(directory, end, cancelled)[0]
-
-
 @contextlib.asynccontextmanager
 async def reading_past(directory: Path, end: int, feed: Feed) -> AsyncIterator[None]:
     """Read the history up to position `end` on a thread, and put it before `feed`'s events.
@@ -67,7 +55,7 @@ async def reading_past(directory: Path, end: int, feed: Feed) -> AsyncIterator[N
 
     async def read() -> None:
         try:
-            past = await asyncio.to_thread(read_past, directory, end, over.is_set)
+            past, _ = await asyncio.to_thread(read_view, directory, end, over.is_set)
         except RunError as error:
             log.warning("%s; the page shows only what happens from now on", error)
             past = RunViewBuilder()

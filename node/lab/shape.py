@@ -78,11 +78,7 @@ def uniform(rate: str, rtt_ms: float, wires: int) -> Shape:
     link = LinkShape(up_mbit=float(up), down_mbit=float(down if slash else up), rtt_ms=rtt_ms)
     if not (0 < link.up_mbit < 1e6 and 0 < link.down_mbit < 1e6 and 0 <= rtt_ms <= 10_000):
         raise ValueError(f"{rate!r} and {rtt_ms} ms are no rate and round trip")
-    return Shape(label=f"{rate}{delay_label(rtt_ms)}", links=(link,) * wires)
-
-
-def delay_label(rtt_ms: float) -> str:
-    return f" + {rtt_ms:g} ms" if rtt_ms else ""
+    return Shape(label=f"{rate} + {rtt_ms:g} ms" if rtt_ms else rate, links=(link,) * wires)
 
 
 def burst_bytes(mbit: float) -> int:

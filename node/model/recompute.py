@@ -83,7 +83,7 @@ class _Again:
             return tensor
 
         try:
-            with saved_tensors_hooks(pack, _itself), torch.enable_grad(), self._autocast():
+            with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad(), self._autocast():
                 self._run(x)
         except _Enough:
             return
@@ -112,10 +112,6 @@ def _unpack(saved: _Saved) -> Tensor:
         saved.again.run()
     tensor, saved.tensor = saved.tensor, None
     assert tensor is not None
-    return tensor
-
-
-def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 

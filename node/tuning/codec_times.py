@@ -1,6 +1,6 @@
 """How long a node takes to pack with the codecs that a plan chooses from. All functions are pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from wire.codecs.formats import codec_format, ladder
@@ -15,12 +15,10 @@ def of_gradients(name: str) -> str:
 def to_time(min_bits: float) -> tuple[str, ...]:
     """The codecs to time so that a node's packing time with any of the run's is known: the two ends of each
     family."""
-    codecs = []
-    for name in (name for rung in ladder(min_bits) for name in dict.fromkeys((rung, of_gradients(rung)))):
-        codecs.append(name)
     by_family: dict[str, list[str]] = {}
-    for name in codecs:
-        by_family.setdefault(codec_format(name).family, []).append(name)
+    for rung in ladder(min_bits):
+        for name in dict.fromkeys((rung, of_gradients(rung))):
+            by_family.setdefault(codec_format(name).family, []).append(name)
     return tuple(dict.fromkeys(name for names in by_family.values() for name in (names[0], names[-1])))
 
 
@@ -53,10 +51,8 @@ def slowest_packing(nodes: Sequence[PackingTimes]) -> PackingTimes:
     """The slowest times of nodes that have the same codecs, codec by codec."""
     if len(nodes) == 1:
         return nodes[0]
-    names = sorted({times.codec for node in nodes for times in node.times})
-    return PackingTimes(tuple(_slowest(name, [node.of(name) for node in nodes]) for name in names))
-
-
-def _slowest(name: str, times: Iterable[tuple[float, float]]) -> CodecTime:
-    pack, unpack = map(max, zip(*times, strict=True))
-    return CodecTime(codec=name, pack=pack, unpack=unpack)
+    slowest = []
+    for name in sorted({times.codec for node in nodes for times in node.times}):
+        pack, unpack = map(max, zip(*(node.of(name) for node in nodes), strict=True))
+        slowest.append(CodecTime(codec=name, pack=pack, unpack=unpack))
+    return PackingTimes(tuple(slowest))

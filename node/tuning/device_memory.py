@@ -400,13 +400,10 @@ class Share:
             size = packed_bytes((tokens, width), bits)
         return 2 * size // self._devices.tensor_parallel
 
-    def past_gradients(self) -> int:
-        """The gradients of a sample's keys and values in one block, in float32; 0 without slices."""
-        return 2 * 4 * self._sample_keys()
-
-    def past_joined(self) -> int:
-        """A sample's concatenated keys and values of the block at work; 0 without slices."""
-        return 2 * self._element * self._sample_keys()
+    def past_work(self, blocks: int) -> int:
+        """The gradients of a sample's keys and values in these blocks, in float32, and concatenated keys and
+        values of the block at work; 0 without slices."""
+        return 2 * (4 * blocks + self._element) * self._sample_keys()
 
     def _sample_keys(self) -> int:
         """The elements of a microbatch's keys in one block; 0 without slices."""

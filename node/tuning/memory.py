@@ -279,7 +279,7 @@ def _estimate(
             # A graph's forward holds its intermediate tensors, inputs and outputs.
             kept += in_flight * (share.feed_forward_at_work() + 4 * share.residual)
             kept += by_chunk[-1] * share.head_keeps() if HEAD in units else 0
-        kept += sum(map(is_block, units)) * share.past_gradients() + share.past_joined()
+        kept += share.past_work(sum(map(is_block, units)))
         # A step's new samples wait besides the cache. A snapshot's copy is added to both.
         last = share.block_work(units)
         # When other blocks are at work, the last block's tensors are freed.

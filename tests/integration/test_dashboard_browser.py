@@ -22,10 +22,10 @@ import pytest
 from node.coordinator.store import Store
 from node.dashboard.feed import Feed
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
-from node.dashboard.pages import read_past
 from node.dashboard.server import Page, serve_page
 from node.telemetry import events
 from node.telemetry.history import read_history
+from node.view.checkpoint import read_view
 from node.view.view_builder import RunViewBuilder
 from tests.support.browser import Browser, chromium
 from tests.support.browser import Page as Tab
@@ -52,7 +52,7 @@ SCREENS = {
 async def recorded(directory: Path, *, port: int = 0, **kind: Any) -> AsyncIterator[tuple[str, Feed]]:
     """The address of the page of an invented run, and what feeds it. `port` 0 is any free one."""
     write_run(directory, **kind)
-    feed = Feed(read_past(directory))
+    feed = Feed(read_view(directory)[0])
     async with serve_page(Page(feed=feed), "127.0.0.1", port) as bound:
         yield f"http://127.0.0.1:{bound}/", feed
 
@@ -323,7 +323,7 @@ async def test_a_page_comes_back_when_its_server_does(tmp_path: Path) -> None:
         await tab.wait_for("document.querySelector('#state').innerText === 'training, connection lost'")
         assert "No answer for" in await tab.text("#silence")
         append(tmp_path / "run", time.time(), recorded_step(269)[1])
-        feed = Feed(read_past(tmp_path / "run"))
+        feed = Feed(read_view(tmp_path / "run")[0])
         async with serve_page(Page(feed=feed), "127.0.0.1", port):
             await tab.wait_for("document.querySelector('#connection').className.includes('live')")
             await tab.wait_for("document.querySelector('#progress-text').innerText.includes('step 269 of')")
