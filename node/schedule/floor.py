@@ -131,9 +131,7 @@ class PipelineStep:
     gradient_bytes: float = 0.0
     """The same for its gradient."""
     links: tuple[LinkRate, ...] = ()
-    """`links[i]` joins stage i and stage i + 1. With `chunks` above 1 or a `head_share`, and three stages or
-    more, one more link joins the last stage (`up`: from it) and the first. Without links, transfers cost
-    nothing."""
+    """One for each pair of `joints`; `up` is from its first stage. Without links, transfers cost nothing."""
     interfaces: tuple[LinkRate, ...] = ()
     """Each stage's network interface, which all its links share. Without interfaces there is no such
     limit."""
@@ -153,15 +151,14 @@ class PipelineStep:
             ValueError: sizes do not agree, times are negative, or rates are not above 0.
         """
         stages, forward, backward = len(self.forward), self.forward, self.backward
-        ring = (self.chunks > 1 or self.head_share is not None) and stages > 2
-        joints = max(0, stages - 1) + ring
         if stages == 0 or len(backward) != stages or min(self.microbatches, self.chunks, self.slices) < 1:
             raise ValueError(
                 "give forward and backward for every stage, and at least 1 microbatch, chunk and slice"
             )
-        if self.links and len(self.links) != joints:
+        wanted = len(joints(stages, self.chunks, self.head_share))
+        if self.links and len(self.links) != wanted:
             raise ValueError(
-                f"{len(self.links)} links given; {stages} stages with {self.chunks} chunks have {joints}"
+                f"{len(self.links)} links given; {stages} stages with {self.chunks} chunks have {wanted}"
             )
         if self.interfaces and len(self.interfaces) != stages:
             raise ValueError(f"{len(self.interfaces)} interfaces given for {stages} stages")
@@ -190,6 +187,13 @@ class PipelineStep:
             binds=first.resource,
             microbatch_seconds=first.microbatch_seconds,
         )
+
+
+def joints(stages: int, chunks: int, head_share: float | None) -> list[tuple[int, int]]:
+    """The pairs of stages that a link joins: neighbours, and the last and the first of three or more with
+    several chunks or a head on the first."""
+    ring = (chunks > 1 or head_share is not None) and stages > 2
+    return [*((stage, stage + 1) for stage in range(stages - 1)), *[(stages - 1, 0)] * ring]
 
 
 def chunk_shares(stages: int, chunks: int, head_share: float | None = None) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from node.schedule.floor import LinkRate, Network, Resource, ResourceKind, chunk_shares
+from node.schedule.floor import LinkRate, Network, Resource, ResourceKind, chunk_shares, joints
 from node.schedule.schedule import Kind, held_activations, schedule
 from node.schedule.simulation import Timeline, simulate
 from node.telemetry.clock import TimeKind
@@ -112,16 +112,14 @@ def measured(
             latency=min(round_trips, default=0.0) / 2,
         )
 
-    joints = [(stage, stage + 1) for stage in range(stages - 1)]
-    if (chunks > 1 or head_share is not None) and stages > 2:
-        joints.append((stages - 1, 0))
-    links = tuple(link(low, high) for low, high in joints)
+    pairs = joints(stages, chunks, head_share)
+    links = tuple(link(low, high) for low, high in pairs)
 
     def line(stage: int) -> LinkRate:
         """The line's rate: at least that of each of its links, and at least what all of them carried in this
         step."""
-        ends = [(rate.up, rate.down) for rate, (low, _) in zip(links, joints, strict=True) if low == stage]
-        ends += [(rate.down, rate.up) for rate, (_, high) in zip(links, joints, strict=True) if high == stage]
+        ends = [(rate.up, rate.down) for rate, (low, _) in zip(links, pairs, strict=True) if low == stage]
+        ends += [(rate.down, rate.up) for rate, (_, high) in zip(links, pairs, strict=True) if high == stage]
         out = sum(flow.bytes for flow in costs.links if flow.source == stage) / costs.seconds
         received = sum(flow.bytes for flow in costs.links if flow.target == stage) / costs.seconds
         seen = line_of(stage)

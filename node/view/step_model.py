@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from node.schedule.floor import Floor, LinkRate, PipelineStep
+from node.schedule.floor import Floor, LinkRate, PipelineStep, joints
 from node.telemetry.clock import TimeKind
 from node.view.run_view import LinkView, RunView
 from wire.codecs.formats import codec_format
@@ -90,7 +90,7 @@ class StepModel(PipelineStep):
             activation_bytes=tensor_bytes("activation"),
             gradient_bytes=tensor_bytes("gradient"),
             links=_rates(
-                [link for link in view.links if link.source not in uploads], _joints(stages, chunks, share)
+                [link for link in view.links if link.source not in uploads], joints(stages, chunks, share)
             ),
             interfaces=tuple(
                 LinkRate(up=uploads[stage].capacity_mbit / 8e-6 if stage in uploads else math.inf)
@@ -236,14 +236,7 @@ def _slowness(
     )
 
 
-def _joints(stages: int, chunks: int, head_share: float | None) -> list[tuple[int, int]]:
-    """The pairs of stages that boundaries' links join, as for `PipelineStep`."""
-    joints = [(stage, stage + 1) for stage in range(stages - 1)]
-    ring = (chunks > 1 or head_share is not None) and stages > 2
-    return [*joints, (stages - 1, 0)] if ring else joints
-
-
-def _rates(links: Sequence[LinkView], joints: Sequence[tuple[int, int]]) -> tuple[LinkRate, ...]:
+def _rates(links: Sequence[LinkView], pairs: Sequence[tuple[int, int]]) -> tuple[LinkRate, ...]:
     by_pair = {(link.source, link.target): link for link in links}
 
     def rate(source: int, target: int) -> float:
@@ -256,7 +249,7 @@ def _rates(links: Sequence[LinkView], joints: Sequence[tuple[int, int]]) -> tupl
         return min(round_trips, default=0.0) / 2
 
     return tuple(
-        LinkRate(up=rate(low, high), down=rate(high, low), latency=latency(low, high)) for low, high in joints
+        LinkRate(up=rate(low, high), down=rate(high, low), latency=latency(low, high)) for low, high in pairs
     )
 
 
