@@ -33,27 +33,63 @@ CACHE_PREFIX = "activation_cache."
 """The prefix of a sample cache's tensors in a unit's state."""
 BFLOAT16 = "bfloat16"
 """The name of a dtype that numpy lacks. Arrays hold its bits as uint16."""
+
+
+def _letters(dtype: str) -> str:
+    """The name of a dtype in files."""
+    return dtype.upper().replace("UINT", "U").replace("INT", "I").replace("FLOAT", "F")
+
+
 _DTYPES = (
     *("bool", "uint8", "int8", "int16", "uint16", "float16", BFLOAT16, "int32", "uint32"),
     *("float32", "float64", "int64", "uint64"),
 )
 """The dtypes in the order of safetensors, the narrowest first."""
+_NAMES = {_letters(dtype): dtype for dtype in _DTYPES if dtype != BFLOAT16}
+"""The dtypes that numpy has, by their names in files."""
+MOST_HEAD_BYTES = 1 << 20
+"""A layer's head is shorter."""
 ALL, WEIGHTS = LASTS = ("all", "weights")
 """The values of `snapshots.last`."""
 _CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
 
 
 def read_tensors(data: bytes) -> dict[str, np.ndarray]:
-    """The tensors in a unit's file, by name.
+    """The tensors in a unit's file, by name. They are views of `data` if this version could have written it,
+    because to copy them would cost as much as to hash them.
 
     Raises:
         RunError: the data is not a safetensors file, or it is damaged.
     """
+    if (views := _views(data)) is not None:
+        return views
     try:
         return dict(load(data))
     except (SafetensorError, KeyError, ValueError, TypeError, OverflowError) as error:
         # A valid header may still name a dtype or a number of dimensions that numpy does not support.
         raise RunError(f"unit state of {len(data)} bytes cannot be read ({error})") from error
+
+
+def _views(data: bytes) -> dict[str, np.ndarray] | None:
+    """The tensors of a file whose head is exactly that of `LayerDigest`; None for any other file."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    try:
+        header = json.loads(data[8:start]) if start <= MOST_HEAD_BYTES else {}
+        layout = {name: (_NAMES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
+        sizes = [size for _, shape in layout.values() for size in shape]
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            return None
+        digest = LayerDigest(layout)
+        if digest.head != data[:start] or digest.bytes != len(data):
+            return None
+        tensors, at = {}, start
+        for name in digest.order:
+            dtype, shape = layout[name]
+            tensors[name] = np.ndarray(shape, dtype, data, at)
+            at += tensors[name].nbytes
+        return tensors
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return None  # safetensors says what is wrong
 
 
 def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -87,8 +123,7 @@ class LayerDigest:
             dtype, shape = layout[name]
             starts[name] = at
             size = (2 if dtype == BFLOAT16 else np.dtype(dtype).itemsize) * prod(shape)
-            letters = dtype.upper().replace("UINT", "U").replace("INT", "I").replace("FLOAT", "F")
-            header[name] = {"dtype": letters, "shape": shape, "data_offsets": (at, at + size)}
+            header[name] = {"dtype": _letters(dtype), "shape": shape, "data_offsets": (at, at + size)}
             at += size
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
