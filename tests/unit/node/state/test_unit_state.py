@@ -232,8 +232,8 @@ def test_a_checkpoints_weights_travel_in_bfloat16_where_that_holds_them() -> Non
 
 
 def test_a_files_tensors_are_read_in_place_and_as_safetensors_reads_them() -> None:
-    state = {"parameter.w": torch.rand(3, 5), "parameter.b": torch.rand(()), "parameter.none": torch.ones(0, 2)}
-    state |= {"exp_avg.w": torch.ones(15, dtype=torch.uint8), "step": torch.tensor(3)}
+    state = {"parameter.w": torch.rand(3, 5), "parameter.b": torch.rand(())}
+    state |= {"parameter.none": torch.ones(0, 2), "exp_avg.w": torch.ones(15, dtype=torch.uint8), "step": torch.tensor(3)}
     data = serialize_unit(state)
     found, expected = read_tensors(data), load(data)
     assert sorted(found) == sorted(expected)
@@ -245,7 +245,8 @@ def test_a_files_tensors_are_read_in_place_and_as_safetensors_reads_them() -> No
 def test_other_files_are_read_as_safetensors_reads_them_or_refused() -> None:
     data = serialize_unit({"a.w": torch.rand(2, 3), "step": torch.tensor(3)})
     start = 8 + int.from_bytes(data[:8], "little")
-    changed = [data[:at] + bytes([byte]) + data[at + 1 :] for at in range(start) for byte in b'\x00 "-1[,}\xff']
+    odd = b'\x00 "-1[,}\xff'
+    changed = [data[:at] + bytes([byte]) + data[at + 1 :] for at in range(start) for byte in odd]
     header = data[8:start].rstrip()
     for text in (b'{"a":1,' + header[1:], header.replace(b"[2,3]", b"[true,6]"), b"[" * 90000, b"[]", b"1"):
         changed.append(len(text).to_bytes(8, "little") + text + data[start:])
