@@ -59,9 +59,10 @@ class Disk:
             except DiskFullError as error:
                 if self._given_up.is_set():
                     raise
+                is_news = not self._full.is_set()
                 self._room.clear()
                 self._full.set()
-                if not reported:
+                if is_news:
                     reported = True
                     self._tell(f"paused: {error}; the run continues when there is space")
                 with contextlib.suppress(TimeoutError):

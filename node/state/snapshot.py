@@ -272,6 +272,8 @@ class SnapshotFolder:
         self._units = unit_names(config.model)
         self._entries: dict[int, dict[str, UnitEntry]] = {}
         self._lock = Lock()
+        for leftover in root.glob(".*.tmp"):
+            _remove(leftover)
 
     def get(self, step: int, unit: str, size: int) -> LayerFile:
         """See `SnapshotStore.get`. Raises the errors of `read_unit`."""
@@ -318,18 +320,36 @@ class SnapshotFolder:
             RunError: the disk is full or cannot be written. No partial file is left.
         """
         entry = checked or self.check(step, unit, LayerFile.of(data))[0]
+        written = self.write(step, entry, data)
+        try:
+            return self.place(step, entry, written)
+        finally:
+            written.unlink(missing_ok=True)
+
+    def write(self, step: int, entry: UnitEntry, data: bytes) -> Path:
+        """Write a unit's file durably under a temporary name, for `place`. Several may be written at a time.
+
+        It is in no snapshot's folder, so that one may be removed meanwhile. Raises RunError as `put` does.
+        """
+        with write_errors(snapshot_directory(self._root, step) / entry.file, len(data)):
+            return when_there_are_some(lambda: _write_temporary(self._root, entry.file, data, step))
+
+    def place(self, step: int, entry: UnitEntry, written: Path) -> Manifest | None:
+        """Move a unit's file from where `write` put it into the snapshot of `step`. Returns and raises what
+        `put` does."""
         directory = snapshot_directory(self._root, step)
         with self._lock:
             if (directory / MANIFEST_NAME).exists():
                 manifest = read_manifest(directory)
-                if manifest.entry(unit) == entry:
+                if manifest.entry(entry.unit) == entry:
                     return manifest
                 raise ProtocolViolationError(
-                    f"upload of unit {unit} differs from the complete snapshot in {directory}; refused"
+                    f"upload of unit {entry.unit} differs from the complete snapshot in {directory}; refused"
                 )
-            _write(directory / entry.file, data, step)
+            with write_errors(directory / entry.file, entry.bytes):
+                when_there_are_some(lambda: _move(written, directory / entry.file, step))
             entries = self._entries.setdefault(step, {})
-            entries[unit] = entry
+            entries[entry.unit] = entry
             if len(entries) < len(self._units):
                 return None
             units = [entries[unit] for unit in self._units]
@@ -414,20 +434,35 @@ def _write(path: Path, data: bytes, step: int) -> None:
 
 
 def _write_file(path: Path, data: bytes, step: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    temporary = Path(name)
+    temporary = _write_temporary(path.parent, path.name, data, step)
+    try:
+        _move(temporary, path, step)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_temporary(directory: Path, name: str, data: bytes, step: int) -> Path:
+    """Write a synced file under a temporary name."""
+    directory.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             points.reach(points.Phase.SNAPSHOT, at=points.At.WRITE, step=step)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        points.reach(points.Phase.SNAPSHOT, at=points.At.RENAME, step=step)
-        temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
+    return Path(temporary)
+
+
+def _move(temporary: Path, path: Path, step: int) -> None:
+    """Give a synced file its name. Creates the directory if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    points.reach(points.Phase.SNAPSHOT, at=points.At.RENAME, step=step)
+    temporary.replace(path)
     # Sync the rename, and the directory itself in case it is new.
     _sync_directory(path.parent)
     _sync_directory(path.parent.parent)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -127,15 +128,15 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
 ) -> None:
     """A node that ends while its last layer is being written has its call cancelled."""
     writing, go_on = threading.Event(), threading.Event()
-    put = SnapshotFolder.put
+    write = SnapshotFolder.write
 
-    def slow(writer: SnapshotFolder, step: int, unit: str, data: bytes, entry: UnitEntry) -> Manifest | None:
-        if unit == UNITS[-1]:
+    def slow(writer: SnapshotFolder, step: int, entry: UnitEntry, data: bytes) -> Path:
+        if entry.unit == UNITS[-1]:
             writing.set()
             assert go_on.wait(SECONDS)
-        return put(writer, step, unit, data, entry)
+        return write(writer, step, entry, data)
 
-    monkeypatch.setattr(SnapshotFolder, "put", slow)
+    monkeypatch.setattr(SnapshotFolder, "write", slow)
     async with desk_at(tmp_path) as (handler, told):
         made = files(0)
         await asked(handler, 4, made)
@@ -175,14 +176,14 @@ async def test_a_full_disk_pauses_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender does not have to wait; a snapshot is announced only when it is on disk."""
-    made, put, room = files(0), SnapshotFolder.put, threading.Event()
+    made, write, room = files(0), SnapshotFolder.write, threading.Event()
 
-    def full(writer: SnapshotFolder, step: int, unit: str, data: bytes, entry: UnitEntry) -> Manifest | None:
+    def full(writer: SnapshotFolder, step: int, entry: UnitEntry, data: bytes) -> Path:
         if not room.is_set():
             raise DiskFullError("disk full: head.safetensors needs 9 bytes")
-        return put(writer, step, unit, data, entry)
+        return write(writer, step, entry, data)
 
-    monkeypatch.setattr(SnapshotFolder, "put", full)
+    monkeypatch.setattr(SnapshotFolder, "write", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, made)
         for unit in UNITS:
@@ -198,13 +199,30 @@ async def test_a_full_disk_pauses_until_there_is_room(
         assert len(told.said) == 2, "that it pauses, and that it goes on"
 
 
+async def test_the_disk_takes_several_layers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, together, fsync = files(0), threading.Barrier(2, timeout=SECONDS / 2), os.fsync
+    at_once = iter(range(2))
+
+    def meet(file: int) -> None:
+        if next(at_once, None) is not None:
+            together.wait()
+        fsync(file)
+
+    async with desk_at(tmp_path) as (handler, told):
+        await asked(handler, 4, made)
+        monkeypatch.setattr(os, "fsync", meet)
+        await asyncio.gather(*(hand_in(handler, 4, unit, made[unit]) for unit in UNITS))
+        assert (await told.stored.get()).step == 4 and told.failed == []
+    assert list_snapshots(tmp_path / "snapshots") == (4,)
+
+
 async def test_a_run_that_ends_at_once_waits_for_no_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> Manifest | None:
+    def full(*_: object) -> Path:
         raise DiskFullError("disk full")
 
-    monkeypatch.setattr(SnapshotFolder, "put", full)
+    monkeypatch.setattr(SnapshotFolder, "write", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, files(0))
         await hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]])
@@ -319,13 +337,13 @@ async def test_an_unexpected_error_is_also_counted_for_its_sender(
 ) -> None:
     made = files(0)
 
-    def broken(*_: object) -> Manifest | None:
+    def broken(*_: object) -> Path:
         raise ZeroDivisionError("what nobody foresaw")
 
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, made)
         with monkeypatch.context() as patch:
-            patch.setattr(SnapshotFolder, "put", broken)
+            patch.setattr(SnapshotFolder, "write", broken)
             with pytest.raises(RunError, match=f"could not store layer {UNITS[0]} of step 4: see its log"):
                 await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         assert "Traceback" in caplog.text and "what nobody foresaw" in caplog.text
@@ -339,12 +357,12 @@ async def test_a_disk_error_ends_the_run_even_if_the_sender_has_left(
 ) -> None:
     writing, go_on = threading.Event(), threading.Event()
 
-    def full(*_: object) -> Manifest | None:
+    def full(*_: object) -> Path:
         writing.set()
         assert go_on.wait(SECONDS)
         raise RunError("the disk is full")
 
-    monkeypatch.setattr(SnapshotFolder, "put", full)
+    monkeypatch.setattr(SnapshotFolder, "write", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, files(0))
         sender = asyncio.create_task(hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]]))
@@ -356,6 +374,8 @@ async def test_a_disk_error_ends_the_run_even_if_the_sender_has_left(
         go_on.set()
         with pytest.raises(RunError, match="the disk is full"):
             await again
+        while len(told.failed) < 2:  # noqa: ASYNC110 - the first sender is gone
+            await asyncio.sleep(0)
         assert told.failed == ["the disk is full"] * 2
 
 

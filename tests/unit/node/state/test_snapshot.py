@@ -300,7 +300,7 @@ def test_files_wait_until_there_are_descriptors(tmp_path: Path, monkeypatch: pyt
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("a file, not a directory")
     writer = SnapshotFolder(tmp_path / "root", CONFIG, "run-1")
-    with pytest.raises(RunError, match=r"cannot write .*head.safetensors \(Not a directory\)"):
+    with pytest.raises(RunError, match=r"cannot write .*head.safetensors \(File exists\)"):
         put(writer, 1, "head", unit_states()["head"])
 
 
