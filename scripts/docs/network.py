@@ -3,6 +3,8 @@
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from node.lab.reach import doctor_table, reach_table
@@ -15,7 +17,8 @@ from scripts.report import RESULTS, markdown
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
 REACH = RESULTS / "reach.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
-STATE_RATES = RESULTS / "state_rates.json"
+STATE_RATES, STATE_DISK = RESULTS / "state_rates.json", RESULTS / "state_disk.json"
+LINK_FLOOR = RESULTS / "link_floor.json"
 FAST, LINKS = RESULTS / "pipeline_fast.json", RESULTS / "links.json"
 LINK_PAIRS = RESULTS / "link_pairs.json"
 GOAL = 0.9
@@ -246,6 +249,23 @@ def _link_cost(links: dict[str, Any]) -> str:
     )
 
 
+def link_floor() -> str:
+    """A link beside gRPC alone (scripts/bench/links.py --floor)."""
+    report = read_report(LINK_FLOOR)
+    key = "processor_seconds_a_gb"
+    both = list(zip(report["runs"]["now"], report["runs"]["grpc"], strict=True))
+    times = sorted(link[key] / alone[key] for link, alone in both)
+    link, alone = (report["median"][name][key] for name in ("now", "grpc"))
+    size = report["median"]["now"]["frame_bytes"] / 1024
+    return (
+        f"On {spaced(report['hardware'])} that other programs loaded, a link takes {link:.2f} processor "
+        f"seconds a GB with frames of {size:.0f} KiB, and gRPC alone {alone:.2f} with messages as long, with TLS and "
+        f"without a front: {statistics.median(times):.2f} times, {times[0]:.2f} to {times[-1]:.2f} in "
+        f"{len(both)} pairs. Splices take {report['median']['now']['carrier_seconds_a_gb']:.2f} of it, event "
+        f"loops {report['median']['now']['MainThread_seconds_a_gb']:.2f}. Commit {commit(report)}."
+    )
+
+
 def _forced_ratio(pairs: dict[str, Any]) -> float:
     """The same of frames of 4 MiB over those of 1 MiB, whatever the line carries."""
     forced = pairs["frames_at_any_rate"]
@@ -260,9 +280,9 @@ def _pair_ratio(pairs: dict[str, Any]) -> float:
     return statistics.median(now[key] / before[key] for now, before in both)
 
 
-def state_rates() -> str:
+def state_rates(path: Path = STATE_RATES) -> str:
     """How long nodes wait for a state, and an operator for the model (scripts/bench/state_rates.py)."""
-    report = read_report(STATE_RATES)
+    report = read_report(path)
     pairs = report["pairs"]
 
     def row(what: str, key: str) -> list[str]:
@@ -289,6 +309,8 @@ def state_rates() -> str:
 
 TABLES: Tables = {
     **if_recorded(STATE_RATES, "state_rates", state_rates),
+    **if_recorded(STATE_DISK, "state_disk", partial(state_rates, STATE_DISK)),
+    **if_recorded(LINK_FLOOR, "link_floor", link_floor),
     **if_recorded(SMALL_STEPS, "small_steps", small_steps),
     **if_recorded(FAST, "fast_lines", fast_lines),
     "reach": reach,
