@@ -256,13 +256,15 @@ def link_floor() -> str:
     both = list(zip(report["runs"]["now"], report["runs"]["grpc"], strict=True))
     times = sorted(link[key] / alone[key] for link, alone in both)
     link, alone = (report["median"][name][key] for name in ("now", "grpc"))
-    size = report["median"]["now"]["frame_bytes"] / 1024
+    cost = report["median"]["now"]
+    splices, loops = (cost[f"{name}_seconds_a_gb"] for name in ("carrier", "MainThread"))
+    size = cost["frame_bytes"] / 1024
     return (
         f"On {spaced(report['hardware'])} that other programs loaded, a link takes {link:.2f} processor "
-        f"seconds a GB with frames of {size:.0f} KiB, and gRPC alone {alone:.2f} with messages as long, with TLS and "
-        f"without a front: {statistics.median(times):.2f} times, {times[0]:.2f} to {times[-1]:.2f} in "
-        f"{len(both)} pairs. Splices take {report['median']['now']['carrier_seconds_a_gb']:.2f} of it, event "
-        f"loops {report['median']['now']['MainThread_seconds_a_gb']:.2f}. Commit {commit(report)}."
+        f"seconds a GB with frames of {size:.0f} KiB, and gRPC alone {alone:.2f} with messages as long, with "
+        f"TLS and without a front: {statistics.median(times):.2f} times, {times[0]:.2f} to {times[-1]:.2f} "
+        f"in {len(both)} pairs. Splices take {splices:.2f} of it, event loops {loops:.2f}. "
+        f"Commit {commit(report)}."
     )
 
 
