@@ -41,7 +41,7 @@ def merged_parameters(
             form = frozen_form(lora, spec, in_block=is_block(unit))
             values = FrozenWeight(values, values.device, form, spec.experts).dense(torch.float32)
         if f"{path}.{UP}" in adapters:
-            down, up = (torch.from_numpy(adapters[f"{path}.{kind}"]) for kind in (DOWN, UP))
+            down, up = (torch.from_numpy(adapters[f"{path}.{kind}"].copy()) for kind in (DOWN, UP))
             values = merged(values, down, up, lora, spec.experts)
         parameters[name] = values.numpy()
     return parameters
