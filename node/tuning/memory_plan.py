@@ -433,13 +433,10 @@ class PlannedStage:
 
     def best(self, memory_bytes: int) -> MemoryPlan | None:
         """The plan that adds the least time in this much memory; None if none fits."""
-        program, windows = self._program(memory_bytes), sorted({0, max(self.blocks)}.union(*self._windows))
-        solutions = filter(None, (solve(program, window) for window in windows))
-        plans = (
-            self.plan(self.order(found.blocks), memory_bytes, state=Moved(*found.state))
-            for found in solutions
-        )
-        return min(plans, key=lambda plan: plan.added, default=None)
+        solution = solve(self._program(memory_bytes))
+        if solution is None:
+            return None
+        return self.plan(self.order(solution.blocks), memory_bytes, state=Moved(*solution.state))
 
     def order(self, counts: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
         """A choice for every block. `counts` says for each chunk how many of its blocks take each column."""

@@ -12,9 +12,6 @@ block's tensors out from the end of its forward; they must be out when the next 
 backward begins. They return from the beginning of the backward of the next moved block above, or of the
 chunk. So a copy can hide behind the compute of as many blocks as lie between two moved ones: its *window*.
 Only the head follows the last block of a chunk.
-
-The program is solved once for each window. One that chose the window and the last block itself made a
-microbatch at most 1.1 % shorter (scripts/results/network.md).
 """
 
 from collections.abc import Sequence
@@ -228,13 +225,8 @@ class Counts:
     """For each kind of state, how many parts move."""
 
 
-def solve(program: Program, window: int) -> Counts | None:
-    """The counts that add the least time in the given memory; None if nothing fits.
-
-    Args:
-        window: as in `CopyClock.within`, for all chunks; 0 if all blocks may move. In a chunk with no more
-            blocks than this, only inputs of blocks that run again move.
-    """
+def solve(program: Program) -> Counts | None:
+    """The counts that add the least time in the given memory; None if nothing fits."""
     # scipy takes a while to load, and most nodes keep everything.
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -250,7 +242,10 @@ def solve(program: Program, window: int) -> Counts | None:
     moves = runs_again + chunks
     state = moves + states
     coming, working, left, waits_forward, waits_back = range(state + states, state + states + 5)
+    between = [_BetweenUses(program, chunk) for chunk in range(chunks)]
     count = waits_back + 1
+    for each in between:
+        count = each.number(count)
     rows: list[tuple[dict[int, float], float, float]] = []
 
     def limit(terms: dict[int, float], most: float) -> None:
@@ -324,23 +319,13 @@ def solve(program: Program, window: int) -> Counts | None:
     limit(forward_in | {waits_forward: -1.0}, program.forward / second)
     limit(back_in | {waits_back: -1.0}, program.backward / second)
     limit(back_out | {waits_back: -1.0}, program.backward / second)
-    # How long passes wait for copies of single blocks, as in `CopyClock.waits`.
-    waiting: tuple[dict[int, float], dict[int, float]] = {}, {}
-    for chunk, (blocks, clock) in enumerate(zip(program.blocks, program.clocks, strict=True)):
-        between: dict[int, float] = {}
-        for k, column in enumerate(columns):
-            at = chunk * width + k
-            each = clock.again(column.moved) if column.again else clock.within(column.moved, max(1, window))
-            waiting[0][at], waiting[1][at] = each.forward / second, each.backward / second
-            if column.again:
-                between[at] = float(window < blocks or column.moved > 0)
-            elif column.moved:
-                between[at] = float(window)
-        if window and blocks:
-            # After each moved block there are as many others as the window has, and one more in the chunk.
-            limit(between, blocks - 1)
-    for waits, terms in zip((waits_forward, waits_back), waiting, strict=True):
-        limit(terms | {waits: -1.0}, 0)
+    for each in between:
+        rows += each.rows(second)
+    for waits, own_waits in (
+        (waits_forward, [each.forward for each in between if each.matters]),
+        (waits_back, [each.backward for each in between if each.matters]),
+    ):
+        limit(dict.fromkeys(own_waits, 1.0) | {waits: -1.0}, 0)
     cost = np.zeros(count)
     for chunk in range(chunks):
         for k, column in enumerate(columns):
@@ -356,6 +341,9 @@ def solve(program: Program, window: int) -> Counts | None:
     high = np.full(count, np.inf)
     high[used:state] = 1
     high[state : state + states] = [move.most for move in program.state]
+    for each in between:
+        whole[list(each.yes_or_no)] = 1
+        high[[*each.yes_or_no, *each.last.values()]] = 1
     result = milp(
         cost,
         constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
@@ -370,6 +358,87 @@ def solve(program: Program, window: int) -> Counts | None:
         blocks=tuple(tuple(counts[chunk * width : (chunk + 1) * width]) for chunk in range(chunks)),
         state=tuple(round(value) for value in result.x[state:coming]),
     )
+
+
+class _BetweenUses:
+    """The variables and rows for how long one chunk's passes wait, as in `CopyClock.waits`: which window its
+    blocks have, and which column its last block takes if all of them move."""
+
+    def __init__(self, program: Program, chunk: int) -> None:
+        columns = program.columns
+        self._clock, self._blocks = program.clocks[chunk], program.blocks[chunk]
+        self._columns = {chunk * len(columns) + k: column for k, column in enumerate(columns)}
+        self._again = [at for at, column in self._columns.items() if column.again and column.moved]
+        self._moving = [at for at, column in self._columns.items() if not column.again and column.moved]
+        sizes = [self._columns[at].moved for at in self._moving]
+        self._windows = self._clock.windows(sizes, self._blocks)
+        self.matters = bool(self._again or self._moving)
+        self.forward = self.backward = -1
+        """The variables for the seconds that the passes wait."""
+        self._none = self._end = -1
+        self._of_window: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        """For the variable of each column: the variable for whether the last block takes it, if all blocks
+        move."""
+        self.yes_or_no: tuple[int, ...] = ()
+
+    def number(self, first: int) -> int:
+        """Take variables from `first` on and return the next free one."""
+        if not self.matters:
+            return first
+        self.forward, self.backward, self._none, self._end = range(first, first + 4)
+        self._of_window = {window: first + 4 + k for k, window in enumerate(self._windows)}
+        first += 4 + len(self._windows)
+        self.last = {at: first + k for k, at in enumerate((*self._moving, *self._again))}
+        chosen = [self._none, self._end, *self._of_window.values()]
+        # For a block that runs again, the last block's wait is exact only if this variable is 0 or 1.
+        self.yes_or_no = (*chosen, *(self.last[at] for at in self._again))
+        return first + len(self.last)
+
+    def rows(self, second: float) -> list[tuple[dict[int, float], float, float]]:
+        """The rows as (coefficients, lower bound, upper bound). Seconds are in units of `second`."""
+        if not self.matters:
+            return []
+        blocks, least = float(self._blocks), -np.inf
+        rows: list[tuple[dict[int, float], float, float]] = []
+        ways = (self._none, self._end, *self._of_window.values())
+        rows.append((dict.fromkeys(ways, 1.0), 1.0, 1.0))
+        # Nothing moves, except inputs of blocks that run again below a block that does not move.
+        rows.append((dict.fromkeys(self._moving, 1.0) | {self._none: blocks}, least, blocks))
+        rows.append((dict.fromkeys(self._again, 1.0) | {self._none: 1.0}, least, blocks))
+        # Between two moved blocks, and after the last one, there are as many blocks as the window has.
+        runs_again = {at: 1.0 for at, column in self._columns.items() if column.again}
+        for window, chosen in self._of_window.items():
+            much = window * blocks + 1
+            terms = runs_again | dict.fromkeys(self._moving, float(window)) | {chosen: much}
+            rows.append((terms, least, blocks - 1 + much))
+        rows.append((dict.fromkeys(self.last.values(), 1.0) | {self._end: -1.0}, 0.0, 0.0))
+        for at, last in self.last.items():
+            rows.append(({last: blocks if at in self._again else 1.0, at: -1.0}, least, 0.0))
+        for pick, waits in ((_forward, self.forward), (_backward, self.backward)):
+            again = {at: pick(self._clock.again(self._columns[at].moved)) / second for at in self._again}
+            rows.append((again | {waits: -1.0}, least, 0.0))
+            for window, chosen in ((1, self._end), *self._of_window.items()):
+                moving = {
+                    at: pick(self._clock.within(self._columns[at].moved, window)) / second
+                    for at in self._moving
+                }
+                much = blocks * max(moving.values(), default=0.0)
+                terms = again | moving | {waits: -1.0, chosen: much}
+                if chosen == self._end:
+                    for at, last in self.last.items():
+                        own = self._clock.last(self._columns[at].moved, again=at in self._again)
+                        terms[last] = pick(own) / second
+                rows.append((terms, least, much))
+        return rows
+
+
+def _forward(waits: Waits) -> float:
+    return waits.forward
+
+
+def _backward(waits: Waits) -> float:
+    return waits.backward
 
 
 def spread(columns: Sequence[Column], counts: Sequence[int]) -> list[int]:
