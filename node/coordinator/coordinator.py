@@ -319,17 +319,22 @@ class Coordinator:
     def _use_costs(self, number: int, costs: events.StepCosts) -> None:
         """Plan windows and codecs and share groups by the costs of steps, unless their epoch is over."""
         epoch, members = self._machine.epoch, self._machine.members
+        if epoch is None or epoch.number != number:
+            return
         steps = range(costs.step - costs.steps, costs.step)
-        if epoch is None or epoch.number != number or any(map(epoch.was_uneven, steps)):
-            return  # some rows compute more, or less, than their groups
+        length, slices = self.config.microbatches // self.config.pipeline.groups, slices_of(self.config)
+        if any(map(epoch.was_uneven, steps)):
+            # Some rows compute more, or less, than their groups: plans need other steps.
+            if len(steps) == 1 and (counts := epoch.computed(steps[0])):
+                uneven = group_seconds(costs, counts, length, slices)
+                self._post(lambda _now: self._machine.uneven_speeds(uneven))
+            return
         nodes = [members[node].offer for node in epoch.hosts]
         mean = mean_step(costs) if self._planners else costs
         for planner in self._planners:
             planner.step_done(epoch, nodes, mean)
         if epoch.rows > 1:
-            length = self.config.microbatches // self.config.pipeline.groups
-            groups = [len(own) for own in epoch.groups]
-            seconds = group_seconds(costs, groups, length, slices_of(self.config))
+            seconds = group_seconds(costs, [len(own) for own in epoch.groups], length, slices)
             self._post(lambda now: self._machine.row_speeds(seconds, costs.seconds / len(steps), now))
 
     def _use_lines(self, number: int, lines: Lines, seconds: float) -> None:

@@ -12,7 +12,7 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 
 import functools
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -243,8 +243,8 @@ class Epoch:
         """What is audited in the current step."""
         self._has_digests = False
         """Whether votes for the current step have digests. This does not change if a death ends its audit."""
-        self._uneven: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
-        """The newest steps in which rows computed other groups than they were placed with."""
+        self._uneven: dict[int, Sequence[int]] = {}
+        """The newest steps in which rows computed other groups than they were placed with: as `computed`."""
         self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
         self._known_losses: dict[int, float] = {}
@@ -461,7 +461,7 @@ class Epoch:
             self.audit = self._rules.auditor.draw(self.step, groups, self.kinds, new)
         self._has_digests = self.audit is not None or self._rules.auditor.is_on
         if self.audit is not None or self.fresh or len(self.whole_rows) < self.rows:
-            self._uneven.append(self.step)
+            self._note_uneven()
         return [*map(self._filled, seated), *self._tell_work()]
 
     def apply(self) -> list[Action]:
@@ -860,6 +860,20 @@ class Epoch:
         """Whether rows computed other groups than they were placed with in this one of the newest steps."""
         return step in self._uneven
 
+    def computed(self, step: int) -> Sequence[int]:
+        """How many groups each row computed in a committed step that `was_uneven`; 0 for rows that had other
+        nodes before. Empty for steps long ago."""
+        return self._uneven.get(step, ())
+
+    def _counts(self) -> tuple[int, ...]:
+        """As `computed`, for the step that runs."""
+        entered, audit = {seat.row for seat in self._late}, self.audit
+        counts = [0] * self.rows
+        for row in self.whole_rows:
+            if row not in entered and not self._shared.has_lost(row):
+                counts[row] = len(self.groups_of(row)) + len(() if audit is None else audit.extra(row))
+        return tuple(counts)
+
     @property
     def has_more_auditors(self) -> bool:
         """Whether a row that has not computed the audited group could."""
@@ -1009,7 +1023,9 @@ class Epoch:
 
     def _note_uneven(self) -> None:
         if self.step not in self._uneven:
-            self._uneven.append(self.step)
+            self._uneven[self.step] = ()
+            if len(self._uneven) > REMEMBERED_AUDITS:
+                del self._uneven[min(self._uneven)]
 
     def applied(self, node_id: str, step: int) -> list[Action]:
         if step != self.step or not self._all_answered(node_id, Phase.APPLYING):
@@ -1120,6 +1136,8 @@ class Epoch:
             self._rules.scales.committed(self.step, skipped=clip == SKIPPED)
         self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, lineage=self.lineage)
         self.phase = Phase.APPLYING
+        if self.step in self._uneven:
+            self._uneven[self.step] = self._counts()
         self._answered.clear()
         return RecordCommit(
             epoch=self.number,

@@ -195,6 +195,10 @@ class StepGroups:
         """Whether a group waits that a row may take."""
         return any(group not in self._had.get(row, ()) for group in self.waiting)
 
+    def has_lost(self, row: int) -> bool:
+        """Whether a row has lost groups in the step."""
+        return row in self._had
+
     def can_give(self, rows: Collection[int], lost: Iterable[int] = ()) -> bool:
         """Whether these rows may compute all groups that wait, and those of `lost`."""
         return all(
@@ -246,6 +250,9 @@ class GroupSharing:
     def __init__(self, groups: int) -> None:
         self._times: dict[str, deque[float]] = {}
         """Seconds of each node for a group, in the newest steps."""
+        self._uneven: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        """Seconds for a group in the newest steps in which rows computed other groups than they were placed
+        with; the median of all nodes."""
         self._steps: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         """Seconds of the newest steps with the current sharing."""
         self._groups = groups
@@ -274,6 +281,18 @@ class GroupSharing:
         """The seconds that a node usually takes per group; None if they are not known yet."""
         times = self._times.get(node, ())
         return median(times) if len(times) >= LEAST_STEPS else None
+
+    def measured_unevenly(self, seconds: Mapping[str, float]) -> None:
+        """Record what some nodes took per group in a step in which rows computed other groups than placed."""
+        if seconds:
+            self._uneven.append(median(seconds.values()))
+
+    def estimate(self, node: str) -> float | None:
+        """As `seconds`, or what nodes take in uneven steps. Where seats change in nearly every step, nothing
+        else may be known."""
+        if (own := self.seconds(node)) is not None or not self._uneven:
+            return own
+        return median(self._uneven)
 
     def groups_for(self, hosts: Sequence[str], *, rows: int, now: float) -> Groups:
         """The sharing for the epoch that begins; as before while another gains little."""

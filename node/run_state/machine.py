@@ -127,7 +127,7 @@ class RunMachine:
             auditor=auditor,
             scales=past.scales,
             unlabelled=plan.unlabelled,
-            group_seconds=self._sharing.seconds,
+            group_seconds=self._sharing.estimate,
         )
         self._epochs = EpochSeries(rules, last_number=past.last_epoch, committed=past.committed)
         self._storages = plan.storages(past.storages, plan.stage_bytes)
@@ -421,6 +421,12 @@ class RunMachine:
     def row_speeds(self, seconds: Mapping[str, float], step_seconds: float, now: float) -> list[Action]:
         """Record the measured seconds of nodes per gradient group, in a step that took `step_seconds`."""
         self._sharing.measured(seconds, step_seconds, now)
+        return []
+
+    def uneven_speeds(self, seconds: Mapping[str, float]) -> list[Action]:
+        """Record the measured seconds per gradient group of nodes whose rows computed other groups than they
+        were placed with."""
+        self._sharing.measured_unevenly(seconds)
         return []
 
     def save(self) -> list[Action]:

@@ -37,7 +37,7 @@ def group_seconds(costs: StepCosts, groups: Sequence[int], length: int, slices: 
     there are several steps, it is their mean.
 
     Args:
-        groups: the number of groups of each row.
+        groups: the number of groups of each row; 0 for a row that is left out.
         length: the microbatches of a group.
         slices: the slices of each microbatch.
     """
@@ -45,6 +45,8 @@ def group_seconds(costs: StepCosts, groups: Sequence[int], length: int, slices: 
     by_node = {}
     stages = Counter(stage.replica for stage in costs.stages)
     for stage in costs.stages:
+        if not groups[stage.replica]:
+            continue
         spent = max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))
         # A row fills and drains once, however many groups it has.
         fill = (stages[stage.replica] - 1) / slices

@@ -269,9 +269,8 @@ class Churn:
                 case RecordRestored() if action.step < self.committed:
                     self.rolled_back += self.committed - action.step
                     self.committed = action.step
-                case StepDone() if (epoch := self.machine.epoch) and not epoch.was_uneven(action.step):
-                    speeds = dict.fromkeys(action.nodes, self.case.group)
-                    self.at(self.now, partial(self._measured, speeds))
+                case StepDone() if epoch := self.machine.epoch:
+                    self._measure(epoch, action)
                 case SeatLost():
                     self.lost += 1
                 case SeatFilled():
@@ -281,8 +280,17 @@ class Churn:
                 case _:
                     pass
 
-    def _measured(self, speeds: dict[str, float]) -> None:
-        self._happen(lambda: self.machine.row_speeds(speeds, self.case.step, self.now))
+    def _measure(self, epoch: Epoch, done: StepDone) -> None:
+        """What nodes took for a group is known from steps in which their rows stayed as they were."""
+        counts, happens = epoch.computed(done.step), self._happen
+        if not epoch.was_uneven(done.step):
+            speeds = dict.fromkeys(done.nodes, self.case.group)
+            tell = partial(self.machine.row_speeds, speeds, self.case.step, self.now)
+        else:
+            rows = [row for row, count in enumerate(counts) if count]
+            speeds = {node: self.case.group for row in rows for node in epoch.row(row) if node in done.nodes}
+            tell = partial(self.machine.uneven_speeds, speeds)
+        self.at(self.now, lambda: happens(tell))
 
     def _store(self, step: int) -> None:
         self._happen(lambda: self.machine.snapshot_stored(step, self.now))

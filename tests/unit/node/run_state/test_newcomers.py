@@ -282,6 +282,20 @@ def test_a_node_of_a_broken_row_makes_another_one_whole_within_the_step() -> Non
     assert (run.epoch, run.epoch.step) == (epoch, 2) and epoch.whole_rows == [0, 2]
 
 
+def test_where_seats_change_in_every_step_groups_wait_by_what_uneven_steps_took() -> None:
+    run = Driver(stages=2, groups=12, every=EVERY, steps=200, follows=True).started("abcdef", 1)
+    epoch = run.epoch
+    run.die("a")
+    assert not epoch.waits, "how long a group takes is not known"
+    run.all_vote()
+    assert epoch.was_uneven(1) and epoch.computed(1) == (0, 6, 6)
+    assert run.machine.uneven_speeds({"c": 6.0, "d": 7.0, "e": 6.0, "f": 6.0}) == []
+    run.all_applied()
+    assert epoch.step == 2 and epoch.whole_rows == [1, 2]
+    assert (epoch.groups_of(1), epoch.groups_of(2)) == ((0, 1), (6, 7)) and epoch.waits
+    assert epoch.computed(7) == (), "it has not been"
+
+
 def test_an_epoch_begins_with_the_empty_seats_of_broken_rows() -> None:
     run = Driver(stages=2, groups=4, every=EVERY, steps=200, follows=True).started("abcdef", 1)
     run.die("a")

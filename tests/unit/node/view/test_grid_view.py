@@ -89,6 +89,7 @@ def test_costs_are_taken_apart_by_row() -> None:
     assert up == down == (16.0, 8.0, 16.0, 8.0)
     seconds = group_seconds(one, [3, 1], 2)
     assert seconds[NODES[0]] == pytest.approx(2 / 7) and seconds[NODES[2]] == pytest.approx(0.6 * 2 / 3)
+    assert {*group_seconds(one, [0, 1], 2)} == {*NODES[2:]}
     assert Place(0, 1) < Place(1, 0)
 
 
