@@ -113,6 +113,23 @@ Runs that ought to be equal ({", ".join(UNCOMPRESSED)}, another seed) lie up to 
 {steps["pass"]:.0f} million tokens, so that smaller differences there mean nothing."""
 
 
+def mixture_words() -> str:
+    """The suite `mixture` of scripts/experiments/convergence.py."""
+    report = read_report(RESULTS / "mixture_loss.json")
+    plain, coded = report["runs"]
+    model = report["mixture_model"]
+    change = 100 * (coded["loss_valid"] / plain["loss_valid"] - 1)
+    return (
+        f"A mixture of {model['experts']} experts, of which a token has {model['experts_per_token']}, with "
+        f"{model['layers']} layers of width {model['hidden']} and experts of {model['ffn']}, trained on "
+        f"{plain['steps'] * report['tokens_a_step'] / 1e6:.0f} million tokens: held-out loss "
+        f"{plain['loss_valid']:.4f} without codecs, {coded['loss_valid']:.4f} ({change:+.2f} %) with "
+        f"`{coded['forward']}`/`{coded['backward']}` at three boundaries, one seed each. "
+        f"{report['hardware']}, torch {report['versions']['torch']}, "
+        f"commit {commits(report, report['runs'])}."
+    )
+
+
 def spread(losses: list[float]) -> str:
     """How far the largest lies above the smallest."""
     return f"{100 * (max(losses) / min(losses) - 1):.2f} %"
@@ -166,4 +183,5 @@ TABLES: Tables = {
     "convergence": convergence,
     "convergence_words": convergence_words,
     "convergence_memory": convergence_memory,
+    "mixture_words": mixture_words,
 }

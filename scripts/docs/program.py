@@ -23,7 +23,8 @@ from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
 MANY_NODES = RESULTS / "many_nodes.json"
-MEMBER_COSTS, MEMBER_DEATHS = RESULTS / "member_costs.json", RESULTS / "member_deaths.json"
+MEMBER_COSTS = RESULTS / "member_costs.json"
+MEMBER_DEATHS = RESULTS / "member_deaths.json", RESULTS / "member_deaths_thousand.json"
 SIZED_SHAPE = (4, 1024, 1024)
 
 
@@ -191,27 +192,36 @@ def many_nodes() -> str:
 
 def member_deaths() -> str:
     """Rows of light members that die and come back, at steps of real length (scripts/bench/many_nodes.py)."""
-    report = read_report(MEMBER_DEATHS)
-    churn = report["churn"]
-    alive = churn["left_alive"] + churn["replaced_alive"]
+    reports = [read_report(path) for path in MEMBER_DEATHS]
+    runs = [report["churn"] for report in reports]
     rows = [
-        ["deaths, and in a step", f"{churn['deaths']}, {churn['deaths_a_step']:.1f}"],
-        ["steps committed, aborted", f"{churn['steps']}, {churn['aborted']}"],
-        ["goodput", f"{churn['goodput']:.2f}"],
-        ["seats that became empty, that were filled", f"{churn['seats_lost']}, {churn['seats_filled']}"],
-        ["members evicted for it", str(churn["evicted"])],
-        ["members that nobody killed and that left or lost their stage", str(alive)],
-        ["processor seconds of the coordinator in a second", f"{churn['cpu_share']:.2f}"],
+        ["deaths, and in a step", *(f"{run['deaths']}, {run['deaths_a_step']:.1f}" for run in runs)],
+        ["steps committed, aborted", *(f"{run['steps']}, {run['aborted']}" for run in runs)],
+        ["goodput", *(f"{run['goodput']:.2f}" for run in runs)],
+        [
+            "seats that became empty, that were filled",
+            *(f"{run['seats_lost']}, {run['seats_filled']}" for run in runs),
+        ],
+        ["members evicted for it", *(str(run["evicted"]) for run in runs)],
+        [
+            "members that nobody killed and that left or lost their stage",
+            *(str(run["left_alive"] + run["replaced_alive"]) for run in runs),
+        ],
+        ["processor seconds of the coordinator in a second", *(f"{run['cpu_share']:.2f}" for run in runs)],
+    ]
+    cases = [
+        f"{report['nodes']:,} members, {report['stages']} stages in {report['rows']} rows, "
+        f"{report['groups']} groups, for {run['minutes']:g} min: {spaced(report['hardware'])}, "
+        f"load {report['load_after']:.0f}, Python {report['python']}, commit {commit(report)}."
+        for report, run in zip(reports, runs, strict=True)
     ]
     caption = (
-        f"{report['nodes']:,} members, {report['stages']} stages in {report['rows']} rows, "
-        f"{report['groups']} groups; {churn['share_a_minute']:.0%} die a minute for {churn['minutes']:g} min "
-        "and are back after "
-        f"{churn['back_seconds']:g} s. A step takes {churn['calm_step_seconds']:.1f} s without deaths, and a "
-        f"state as long to fetch. {spaced(report['hardware'])}, load {report['load_after']:.0f}, Python "
-        f"{report['python']}, commit {commit(report)}."
+        f"{runs[0]['share_a_minute']:.0%} die a minute and are back after {runs[0]['back_seconds']:g} s. "
+        f"A step takes {runs[0]['calm_step_seconds']:.1f} s without deaths, and a state as long to fetch. "
+        f"{' '.join(cases)}"
     )
-    return f"{markdown([('what', 'left'), ('measured', 'right')], rows)}\n\n{fill(caption, 118)}"
+    columns = [("what", "left"), *((f"{report['stages']} x {report['rows']}", "right") for report in reports)]
+    return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
 
 
 def member_costs() -> str:
@@ -246,5 +256,5 @@ TABLES: Tables = {
     "trellis_constants": trellis_constants,
     **if_recorded(MANY_NODES, "many_nodes", many_nodes),
     **if_recorded(MEMBER_COSTS, "member_costs", member_costs),
-    **if_recorded(MEMBER_DEATHS, "member_deaths", member_deaths),
+    "member_deaths": member_deaths,
 }
