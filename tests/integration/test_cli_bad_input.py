@@ -69,7 +69,7 @@ def damage_model(run: Run) -> None:
     [
         (damage_model, [], "2000 bytes"),
         (remove_run_file, [], "run.toml"),
-        (remove_text, [], "{text}; set [data]"),
+        (remove_text, [], "no file or folder {text}"),
         (empty_text, [], "no text in {text}"),
         (short_text, [], "18 tokens"),
         (binary_text, [], "{text} is not UTF-8 text"),

@@ -104,6 +104,7 @@ def test_a_model_answers_as_it_was_taught(
         for command in written(GUIDE):
             if command[0] in LOOKS and "--tasks" not in command:
                 values = {"RUN_DIR": start[3], "OTHER_RUN_DIR": start[3], "RUN.toml": name, "50": "last"}
+                values["other.txt"] = "check.jsonl"
                 once = ["--once"] if command[0] == "top" else []
                 assert main([*(values.get(word, word) for word in command), *once]) == 0, command
         capsys.readouterr()

@@ -86,7 +86,7 @@ def test_the_standard_library_is_cut_at_its_limit(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    refused(tmp_path / "none.txt", "no file or folder .*none.txt; set .* data.path=PATH after the command")
+    refused(tmp_path / "none.txt", "no file or folder .*none.txt; .* data.path=PATH after the command")
     refused(Path("hf://datasets/owner/name"), "is an address: download")
     (tmp_path / "empty.txt").write_text(" \n")
     refused(tmp_path / "empty.txt", "no text in .*empty.txt")
