@@ -110,13 +110,13 @@ def check_trace(trace: dict[str, Any], run_dir: Path) -> None:
         "receive from 2",
     } == {name for (stage, _), name in names.items() if stage == 1}
 
-    # Lanes never overlap.
+    # What one thread does never overlap. Tensors are packed and unpacked by the compute thread and beside it.
     lanes = defaultdict(list)
     for event in events_by_phase["X"]:
         assert (event["pid"], event["tid"]) in names
         assert event["dur"] >= 0 and event["ts"] >= 0
         lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for spans in lanes.values():
+    for spans in (spans for lane, spans in lanes.items() if names[lane] not in ("encode", "decode")):
         spans.sort()
         assert all(later[0] >= earlier[1] - MICROSECOND for earlier, later in pairwise(spans))
 
