@@ -138,6 +138,9 @@ class EpochTask:
         self._commands: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
         self._links: Mapping[Peer, Link] = {}
         self._early = EarlyTensors(services.executor.comes)
+        self._asked: tuple[object, ...] | None = None
+        """What the newest work was made of, which is needed when a `Begin` comes and when it is used."""
+        self._asked_work: StepWork
         self._open = contextlib.AsyncExitStack()
         self._links_open = False
         """Whether this node has begun to open its links."""
@@ -539,10 +542,14 @@ class EpochTask:
 
     def _work(self, begin: Begin) -> StepWork:
         """Raises ValueError if the groups are not shared among the rows."""
-        absent, late = (
-            [row for row, stage in seats if stage == self.stage] for seats in (begin.absent, begin.late)
-        )
-        return self._share.work(begin.portions, absent, late)
+        asked = self._share, begin.portions, begin.absent, begin.late
+        if self._asked != asked:
+            absent, late = (
+                [row for row, stage in seats if stage == self.stage] for seats in (begin.absent, begin.late)
+            )
+            self._asked_work = self._share.work(begin.portions, absent, late)
+            self._asked = asked
+        return self._asked_work
 
     async def _with_samples(self, change: StepChange) -> StepChange:
         """The change, with the samples of groups that the row has not yet computed in this step."""

@@ -143,7 +143,7 @@ def original_file(name: str, file: str) -> bytes | None:
 
 def original_config(model: ModelSection) -> dict[str, Any] | None:
     """The `config.json` of the checkpoint that a run started from. None if it is not on this machine, or if
-    it describes another model by now, of which a warning tells. Raises DataError if it cannot be read."""
+    it describes another model now; then a warning is logged. Raises DataError if it cannot be read."""
     if (content := original_file(model.from_, CONFIG)) is None:
         return None
     try:
