@@ -139,6 +139,7 @@ def look_at(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert Path(traced["file"]).parent == first
     compared = ask("compare", str(first), str(second))
     assert compared["config"]["pipeline.forward_codec"] == ["fp32", "tah"]
+    assert compared["config"]["pipeline.window"] == ["auto", 0]
     bits = compared["bits"]["activation"]
     assert bits[0] > 5 * bits[1]
     assert min(compared["steps"]) >= 15
@@ -210,7 +211,6 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     assert sum(path.stat().st_size for path in runs.rglob("*") if path.is_file()) < 2 * 300_000
     assert {line["kind"] for line in lines} == {"warmup", "measured"}
     assert most_in_flight(runs / tah["run"], tah) == 2
-    assert most_in_flight(runs / fp32["run"], fp32) > 2
     look_at(runs / fp32["run"], runs / tah["run"], capsys)
 
     assert main(["lab", "table", str(out / "results.json")]) == 0
