@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from http import HTTPStatus
@@ -36,10 +37,16 @@ IGNORED: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "suffix": ("",),
+    "text": ({"format": {"type": "text"}},),
+    "background": (False,),
     "tool_choice": ("auto",),
-    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
+    **dict.fromkeys(
+        ("functions", "function_call", "audio", "web_search_options", "previous_response_id"), ()
+    ),
 }
-"""Fields that the server ignores, with the values that ask for nothing else than it does."""
+"""Fields that the server ignores or does not carry out as OpenAI does, with the values that ask for nothing
+else than it does."""
 NUMBERS: Mapping[str, tuple[type, float, float]] = {
     "max_tokens": (int, 1, 10**9),
     "max_completion_tokens": (int, 1, 10**9),
@@ -79,6 +86,8 @@ def served(body: dict[str, Any], path: str) -> dict[str, Any]:
         body["messages"] = [_message(each) for each in (messages if isinstance(messages, list) else ())]
         if not body["messages"]:
             raise UserError(MESSAGES)
+    elif isinstance(items := body.get("input"), list):
+        body["input"] = [_as_trained(item) if isinstance(item, dict) else item for item in items]
     return body
 
 
@@ -89,7 +98,12 @@ def _message(message: Any) -> dict[str, Any]:
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise UserError(f"a message's content must be text, got {shortened(repr(part))}")
-    return {name: value for name, value in message.items() if value is not None}
+    return _as_trained({name: value for name, value in message.items() if value is not None})
+
+
+def _as_trained(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the role under which templates read it, and under which the model was trained."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,6 +133,83 @@ def until_client_leaves(generate: Callable[..., Awaitable[Any]]) -> Callable[...
         return await generate(manager, model, processor, {**inputs, **stop}, *rest, **named)
 
     return within
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop sequence in it."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def _stops(config: Any) -> list[str]:
+    given = config.stop_strings
+    return [given] if isinstance(given, str) else list(given or ())
+
+
+def without_stop(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A manager's `generate_non_streaming` whose text ends before a stop sequence, as at OpenAI."""
+
+    @wraps(generate)
+    async def cut(manager: Any, model: Any, processor: Any, inputs: Any, config: Any, **named: Any) -> Any:
+        text, *rest = await generate(manager, model, processor, inputs, config, **named)
+        return (before_stop(text, _stops(config)), *rest)
+
+    return cut
+
+
+def streamed_without_stop(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """A manager's `generate_streaming` whose text ends before a stop sequence."""
+
+    @wraps(generate)
+    def cut(manager: Any, model: Any, processor: Any, inputs: Any, config: Any, **named: Any) -> Any:
+        queue, streamer = generate(manager, model, processor, inputs, config, **named)
+        stops = _stops(config)
+        return (BeforeStop(queue, stops) if stops else queue), streamer
+
+    return cut
+
+
+class BeforeStop:
+    """The pieces of text and other items of a queue, without the first stop sequence and the text behind it.
+
+    A piece's end that may be the beginning of a stop sequence waits for the next piece.
+    """
+
+    def __init__(self, queue: "asyncio.Queue[Any]", stops: Sequence[str]) -> None:
+        self._queue, self._stops = queue, stops
+        self._ready: deque[Any] = deque()
+        self._held = ""
+        self._stopped = False
+
+    async def get(self) -> Any:
+        while not self._ready:
+            self._take(await self._queue.get())
+        return self._ready.popleft()
+
+    def get_nowait(self) -> Any:
+        while not self._ready:
+            self._take(self._queue.get_nowait())
+        return self._ready.popleft()
+
+    def _take(self, item: Any) -> None:
+        if type(item) is not str:  # reasoning, a tool call, an error or the end
+            self._put(len(self._held))
+            self._ready.append(item)
+        elif not self._stopped:
+            self._held += item
+            text = before_stop(self._held, self._stops)
+            self._stopped = text != self._held
+            begun = (
+                size
+                for size in range(len(text), 0, -1)
+                if any(stop.startswith(text[-size:]) for stop in self._stops)
+            )
+            self._put(len(text) - (0 if self._stopped else next(begun, 0)))
+            self._held = "" if self._stopped else self._held
+
+    def _put(self, size: int) -> None:
+        if size:
+            self._ready.append(self._held[:size])
+        self._held = self._held[size:]
 
 
 def checked(app: App, host: str) -> App:
@@ -196,8 +287,10 @@ def main() -> None:
     with contextlib.suppress(ImportError):  # the first versions of transformers 5 have no such manager
         from transformers.cli.serving.utils import GenerateManager
 
-        whole = until_client_leaves(GenerateManager.generate_non_streaming)
+        whole = without_stop(until_client_leaves(GenerateManager.generate_non_streaming))
         GenerateManager.generate_non_streaming = whole  # type: ignore[assignment, method-assign]
+        pieces = streamed_without_stop(GenerateManager.generate_streaming)
+        GenerateManager.generate_streaming = pieces  # type: ignore[method-assign]
     transformers()  # type: ignore[no-untyped-call]
 
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from node.cli.model_server import CLIENT, MOST_BYTES, bounded, checked, served, until_client_leaves
+from node.cli.model_server import (
+    CLIENT,
+    MOST_BYTES,
+    bounded,
+    checked,
+    served,
+    streamed_without_stop,
+    until_client_leaves,
+    without_stop,
+)
 from wire.errors import UserError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -60,6 +69,10 @@ def failing(error: Exception) -> Any:
         "response_format": ({"type": "json_object"},),
         "presence_penalty": (0.5,),
         "functions": ([],),
+        "suffix": ("b",),
+        "previous_response_id": ("resp_1",),
+        "background": (True,),
+        "text": ({"format": {"type": "json_schema", "name": "a", "schema": {}}},),
         "max_tokens": (0, -1, 1.5, "9", True, 10**12),
         "temperature": (-0.1, "hot", float("nan"), float("inf")),
         "seed": (-1, 2**64),
@@ -86,6 +99,55 @@ def test_other_fields_are_served(body: dict[str, Any], becomes: dict[str, Any] |
     message = {**USER, "tool_calls": None, "content": [{"type": "text", "text": "a"}]}
     (kept,) = served({**body, "messages": [message]}, CHAT)["messages"]
     assert kept.keys() == {"role", "content"}
+
+
+def test_a_developer_speaks_as_the_system_does() -> None:
+    """Templates know no such role; OpenAI's clients send it for models that think."""
+    messages = [{"role": "developer", "content": "Be brief."}, USER]
+    roles = ["system", "user"]
+    assert [each["role"] for each in served({"messages": messages}, CHAT)["messages"]] == roles
+    assert [each["role"] for each in served({"input": messages}, "/v1/responses")["input"]] == roles
+    assert served({"input": "Hi", "text": {"format": {"type": "text"}}}, "/v1/responses")["input"] == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "text"),
+    [
+        (None, ["one ", "END"], "one END"),
+        ("END", ["one ", "E", "N", "D", " two"], "one "),
+        (["END", "wo"], ["one two END"], "one t"),
+        (["END", "ENDED"], ["one EN", "ED", "ING"], "one ENEDING"),
+        (["\n"], ["one", "\ntwo", "\nthree"], "one"),
+        (["aab"], ["aa", "ab", "c"], "a"),
+        (["END"], ["one EN"], "one EN"),
+        (["one"], ["one two"], ""),
+    ],
+)
+def test_an_answer_ends_before_a_stop_sequence(stops: Any, pieces: list[str], text: str) -> None:
+    config = SimpleNamespace(stop_strings=stops)
+
+    async def whole(*_: Any, **__: Any) -> tuple[str, int, list[int]]:
+        return "".join(pieces), 3, [1]
+
+    def begun(*_: Any, **__: Any) -> tuple[asyncio.Queue[Any], str]:
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        for piece in [*pieces, None]:
+            queue.put_nowait(piece)
+        return queue, "streamer"
+
+    async def answers() -> None:
+        arguments = (None, None, None, {}, config)
+        assert await without_stop(whole)(*arguments, request_id="a") == (text, 3, [1])
+        queue, streamer = streamed_without_stop(begun)(*arguments, request_id="a")
+        assert streamer == "streamer"
+        read = [await queue.get()]
+        while read[-1] is not None:
+            read.append(queue.get_nowait())
+        assert "".join(read[:-1]) == text
+        with pytest.raises(asyncio.QueueEmpty):
+            queue.get_nowait()
+
+    asyncio.run(answers())
 
 
 @pytest.mark.parametrize(
