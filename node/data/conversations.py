@@ -54,8 +54,9 @@ SYSTEMS = ("system", "system_prompt", "system_message")
 """Columns that may hold a system prompt."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns with media that the messages are about."""
-TAGS = ("label", "kto_tag")
-"""Columns that say, with false (of CSV: "False"), that people rejected the answer (KTO's format)."""
+TAGS = {"label": ("false",), "kto_tag": ("false", "0", "0.0")}
+"""Columns that say that people rejected the answer (KTO's format), each with the values that say it, in lower
+case. A number as a label may be a class."""
 TRAINED = ("weight", "train", "training", "loss", "loss_mask", "trainable")
 """Keys by which a message says, with 0 or false, that it has no labels."""
 DETAIL = "train_detail"
@@ -129,7 +130,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     """
     if any(row.get(name) for name in MEDIA):
         raise Dropped("images, video or sound")
-    if any(str(row.get(name)).strip().lower() == "false" for name in TAGS):
+    if any(str(row.get(name)).strip().lower() in rejects for name, rejects in TAGS.items()):
         raise Dropped("an answer that its label rejects")
     try:
         messages = [dict(message) for message in _messages_of(row, place)]
