@@ -23,7 +23,12 @@ from wire.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
+SPLITS = frozenset(
+    (
+        *("train", "training", "validation", "valid", "val", "dev"),
+        *("eval", "evaluation", "test", "testing", "holdout", "hold-out", "heldout", "held-out"),
+    )
+)
 """Names of splits."""
 DATA_CARD = "readme.md"
 """The page that describes the rows beside it, and may name their parts."""
