@@ -104,7 +104,14 @@ _PARQUET_SEAM = b"PAR1PAR1"
 """The end of a parquet file and the beginning of another."""
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _SPACE = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder()
+
+
+def _constant(name: str) -> float | None:
+    """A number that JSON does not have. pandas writes NaN for a field that a row does not have."""
+    return None if name == "NaN" else float(name)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant)
 _TEXT_TYPE = re.compile(
     r"null|(?:dictionary<values=)?(?:large_)?(?:string|binary)(?:_view)?(?:, .*>)?|fixed_size_binary\[.*"
 )
@@ -758,7 +765,7 @@ def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
         place = f"{extent.path} {unit} {at}"
         try:
             # Decoded here, because `json` takes bytes with zeros for UTF-16.
-            yield place, json.loads(line.decode("utf-8-sig", "surrogatepass"))
+            yield place, _DECODER.decode(line.decode("utf-8-sig", "surrogatepass"))
         except (ValueError, RecursionError) as error:
             zeros = "; it holds zero bytes: write the file again, in UTF-8" if b"\0" in line else ""
             raise DataError(f"{place} is not JSON ({error}); expected one object{zeros}") from error
@@ -945,6 +952,8 @@ def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterat
                 )
             try:
                 value = _value(column, number)
+                if value != value:  # NaN, as in JSON
+                    value = None
                 if data.format == "chat" and name in MEDIA:
                     row[name] = bool(value)
                     continue

@@ -705,6 +705,23 @@ def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
             load_data(config_of(tmp_path / "b.jsonl", order=order))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_a_number_that_is_none_counts_as_null(tmp_path: Path, kind: str) -> None:
+    """pandas writes NaN for a field that a row does not have."""
+    nan = float("nan")
+    rows = [{"instruction": "How warm?", "input": nan, "output": "Seven.", "text": "a"}] * 5
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    else:
+        rows.append({**rows[0], "text": nan})
+        text = json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"a.{kind}").write_text(text)
+        assert texts_of(tmp_path / f"a.{kind}") == [b"a"] * 5
+    (shard,) = list_source(str(tmp_path / f"a.{kind}")).shards
+    for _, row in read_rows(shard, DataSection(format="chat"), skips=False):
+        assert isinstance(row, dict) and row["input"] is None
+
+
 def test_tokens_are_made_again_when_an_input_changes(tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "a.jsonl", write_tokenizer(tmp_path / "tokenizer")
     path.write_bytes(jsonl(ROWS))
