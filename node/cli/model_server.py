@@ -20,6 +20,7 @@ from http import HTTPStatus
 from typing import Any
 
 from node.dashboard.operator import host_name, is_loopback
+from node.data.conversations import SYSTEM, TOOL, order_results
 from wire.errors import UserError, shortened
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ def served(body: dict[str, Any], path: str) -> dict[str, Any]:
         body["messages"] = [_message(each) for each in (messages if isinstance(messages, list) else ())]
         if not body["messages"]:
             raise UserError(MESSAGES)
+        results = [at for at, message in enumerate(body["messages"]) if message["role"] == TOOL]
+        order_results(body["messages"], results)
     elif isinstance(items := body.get("input"), list):
         body["input"] = [_as_trained(item) if isinstance(item, dict) else item for item in items]
     return body
@@ -103,7 +106,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 def _as_trained(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the role under which templates read it, and under which the model was trained."""
-    return {**message, "role": "system"} if message.get("role") == "developer" else message
+    return {**message, "role": SYSTEM} if message.get("role") == "developer" else message
 
 
 def bounded(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,7 +57,8 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 TAGS = {"label": ("false",), "kto_tag": ("false", "0", "0.0")}
 """Columns that say that people rejected the answer (KTO's format), each with the values that say it, in lower
 case. A number as a label may be a class."""
-TRAINED = ("weight", "train", "training", "loss", "loss_mask", "trainable")
+WEIGHTS = ("weight", "loss_weight")
+TRAINED = (*WEIGHTS, "train", "training", "loss", "loss_mask", "trainable")
 """Keys by which a message says, with 0 or false, that it has no labels."""
 DETAIL = "train_detail"
 """The key with which a message gives labels to some of its characters (axolotl's format)."""
@@ -162,6 +163,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
             if counts:
                 trained.append(len(converted))
         converted.append(_message(message, role, forms, waiting))
+    order_results(converted, results)
     if forms.short_ids:
         _shorten_ids(converted, results)
     if not answers:
@@ -275,7 +277,7 @@ def _counts(message: Message) -> bool:
         if value in (0, 1):
             del message[key]
             counts = counts and bool(value)
-        elif key == "weight" and value is not None:
+        elif key in WEIGHTS and value is not None:
             raise Dropped("a weight other than 0 and 1")
     if message.get(DETAIL):
         raise Dropped("labels for parts of a message")
@@ -400,6 +402,24 @@ def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
         yield {"id": waiting[-1], "type": "function", "function": function}
 
 
+def order_results(messages: list[Message], results: Sequence[int]) -> None:
+    """Put the results that follow several calls, which are the messages of these indices, in the order of the
+    calls. Most templates write no ids, so that a result answers the call at its place."""
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            continue
+        places = {str(call["id"]): place for place, call in enumerate(calls) if "id" in call}
+        start = stop = index + 1
+        while stop in results:
+            stop += 1
+        names = [str(result.get("tool_call_id")) for result in messages[start:stop]]
+        if places.keys() >= set(names):
+            messages[start:stop] = sorted(
+                messages[start:stop], key=lambda result: places[str(result.get("tool_call_id"))]
+            )
+
+
 def _shorten_ids(messages: Sequence[Message], results: Sequence[int]) -> None:
     """Number the calls, and let their results, which are the messages of these indices, follow."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -408,11 +428,16 @@ def _shorten_ids(messages: Sequence[Message], results: Sequence[int]) -> None:
     if all(isinstance(name, str) and _SHORT_ID.fullmatch(name) for name in given):
         return
     names = [f"call{number:05}" for number in range(len(calls))]
-    known = {str(call["id"]): name for call, name in zip(calls, names, strict=True) if "id" in call}
-    for call, name in zip(calls, names, strict=True):
-        call["id"] = name
-    for index, name in zip(results, names, strict=False):  # without identities they come in order
-        messages[index]["tool_call_id"] = known.get(str(messages[index].get("tool_call_id", "")), name)
+    calling, answering = iter(names), iter(names)  # without identities results come in the order of calls
+    known: dict[str, str] = {}  # an identity may be used again
+    for index, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            name = next(calling)
+            if "id" in call:
+                known[str(call["id"])] = name
+            call["id"] = name
+        if index in results and (name := next(answering, "")):
+            message["tool_call_id"] = known.get(str(message.get("tool_call_id", "")), name)
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any]:

@@ -110,6 +110,16 @@ def test_a_developer_speaks_as_the_system_does() -> None:
     assert served({"input": "Hi", "text": {"format": {"type": "text"}}}, "/v1/responses")["input"] == "Hi"
 
 
+def test_results_stand_in_the_order_of_their_calls() -> None:
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "ab"]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    messages = [USER, called, *results[::-1], USER]
+    assert served({"messages": messages}, CHAT)["messages"] == [USER, called, *results, USER]
+    odd = [USER, {**called, "tool_calls": [1, {"id": []}]}, *results]
+    assert served({"messages": odd}, CHAT)["messages"] == odd
+
+
 @pytest.mark.parametrize(
     ("stops", "pieces", "text"),
     [

@@ -170,6 +170,33 @@ def test_legacy_calls_become_tool_calls_with_identities() -> None:
         assert found.answers == (1, 3) and found.extra == {"tools": [TOOL]}
 
 
+@pytest.mark.parametrize(
+    ("ids", "becomes"),
+    [
+        (("b", "a"), "ab"),
+        (("a", "b"), "ba"),
+        ((None, None), "ba"),
+        (("b", "x"), "ba"),
+        (("b",), "b"),
+    ],
+)
+def test_results_stand_in_the_order_of_their_calls(ids: tuple[str | None, ...], becomes: str) -> None:
+    """Most templates write no ids, so that a result answers the call at its place."""
+    calls = [{"id": name, "type": "function", "function": CALL} for name in "ab"]
+    for short in (False, True):
+        results = [
+            {"role": "tool", "content": text, **({"tool_call_id": name} if name else {})}
+            for name, text in zip(ids, "ba", strict=False)
+        ]
+        called = {"role": "assistant", "content": "", "tool_calls": calls}
+        row = {"messages": [ASKED, called, *results, ANSWERED, ASKED, called, *results, ANSWERED]}
+        found = messages_of(row, Forms(short_ids=short))
+        assert "".join(message["content"] for message in found if message["role"] == "tool") == becomes * 2
+        if short and len(ids) == 2 and "x" not in ids:  # the calls of another turn have other ids
+            assert [each["tool_call_id"] for each in found[2:4]] == ["call00000", "call00001"]
+            assert [each["tool_call_id"] for each in found[7:9]] == ["call00002", "call00003"]
+
+
 def test_a_system_column_comes_first_unless_there_is_one() -> None:
     system = {"role": "system", "content": "Be kind."}
     assert messages_of({"messages": TALK, "system": "Be kind."}) == [system, *TALK]
@@ -188,7 +215,7 @@ def test_a_prompts_answers_have_no_labels() -> None:
     assert found.messages == [*TALK, *TALK] and found.answers == (1, 3) and found.trained == (3,)
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask"])
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask", "loss_weight"])
 def test_messages_without_weight_have_no_labels(key: str) -> None:
     row = {"messages": [*TALK, ASKED, {**ANSWERED, key: 0}]}
     found = normalized(row, "", Forms())
@@ -221,6 +248,7 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ([ASKED], "no assistant message"),
         ([ASKED, {**ANSWERED, "weight": 0}], "no assistant message with a weight"),
         ([ASKED, {**ANSWERED, "weight": 0.5}], "a weight other than 0 and 1"),
+        ([ASKED, {**ANSWERED, "loss_weight": 0.5}], "a weight other than 0 and 1"),
         ([{"content": "How warm?"}, ANSWERED], "a message without a role"),
         ([ASKED, {"role": "assistant", "content": None}], "an answer without content"),
         (
