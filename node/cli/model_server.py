@@ -61,6 +61,9 @@ NUMBERS: Mapping[str, tuple[type, float, float]] = {
 MESSAGES = 'messages must be a list of at least one {"role": "user", "content": "..."}'
 MOST_BYTES = 1 << 24
 """The largest request."""
+BODY = "http.response.body"
+END_OF_STREAM = b"data: [DONE]\n\n"
+"""What OpenAI sends at the end of a stream of completions. Some clients wait for it."""
 CLIENT: ContextVar[asyncio.Future[Any]] = ContextVar("CLIENT")
 """Done when the client of the current request is gone."""
 
@@ -91,6 +94,10 @@ def served(body: dict[str, Any], path: str) -> dict[str, Any]:
         order_results(body["messages"], results)
     elif isinstance(items := body.get("input"), list):
         body["input"] = [_as_trained(item) if isinstance(item, dict) else item for item in items]
+    if path.endswith("/responses"):
+        body.setdefault("stream", False)
+    if isinstance(prompt := body.get("prompt"), list) and len(prompt) == 1:
+        (body["prompt"],) = prompt
     return body
 
 
@@ -101,7 +108,22 @@ def _message(message: Any) -> dict[str, Any]:
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise UserError(f"a message's content must be text, got {shortened(repr(part))}")
-    return _as_trained({name: value for name, value in message.items() if value is not None})
+    message = {name: value for name, value in message.items() if value is not None}
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return _as_trained(message)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as JSON or as such. A call without any has an empty text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        arguments = function.get("arguments") or "{}"
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict):
+                return {**call, "function": {**function, "arguments": arguments}}
+    wanted = '{"type": "function", "function": {"name": "...", "arguments": "{...}"}}'
+    raise UserError(f"a tool call must be {wanted}, got {shortened(repr(call))}")
 
 
 def _as_trained(message: dict[str, Any]) -> dict[str, Any]:
@@ -219,12 +241,17 @@ def checked(app: App, host: str) -> App:
     """An ASGI app that answers one line of JSON where `app`, which listens at `host`, would fail."""
 
     async def answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        started = False
+        started = streams = False
 
         async def pass_on(message: dict[str, Any]) -> None:
-            nonlocal started
+            nonlocal started, streams
             if started or message.get("status", 500) != 500:
+                if not started and scope["path"].endswith("completions"):
+                    kind = dict(message["headers"]).get(b"content-type", b"")
+                    streams = kind.startswith(b"text/event-stream")
                 started = True
+                if streams and message["type"] == BODY and not message.get("more_body"):
+                    message = {**message, "body": message.get("body", b"") + END_OF_STREAM}
                 await send(message)  # else its exception follows
 
         if scope["type"] != "http":
@@ -248,7 +275,7 @@ def checked(app: App, host: str) -> App:
             told = {"message": " ".join(line.split()), "type": status.phrase, "param": None, "code": None}
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": json.dumps({"error": told}).encode()})
+            await send({"type": BODY, "body": json.dumps({"error": told}).encode()})
 
     return answer
 

@@ -92,6 +92,8 @@ def test_a_field_that_would_be_ignored_or_fail_is_refused(name: str, values: tup
         ({"n": 1, "logprobs": False, "presence_penalty": 0.0, "user": "me"}, None),
         ({"prompt": "a", "logprobs": None, "stop": [], "logit_bias": {}}, {"prompt": "a"}),
         ({"logit_bias": {"5": -100}, "temperature": 1}, {"logit_bias": {"5": -100.0}, "temperature": 1}),
+        ({"prompt": ["a"]}, {"prompt": "a"}),
+        ({"prompt": ["a", "b"]}, None),
     ],
 )
 def test_other_fields_are_served(body: dict[str, Any], becomes: dict[str, Any] | None) -> None:
@@ -110,14 +112,65 @@ def test_a_developer_speaks_as_the_system_does() -> None:
     assert served({"input": "Hi", "text": {"format": {"type": "text"}}}, "/v1/responses")["input"] == "Hi"
 
 
+def test_a_response_is_streamed_if_it_is_asked_for() -> None:
+    assert served({"input": "Hi"}, "/v1/responses")["stream"] is False
+    assert served({"input": "Hi", "stream": True}, "/v1/responses")["stream"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ({"arguments": '{"a": 1}'}, '{"a": 1}'),
+        ({"arguments": {"a": 1}}, {"a": 1}),
+        ({"arguments": ""}, "{}"),
+        ({"arguments": None}, "{}"),
+        ({}, "{}"),
+        ({"arguments": "{"}, None),
+        ({"arguments": "[1]"}, None),
+        ({"name": None}, None),
+    ],
+)
+def test_the_arguments_of_a_call_are_an_object(given: dict[str, Any], becomes: Any) -> None:
+    """Clients send an empty text for a call without arguments."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", **given}}
+    body = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    if becomes is None:
+        with pytest.raises(UserError, match="tool call"):
+            served(body, CHAT)
+    else:
+        (kept,) = served(body, CHAT)["messages"][1]["tool_calls"]
+        assert kept == {**call, "function": {"name": "f", "arguments": becomes}}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "ends"),
+    [
+        (CHAT, b"text/event-stream; charset=utf-8", True),
+        (TEXT, b"text/event-stream", True),
+        (TEXT, b"application/json", False),
+        ("/v1/responses", b"text/event-stream", False),
+    ],
+)
+def test_a_stream_ends_with_the_word_that_clients_wait_for(path: str, kind: bytes, ends: bool) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+        await send(start)
+        await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    _, *parts = asked(app, b"{}" if path != CHAT else json.dumps({"messages": [USER]}).encode(), path=path)
+    whole = b"".join(part["body"] for part in parts)
+    assert whole == b"data: {}\n\n" + (b"data: [DONE]\n\n" if ends else b"")
+
+
 def test_results_stand_in_the_order_of_their_calls() -> None:
     calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "ab"]
     results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "ab"]
     called = {"role": "assistant", "content": "", "tool_calls": calls}
     messages = [USER, called, *results[::-1], USER]
     assert served({"messages": messages}, CHAT)["messages"] == [USER, called, *results, USER]
-    odd = [USER, {**called, "tool_calls": [1, {"id": []}]}, *results]
-    assert served({"messages": odd}, CHAT)["messages"] == odd
+    with pytest.raises(UserError, match="tool call"):
+        served({"messages": [USER, {**called, "tool_calls": [1]}, *results]}, CHAT)
 
 
 @pytest.mark.parametrize(
