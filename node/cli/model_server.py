@@ -43,7 +43,11 @@ IGNORED: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "tool_choice": ("auto",),
     **dict.fromkeys(
-        ("functions", "function_call", "audio", "web_search_options", "previous_response_id"), ()
+        (
+            *("functions", "function_call", "audio", "web_search_options"),
+            *("previous_response_id", "conversation"),
+        ),
+        (),
     ),
 }
 """Fields that the server ignores or does not carry out as OpenAI does, with the values that ask for nothing
@@ -93,7 +97,7 @@ def served(body: dict[str, Any], path: str) -> dict[str, Any]:
         results = [at for at, message in enumerate(body["messages"]) if message["role"] == TOOL]
         order_results(body["messages"], results)
     elif isinstance(items := body.get("input"), list):
-        body["input"] = [_as_trained(item) if isinstance(item, dict) else item for item in items]
+        body["input"] = [_item(item) if isinstance(item, dict) else item for item in items]
     if path.endswith("/responses"):
         body.setdefault("stream", False)
     if isinstance(prompt := body.get("prompt"), list) and len(prompt) == 1:
@@ -124,6 +128,13 @@ def _call(call: Any) -> dict[str, Any]:
                 return {**call, "function": {**function, "arguments": arguments}}
     wanted = '{"type": "function", "function": {"name": "...", "arguments": "{...}"}}'
     raise UserError(f"a tool call must be {wanted}, got {shortened(repr(call))}")
+
+
+def _item(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of the input of `/v1/responses`: a message, a call or a call's result."""
+    if item.get("type") == "function_call":
+        return {**item, "arguments": item.get("arguments") or "{}"}
+    return _as_trained(item)
 
 
 def _as_trained(message: dict[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def failing(error: Exception) -> Any:
         "functions": ([],),
         "suffix": ("b",),
         "previous_response_id": ("resp_1",),
+        "conversation": ("conv_1", {"id": "conv_1"}),
         "background": (True,),
         "text": ({"format": {"type": "json_schema", "name": "a", "schema": {}}},),
         "max_tokens": (0, -1, 1.5, "9", True, 10**12),
@@ -140,6 +141,10 @@ def test_the_arguments_of_a_call_are_an_object(given: dict[str, Any], becomes: A
     else:
         (kept,) = served(body, CHAT)["messages"][1]["tool_calls"]
         assert kept == {**call, "function": {"name": "f", "arguments": becomes}}
+    if becomes == "{}":
+        item = {"type": "function_call", "call_id": "a", "name": "f"}
+        (kept,) = served({"input": [{**item, **given}]}, "/v1/responses")["input"]
+        assert kept == {**item, "arguments": "{}"}
 
 
 @pytest.mark.parametrize(
