@@ -51,6 +51,8 @@ class Repository:
     revision: str
     token: bool = True
     """Whether to send the token of this machine's user."""
+    cached: bool = False
+    """Whether the hub does not answer, so that only the cache is read."""
 
     @classmethod
     def parse(cls, text: str, *, token: bool = True) -> "Repository":
@@ -99,7 +101,7 @@ def resolve(repository: Repository) -> Repository:
         known = cached_file(repository, "config.json")
         if known is None or not _COMMIT.fullmatch(known.parent.name):
             raise
-        return replace(repository, revision=known.parent.name)
+        return replace(repository, revision=known.parent.name, cached=True)
 
 
 def hub_repository(source: str) -> Repository | None:
@@ -144,6 +146,7 @@ def download(repository: Repository, name: str, *, required: bool = True) -> Pat
                     name,
                     revision=repository.revision,
                     token=None if repository.token else False,
+                    local_files_only=repository.cached,
                 )
             )
     except DataError:
@@ -321,6 +324,8 @@ def _one_line(repository: Repository) -> Iterator[None]:
         raise _forbidden(repository) from error
     except errors.RevisionNotFoundError as error:
         raise DataError(f"{repository.name} has no revision {repository.revision}") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise _unreachable(repository, error) from error
     except errors.EntryNotFoundError as error:
         advice = f"; {NOT_GGUF}" if "gguf" in repository.name.lower() else ""
         raise DataError(f"{repository} lacks a file: {str(error).splitlines()[0]}{advice}") from error
@@ -336,9 +341,16 @@ def _one_line(repository: Repository) -> Iterator[None]:
                 f"{max(pause, 1.0):.0f} s",
                 pause,
             ) from error
-        raise HubUnreachableError(
-            f"{repository} cannot be reached ({str(error).splitlines()[0]}): check network and HF_ENDPOINT"
-        ) from error
+        raise _unreachable(repository, error) from error
+    except Exception as error:  # of its HTTP client, and of an answer or a setting that it does not expect
+        raise _unreachable(repository, error) from error
+
+
+def _unreachable(repository: Repository, error: Exception) -> HubUnreachableError:
+    reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return HubUnreachableError(
+        f"{repository} cannot be reached ({reason}): check network, proxy, HF_ENDPOINT and HF_TOKEN"
+    )
 
 
 def _forbidden(repository: Repository) -> DataError:

@@ -21,6 +21,7 @@ from node.state import hub as module
 from node.state.hub import Repository, hub_files
 from node.state.start import check_weights, open_source, read_units
 from node.state.weights import Checkpoint
+from tests.support.cases import each
 from tests.support.paths import python_path
 from tests.unit.node.state.test_families import CONFIGS, SIZES, make
 from wire.errors import ConfigError, DataError
@@ -289,6 +290,47 @@ async def test_a_hub_that_does_not_answer_is_not_missed_where_all_is_in_the_cach
     for unit in units:
         assert found[unit].keys() == expected[unit].keys()
         assert all(np.array_equal(array, found[unit][name]) for name, array in expected[unit].items())
+
+
+@each(
+    ("endpoint", "answer"),
+    [
+        ("http://127.0.0.1:{}", None),
+        ("http://127.0.0.1:{}", b""),
+        ("http://127.0.0.1:{}", b"nonsense\r\n\r\n"),
+        ("http://127.0.0.1:{}", b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n<p>Login</p>"),
+        ("http://127.0.0.1:{}", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"),
+        ("https://127.0.0.1:{}", b""),
+        ("127.0.0.1:{}", b""),
+        ("http://[::", b""),
+        ("http://nowhere.invalid", b""),
+    ],
+)
+async def test_what_is_no_hub_is_one_line_and_not_missed_where_all_is_in_the_cache(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str, answer: bytes | None
+) -> None:
+    """No network, a name that nobody knows, a login page, a proxy: the library's own errors."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer or b"")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    if answer is None:
+        server.close()
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint.format(port))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    try:
+        with pytest.raises(DataError, match="cannot be reached") as caught:
+            await asyncio.to_thread(open_source, f"hf://{NAME}", {"sequence": 64})
+        assert "\n" not in str(caught.value)
+        keep_in_cache(hub, tmp_path / "cache")
+        source = await asyncio.to_thread(open_source, f"hf://{NAME}", {"sequence": 64})
+        assert source.name == f"hf://{NAME}@{COMMIT}"
+    finally:
+        server.close()
 
 
 async def test_a_run_file_names_a_model_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
