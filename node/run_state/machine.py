@@ -613,8 +613,6 @@ class RunMachine:
     def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
         if epoch.phase is not Phase.PLACING:
             return []  # said again
-        if (line := self._newcomers.astray(epoch, node_id, message, now)) is not None:
-            return self._end_epoch(AbortKind.PLACEMENT, line) + self._try_place(now)
         return self._state_chosen(epoch, now) if epoch.placed(node_id, message) else []
 
     def _state_chosen(self, epoch: Epoch, now: float) -> list[Action]:
@@ -702,7 +700,7 @@ class RunMachine:
             self._standing.began(epoch)
         if isinstance(actions[-1], StepDone):
             self._step_applied(epoch, epoch.step - 1)
-        if epoch.step < self.plan.total_steps and not self._newcomers.ready(epoch.step):
+        if epoch.step < self.plan.total_steps and self._other_rows(epoch) is None:
             actions = [*actions, *self._snapshot_if_wanted(epoch, now)]
         return actions + self._between_steps(epoch, now)
 
@@ -739,8 +737,10 @@ class RunMachine:
         if self._validation_due(epoch, epoch.step):
             return epoch.validate(self.plan.held_out, self.plan.microbatch, self.plan.label_weight)
         if self._may_go_on(epoch):
-            if self._newcomers.ready(epoch.step) and self._snapshots.idle:
-                grid, why = self._newcomers.enter(), "nodes that followed the run enter"
+            if (grid := self._other_rows(epoch)) is not None:
+                self._assigner.take(grid, epoch.stages)
+                self._newcomers.expect()
+                why = "there are nodes for another row" if len(grid) > len(epoch.grid) else "a row is empty"
                 return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
             if self._moves_groups(epoch, epoch.step, epoch.steps_done):
                 return self._new_placement(now)
@@ -783,6 +783,10 @@ class RunMachine:
         also = self._snapshots.is_measured(step)
         return self._measurements.due(step, plan.valid_every, plan.total_steps, also=also)
 
+    def _other_rows(self, epoch: Epoch) -> tuple[str, ...] | None:
+        """The grid of the next epoch, if that is to have another number of rows."""
+        return self._newcomers.rows_change(epoch, self._candidates()) if self._snapshots.idle else None
+
     def _moves_groups(self, epoch: Epoch, step: int, steps_done: int) -> bool:
         """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
         left = self.plan.total_steps - step
@@ -806,7 +810,7 @@ class RunMachine:
             and not self._snapshots.awaited
             and not self._snapshots.wanted_or_due(step, now)
             and not self._validation_due(epoch, step)
-            and not self._newcomers.ready(step)
+            and self._other_rows(epoch) is None
             and not self._newcomers.may_begin(epoch, self._candidates())
             and not self._moves_groups(epoch, step, epoch.steps_done + 1)
         )
@@ -1148,7 +1152,8 @@ class RunMachine:
             return self._end_epoch(AbortKind.LOST, reason)
         phase, lost = epoch.phase, epoch.seat_lost(node_id, reason)
         outcome = epoch.lose(node_id, now - self._unseen)
-        actions: list[Action] = [replace(lost, portions=epoch.portions), *self._newcomers.seat_lost()]
+        actions: list[Action] = [replace(lost, portions=epoch.portions)]
+        self._newcomers.expect()
         actions += epoch.emptied(Seat(lost.row, lost.stage))
         for step in self._snapshots.lost(node_id):
             why = f"node {node_id} is gone and has not handed in its layers"

@@ -1,15 +1,14 @@
-"""Newcomers follow the run's steps while it goes on, and enter as whole rows between two of them. Pure.
+"""Newcomers follow the run's steps while it goes on, and fill empty seats of the grid. Pure.
 
-When the nodes without a stage could form another row, a snapshot is taken. Each newcomer loads its stage
-from it, then applies the steps that the run commits meanwhile, from the summed gradients that the stage's
-nodes keep. When all of them are at most `MOST_BEHIND` steps behind, the next epoch begins with them. The
-other nodes wait for that epoch's links and for these last steps, but not for state.
+When nodes are here for empty seats, a snapshot is taken. Each newcomer loads its stage from it, then applies
+the steps that the run commits meanwhile, from the summed gradients that the stage's nodes keep. Its links
+are opened while it follows. It has its seat once it is at most `MOST_BEHIND` steps behind, and no other node
+waits for it. A node of another broken row already holds the state, so it moves at once, within the step.
 
-One node fills an empty seat of the epoch in the same way, and no other node waits: its links are opened
-while it follows, and the epoch goes on. A node of another broken row already holds the state, so it moves
-at once, within the step.
+When the nodes without a seat could form another row, the next epoch begins with a row whose seats are empty.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +20,10 @@ from node.run_state.failures import Blame
 from node.run_state.membership import Roster
 from node.run_state.stage_assignment import Candidate, StageAssigner
 from node.run_state.votes import UnitNumbers
-from wire.messages import Follow, Following, FollowStep, NodeMessage, Placed, Seat
+from wire.messages import Follow, Following, FollowStep, NodeMessage, Seat
 
 MOST_BEHIND = 1
-"""How many steps a newcomer may still have to apply when its epoch begins."""
+"""How many steps a newcomer may still have to apply when it gets its seat."""
 OPEN_STEPS = 8
 """For this many steps after a snapshot, nodes that come for an empty seat follow from it; later they need a
 new one."""
@@ -36,16 +35,13 @@ MOST_STEPS = 64
 
 @dataclass(kw_only=True)
 class _Entry:
-    """One attempt to add rows, or to fill empty seats."""
+    """One attempt to fill empty seats."""
 
     snapshot: int
     """The step whose state the newcomers load."""
-    grid: tuple[str, ...] = ()
-    """The hosts of the next epoch, row after row; empty if the attempt fills empty seats."""
     seats: dict[str, Seat] = field(default_factory=dict)
     """The empty seat that each newcomer is to have."""
-    stages: int
-    orders: dict[str, Follow]
+    orders: dict[str, Follow] = field(default_factory=dict)
     """The order for each newcomer."""
     held: dict[str, int] = field(default_factory=dict)
     """The step whose state each newcomer holds, once it holds one."""
@@ -54,23 +50,14 @@ class _Entry:
     """The steps committed since the snapshot, with the norms of all stages."""
 
     @property
-    def mends(self) -> bool:
-        """Whether the attempt fills empty seats."""
-        return not self.grid
-
-    @property
     def is_open(self) -> bool:
         """Whether the attempt goes on although nobody is in it."""
-        return self.mends and len(self.steps) < OPEN_STEPS
+        return len(self.steps) < OPEN_STEPS
 
     @property
     def may_extend(self) -> bool:
         """Whether more nodes may follow from the same snapshot."""
-        return self.mends and len(self.steps) < MOST_STEPS // 2
-
-    def least_held(self) -> int:
-        """The earliest step whose state a newcomer holds; -1 while one of them holds none."""
-        return min((self.held.get(node, -1) for node in self.orders), default=-1)
+        return len(self.steps) < MOST_STEPS // 2
 
 
 class Newcomers:
@@ -92,8 +79,6 @@ class Newcomers:
         self._entry: _Entry | None = None
         self.awaited = False
         """The epoch ends at the snapshot of this step, and nodes enter that could not follow."""
-        self._waits = False
-        """The last attempt failed: the next one is at a snapshot that is due anyway."""
         self._expects = False
         """A seat has become empty: somebody may soon come for it."""
         self._early_since: float | None = None
@@ -104,10 +89,6 @@ class Newcomers:
         """Nodes that could not keep up with the run."""
         self._refused: set[str] = set()
         """Nodes that held another state than the run's."""
-        self._entering: Mapping[str, Follow] = {}
-        """Nodes that are in the next grid."""
-        self._entered: Mapping[str, Follow] = {}
-        """Nodes whose first epoch is on."""
 
     # ---- what the machine asks
 
@@ -150,15 +131,8 @@ class Newcomers:
         if able and (seats or (self._expects and epoch.vacant)):
             # Who comes a little later follows from the same state.
             self._expects = False
-            self._entry = _Entry(snapshot=epoch.step, stages=epoch.stages, orders={})
+            self._entry = _Entry(snapshot=epoch.step)
             return self._fill(self._entry, epoch, seats)
-        grid = self._next_grid(epoch, candidates, due=due) if able else None
-        if grid is not None:
-            new = grid[len(epoch.hosts) :]
-            orders = self._orders(epoch, {node: at % epoch.stages for at, node in enumerate(new)}, epoch.step)
-            if len(orders) == len(new):
-                self._entry = _Entry(snapshot=epoch.step, grid=grid, stages=epoch.stages, orders=orders)
-                return [_announced(orders, epoch.step)]
         if due and not epoch.vacant:
             present = candidates if self._roster.connected(epoch.hosts) else ()
             self.awaited |= self._assigner.can_grow(epoch.stages, present, epoch.rows)
@@ -168,10 +142,29 @@ class Newcomers:
         """Whether `begin` may find nodes for an attempt though no snapshot is due."""
         if self._entry is None and self._expects and epoch.vacant:
             return True
-        if self._fillers(epoch, candidates):
-            return self._entry is None or self._entry.may_extend
-        is_free = self._entry is None or not self._entry.orders
-        return is_free and self._next_grid(epoch, candidates, due=False) is not None
+        return (self._entry is None or self._entry.may_extend) and bool(self._fillers(epoch, candidates))
+
+    def rows_change(self, epoch: Epoch, candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
+        """The grid of the next epoch, if it is to have more rows, for newcomers, or its empty row is to go.
+
+        An empty row is closed when nobody follows the run to fill it: while there is one, steps do not show
+        how fast rows are. An epoch without a step stays, as its step may be computed again by other nodes.
+        """
+        if not self._follows or not epoch.steps_done or not self._roster.connected(epoch.hosts):
+            return None
+        # Counted first: in most steps nobody is here for another row.
+        is_possible = len(candidates) >= len(epoch.grid) + epoch.stages
+        if not (is_possible or epoch.vacant) or (self._entry is not None and self._entry.orders):
+            return None
+        if not self._assigner.holds(epoch.grid):
+            return None
+        if is_possible:
+            fast = [offer for offer in candidates if offer.node_id not in self._slow]
+            if (grid := self._assigner.with_more_rows(fast)) is not None:
+                return grid
+        if self._entry is not None or self.may_begin(epoch, candidates):
+            return None
+        return self._assigner.without_empty_rows()
 
     def _fillers(self, epoch: Epoch, candidates: Sequence[Candidate]) -> dict[str, Seat]:
         """Nodes for empty seats. Seats of the row that lacks fewest nodes are filled first. A node that had
@@ -190,15 +183,17 @@ class Newcomers:
             for seat in sorted(vacant, key=lambda seat: (lacking[seat.row], seat)):
                 if seat in taken:
                     continue
-                able = (
-                    candidate.node_id
+                able = [
+                    candidate
                     for candidate in group
                     if not epoch.has(candidate.node_id)
                     and candidate.node_id not in busy
                     and (not had or self._roster.stages.get(candidate.node_id) == seat.stage)
                     and self._assigner.fits(candidate, seat.stage, epoch.stages)
-                )
-                if (node := next(able, None)) is not None:
+                ]
+                if able:
+                    # The smallest that fits: a larger stage may need the others.
+                    node = min(able, key=lambda candidate: candidate.memory_bytes or math.inf).node_id
                     fillers[node] = seat
                     busy.add(node)
                     taken.add(seat)
@@ -296,7 +291,7 @@ class Newcomers:
     def seated(self, epoch: Epoch, step: int) -> list[str]:
         """Nodes that get their seats with this step: they no longer follow."""
         entry = self._entry
-        if entry is None or not entry.mends:
+        if entry is None:
             return []
         nodes = [node for node in epoch.linked if self._has_caught_up(entry, node, step)]
         for node in nodes:
@@ -358,30 +353,13 @@ class Newcomers:
         entry = self._entry
         return [] if entry is None or node_id not in entry.seats else self._dropped(entry, node_id, why)
 
-    def seat_lost(self) -> list[Action]:
-        """A host is gone and the epoch goes on: a grid with more rows would have it in."""
+    def expect(self) -> None:
+        """A seat has become empty, and somebody may soon come for it."""
         self._expects = True
-        if self._entry is None or self._entry.mends:
-            return []
-        return self._given_up("a node of another row is gone", waits=False)
 
     def not_stored(self, step: int) -> list[Action]:
         """There will be no snapshot of this step."""
-        return self._given_up("its state is not saved", waits=False) if self.need(step) else []
-
-    def _next_grid(
-        self, epoch: Epoch, candidates: Sequence[Candidate], *, due: bool
-    ) -> tuple[str, ...] | None:
-        """The grid with more rows that these nodes could make."""
-        # Counted first: with hosts alone, as in most steps, there is nothing to look for.
-        if len(candidates) <= len(epoch.hosts) or not self._follows or (self._waits and not due):
-            return None
-        if epoch.vacant:
-            return None
-        if not self._roster.connected(epoch.hosts):
-            return None
-        fast = [offer for offer in candidates if offer.node_id not in self._slow]
-        return self._assigner.with_more_rows(epoch.hosts, fast)
+        return self._given_up("its state is not saved") if self.need(step) else []
 
     def enter_at_once(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> bool:
         """Whether there are newcomers who enter now: before the first step is done its state costs little.
@@ -397,33 +375,6 @@ class Newcomers:
         if self._early_since is None:
             self._early_since = now
         return now - self._early_since <= EARLY_SECONDS
-
-    def ready(self, step: int) -> bool:
-        """Whether all newcomers are near enough to enter before this step."""
-        entry = self._entry
-        if entry is None or entry.mends or not self._roster.connected(entry.orders):
-            return False
-        return entry.least_held() >= step - MOST_BEHIND
-
-    def enter(self) -> tuple[str, ...]:
-        """They enter: the grid of the epoch that is about to begin. Call it when `ready`."""
-        entry, self._entry = self._entry, None
-        assert entry is not None, "called when ready"
-        self._assigner.take(entry.grid, entry.stages)
-        self._entering = entry.orders
-        self._waits = False
-        return entry.grid
-
-    def astray(self, epoch: Epoch, node_id: str, placed: Placed, now: float) -> str | None:
-        """Why an epoch cannot begin with this newcomer, which does not hold the state of the others. Then all
-        newcomers give up their stages."""
-        order = self._entered.get(node_id)
-        if order is None or (placed.held_step, placed.lineage) == (epoch.step, order.lineage):
-            return None
-        self._slow.add(node_id)
-        for newcomer in self._entered:
-            self._assigner.vacate(newcomer, now)
-        return f"node {node_id} does not hold the state of step {epoch.step}; the others go on without it"
 
     def refused(self, node_id: str) -> bool:
         """The node holds another state than the others. Returns whether that is so for the second time."""
@@ -450,7 +401,7 @@ class Newcomers:
         if len(entry.steps) == MOST_STEPS:
             slow = [node for node in entry.orders if entry.held.get(node, -1) < committed.step - 1]
             self._slow.update(slow)
-            if entry.mends and len(slow) < len(entry.orders):
+            if len(slow) < len(entry.orders):
                 return [action for node in slow for action in self._dropped(entry, node, "it cannot keep up")]
             return self._given_up(f"{_nodes(slow)} cannot keep up with the run")
         votes = [epoch.votes[node] for node in epoch.speakers]
@@ -479,20 +430,12 @@ class Newcomers:
         if node_id not in entry.orders or message.snapshot != entry.snapshot:
             return []
         if message.failed:
-            if entry.mends:
-                return self.fails(node_id, message.failed)
-            self._slow.add(node_id)
-            return self._given_up(f"node {node_id} does not follow: {message.failed}")
-        was_first = node_id not in entry.held if entry.mends else entry.least_held() < 0
+            return self.fails(node_id, message.failed)
+        was_first = node_id not in entry.held
         entry.held[node_id] = message.step
-        least = entry.least_held()
-        if not entry.mends:
-            # Steps that all have applied need not be sent again.
-            entry.steps = [step for step in entry.steps if step.step >= least or least < 0]
-        if not was_first or (least < 0 and not entry.mends):
+        if not was_first:
             return []
-        nodes = [node_id] if entry.mends else entry.orders
-        return [Announce(text=f"{_nodes(nodes)}: the state is here, and the steps since come next")]
+        return [Announce(text=f"node {node_id}: the state is here, and the steps since come next")]
 
     def arrived(self, node_id: str) -> list[Action]:
         """A member's connection is open again, and it may have missed messages."""
@@ -507,16 +450,13 @@ class Newcomers:
         self._moving.pop(node_id, None)
         if self._entry is None or node_id not in self._entry.orders:
             return []
-        if self._entry.mends:
-            return self._dropped(self._entry, node_id, "it is gone")
-        return self._given_up(f"node {node_id} is gone")
+        return self._dropped(self._entry, node_id, "it is gone")
 
     def epoch_over(self) -> list[Action]:
-        """The epoch that they follow is over; unless they `enter`, their attempt is."""
-        self._entered, self._entering = self._entering, {}
+        """The epoch that they follow is over, and so is their attempt."""
         self.awaited = False
         self._moving.clear()
-        return self._given_up("the placement has changed", waits=False)
+        return self._given_up("the placement has changed")
 
     # ---- inside
 
@@ -531,15 +471,13 @@ class Newcomers:
         sums = {unit: digest for unit, digest in step.sums.items() if unit in units}
         return replace(step, norms=norms, sums=sums)
 
-    def _given_up(self, why: str, *, waits: bool = True) -> list[Action]:
+    def _given_up(self, why: str) -> list[Action]:
         entry, self._entry = self._entry, None
-        if entry is None:
+        if entry is None or not entry.orders:
             return []
-        if entry.mends and not entry.orders:
-            return []
-        self._waits = waits and not entry.mends
         present = [node for node in entry.orders if node in self._roster.members]
-        actions: list[Action] = [Announce(text=f"no row enters after step {entry.snapshot}: {why}")]
+        text = f"nobody follows the run from step {entry.snapshot} any more: {why}"
+        actions: list[Action] = [Announce(text=text)]
         return actions + [Send(node_id=node, message=Follow(step=entry.snapshot)) for node in present]
 
 

@@ -1,5 +1,6 @@
 """Assigns the stages of the next epoch to nodes, and chooses what spares prefetch. Pure."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -308,15 +309,44 @@ class StageAssigner:
             for more in range(rows + 1, self._row_limit(candidates, stages) + 1)
         )
 
-    def with_more_rows(self, hosts: Sequence[str], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
-        """The newest grid, `hosts`, with as many rows added as these nodes can host, and each host in its
-        place; None if they cannot host any."""
-        stages = len(hosts) // self.rows
+    def holds(self, grid: Sequence[str]) -> bool:
+        """Whether the next grid is to keep the hosts of this one, where "" is an empty seat."""
+        return [node or "" for node in self._holders] == [*grid]
+
+    def with_more_rows(self, candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
+        """The newest grid and as many empty rows as these nodes can fill, besides its own empty seats. Each
+        host keeps its stage. None if they cannot fill one."""
+        stages = len(self._holders) // self.rows
+        spares = [candidate for candidate in candidates if candidate.node_id not in self._holders]
         for rows in range(self._row_limit(candidates, stages), self.rows, -1):
-            grid = assign(hosts, candidates, stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
-            if grid is not None and grid[: len(hosts)] == tuple(hosts):
+            grid = self._by_row(rows)
+            empty = [place % stages for place, node in enumerate(grid) if not node]
+            if self._can_fill(empty, spares, stages):
                 return grid
         return None
+
+    def _can_fill(self, empty: Sequence[int], spares: Sequence[Candidate], stages: int) -> bool:
+        """Whether there is a node for each of these stages. Each gets the smallest that is left and fits."""
+        left = sorted(spares, key=lambda spare: spare.memory_bytes or math.inf)
+        for stage in empty:
+            node = next((spare for spare in left if self.fits(spare, stage, stages)), None)
+            if node is None:
+                return False
+            left.remove(node)
+        return True
+
+    def without_empty_rows(self) -> tuple[str, ...] | None:
+        """The newest grid without rows that nobody is in; None if it has none."""
+        stages = len(self._holders) // self.rows
+        rows = range(0, len(self._holders), stages)
+        empty = sum(not any(self._holders[first : first + stages]) for first in rows)
+        return self._by_row(self.rows - empty) if empty else None
+
+    def _by_row(self, rows: int) -> tuple[str, ...]:
+        """The hosts of the newest grid in so many rows, each in its stage; "" for an empty seat."""
+        holders = {node for node in self._holders if node is not None}
+        by_stage = holders_by_stage(self._holders, self.rows, holders)
+        return tuple(node or "" for node in by_row(by_stage, rows))
 
     def fits(self, candidate: Candidate, stage: int, stages: int) -> bool:
         """Whether this stage of `stages` fits in a node's memory."""

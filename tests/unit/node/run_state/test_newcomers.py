@@ -1,4 +1,4 @@
-"""Nodes that come to a run of rows follow its steps, and enter between two of them without a wait."""
+"""Nodes that come to a run of rows follow its steps, and fill empty seats without a wait."""
 
 import random
 
@@ -16,7 +16,7 @@ from node.run_state.actions import (
 from node.run_state.epoch import Phase
 from node.run_state.failures import LEAST_ENDS
 from node.run_state.grid import LEAST_STEPS
-from node.run_state.newcomers import MOST_STEPS
+from node.run_state.newcomers import MOST_STEPS, OPEN_STEPS
 from tests.support.machine_driver import (
     Driver,
     aborts,
@@ -25,12 +25,11 @@ from tests.support.machine_driver import (
     of_kind,
     placement_of,
     prefetches,
-    restore_of,
     sent,
     unit_numbers,
 )
 from tests.support.machine_world import World
-from wire.messages import Follow, FollowStep, Placed, PlacedStage, Placement, Seat, Vote
+from wire.messages import Begin, Follow, FollowStep, Placed, PlacedStage, Placement, Seat, Vote
 
 SEEDS = 12
 EVERY = 50
@@ -46,31 +45,69 @@ def keeps_sums(actions: list[Action]) -> set[bool]:
     return {begin.keep_sums for begin in begins(actions)}
 
 
-def followed(run: Driver) -> Driver:
-    """x and y have come in step 1 and hold the snapshot of step 2, and the run is in step 2."""
-    run.join("xy")
+def opened(run: Driver, nodes: str = "xy") -> Driver:
+    """Nodes have come in step 1, and the epoch of step 2 has an empty row for them."""
+    run.join(nodes)
     run.step()
+    run.restored(2)
+    return run
+
+
+def followed(run: Driver) -> Driver:
+    """x and y hold the snapshot of step 2, and the run is in step 2."""
+    opened(run)
     run.stored(2)
     for node in "xy":
         run.following(node, 2, 2)
     return run
 
 
-def test_when_a_row_could_enter_a_snapshot_is_taken_and_steps_go_on() -> None:
+def test_an_empty_row_is_added_when_there_are_nodes_for_it() -> None:
     run = grid()
     run.join("x")
-    assert of_kind(run.step(), OpenSnapshot) == [], "one node is no row"
+    assert of_kind(run.step(), RecordPlacement) == [], "one node is no row"
     run.join("y")
-    actions = run.step()
+    assert placement_of(run.step()) == ("a", "b", "", "")
+    actions = run.restored(3)
     assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
     assert keeps_sums(actions) == {True}
-    assert (run.epoch.phase, run.epoch.step) == (Phase.STEPPING, 3)
+    assert (run.epoch.phase, run.epoch.step) == (Phase.STEPPING, 3), "nobody waits for the newcomers"
+    assert (run.epoch.whole_rows, run.epoch.groups_of(0)) == ([0], (0, 1, 2, 3))
+
+
+def test_an_empty_row_is_added_beside_empty_seats() -> None:
+    """In a run whose nodes come and go all the time, there is hardly a moment without an empty seat."""
+    run = grid(nodes="abcd")
+    run.die("c")
+    run.join("xyz")
+    assert placement_of(run.step()) == ("a", "b", "", "d", "", "")
+
+
+def test_an_empty_row_for_which_nobody_comes_is_closed() -> None:
+    """While a row is empty, steps do not show how fast rows are."""
+    run = opened(grid())
+    for node in "xy":
+        run.die(node)
+    run.stored(2)
+    actions = [action for _ in range(OPEN_STEPS + 2) for action in run.step()]
+    assert placement_of(actions) == ("a", "b")
+
+
+def test_a_node_with_much_memory_leaves_small_stages_to_others() -> None:
+    memory = {node: 2 if node in "abcdwy" else 1 for node in "abcdwxyz"}
+    run = Driver(stages=4, groups=4, every=EVERY, steps=200, follows=True, memory=memory).started("abcd", 1)
+    opened(run, "wyxz")
+    orders = follows(run.stored(2))
+    assert {node: order.stage for node, (order, *_) in orders.items() if isinstance(order, Follow)} == {
+        "x": 0,
+        "w": 1,
+        "z": 2,
+        "y": 3,
+    }
 
 
 def test_newcomers_get_the_snapshot_and_then_every_step_since() -> None:
-    run = grid()
-    run.join("xy")
-    run.step()
+    run = opened(grid())
     assert follows(run.step()) == {}, "the snapshot of step 2 is on its way"
     actions = run.stored(2)
     assert prefetches(actions) == {}, "they fetch it once"
@@ -86,76 +123,57 @@ def test_newcomers_get_the_snapshot_and_then_every_step_since() -> None:
     assert isinstance(next_one, FollowStep) and next_one.step == 3
 
 
-def test_they_enter_between_two_steps_and_nothing_is_loaded() -> None:
+def test_they_fill_the_row_and_nothing_is_loaded() -> None:
     run = followed(grid())
+    epoch = run.epoch
+    for node in "xy":
+        run.placed(node, 2)
+        run.ready(node)
     actions = run.step()
-    assert placement_of(actions) == ("a", "b", "x", "y")
-    assert follows(actions).keys() == {"x", "y"}, "they still hear of the last step, before their places"
-    assert [type(message).__name__ for message in sent(actions, "x")] == ["FollowStep", "Placement"]
-    for node in "abx":
-        run.placed(node, 3)
-    assert restore_of(run.placed("y", 3)).step == 3
-    assert keeps_sums(run.all_ready()) == {False}
-    assert run.epoch.rows == 2
-
-
-def test_one_that_says_again_what_it_held_when_it_entered_holds_the_state() -> None:
-    run = followed(grid())
+    assert [(one.node_id, one.row, one.stage) for one in of_kind(actions, SeatFilled)] == [
+        ("x", 1, 0),
+        ("y", 1, 1),
+    ]
+    assert run.epoch is epoch and epoch.whole_rows == [0, 1]
     run.step()
-    run.restored(3)
-    run.step()
-    assert (run.epoch.step, run.placed("x", 3)) == (4, [])
+    assert (epoch.step, epoch.hosts) == (4, ("a", "b", "x", "y"))
 
 
 def test_nobody_waits_for_one_that_is_behind() -> None:
-    run = grid()
-    run.join("xy")
-    run.step()
+    run = opened(grid())
     run.stored(2)
+    run.steps(3)
     run.following("x", 2, 2)
-    for _ in range(3):
-        assert of_kind(run.step(), RecordPlacement) == []
+    assert not run.epoch.entering and run.epoch.step == 5
     for node in "xy":
         run.following(node, 2, 5)
-    assert placement_of(run.step()) == ("a", "b", "x", "y")
-
-
-def test_one_that_does_not_hold_the_state_after_all_costs_the_others_nothing() -> None:
-    run = followed(grid())
-    run.step()
-    run.placed("a", 3)
-    actions = run.placed("x", 2)
-    assert placement_of(actions) == ("a", "b")
-    run.placed("a", 3)
-    assert restore_of(run.placed("b", 3)).step == 3
-
-
-def test_one_of_another_lineage_does_not_enter() -> None:
-    run = followed(grid())
-    run.step()
-    assert placement_of(run.placed("x", 3, lineage=run.lineage + 5)) == ("a", "b")
+    assert [*run.epoch.entering] == ["x", "y"]
 
 
 @pytest.mark.parametrize("how", ["it dies", "it leaves", "it says that it cannot"])
-def test_a_newcomer_that_is_lost_ends_the_attempt(how: str) -> None:
+def test_a_newcomer_that_is_lost_costs_its_seat_alone(how: str) -> None:
     run = followed(grid())
     match how:
         case "it dies":
-            actions = run.die("y")
+            run.die("y")
         case "it leaves":
-            actions = run.leave("y")
+            run.leave("y")
         case _:
-            actions = run.following("y", 2, 0, failed="no room")
-    assert follows(actions)["x"] == [Follow(step=2)], "the other one stops"
-    assert of_kind(actions, Announce)[-1 if how == "it leaves" else 0].text.startswith("no row enters")
-    run.join("z")
-    assert keeps_sums(run.step()) == {False}, "until a snapshot is due"
+            run.following("y", 2, 0, failed="no room")
+    assert [*run.epoch.entering] == ["x"]
+    (order,) = [one for one in follows(run.join("z"))["z"] if isinstance(one, Follow)]
+    assert (order.step, order.stage) == (2, 1), "another one gets the seat"
 
 
-def test_one_that_cannot_follow_enters_at_a_snapshot_that_is_due() -> None:
-    run = followed(grid())
-    run.following("y", 2, 0, failed="no room")
-    run.steps(EVERY - 3)
+def test_those_that_cannot_follow_enter_at_a_snapshot_that_is_due() -> None:
+    run = opened(grid())
+    run.stored(2)
+    for node in "xy":
+        run.following(node, 2, 0, failed="no room")
+    while run.epoch.step < EVERY - 1:
+        if of_kind(run.step(), RecordPlacement):
+            run.restored(run.epoch.step)
+    assert run.epoch.rows == 1, "nobody came for the row"
     actions = run.step()
     assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=EVERY)]
     assert run.epoch.phase is Phase.IDLE, "all wait, once"
@@ -163,43 +181,40 @@ def test_one_that_cannot_follow_enters_at_a_snapshot_that_is_due() -> None:
 
 
 def test_one_that_cannot_keep_up_is_told_to_stop() -> None:
-    run = grid()
-    run.join("xy")
-    run.step()
+    run = opened(grid())
     run.stored(2)
     run.following("x", 2, 2)
     for _ in range(MOST_STEPS):
         run.step()
-        run.following("x", 2, run.epoch.step)
     assert follows(run.all_vote()) == {"x": [Follow(step=2)], "y": [Follow(step=2)]}
 
 
-def test_a_host_that_dies_ends_the_attempt_and_a_newcomer_follows_for_its_seat() -> None:
+def test_a_host_that_dies_costs_nobody_else_a_seat() -> None:
     run = Driver(stages=2, groups=4, every=EVERY, steps=200, follows=True).started("abcd", 1)
     followed(run)
     epoch, step = run.epoch, run.epoch.step
     actions = run.die("c")
-    assert follows(actions)["x"] == [Follow(step=2)], "no row is added"
     assert run.epoch is epoch and epoch.step == step and of_kind(actions, RecordPlacement) == []
     (lost,) = of_kind(actions, SeatLost)
-    assert (lost.node_id, lost.row, lost.stage, lost.groups) == ("c", 1, 0, (2, 3))
-    assert epoch.hosts == ("a", "b", "d") and epoch.groups_of(0) == (0, 1, 2, 3) and epoch.groups_of(1) == ()
-    begun = {one.node_id: one.message for one in of_kind(actions, Send) if one.node_id in "abd"}
-    assert begun.keys() == {"a", "b", "d"}
+    assert (lost.node_id, lost.row, lost.stage) == ("c", 1, 0)
+    assert epoch.hosts == ("a", "b", "d") and epoch.groups_of(1) == ()
+    begun = {one.node_id for one in of_kind(actions, Send) if isinstance(one.message, Begin)}
+    assert begun == {"a", "b", "d"}
     run.all_vote()
     run.all_applied()
     assert epoch.step == step + 1 and run.epoch is epoch, "all that are left have voted"
 
 
 def test_a_newcomer_that_reconnects_is_told_again() -> None:
-    run = followed(grid())
+    run = opened(grid())
+    run.stored(2)
     run.machine.disconnected("x", run.time)
-    assert of_kind(run.step(), RecordPlacement) == [], "the new node may have died meanwhile"
+    run.step()
+    assert not run.epoch.entering, "the new node may have died meanwhile"
     told = follows(run.hello("x"))["x"]
     assert [type(one).__name__ for one in told] == ["Follow", "FollowStep"]
     run.following("x", 2, 3)
-    run.following("y", 2, 3)
-    assert placement_of(run.step()) == ("a", "b", "x", "y")
+    assert [*run.epoch.entering] == ["x"]
 
 
 def test_there_is_nothing_to_follow_where_gradients_are_not_summed_by_groups() -> None:
