@@ -426,14 +426,16 @@ class Churn:
                 of = tuple(self._tree.span(top))
                 if node.done.keys() >= {*of} and of not in node.told:
                     when = max(max(node.done[group] for group in of) + self.case.sync / 2, self.now + again)
-                    self.at(when, partial(self._handed, node, begin.step, of))
+                    self.at(when, partial(self._handed, node, begin.epoch, begin.step, of))
 
-    def _handed(self, node: Node, step: int, groups: tuple[int, ...]) -> None:
+    def _handed(self, node: Node, epoch: int, step: int, groups: tuple[int, ...]) -> None:
         begin = node.begun
-        is_on = node.here and node.placement is not None and begin is not None and begin.step == step
-        if not is_on or groups in node.told or not node.done.keys() >= {*groups}:
+        if not node.here or node.placement is None or begin is None:
             return
-        assert node.placement is not None and begin is not None
+        if (begin.epoch, begin.step) != (epoch, step) or groups in node.told:
+            return
+        if not node.done.keys() >= {*groups}:
+            return
         node.told.add(groups)
         is_last = node.placement.stage == self.case.stages - 1
         message = HandedOver(
