@@ -25,6 +25,7 @@ CONFIG = replace(
     pipeline=replace(small().pipeline, stages=2, groups=4, sync_codec="fixed-8", window=0, replicas="auto"),
 )
 ALONE = ((0, 1, 2, 3),)
+BOTH = ((0, 1), (2, 3))
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -182,7 +183,7 @@ def test_a_node_that_dies_while_others_load_their_state_costs_its_seat(
 
 
 def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefork, tmp_path: Path) -> None:
-    """It is started again, and enters at the snapshot that is due, if there is one."""
+    """Nobody waits for it, and the other newcomer has its seat."""
     early, later = replace(HOLD, step=3), replace(HOLD, step=12)
     # Nobody fetches a state before: the run begins from its seed.
     kill = Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=1)
@@ -197,7 +198,7 @@ def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefo
                 assert run.tend(until=until_joined(2)) is None
             assert run.tend(until=until_joined(1)) is None
         run.assert_ends_undisturbed()
-        assert grids(run) == [ALONE]
+        assert grids(run) == [ALONE, BOTH]
 
 
 ROUNDS = replace(
@@ -240,7 +241,8 @@ def test_a_row_enters_while_rounds_go_on(prefork: Prefork, tmp_path: Path) -> No
                 assert run.tend(until=until_joined(2)) is None
             assert run.tend(until=the_state_is_here) is None
         run.assert_ends_undisturbed()
-        assert [len(rows) for rows in grids(run)] == [1, 2]
+        assert grids(run) == [ALONE, BOTH]
         first, last = (stored.step for stored in run.all(SnapshotStored))
-        resumed = run.all(PlacementMade)[-1].resume_step
-        assert resumed is not None and first < resumed < last, "after at least one step that followed it"
+        filled = run.all(SeatFilled)
+        assert sorted((seat.row, seat.stage) for seat in filled) == [(1, 0), (1, 1)]
+        assert all(first + 1 < seat.step <= last for seat in filled), "after a step that followed it"
