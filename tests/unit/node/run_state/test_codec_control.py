@@ -198,13 +198,6 @@ def test_with_other_stages_the_run_begins_with_other_codecs() -> None:
     assert run.machine.codecs.history.changes == ((0, same(FIRST, 1)),)
 
 
-def test_a_run_whose_codecs_are_set_has_no_plan() -> None:
-    run = Driver(stages=2, steps=100).started("ab")
-    actions = steps(run, 3 * WATCHED, lines(1))
-    assert recorded(actions) == [] and of_kind(actions, RecordPlacement) == []
-    assert run.epoch.codecs is None
-
-
 def test_plans_are_in_the_database_and_a_new_one_replaces_later_ones(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run", run_id="r", config_json="{}", pin=b"", now=0.0) as store:
         assert recorded_codecs(store) == StepHistory()

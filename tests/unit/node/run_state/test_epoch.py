@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from node.run_state.actions import RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
+from node.run_state.actions import RecordCommit, RecordHeldOut, Send
 from node.run_state.epoch import Assignment, Committed, Epoch, OnRecord, Phase, StepRules
 from node.run_state.held_out import HeldOutPass, HeldOutSchedule
 from node.run_state.votes import LEAST, Implausible, PastStep, RefusedVote, VoteHistory
@@ -53,29 +53,6 @@ def stepping(step: int = 3, unlabelled: tuple[int, ...] = ()) -> Epoch:
     one.ready("b")
     one.begin()
     return one
-
-
-def test_phases_follow_each_other() -> None:
-    one = epoch(state=3)
-    seen = [one.phase]
-    for node in "ab":
-        one.placed(node, placed(3))
-        seen.append(one.phase)
-    one.ready("a")
-    assert one.ready("b") == [RecordRestored(epoch=4, step=3, nodes=("a", "b"))]
-    seen.append(one.phase)
-    one.begin()
-    seen.append(one.phase)
-    one.vote("a", vote(3))
-    outcome = one.vote("b", vote(3, unit=1))
-    assert isinstance(outcome, list) and isinstance(outcome[0], RecordCommit)
-    seen.append(one.phase)
-    one.applied("a", 3)
-    assert one.applied("b", 3) == [StepDone(epoch=4, step=3, nodes=("a", "b"))]
-    seen.append(one.phase)
-    expected = ["placing", "placing", "restoring", "idle", "stepping", "applying", "idle"]
-    assert [phase.value for phase in seen] == expected
-    assert one.step == 4
 
 
 @pytest.mark.parametrize("node", ["x", ""])

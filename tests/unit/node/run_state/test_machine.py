@@ -173,23 +173,6 @@ def test_the_norm_does_not_depend_on_the_order_of_votes() -> None:
 # ---- snapshots
 
 
-def test_a_snapshot_that_is_due_does_not_hold_up_the_next_step() -> None:
-    run = Driver(stages=2, every=3).started("ab", 2)
-    run.all_vote()
-    take, begin = TakeSnapshot(epoch=1, step=3), Begin(epoch=1, step=3)
-    assert run.all_applied() == [
-        StepDone(epoch=1, step=2, nodes=("a", "b")),
-        OpenSnapshot(step=3),
-        Send(node_id="a", message=take),
-        Send(node_id="b", message=take),
-        Send(node_id="a", message=begin),
-        Send(node_id="b", message=begin),
-    ]
-    assert run.machine.newest_snapshot == 0
-    run.stored(3)
-    assert run.machine.newest_snapshot == 3
-
-
 def test_a_snapshot_that_is_asked_for_is_taken_once_after_the_running_step() -> None:
     run = Driver(stages=1, every=100).started("a", 2)
     assert run.machine.save() == []

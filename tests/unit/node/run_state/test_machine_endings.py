@@ -59,18 +59,6 @@ def failing(run: Driver, times: int) -> list[Action]:
 # ---- the operator ends the run between two epochs
 
 
-def test_a_stop_while_stages_are_placed_saves_what_they_hold() -> None:
-    run = in_phase(Phase.PLACING)
-    assert run.stop() == []
-    actions = run.all_placed(2)
-    assert of_kind(actions, OpenSnapshot) == SAVES
-    assert sent(actions) == [TakeSnapshot(epoch=2, step=2)] * 3, "and nobody waits for links"
-    end = run.stored(2)
-    assert finishes(end) == dict.fromkeys("abc", TO_NODES)
-    assert stop_of(end).reason == ASKED and not stop_of(end).failed
-    assert run.machine.newest_snapshot == 2
-
-
 def test_a_stop_waits_for_a_commit_that_somebody_missed() -> None:
     run = in_phase(Phase.APPLYING)
     run.failed("a")
@@ -228,15 +216,6 @@ def test_an_abandoned_run_ends_even_if_nothing_can_be_saved(how: str) -> None:
             actions = run.stop(at_once=True)
     end = stop_of(actions)
     assert end.failed and NO_SNAPSHOT in end.reason and "failed" in end.reason
-
-
-def test_a_run_that_diverges_saves_the_state_before_that_step() -> None:
-    run = in_phase(Phase.STEPPING)
-    run.vote("b", norm=math.nan)
-    run.restored(2)
-    run.vote("b", norm=math.nan)
-    assert of_kind(run.all_placed(2), OpenSnapshot) == [OpenSnapshot(step=2)]
-    assert "so the run diverges; the snapshot of step 2 is intact" in stop_of(run.stored(2)).reason
 
 
 def test_a_last_step_whose_snapshot_keeps_failing_may_yet_be_saved() -> None:

@@ -61,18 +61,6 @@ def test_without_a_spare_the_run_waits_and_goes_on_when_somebody_joins(phase: Ph
     assert run.epoch.number == number + 1
 
 
-def test_the_others_keep_their_seats_and_fetch_what_the_dead_took_along() -> None:
-    run = Driver(every=4).started("abc", 6)
-    run.hello("x")
-    run.die("a")
-    assert run.epoch.hosts == ("x", "b", "c")
-    run.placed("b", 6)
-    run.placed("c", 6, voted=True)
-    assert restore_of(run.placed("x", -1)) == Restore(epoch=2, step=4, lineage=2)
-    run.all_ready()
-    assert run.epoch.step == 4
-
-
 def test_a_node_survives_a_brief_disconnect() -> None:
     run = Driver().started("abc")
     run.machine.disconnected("b", run.time)
@@ -129,13 +117,6 @@ def test_a_node_started_again_is_another(phase: Phase) -> None:
     assert aborts(actions) == ["a", "c"]
     assert placement_of(actions) == ("a", "b", "c")
     assert run.machine.members["b"].process_nonce == 2
-
-
-def test_an_evicted_node_is_gone_at_once() -> None:
-    run = Driver(stages=2).started("ab")
-    actions = run.machine.lost("b", "evicted", run.time)
-    assert of_kind(actions, Released) == [Released(node_id="b", reason="evicted")]
-    assert run.machine.epoch is None
 
 
 # ---- which state an epoch goes on from
@@ -229,21 +210,6 @@ def test_a_failed_step_runs_again_with_the_same_nodes(phase: Phase) -> None:
     assert aborted.reason == "stage 1: no activation came" and aborted.epoch == number
     assert placement_of(actions) == ("a", "b", "c")
     assert run.epoch.number == number + 1
-
-
-def test_a_step_that_keeps_failing_stops_the_run() -> None:
-    run = Driver(stages=2, every=2).started("ab", 3)
-    for _ in range(MAX_RETRIES):
-        assert of_kind(run.failed("b"), Aborted)
-        run.restored(3)
-    run.failed("b", why="the neighbour's stage is stuck")
-    run.all_placed(3)
-    end = stop_of(run.stored(3))
-    assert end.failed
-    assert end.reason == (
-        "step 4 failed 4 times in a row, last at stage 1: the neighbour's stage is stuck; the snapshot of "
-        "step 3 is intact: mend that, then resume"
-    )
 
 
 def test_a_step_that_cannot_be_applied_stops_the_run() -> None:

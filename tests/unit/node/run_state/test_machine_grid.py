@@ -229,14 +229,6 @@ def test_held_out_passes_run_on_one_row() -> None:
 # ---- what a commit needs
 
 
-def test_a_step_is_committed_when_all_rows_have_voted() -> None:
-    run = grid()
-    for node in "abc":
-        assert run.vote(node) == []
-    (commit,) = of_kind(run.vote("d"), RecordCommit)
-    assert commit.loss == 2.0
-
-
 @pytest.mark.parametrize("losses", [{0: 1.0, 1: 1.0}, {2: 1.0}, {}, {2: 1.0, 3: 1.0, 4: 1.0}])
 def test_a_row_speaks_for_its_own_groups(losses: dict[int, float]) -> None:
     run = grid()
@@ -398,33 +390,6 @@ def test_of_two_rows_that_differ_a_node_of_another_stage_decides_where_there_is_
     assert notes(actions)[0].startswith(f"node {liar}: its gradient of step 4 was not that of other nodes")
     run.all_applied()
     assert run.machine.quarantined == {} and set("abcd") == set(run.machine.members)
-
-
-def test_of_two_rows_that_differ_a_spare_decides() -> None:
-    run = grid(3, nodes="abcdx")
-    for attempt in range(2):
-        actions: list[Action] = []
-        for node in run.epoch.hosts:
-            actions = run.vote(node, 2.0 if node == "a" else 1.0)
-        if attempt == 0:
-            run.restored(3)
-    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
-    assert "once a spare has the place of node c, to tell who is wrong" in notes(actions)[0]
-    assert placement_of(run.stored(3)) == ("a", "b", "x", "d")
-    for node in "abd":
-        run.placed(node, 3)
-    assert restore_of(run.placed("x")).step == 3
-    run.all_ready()
-    for node in run.epoch.hosts:
-        actions = run.vote(node, 2.0 if node == "a" else 1.0)
-    assert "it runs again, without node a" in notes(actions)[0]
-    assert placement_of(actions) == ("x", "d")
-    run.restored(3)
-    actions = run.all_vote()
-    assert of_kind(actions, RecordCommit)
-    assert notes(actions)[0].startswith("node a: its gradient of step 4 was not that of other nodes")
-    run.all_applied()
-    assert run.machine.quarantined == {} and {"a", "b", "c"} <= set(run.machine.members)
 
 
 def test_a_node_that_spoils_the_sum_of_its_stage_is_found() -> None:

@@ -113,23 +113,6 @@ def test_a_stage_leaves_after_the_step_and_a_snapshot(phase: Phase) -> None:
 # ---- the operator stops the run
 
 
-@pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.APPLYING, Phase.IDLE])
-def test_a_stop_waits_for_the_step_and_a_snapshot(phase: Phase) -> None:
-    run = Driver(steps=4, every=3 if phase is Phase.APPLYING else 100).started("abc", 2)
-    if phase is Phase.APPLYING:
-        run.all_vote()
-    if phase is Phase.IDLE:
-        run.leave("c")
-        end_of_step(run)
-        assert run.epoch.phase is phase
-    assert run.stop() == []
-    if phase is not Phase.IDLE:
-        assert of_kind(end_of_step(run), OpenSnapshot) == [OpenSnapshot(step=3)]
-    end = run.stored(3)
-    assert {words.partition(":")[0] for words in finishes(end).values()} == {"asked to stop"}
-    assert stop_of(end).reason == "asked to stop" and not stop_of(end).failed
-
-
 @pytest.mark.parametrize("how", ["death", "new process"])
 @pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.APPLYING, Phase.IDLE])
 def test_a_stop_does_not_outwait_an_epoch_that_ends_otherwise(phase: Phase, how: str) -> None:
@@ -142,21 +125,7 @@ def test_a_stop_does_not_outwait_an_epoch_that_ends_otherwise(phase: Phase, how:
     assert run.machine.stopped
 
 
-def test_a_stop_at_the_last_step_lets_the_run_finish() -> None:
-    run = Driver(steps=3, every=100).started("abc", 2)
-    run.stop()
-    end_of_step(run)
-    assert stop_of(run.stored(3)).reason == "all steps are done"
-
-
 # ---- fewer stages, and more again
-
-
-def test_without_leave_to_regroup_a_run_waits_for_all_its_stages() -> None:
-    run = Driver(stages=3).started("abc")
-    run.die("b")
-    assert run.tick(1000 * REGROUP) == []
-    assert placement_of(run.hello("x")) == ("a", "x", "c")
 
 
 def test_a_run_goes_on_with_fewer_stages_when_it_has_waited_long_enough() -> None:

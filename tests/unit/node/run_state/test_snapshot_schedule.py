@@ -8,11 +8,6 @@ from node.run_state.snapshot_schedule import SnapshotSchedule
 from wire.errors import ConfigError
 
 
-def test_by_steps() -> None:
-    schedule = SnapshotSchedule(every=3, newest=0)
-    assert [step for step in range(1, 10) if schedule.due(step, 0.0)] == [3, 6, 9]
-
-
 def test_by_time_a_step_that_ends_later_than_that_has_one() -> None:
     schedule = SnapshotSchedule(every=1, newest=0, seconds=600.0)
     taken = []

@@ -37,11 +37,6 @@ def assign(
 # ---- one placement
 
 
-def test_a_newcomer_fills_the_gap() -> None:
-    assert assign(("c", None, "b"), nodes("bcxy"), [1, 1, 1]) == ("c", "x", "b")
-    assert assign(("c", "gone", "b"), nodes("bcxy"), [1, 1, 1]) == ("c", "x", "b")
-
-
 def test_order_is_kept_when_the_number_of_stages_changes() -> None:
     assert assign(("d", "gone", "b", "a"), nodes("abd"), [1, 1, 1]) == ("d", "b", "a")
     assert assign(("d", "b", "a"), nodes("abcd"), [1, 1, 1, 1]) == ("d", "b", "a", "c")
