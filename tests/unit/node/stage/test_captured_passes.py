@@ -160,18 +160,20 @@ def test_replays_give_autograds_bits(case: str, family: str, last: bool) -> None
     assert captured.recorder.recorded == 4
 
 
-@pytest.mark.parametrize("case", ["float32", "autocast", "products in fp8", "lora, 4 bits, dropout"])
-def test_replays_of_a_head_in_pieces_give_autograds_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "HEAD_LOGITS", 10 * 256)  # of 32 tokens
-    plain, graphs = (Half(case, "llama", last=True, captured=on) for on in (False, True))
-    for step in range(3):
-        assert_same(graphs.step(step), plain.step(step))
-
-
-@pytest.mark.parametrize("case", ["autocast", "recompute", "products in fp8, agoq, bf16", "lora"])
-def test_replays_of_blocks_that_run_again_give_autograds_bits(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "again"),
+    [
+        *((case, False) for case in ("float32", "autocast", "products in fp8", "lora, 4 bits, dropout")),
+        *((case, True) for case in ("autocast", "recompute", "products in fp8, agoq, bf16", "lora")),
+    ],
+)
+def test_replays_of_blocks_that_run_again_or_of_a_head_in_pieces_give_autograds_bits(
+    case: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not again:
+        monkeypatch.setattr(storage, "HEAD_LOGITS", 10 * 256)  # of 32 tokens
     plain = Half(case, "llama", last=True, captured=False)
-    graphs = Half(case, "llama", last=True, captured=True, again=True)
+    graphs = Half(case, "llama", last=True, captured=True, again=again)
     for step in range(3):
         assert_same(graphs.step(step), plain.step(step))
 

@@ -322,7 +322,6 @@ async def test_work_that_comes_when_the_vote_is_computed_has_its_samples() -> No
     stage, asked, is_asked = Stage(), [], asyncio.Event()
     stage.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3, groups=2))
     stage.needs = (BatchPart.INPUTS,)
-    node = Node(stage)
 
     class Samples:
         async def get(self, step: int, part: BatchPart, groups: tuple[int, ...], audited: object) -> str:
@@ -342,49 +341,39 @@ async def test_work_that_comes_when_the_vote_is_computed_has_its_samples() -> No
         stage.log.append(change.samples)
         return Vote(epoch=4, step=0, norms={1: 3.0}, loss=None, generation=change.generation)
 
-    node.batches = cast(Any, Samples())
     stage.run_step, stage.vote = too_soon, vote  # type: ignore[method-assign, attr-defined]
     rows = tuple(PlacedRow(node=STAGES[1], groups=(group,)) for group in (0, 1))
-    task = EpochTask(replace(PLACEMENT, rows=rows), node)
-    running = asyncio.create_task(task.run())
-    talk = Talk(node, task)
-    await talk.begun()
-    task.submit(Begin(epoch=4, step=0))
-    await begun.wait()
-    task.submit(Begin(epoch=4, step=0, generation=1, portions=(Portion(0, (0, 1)),)))
-    await is_asked.wait()
-    go_on.set()
-    vote = await talk.hear()
-    assert isinstance(vote, Vote) and vote.generation == 1
-    assert stage.log[-1] == {BatchPart.INPUTS: {1: "another row's"}} and asked == [(1,)]
-    running.cancel()
-    await asyncio.wait([running], timeout=SECONDS)
+    async with epoch(stage, placement=replace(PLACEMENT, rows=rows)) as talk:
+        talk.node.batches = cast(Any, Samples())
+        await talk.begun()
+        talk.task.submit(Begin(epoch=4, step=0))
+        await begun.wait()
+        talk.task.submit(Begin(epoch=4, step=0, generation=1, portions=(Portion(0, (0, 1)),)))
+        await is_asked.wait()
+        go_on.set()
+        vote = await talk.hear()
+        assert isinstance(vote, Vote) and vote.generation == 1
+        assert stage.log[-1] == {BatchPart.INPUTS: {1: "another row's"}} and asked == [(1,)]
 
 
 async def test_a_node_that_enters_takes_tensors_while_it_applies_the_steps_before() -> None:
     key = TensorKey(epoch=4, step=3, microbatch=0, boundary=0, direction=Direction.ACTIVATION)
-    stage = Stage()
+    stage, applies = Stage(), asyncio.Event()
     stage.state_step = 2
-    node, applies = Node(stage), asyncio.Event()
 
     async def settle() -> None:
         await applies.wait()
         stage.state_step = 3
 
-    node.settle = settle  # type: ignore[method-assign]
-    task = EpochTask(replace(PLACEMENT, enters=True), node)
-    running = asyncio.create_task(task.run())
-    talk = Talk(node, task)
-    await talk.hear()
-    assert isinstance(await talk.ask(Restore(epoch=4, step=2)), Ready)
-    task.submit(Begin(epoch=4, step=3))
-    for _ in range(9):
-        await asyncio.sleep(0)
-        assert task.expect(Peer(0, 0), key) == 64
-    applies.set()
-    assert isinstance(await talk.hear(), Vote)
-    running.cancel()
-    await asyncio.wait([running], timeout=SECONDS)
+    async with epoch(stage, placement=replace(PLACEMENT, enters=True)) as talk:
+        talk.node.settle = settle  # type: ignore[method-assign]
+        await talk.begun(2)
+        talk.task.submit(Begin(epoch=4, step=3))
+        for _ in range(9):
+            await asyncio.sleep(0)
+            assert talk.task.expect(Peer(0, 0), key) == 64
+        applies.set()
+        assert isinstance(await talk.hear(), Vote)
 
 
 async def test_work_that_comes_while_a_node_applies_the_steps_before_is_its_first_step() -> None:
@@ -392,7 +381,6 @@ async def test_work_that_comes_while_a_node_applies_the_steps_before_is_its_firs
     stage, began, applies = Stage(), asyncio.Event(), asyncio.Event()
     stage.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3, groups=2))
     stage.state_step = 3
-    node = Node(stage)
 
     async def settle() -> None:
         began.set()
@@ -403,22 +391,18 @@ async def test_work_that_comes_while_a_node_applies_the_steps_before_is_its_firs
         stage.log.append(change.work.groups)
         return Vote(epoch=4, step=3, norms={1: 2.0}, loss=None, generation=change.generation)
 
-    node.settle, stage.run_step = settle, run_step  # type: ignore[method-assign]
+    stage.run_step = run_step  # type: ignore[method-assign]
     rows = tuple(PlacedRow(node=STAGES[1], groups=(group,)) for group in (0, 1))
-    task = EpochTask(replace(PLACEMENT, rows=rows, enters=True), node)
-    running = asyncio.create_task(task.run())
-    talk = Talk(node, task)
-    await talk.hear()
-    assert isinstance(await talk.ask(Restore(epoch=4, step=3)), Ready)
-    task.submit(Begin(epoch=4, step=3))
-    await began.wait()
-    task.submit(Begin(epoch=4, step=3, generation=1, portions=(Portion(0, (0, 1)),)))
-    applies.set()
-    vote = await talk.hear()
-    assert isinstance(vote, Vote) and vote.generation == 1
-    assert stage.log[-1] == (0, 1) and (0,) not in stage.log
-    running.cancel()
-    await asyncio.wait([running], timeout=SECONDS)
+    async with epoch(stage, placement=replace(PLACEMENT, rows=rows, enters=True)) as talk:
+        talk.node.settle = settle  # type: ignore[method-assign]
+        await talk.begun(3)
+        talk.task.submit(Begin(epoch=4, step=3))
+        await began.wait()
+        talk.task.submit(Begin(epoch=4, step=3, generation=1, portions=(Portion(0, (0, 1)),)))
+        applies.set()
+        vote = await talk.hear()
+        assert isinstance(vote, Vote) and vote.generation == 1
+        assert stage.log[-1] == (0, 1) and (0,) not in stage.log
 
 
 async def test_a_commit_that_carries_the_next_step_is_answered_by_its_vote() -> None:
@@ -463,15 +447,6 @@ async def test_a_snapshot_that_is_taken_again_is_handed_in_again() -> None:
                 talk.task.submit(take)
                 await talk.ask(Begin(epoch=4, step=1))
                 assert len(talk.node.uploads) == uploads + 2 * only_hashes
-
-
-async def test_links_are_up_before_a_state_is_fetched() -> None:
-    """Fetching may take longer than neighbours wait for a link."""
-    async with epoch() as talk:
-        await talk.hear()
-        talk.node.missing = RunError("no complete snapshot")
-        await talk.ask(Restore(epoch=4, step=6))
-        assert talk.node.linked[0] == BESIDE
 
 
 async def test_links_that_are_opened_to_a_new_neighbour_are_not_opened_again() -> None:
@@ -559,16 +534,6 @@ async def test_only_the_state_of_the_step_is_uploaded(step: int) -> None:
         assert talk.node.uploads == []
 
 
-async def test_the_state_that_is_held_is_kept() -> None:
-    stage = Stage()
-    stage.state_step, stage.voted = 5, True
-    async with epoch(stage) as talk:
-        assert await talk.hear() == Placed(epoch=4, held_step=5, voted=True)
-        await talk.ask(Restore(epoch=4, step=5))
-        assert stage.log == [("place", 1, 3)]
-        assert talk.node.fetched == []
-
-
 @pytest.mark.parametrize(
     ("held", "voted", "expected"),
     [
@@ -632,32 +597,26 @@ async def test_a_failure_is_repeated_to_every_caller(error: ThinwireError, kind:
         talk.node.stage.trouble = error
         expected = failure(kind, str(error), step=3)
         assert await talk.ask(Begin(epoch=4, step=3)) == expected
+        # Its sample cache is part of its state: it must fetch a snapshot.
+        forgets = isinstance(error, CacheMismatchError)
+        assert (talk.node.stage.log[-1] == "forget") is (talk.node.stage.state_step == -1) is forgets
         for command in (Begin(epoch=4, step=3), PLACEMENT, TakeSnapshot(epoch=4, step=3)):
             assert await talk.ask(command) == expected
         assert talk.node.linked == [BESIDE, ()], "its neighbours learn of it too"
 
 
-async def test_who_remembers_otherwise_than_its_neighbour_holds_no_state() -> None:
-    """In the next epoch it must fetch a snapshot, because its sample cache is part of its state."""
-    async with epoch() as talk:
-        await talk.begun(3)
-        talk.node.stage.trouble = CacheMismatchError("since step 7")
-        await talk.ask(Begin(epoch=4, step=3))
-        assert talk.node.stage.log[-1] == "forget"
-        assert talk.node.stage.state_step == -1
-
-
-async def test_a_lost_device_is_not_reported_but_ends_the_node() -> None:
+@pytest.mark.parametrize("error", [DeviceLostError("rank 1 is gone"), torch.OutOfMemoryError("CUDA: full")])
+async def test_a_lost_device_or_full_memory_is_not_reported_but_ends_the_node(error: Exception) -> None:
     """Another epoch would fail on it in the same way, until the run has no tries left."""
     node = Node(Stage())
     task = EpochTask(PLACEMENT, node)
     talk = Talk(node, task)
     running = asyncio.create_task(task.run())
     await talk.begun(3)
-    node.stage.trouble = DeviceLostError("rank 1 is gone")
+    node.stage.trouble = error
     task.submit(Begin(epoch=4, step=3))
     async with asyncio.timeout(SECONDS):
-        with pytest.raises(DeviceLostError, match="rank 1 is gone"):
+        with pytest.raises(type(error), match=str(error)):
             await running
     assert node.said.empty()
 
@@ -672,27 +631,15 @@ async def test_a_step_that_ran_short_of_memory_runs_again_if_the_node_can_plan_w
         assert stage.log[-1] == "relieve" and stage.state_step == 3, "it holds its state still"
 
 
-async def test_a_node_that_cannot_plan_with_less_memory_ends() -> None:
-    node = Node(Stage())
-    task = EpochTask(PLACEMENT, node)
-    talk = Talk(node, task)
-    running = asyncio.create_task(task.run())
-    await talk.begun(3)
-    node.stage.trouble = torch.OutOfMemoryError("CUDA out of memory.")
-    task.submit(Begin(epoch=4, step=3))
-    async with asyncio.timeout(SECONDS):
-        with pytest.raises(torch.OutOfMemoryError):
-            await running
-    assert node.said.empty()
-
-
-async def test_a_state_that_cannot_be_fetched_is_a_failure() -> None:
+async def test_a_state_that_cannot_be_fetched_is_a_failure_once_links_are_up() -> None:
+    """Fetching may take longer than neighbours wait for a link."""
     async with epoch() as talk:
         await talk.hear()
         talk.node.missing = RunError("no complete snapshot")
         assert await talk.ask(Restore(epoch=4, step=6)) == failure(
             FailureKind.INTERNAL, "no complete snapshot"
         )
+        assert talk.node.linked[0] == BESIDE
 
 
 @pytest.mark.parametrize(

@@ -232,37 +232,24 @@ async def test_wrong_gradients_are_fetched_again_from_others(told: Told) -> None
     assert node.executor.state_step == -1, "and it holds no state that is not the run's"
 
 
-async def test_gradients_of_the_right_norms_alone_are_not_applied(told: Told) -> None:
-    """Whoever applied them was turned away as a newcomer with another state, and the second time shut out."""
-    node, step = told.node, told.steps[0]
-    async with asyncio.TaskGroup() as group:
-        follower = node.follower(group)
-        follower.follow(told.order)
-        await node.hear()
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [("other sums", "voted for"), ("no source", "no node keeps it"), ("a step later", "step 1 is missing")],
+)
+async def test_what_is_not_the_runs_is_not_applied_and_said(told: Told, case: str, said: str) -> None:
+    """Whoever applied gradients that have the right norms alone was turned away as a newcomer with another
+    state, and the second time shut out."""
+    node, step = told.node, told.steps[case == "a step later"]
+    node.gone = case == "no source"
+    if case == "other sums":
         assert step.sums.keys() == step.norms.keys()
-        follower.committed(replace(step, sums={unit: b"0" * 16 for unit in step.sums}))
-        assert "voted for" in (await node.hear()).failed
-
-
-async def test_a_follower_that_finds_no_gradients_says_so(told: Told) -> None:
-    node = told.node
-    node.gone = True
+        step = replace(step, sums={unit: b"0" * 16 for unit in step.sums})
     async with asyncio.TaskGroup() as group:
         follower = node.follower(group)
         follower.follow(told.order)
         await node.hear()
-        follower.committed(told.steps[0])
-        assert (await node.hear()).failed == "no node keeps it"
-
-
-async def test_a_missing_step_is_no_state(told: Told) -> None:
-    node = told.node
-    async with asyncio.TaskGroup() as group:
-        follower = node.follower(group)
-        follower.follow(told.order)
-        await node.hear()
-        follower.committed(told.steps[1])
-        assert "step 1 is missing" in (await node.hear()).failed
+        follower.committed(step)
+        assert said in (await node.hear()).failed
 
 
 async def test_without_sources_it_follows_no_longer(told: Told) -> None:

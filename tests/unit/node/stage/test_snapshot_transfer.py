@@ -152,14 +152,6 @@ async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
         assert here.coordinator.kept == 1
 
 
-async def test_sent_layers_are_requested_by_digest(tmp_path: Path) -> None:
-    async with scene(tmp_path) as here:
-        here.transfer.take(1, TakeSnapshot(epoch=1, step=3), state(), stage=0)
-    assert sorted(here.coordinator.stored) == [(3, "embed"), (3, "head")]
-    file = here.cache.get(3, "head")
-    assert file is not None and file.sha256 == sha256(file.data).hexdigest()
-
-
 async def test_a_layer_of_a_snapshot_that_never_was_is_not_used(tmp_path: Path) -> None:
     """What this node sent was of an attempt that others did not end: the step was come to otherwise."""
     async with scene(tmp_path) as here:
