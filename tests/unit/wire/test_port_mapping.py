@@ -104,22 +104,14 @@ async def test_answers_to_others_are_no_answer() -> None:
     assert [port_mapping._read_reply(answer, PORT) for answer in answers] == [None] * len(answers)
 
 
-async def test_a_port_is_mapped_by_upnp_and_given_back(told: list[str]) -> None:
+@pytest.mark.parametrize("only_permanent", [False, True])
+async def test_a_port_is_mapped_by_upnp_and_given_back(told: list[str], only_permanent: bool) -> None:
     with fake_igd() as igd:
+        igd.only_permanent = only_permanent
         mapped = MappedPort([Upnp(igd.url)], told.append)
         await mapped.open(PORT)
         assert (mapped.outside, mapped.by) == (PORT, "UPnP")
-        assert igd.mapped == {PORT: ("127.0.0.1", PORT, LIFETIME_SECONDS)}
-        await mapped.close()
-        assert igd.mapped == {}
-
-
-async def test_a_upnp_router_that_maps_for_ever_is_asked_for_that(told: list[str]) -> None:
-    with fake_igd() as igd:
-        igd.only_permanent = True
-        mapped = MappedPort([Upnp(igd.url)], told.append)
-        await mapped.open(PORT)
-        assert igd.mapped == {PORT: ("127.0.0.1", PORT, 0)}
+        assert igd.mapped == {PORT: ("127.0.0.1", PORT, 0 if only_permanent else LIFETIME_SECONDS)}
         await mapped.close()
         assert igd.mapped == {}
 

@@ -510,16 +510,6 @@ async def test_a_relay_that_a_node_left_is_named_once(tmp_path: Path) -> None:
         assert len(told) == 1 and "node a left the relay of node r:" in told[0]
 
 
-async def test_the_last_word_of_an_older_process_does_not_end_the_newer(tmp_path: Path) -> None:
-    async with scene(tmp_path) as run:
-        older = run.peer("a", nonce=1)
-        await older.into_step()
-        newer = run.peer("a", nonce=2)
-        older.say(Leave(reason="out of memory", failed=True))
-        await newer.into_step(epoch=2)
-        assert not [event for event in run.events if isinstance(event, events.NodeLeft)]
-
-
 async def test_a_session_opened_again_goes_on_where_it_was(tmp_path: Path) -> None:
     async with scene(tmp_path) as run:
         first = run.peer("a")

@@ -131,32 +131,22 @@ def test_a_lost_write_ahead_log_is_noticed_and_evictions_in_the_history_hold(run
         assert [one.step for one in store.snapshots()] == list(STEPS)
 
 
-def test_planned_codecs_are_recovered_from_the_history(run: Path) -> None:
-    """The last one was made after a rollback, in place of that of step 9."""
-    for step, codec in ((0, "trellis-4"), (9, "trellis-5"), (6, "trellis-3")):
-        plan = events.CodecsPlanned(text="", step=step, activations=(codec,), gradients=("dither-4",))
-        append(run, BEGAN + 30, plan)
-    (run / DATABASE_FILE).unlink()
-    what = damage(run)
-    assert what is not None
-    rebuild(run, what, BEGAN + 100)
-    with Store.open(run) as store:
-        changes = recorded_codecs(store).changes
-    assert [(step, plan.activations) for step, plan in changes] == [(0, ("trellis-4",)), (6, ("trellis-3",))]
-
-
-def test_chosen_storages_are_recovered_from_the_history(run: Path) -> None:
-    """The last one was made with other stages after a rollback, in place of that of step 9."""
+def test_planned_codecs_and_storages_are_recovered_from_the_history(run: Path) -> None:
+    """The last ones were made after a rollback, in place of those of step 9."""
+    codecs = {0: ("trellis-4",), 9: ("trellis-5",), 6: ("trellis-3",)}
     names = {0: ("none/8/none/none",) * 2, 9: ("none/4/none/none",), 6: ("none/6/none/none",)}
-    for step, storages in names.items():
-        append(run, BEGAN + 30, events.StoragesPlanned(text="", step=step, storages=storages))
+    for step, codec in codecs.items():
+        plan = events.CodecsPlanned(text="", step=step, activations=codec, gradients=("dither-4",))
+        append(run, BEGAN + 30, plan)
+        append(run, BEGAN + 30, events.StoragesPlanned(text="", step=step, storages=names[step]))
     (run / DATABASE_FILE).unlink()
     what = damage(run)
     assert what is not None
     rebuild(run, what, BEGAN + 100)
     with Store.open(run) as store:
-        changes = recorded_storages(store).changes
-    assert [(step, plan.names) for step, plan in changes] == [(step, names[step]) for step in (0, 6)]
+        planned, stored = recorded_codecs(store).changes, recorded_storages(store).changes
+    assert [(step, plan.activations) for step, plan in planned] == [(step, codecs[step]) for step in (0, 6)]
+    assert [(step, plan.names) for step, plan in stored] == [(step, names[step]) for step in (0, 6)]
 
 
 def test_damage_inside_is_found(run: Path) -> None:

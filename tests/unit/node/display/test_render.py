@@ -224,14 +224,6 @@ def plain(events: Iterable[tuple[float, Event]]) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_json_lines_are_the_events() -> None:
-    stream = io.StringIO()
-    with JsonRenderer(stream) as emit:
-        for event in EVENTS:
-            emit(event)
-    assert [from_json(line) for line in stream.getvalue().splitlines()] == list(EVENTS)
-
-
 def test_plain_output_is_text_without_escapes() -> None:
     lines = plain((float(at), event) for at, event in enumerate(EVENTS))
     text = "\n".join(lines)

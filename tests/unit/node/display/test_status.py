@@ -30,7 +30,6 @@ from node.telemetry.events import (
     PlacementMade,
     RunFinished,
     RunStarted,
-    SnapshotSetAside,
     SnapshotStored,
     StepAborted,
     StepDone,
@@ -194,13 +193,6 @@ def test_the_command_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) 
     assert (shown["aborted"], shown["planned"], shown["page"]["url"]) == (1, 1, page.url)
     assert shown["snapshot"] == {"step": 3, "bytes": 9, "path": "x"} and shown["finished"]["reason"] == "done"
     assert [node["node_id"] for node in shown["nodes"]] == ["node-a", "node-b"]
-
-
-def test_a_snapshot_that_is_set_aside_is_not_the_newest(tmp_path: Path) -> None:
-    stored = SnapshotStored(step=3, bytes=9, path="x")
-    assert after(stored, SnapshotSetAside(text="", step=4, whole=3)).stored == stored
-    assert after(stored, SnapshotSetAside(text="", step=2, whole=1)).stored is None
-    assert after(stored, replace(started(tmp_path), first_step=2)).stored is None
 
 
 def test_the_command_says_which_path_each_link_takes(

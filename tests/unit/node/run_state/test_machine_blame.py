@@ -85,9 +85,8 @@ def test_a_spare_takes_the_stage_of_a_node_that_keeps_failing() -> None:
     actions = attempts(run, broken("b"))
     assert run.epoch.hosts == ("a", "x", "c")
     assert len(of_kind(actions, Aborted)) == MAX_RETRIES + 1
-    assert [note.text for note in of_kind(actions, Announce)] == [
-        "step 3 failed 4 times in a row, last at stage 1: the disk is full: a spare takes stage 1 from node b"
-    ]
+    (note,) = of_kind(actions, Announce)
+    assert "the disk is full: a spare takes stage 1 from node b" in note.text
     assert finishes(actions) == {} and "b" in run.machine.members, "it stays, as a spare"
     run.all_ready()
     run.steps(1)

@@ -181,21 +181,15 @@ def test_a_stage_that_leaves_between_epochs_is_held_until_its_state_is_on_disk(p
 def test_an_abandoned_run_saves_what_its_stages_hold() -> None:
     run = in_phase(Phase.STEPPING)
     actions = failing(run, MAX_RETRIES + 1)
-    assert of_kind(actions, Announce) == [
-        Announce(
-            text="step 3 failed 4 times in a row: the run ends once what its stages hold is on disk",
-        )
-    ]
+    (note,) = of_kind(actions, Announce)
+    assert "step 3 failed 4 times in a row" in note.text
     assert placement_of(actions) == ("a", "b", "c")
     actions = run.all_placed(2)
     assert of_kind(actions, OpenSnapshot) == SAVES
     assert not any(isinstance(message, Restore) for message in sent(actions)), "links are what failed"
     end = stop_of(run.stored(2))
     assert end.failed
-    assert end.reason == (
-        "step 3 failed 4 times in a row, last at stage 1: no link; the snapshot of step 2 is intact: "
-        "mend that, then resume"
-    )
+    assert "last at stage 1: no link; the snapshot of step 2 is intact" in end.reason
 
 
 @pytest.mark.parametrize("how", ["failure", "death", "stuck", "nothing held", "two stops"])

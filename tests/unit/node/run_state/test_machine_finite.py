@@ -155,24 +155,15 @@ def test_the_same_step_runs_again_on_a_spare_and_the_first_node_was_wrong(how: s
     culprit = "b" if how == "loss" else "a"
     stage = "ab".index(culprit)
     assert run.epoch.hosts == (("a", "x") if culprit == "b" else ("x", "b"))
-    assert of_kind(actions, Announce) == [
-        Announce(
-            text=f"step 4 is not committed: {HOW[how]} is not finite; a spare computes stage {stage} again, "
-            f"in place of node {culprit}"
-        )
-    ]
+    (note,) = of_kind(actions, Announce)
+    assert HOW[how] in note.text and f"in place of node {culprit}" in note.text
     run.restored()
     assert run.epoch.step == 2 and not run.epoch.uncompressed, "the spare has what is on disk"
     run.steps(1)
     actions = run.all_vote()
     assert of_kind(actions, RecordCommit)[0].step == 3
-    assert of_kind(actions, Announce) == [
-        Announce(
-            text=f"node {culprit}: what it gave for stage {stage} in step 4 was wrong, as another node "
-            "found; it gets a stage again only if no other node is left",
-            about=culprit,
-        )
-    ]
+    (note,) = of_kind(actions, Announce)
+    assert note.about == culprit and f"stage {stage} in step 4 was wrong" in note.text
     assert run.machine.quarantined == {}, "what its neighbours sent may have been wrong"
 
 
@@ -190,9 +181,8 @@ def test_a_node_that_is_wrong_repeatedly_is_quarantined() -> None:
     run.vote("a", norm=math.nan)
     run.restored(run.epoch.step)
     actions = run.all_vote()
-    why = "what it gave for stage 0 in step 4 was wrong, as another node found, the last of 3 such faults"
-    assert of_kind(actions, Announce) == [Announce(text=f"node a is shut out: {why}", about="a")]
-    assert run.machine.quarantined == {"a": why}
+    assert [note.about for note in of_kind(actions, Announce)] == ["a"]
+    assert "the last of 3 such faults" in run.machine.quarantined["a"]
 
 
 def test_a_value_that_is_not_finite_on_other_nodes_too_is_no_nodes_fault() -> None:

@@ -268,16 +268,13 @@ def test_a_step_whose_rows_differ_runs_again_and_the_odd_one_of_three_is_named()
         run.vote(node, 2.0 if node == "c" else 1.0)
     actions = run.vote("f")
     assert of_kind(actions, RecordCommit) == [] and placement_of(actions) == tuple("abcdef")
-    assert notes(actions) == [
-        "step 4 is not committed: the gradient of stage 0 is not the same in all rows; it runs again"
-    ]
+    (note,) = notes(actions)
+    assert "the gradient of stage 0 is not the same in all rows" in note
     run.restored(3)
     actions = run.all_vote()
     assert of_kind(actions, RecordCommit)
-    assert notes(actions) == [
-        "node c: its gradient of step 4 was not that of other nodes with its stage; it gets a stage again "
-        "only if no other node is left"
-    ]
+    (note,) = notes(actions)
+    assert note.startswith("node c: its gradient of step 4")
 
 
 def test_a_row_that_was_sent_another_sum_of_the_same_norm_is_found_before_the_commit() -> None:

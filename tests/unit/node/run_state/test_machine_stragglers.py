@@ -252,10 +252,8 @@ def test_a_node_that_does_not_hand_in_its_layers_is_replaced() -> None:
     for unit in units_of(2)[0]:
         run.machine.layer_received(4, unit, run.time)
     actions = wait(run, 65)
-    assert [note.text for note in of_kind(actions, Announce)] == [
-        "the snapshot of step 4 waits for node b",
-        "node b is replaced: it did not hand in its layers of step 4 within 61 s",
-    ]
+    waits, replaced = (note.text for note in of_kind(actions, Announce))
+    assert "step 4 waits for node b" in waits and "node b is replaced" in replaced
     assert placement_of(actions) == ("a", "x")
     run.restored()
     assert run.epoch.step == 2, "the spare begins with what is on disk, and comes to the same"

@@ -1,7 +1,6 @@
 """Rows that share a step's gradient groups have the unsplit trainer's losses and weights, bit for bit."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
@@ -26,6 +25,7 @@ from node.stage import gradient_sync
 from node.stage.device_transfer import CudaTransfer
 from node.stage.stage_model import StageModel
 from node.training import group_sums
+from tests.support.fake_streams import FakeStreams
 from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run
 from tests.support.reference_trainer import Step
 from wire.codecs.registry import codec
@@ -92,34 +92,12 @@ def test_a_row_that_is_sent_its_sums_with_the_signs_reversed_has_another_result(
             assert first.result == second.result != last.result
 
 
-class NoStreams:
-    """Stands in for `torch.cuda`: everything is done at once."""
-
-    def Stream(self, device: torch.device) -> "NoStreams":
-        return self
-
-    def Event(self, *, blocking: bool) -> "NoStreams":
-        return self
-
-    def stream(self, stream: "NoStreams") -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def current_stream(self, device: torch.device) -> "NoStreams":
-        return self
-
-    def record(self, stream: "NoStreams") -> None: ...
-
-    def wait_event(self, event: "NoStreams") -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces go together, as on a GPU."""
 
     def packing(device: torch.device) -> gradient_sync.DevicePacking:
-        return gradient_sync.DevicePacking(CudaTransfer(device, NoStreams(), page_locked=False))
+        return gradient_sync.DevicePacking(CudaTransfer(device, FakeStreams(), page_locked=False))
 
     monkeypatch.setattr(gradient_sync, "_packing", packing)
 

@@ -77,19 +77,12 @@ def test_the_line_names_the_stage_the_estimate_the_device_and_what_to_do(
     )
     monkeypatch.setattr(out_of_memory, "held", lambda device: there)
     error = exhausted(GPU, device_memory_text(GPU), offered=70_000, stage=2, stages=4, need=65_000)
-    assert str(error).startswith(
-        "cuda:1 ran out of memory at stage 2 of 4, which was estimated to need 65 kB, and this node ends; it "
-        "offered 70 kB, and cuda:1 has 80 kB, of which 60 kB are this process's (50 kB in tensors, largest "
-        "free piece 7 kB) and 5 kB free: close other programs "
-    )
+    for place in ("stage 2 of 4", "need 65 kB", "offered 70 kB", "has 80 kB", "60 kB are this process's"):
+        assert place in str(error) and place in error.happened
     for remedy in ("training.microbatch", "pipeline.window", "storage.preset", "pipeline.stages"):
-        assert remedy in str(error)
+        assert remedy in str(error) and remedy not in error.happened
     assert "\n" not in str(error)
-    assert error.happened == (
-        "cuda:1 ran out of memory at stage 2 of 4, which was estimated to need 65 kB; it offered 70 kB, and "
-        "cuda:1 has 80 kB, of which 60 kB are this process's (50 kB in tensors, largest free piece 7 kB) and "
-        "5 kB free"
-    )
+    assert "and this node ends" not in error.happened and error.happened.endswith("5 kB free")
     assert short_reason(error) == error.happened, "it is not cut"
     assert (error.need, error.exit_code) == (65_000, 1)
     early = exhausted(GPU, "", offered=1)

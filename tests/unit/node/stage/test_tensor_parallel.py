@@ -125,26 +125,26 @@ def test_ranks_give_the_gradients_of_unsplit_blocks(
         assert float((gradients[name] - gradient).abs().max()) < 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("storage", [Storage(), RECOMPUTED, EIGHT], ids=["plain", "recomputed", "8 bits"])
-def test_in_bfloat16_ranks_are_as_near_as_whole_blocks(model: ModelSection, storage: Storage) -> None:
-    """Each against float32: between ranks, sums of partial products are rounded once more or once less."""
+@pytest.mark.parametrize(
+    ("model", "storage", "ranks", "precision"),
+    [
+        *(
+            (model, storage, 2, "bfloat16")
+            for model in (LLAMA, GPT2)
+            for storage in (Storage(), RECOMPUTED, EIGHT)
+        ),
+        *((model, PRESETS[name], 4, "float32") for model in MODELS.values() for name in ("agoq", "compact")),
+    ],
+)
+def test_ranks_that_round_are_as_near_as_whole_blocks(
+    model: ModelSection, storage: Storage, ranks: int, precision: str
+) -> None:
+    """Each against float32. In bfloat16 sums of partial products are rounded once more or once less, and
+    packed ranks have other blocks of 128: errors differ, and must not grow."""
     batch = some_batch(model)
     _, exact = alone(model, Storage(), batch, "float32")
-    _, whole = alone(model, storage, batch, "bfloat16")
-    _, shared = between_ranks(model, storage, 2, batch, "bfloat16")
-    for name, gradient in exact.items():
-        assert error(shared[name], gradient) < 1.5 * error(whole[name], gradient) + 3e-3, name
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("preset", ["agoq", "compact"])
-def test_packed_activations_cost_no_more_between_ranks(model: ModelSection, preset: str) -> None:
-    """Ranks pack other blocks of 128, so errors differ; they must not grow."""
-    batch = some_batch(model)
-    _, exact = alone(model, Storage(), batch, "float32")
-    _, whole = alone(model, PRESETS[preset], batch, "float32")
-    _, shared = between_ranks(model, PRESETS[preset], 4, batch, "float32")
+    _, whole = alone(model, storage, batch, precision)
+    _, shared = between_ranks(model, storage, ranks, batch, precision)
     for name, gradient in exact.items():
         assert error(shared[name], gradient) < 1.5 * error(whole[name], gradient) + 3e-3, name
 

@@ -1,8 +1,7 @@
 """Packing and unpacking beside compute: the codec's bits, in order, with named errors and no leftovers."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from node.stage.stage_model import StageModel
 from node.stage.tensor_transfer import BadTensorError, Incoming, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
 from node.tuning.memory_plan import Room
+from tests.support.fake_streams import FakeStreams
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.codecs.registry import codec
@@ -80,53 +80,6 @@ class Box:
         assert self.gate.wait(SECONDS)
         assert elements == SPEC.elements
         self.sent[key] = packed
-
-
-class FakeStream:
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def wait_event(self, event: "FakeEvent") -> None:
-        self.log.append(f"{self.name} waits for {event.name}")
-
-
-class FakeEvent:
-    def __init__(self, log: list[str]) -> None:
-        self.log, self.name = log, "nothing"
-
-    def record(self, stream: FakeStream) -> None:
-        self.name = stream.name
-        self.log.append(f"mark on {stream.name}")
-
-    def synchronize(self) -> None:
-        self.log.append(f"thread waits for {self.name}")
-
-
-class FakeStreams:
-    """Stands in for `torch.cuda`; `log` is the order of what a GPU would do."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self._made = iter(("packing", "unpacking"))
-        self._current = threading.local()
-        """Of each thread, as in torch."""
-
-    def Stream(self, device: torch.device) -> FakeStream:
-        return FakeStream(self.log, next(self._made))
-
-    def Event(self, *, blocking: bool) -> FakeEvent:
-        assert blocking, "an event that spins keeps Python's lock from the other threads"
-        return FakeEvent(self.log)
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.log.append(f"on {stream.name}")
-        self._current.stream = stream
-        yield
-        del self._current.stream
-
-    def current_stream(self, device: torch.device) -> Any:
-        return getattr(self._current, "stream", FakeStream(self.log, "compute"))
 
 
 def devices() -> list[DeviceTransfer]:

@@ -104,11 +104,6 @@ def test_the_view_is_plain_json_without_addresses() -> None:
     assert "192.0.2" not in text and "4711" not in text
 
 
-def test_a_diverged_loss_is_null_in_json() -> None:
-    bad = events.StepDone(**{**vars(done(1)), "loss": float("nan")})
-    assert json.loads(view(history(opening(), bad)).to_json())["loss"] is None
-
-
 def test_a_step_that_is_aborted_is_counted_and_not_shown_as_cost() -> None:
     seen = view(history(opening(), step(1), costs(2, aborted=True), aborted(2)))
     assert (seen.aborted, seen.state, seen.step) == (1, "restoring", 1)

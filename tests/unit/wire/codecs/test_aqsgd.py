@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.cases import each
+from tests.support.fake_streams import FakeStreams
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
 from wire.codecs.formats import AqsgdFormat
 from wire.codecs.header import HEADER_BYTES, seal
@@ -123,31 +124,6 @@ def test_the_remainder_is_padded() -> None:
     assert (stateless.decode(stateless.encode(x), spec(x)) - x).norm() / x.norm() > 0.5
 
 
-class FakeEvent:
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def record(self, stream: str) -> None:
-        self._log.append(f"mark on {stream}")
-
-    def synchronize(self) -> None:
-        self._log.append("thread waits")
-
-
-class FakeStreams:
-    """Stands in for `torch.cuda`; `log` is the order of what a GPU would do."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def Event(self, *, blocking: bool) -> FakeEvent:
-        assert blocking, "an event that spins keeps Python's lock from the other threads"
-        return FakeEvent(self.log)
-
-    def current_stream(self, device: torch.device) -> str:
-        return "current"
-
-
 class LoggedCopies(HostCopies):
     """As on a GPU, but for the page-locked memory that there is none of here."""
 
@@ -175,16 +151,16 @@ def test_only_the_commit_waits_for_the_gpu() -> None:
         boundary.commit()
         other.commit()
         boundary.assert_equal([0, 1, 2, 4])
-        one_tensor = [room, "mark on current"] if step == 0 else [room, room, "mark on current"]
+        one_tensor = [room, "mark on compute"] if step == 0 else [room, room, "mark on compute"]
         recalled = "room for [4, 3, 64] torch.bfloat16"
         for one in copies:
-            assert one.streams.log == [*one_tensor, *one_tensor, "thread waits", "thread waits", recalled]
+            assert one.streams.log == [*one_tensor, *one_tensor, *["thread waits for compute"] * 2, recalled]
             one.streams.log.clear()
     boundary.send(activations((3, 64), 9, 2), (0, 1))
     for end in boundary.ends:
         end.rollback()
     boundary.commit()
-    assert all("thread waits" not in one.streams.log for one in copies)
+    assert all("thread waits for compute" not in one.streams.log for one in copies)
     boundary.assert_equal([0, 1, 2, 4])
 
 
