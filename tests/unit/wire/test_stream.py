@@ -546,24 +546,14 @@ def test_only_one_tensor_can_complete_behind_a_withheld_frame() -> None:
 @pytest.mark.parametrize("size", [None, PIECE], ids=["stale", "released"])
 def test_a_lost_frame_does_not_stop_a_correct_sender(size: int | None) -> None:
     """It has used up its credit behind the frame that was lost, and sends that again without any."""
-    receiver = make_receiver(lambda _: size)
-    sender = StreamSender(tag=TAG, outbox_bytes=10**6, resend_seconds=1.0, payload_bytes=PIECE)
+    receiver, sender = make_receiver(lambda _: size), make_sender()
     for microbatch in range(10):
         sender.send(key(microbatch), bytes(PIECE))
-    lost = True
-    for _ in range(100):
-        for message in receiver.poll(0.0):
-            if isinstance(message, Acknowledge):
-                sender.acknowledge(message.next_sequence, message.credit_limit)
-            else:
-                sender.send_again(list(message.sequences))
-        data = sender.next_frame(0.0)
-        if data is None:
-            break
-        if lost:
-            lost = False
-        elif completed := receiver.receive(data, 0.0):
-            receiver.release(completed.key, 0.0)
+    sender.acknowledge(0, WINDOW)
+    assert sender.next_frame(0.0), "the one that is lost"
+    while arrived := exchange(sender, receiver, 0.0):
+        for one in arrived:
+            receiver.release(one, 0.0)
     assert (receiver.next_sequence, sender.queued_bytes, sender.retransmits) == (10, 0, 1)
 
 

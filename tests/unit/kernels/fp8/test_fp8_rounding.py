@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from kernels.common.random_bits import mixed, random_bits
-from kernels.fp8 import reference as fp8
-from kernels.fp8.cpu import PIECE
 from kernels.fp8.ops import accumulate_gradient
 from kernels.fp8.reference import (
     BLOCK,
@@ -52,15 +50,6 @@ def codes_of(values: Tensor, noise: int) -> list[int]:
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_gives_the_references_bits(count: int, scale: float, dtype: torch.dtype) -> None:
     cases.check_accumulation(accumulate_gradient, CPU, count, scale, dtype, stochastic=True)
-
-
-@pytest.mark.parametrize("count", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 1000])
-def test_pieces_draw_as_the_whole(count: int) -> None:
-    expected, found = Fp8Gradient.zeros(count, CPU), Fp8Gradient.zeros(count, CPU)
-    for seed in range(2):
-        fp8.accumulate_gradient(expected, normal(count, seed), draw(seed))
-        accumulate_gradient(found, normal(count, seed), draw(seed))
-        cases.assert_same(found, expected)
 
 
 def test_extremes_and_salts() -> None:
@@ -172,14 +161,6 @@ def test_the_same_salt_draws_the_same_and_others_do_not() -> None:
 
     assert after(1, 2) == after(1, 2)
     assert len({after(1, 2), after(3, 2), after(1, 3), after(2, 1 << 31)}) == 4
-
-
-def test_without_a_draw_it_rounds_to_nearest() -> None:
-    expected, found = Fp8Gradient.zeros(1000, CPU), Fp8Gradient.zeros(1000, CPU)
-    for seed in range(3):
-        pack_gradient(unpack_gradient(expected) + normal(1000, seed), expected)
-        accumulate_gradient(found, normal(1000, seed))
-        cases.assert_same(found, expected)
 
 
 @each("salt", [0, 1, 0xDEADBEEF, 0xFFFFFFFF])

@@ -4,12 +4,14 @@ A stand-in is one Python file. `coordinator` prints events and `join` waits; wha
 the files in the run directory's `script` folder, and every stand-in leaves its process id in `pids`.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -172,34 +174,35 @@ def test_a_node_that_outstays_the_run_is_killed(stage: Stage, monkeypatch: pytes
     assert isinstance(told, Notice) and "node-1" in told.text and "killed" in told.text
 
 
-def test_a_signal_ends_every_process(stage: Stage) -> None:
-    """The tests below send Ctrl-C and hang up."""
-    program = driver(stage, *stage.command("go on"))
+@contextlib.contextmanager
+def running(stage: Stage, *plan: str, before: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A demo in a process of its own, once its nodes are here."""
+    program = before + driver(stage, *stage.command(*plan))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
         try:
-            assert child.stdout is not None
-            assert any('"nodes are here"' in line for line in child.stdout)
-            assert set(stage.alive()) == {"coordinator", "node-0", "node-1"}
-        finally:
-            child.send_signal(signal.SIGTERM)
-        rest, _ = child.communicate(timeout=30)
-    assert child.returncode == 130
-    assert '"reason": "stopped"' in rest
+            assert any('"nodes are here"' in line for line in child.stdout or ())
+            yield child
+        except BaseException:
+            child.terminate()
+            raise
     assert stage.alive() == []
+
+
+def test_a_signal_ends_every_process(stage: Stage) -> None:
+    """The tests below send Ctrl-C and hang up."""
+    with running(stage, "go on") as child:
+        assert set(stage.alive()) == {"coordinator", "node-0", "node-1"}
+        child.send_signal(signal.SIGTERM)
+        rest, _ = child.communicate(timeout=30)
+    assert (child.returncode, '"reason": "stopped"' in rest) == (130, True)
 
 
 def test_a_node_that_has_yet_to_join_is_asked_to_end_with_the_demo(stage: Stage) -> None:
-    program = driver(stage, *stage.command("go on", "node stays"))
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            assert any('"nodes are here"' in line for line in child.stdout)
-        finally:
-            child.send_signal(signal.SIGINT)
+    with running(stage, "go on", "node stays") as child:
+        child.send_signal(signal.SIGINT)
         child.communicate(timeout=60)
     assert child.returncode == 130
     assert (stage.directory / "node-1.asked").exists(), "it was killed"
-    assert stage.alive() == []
 
 
 def test_a_closed_pipe_gives_no_traceback_and_the_run_ends_normally(stage: Stage) -> None:
@@ -218,39 +221,22 @@ def test_a_closed_pipe_gives_no_traceback_and_the_run_ends_normally(stage: Stage
 
 def test_a_demo_under_nohup_outlives_its_terminal(stage: Stage) -> None:
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    program = ignoring + driver(stage, *stage.command("go on"))
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            assert any('"nodes are here"' in line for line in child.stdout)
-            child.send_signal(signal.SIGHUP)
-            # The coordinator ends the run well: as it does when the demo did not stop it.
-            os.kill(int((stage.directory / "coordinator.pid").read_text()), signal.SIGUSR1)
-        except BaseException:
-            child.kill()
-            raise
+    with running(stage, "go on", before=ignoring) as child:
+        child.send_signal(signal.SIGHUP)
+        # The coordinator ends the run well: as it does when the demo did not stop it.
+        os.kill(int((stage.directory / "coordinator.pid").read_text()), signal.SIGUSR1)
         rest, _ = child.communicate(timeout=30)
     assert (child.returncode, '"reason": "done"' in rest) == (0, True)
-    assert stage.alive() == []
 
 
 def test_a_second_hangup_does_not_cut_the_end_short(stage: Stage) -> None:
-    program = HEARS_HANGUPS + driver(stage, *stage.command("go on", "end slowly"))
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            assert any('"nodes are here"' in line for line in child.stdout)
-            child.send_signal(signal.SIGHUP)
-            assert any('"ending"' in line for line in child.stdout)
-            child.send_signal(signal.SIGHUP)
-            os.kill(int((stage.directory / "coordinator.pid").read_text()), signal.SIGUSR1)
-        except BaseException:
-            child.kill()
-            raise
+    with running(stage, "go on", "end slowly", before=HEARS_HANGUPS) as child:
+        child.send_signal(signal.SIGHUP)
+        assert any('"ending"' in line for line in child.stdout or ())
+        child.send_signal(signal.SIGHUP)
+        os.kill(int((stage.directory / "coordinator.pid").read_text()), signal.SIGUSR1)
         rest, _ = child.communicate(timeout=30)
-    assert child.returncode == 130
-    assert '"reason": "stopped"' in rest
-    assert stage.alive() == []
+    assert (child.returncode, '"reason": "stopped"' in rest) == (130, True)
 
 
 def driver(stage: Stage, *command: str) -> str:

@@ -99,12 +99,6 @@ def test_load_and_fingerprint(tmp_path: Path) -> None:
     assert first.fingerprint() == again.fingerprint() != other.fingerprint()
 
 
-def test_stdlib_loads() -> None:
-    data = Corpus.load(DataSection(), sequence=256, global_batch=16, seed=0)
-    assert data.batch(0).shape == (16, 257)
-    assert data.validation_windows(8).shape == (8, 257)
-
-
 @given(
     windows=st.integers(1, 12),
     batch=st.integers(1, 30),

@@ -18,7 +18,6 @@ from node.telemetry.history import (
     history_size,
     read_history,
 )
-from node.view.view_builder import RunViewBuilder, view
 from tests.support.recorded_run import append
 from tests.support.run_events import BEGAN, NODES, aborted, costs, done, joined, placed, started, step
 from wire.errors import RunError
@@ -72,18 +71,6 @@ def test_written_values_are_read_back(tmp_path: Path) -> None:
     assert not any(entry.replayed for entry in entries)
     assert highest_step(tmp_path) == 2
     assert writing.warnings == []
-
-
-def test_the_view_of_the_history_is_the_view_that_was_live(tmp_path: Path) -> None:
-    writing, live = Writing(tmp_path), RunViewBuilder()
-    told = [started(), *(joined(node) for node in NODES), placed(), *step(1), aborted(2), placed(2), *step(2)]
-    writing.start()
-    live.apply(started(), BEGAN)
-    for event in told[1:]:
-        live.apply(event, writing.now)
-        writing.say(event)
-    writing.writer.close()
-    assert view((entry.at, entry.event) for entry in read_history(tmp_path)) == live.view()
 
 
 def test_join_lines_are_secret_and_not_written(tmp_path: Path) -> None:
@@ -209,21 +196,6 @@ def test_a_step_is_found_by_its_number_and_not_by_its_digits(tmp_path: Path) -> 
     assert history.step_done(tmp_path, 1) is None
 
 
-def test_delayed_writes_can_be_dropped(tmp_path: Path) -> None:
-    writing = Writing(tmp_path)
-    writing.start()
-    size = history.history_size(tmp_path)
-    writing.say(done(1))
-    early = [entry for _, entry in history.read_whole_lines(tmp_path, 0, size)]
-    assert [entry.event.event for entry in early if entry is not None] == ["run-started"]
-    assert len(list(read_history(tmp_path))) == 2
-
-
-def test_a_run_without_history_has_none(tmp_path: Path) -> None:
-    assert list(read_history(tmp_path)) == []
-    assert highest_step(tmp_path) == 0
-
-
 def test_a_full_disk_is_reported_once_and_history_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,17 +224,6 @@ def notice(text: str) -> events.Notice:
 
 def texts(tail: HistoryTail) -> list[str]:
     return [entry.event.text for entry in tail.read() if isinstance(entry.event, events.Notice)]
-
-
-def test_a_tail_reads_what_was_appended(tmp_path: Path) -> None:
-    tail = HistoryTail(tmp_path)
-    assert tail.read() == []  # no history yet
-    append(tmp_path, 1.0, notice("one"))
-    append(tmp_path, 2.0, notice("two"))
-    assert texts(tail) == ["one", "two"]
-    assert texts(tail) == []
-    append(tmp_path, 3.0, notice("three"))
-    assert texts(tail) == ["three"]
 
 
 def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
