@@ -355,10 +355,17 @@ def test_a_stage_starts_from_the_checkpoint_with_a_fresh_optimizer(saved: tuple[
 # ---- refusals
 
 
+@pytest.fixture(scope="module")
+def llama2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama2")
+    make("llama2").save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make("llama2").save_pretrained(tmp_path)
-    return tmp_path
+def folder(llama2: Path, tmp_path: Path) -> Path:
+    """A copy to be spoiled."""
+    return shutil.copytree(llama2, tmp_path / "model")
 
 
 def read(folder: Path) -> None:
@@ -389,9 +396,9 @@ def read(folder: Path) -> None:
     ],
 )
 def test_unsupported_models_are_refused_by_key_and_value(
-    folder: Path, change: dict[str, Any], line: str
+    llama2: Path, change: dict[str, Any], line: str
 ) -> None:
-    config = json.loads((folder / "config.json").read_text()) | change
+    config = json.loads((llama2 / "config.json").read_text()) | change
     with pytest.raises(ConfigError, match=line) as caught:
         read_config(config, "config.json", LENGTH)
     assert "\n" not in str(caught.value)
@@ -578,10 +585,8 @@ def linked(path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer_config.json"])
 @pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), linked], ids=range(3))
 def test_pipes_devices_and_links_out_of_the_folder_are_not_read(
-    tmp_path: Path, name: str, put: Callable[[Path], None]
+    folder: Path, name: str, put: Callable[[Path], None]
 ) -> None:
-    folder = tmp_path / "model"
-    make("llama2").save_pretrained(folder)
     (folder / name).unlink(missing_ok=True)
     put(folder / name)
     if name == "tokenizer_config.json":
