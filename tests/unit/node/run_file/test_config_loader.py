@@ -445,13 +445,6 @@ def test_anything_else_is_refused(tmp_path: Path, wrong: str) -> None:
         load(tmp_path, "", f"pipeline.window={wrong}")
 
 
-def test_negative_amounts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pipeline\.window must be at least 0, got -1"):
-        load(tmp_path, "[pipeline]\nwindow = -1\n")
-    with pytest.raises(ConfigError, match=r"pipeline\.window_gb must be a finite number of at least 0"):
-        load(tmp_path, "[pipeline]\nwindow_gb = -0.5\n")
-
-
 @pytest.mark.parametrize("devices", [Devices(), Devices(on_cpu=False)], ids=["CPU", "GPU with graphs"])
 def test_held_activations_fit_the_estimate(devices: Devices) -> None:
     """As many as fit and not one more: the estimate of a schedule that holds them says so."""

@@ -203,6 +203,7 @@ def test_the_most_that_is_allowed() -> None:
         ({"coordinator.gateways": -1}, "coordinator.gateways must be 0 to 256, or auto; got -1"),
         ({"coordinator.gateways": 257}, "coordinator.gateways must be 0 to 256, or auto; got 257"),
         ({"pipeline.window": -1}, "pipeline.window must be at least 0"),
+        ({"pipeline.window_gb": -0.5}, "pipeline.window_gb must be a finite number of at least 0"),
         ({"pipeline.stages": 9}, "9 stages need at least 9 blocks, but model.layers is 8"),
         ({"pipeline.chunks": 3}, "4 stages x 3 chunks need at least 12 blocks"),
         ({"pipeline.stages": 1, "pipeline.chunks": 2}, "needs pipeline.stages of at least 2"),

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
@@ -209,11 +209,3 @@ def test_rounding_differs_between_steps_and_parameters() -> None:
     values = {float(value) for value in pair[0].detach().float().flatten()}
     assert len(values) == 2
     assert not torch.equal(pair[0], pair[1])
-
-
-def test_the_hook_belongs_to_the_optimizer_that_was_asked_for() -> None:
-    chunk = build_chunk(MODEL, unit_names(MODEL), 5, CPU)
-    StageOptimizer([chunk], TrainingSection(), 5)
-    tokens = torch.arange(16).view(1, 16)
-    chunk.loss(tokens, tokens).backward()
-    assert all(isinstance(p, nn.Parameter) and p.grad is not None for p in chunk.parameters())
