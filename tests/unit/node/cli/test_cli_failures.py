@@ -88,28 +88,19 @@ def test_a_bug_leaves_its_traceback_in_a_file(
     assert "Traceback (most recent call last)" in text and "raise error" in text
 
 
-def assert_reported_beside(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Where the user's own folder takes no report, the one for temporary files does."""
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
+@pytest.mark.parametrize("has_home", [True, False], ids=["a folder that takes no file", "no home"])
+def test_a_bug_is_reported_beside_temporary_files_where_the_users_folder_takes_none(
+    has_home: bool, monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    if has_home:
+        (tmp_path / "blocked").write_text("a file where a directory is needed")
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "blocked"))
+    else:
+        without_home(monkeypatch)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run_failing(ValueError("x"), monkeypatch) == 70
     report = Path(capsys.readouterr().err.rstrip().rpartition("traceback in ")[2])
-    assert report.parent == folder and "ValueError: x" in report.read_text()
-
-
-def test_a_bug_with_no_place_for_its_file_still_says_where(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
-    blocked = tmp_path / "blocked"
-    blocked.write_text("a file where a directory is needed")
-    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
-    assert_reported_beside(tmp_path, monkeypatch, capsys)
-
-
-def test_a_bug_of_a_user_without_a_home(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
-    without_home(monkeypatch)
-    assert_reported_beside(tmp_path, monkeypatch, capsys)
+    assert report.parent == tmp_path and "ValueError: x" in report.read_text()
 
 
 def test_a_bug_whose_traceback_no_disk_takes(
