@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import sqlite3
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
+from tests.support.full_disk import full_disk
 from wire.errors import RefusalCode, RunError, UserError
 from wire.identity.enrolment import Hardware
 from wire.identity.names import node_id_of
@@ -338,15 +338,9 @@ def test_two_processes_write_at_once(store: Store, directory: Path) -> None:
 def test_a_full_disk_is_one_clear_line_and_loses_nothing(directory: Path) -> None:
     with create(directory) as store:
         store.record_step(STEP)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Store.open(directory) as store:
-        # The file may not grow: to SQLite that is a full disk.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-        try:
-            with pytest.raises(RunError, match=r"cannot be used"):
-                store.record_snapshot(SnapshotRecord(1, "x" * 100_000, 1, False, NOW))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with full_disk(8192), pytest.raises(RunError, match=r"cannot be used"):
+            store.record_snapshot(SnapshotRecord(1, "x" * 100_000, 1, False, NOW))
         assert store.steps() == [STEP] and store.snapshots() == []
         assert store.record_step(replace(STEP, step=1)) is StepOutcome.NEW
 
@@ -355,17 +349,13 @@ def test_a_database_on_a_full_disk_is_read_and_not_taken_for_damaged(directory: 
     """Nothing can be created beside it, as on a full disk."""
     with create(directory) as store:
         store.record_step(STEP)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
+    with full_disk(0):
         for _ in range(2):
             with Store.open(directory) as store:
                 assert store.steps() == [STEP]
                 with pytest.raises(RunError):
                     store.record_step(replace(STEP, step=1))
         assert is_empty(directory / DATABASE_FILE) is False
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with Store.open(directory) as store:
         assert store.record_step(replace(STEP, step=1)) is StepOutcome.NEW
 

@@ -1,13 +1,10 @@
 """Reading text: accepted files, and one clear line for each refused one."""
 
-import contextlib
 import gzip
 import json
 import logging
 import lzma
 import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,22 +12,12 @@ import pytest
 from node.config.schema import DataSection
 from node.data import documents, text
 from node.data.documents import read_text
+from tests.support.full_disk import full_disk
 from wire.errors import DataError
 
 
 def read(path: Path | str, field: str = "text") -> bytes:
     return read_text(DataSection(path=str(path), jsonl_field=field))
-
-
-@contextlib.contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file may grow beyond `room` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def refused(path: Path | str, message: str, field: str = "text") -> None:
