@@ -49,7 +49,7 @@ def test_rows_of_equal_speed_share_evenly_and_the_first_take_the_rest() -> None:
     assert share_groups(4, [None, None]) == ((0, 1), (2, 3))
     assert share_groups(4, [None, None, None]) == ((0, 1), (2,), (3,))
     assert share_groups(1, [None]) == ((0,),)
-    assert share_groups(8, [1.0, None, 2.0]) == ((0, 1, 2, 3), (4, 5), (6, 7))
+    assert share_groups(8, [10.0, None, 20.0]) == ((0, 1, 2, 3), (4, 5), (6, 7))
 
 
 def test_a_row_with_more_groups_has_a_whole_subtree() -> None:
