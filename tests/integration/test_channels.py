@@ -98,7 +98,7 @@ async def test_handshakes_at_the_same_time_never_replace_the_certificate(
     async def connect() -> None:
         name = client.server_name(server_node.node_id)
         async with (
-            asyncio.timeout(30),
+            asyncio.timeout(SECONDS),
             open_channel(f"127.0.0.1:{port}", identity=client, server_name=name) as channel,
         ):
             await channel.channel_ready()

@@ -18,7 +18,7 @@ from wire.errors import LinkLostError
 from wire.v1 import control_pb2, control_pb2_grpc
 
 BATCH = bytes(range(16))
-SECONDS = 20.0
+SECONDS = 60.0
 OUTAGE = 1.0
 Context = grpc.aio.ServicerContext[Any, Any]
 

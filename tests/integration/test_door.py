@@ -39,7 +39,7 @@ from wire.identity.enrolment import Hardware
 from wire.identity.names import control_server_name, coordinator_server_name
 from wire.identity.token import JoinToken
 
-SECONDS = 20.0
+SECONDS = 60.0
 HARDWARE = Hardware(device="cpu", cores=1, memory_bytes=1 << 30)
 
 

@@ -73,7 +73,7 @@ async def ask(address: str, credentials: grpc.ChannelCredentials, server_name: s
     options = [*server_name_options(server_name), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.secure_channel(address, credentials, options) as channel:
         call: Any = channel.unary_unary("/test.WhoAmI/Ask")
-        reply: bytes = await call(b"", timeout=30)
+        reply: bytes = await call(b"", timeout=60)
         return reply.decode()
 
 

@@ -258,11 +258,26 @@ async def test_a_transfer_goes_on_at_another_holder_when_one_is_slow(
 ) -> None:
     """At the least rate that is allowed, a liar had others replaced for not having their state in time."""
     monkeypatch.setattr(layer_exchange, "SILENT_SECONDS", 3600.0)
-    monkeypatch.setattr(layer_peers, "TURN_SECONDS", 0.5)
+    turns = list[asyncio.Timeout]()
+
+    def turn(_seconds: float) -> asyncio.Timeout:
+        turns.append(asyncio.timeout(3600.0))
+        return turns[-1]
+
+    async def first_turn_ends(channel: grpc.aio.Channel, request: LayerRequest) -> AsyncIterator[bytes]:
+        async for chunk in get_layer(channel, request):
+            yield chunk
+            if len(turns) == 1:
+                turns[0].reschedule(0.0)
+
     async with scene(tmp_path) as here:
         here.holders[0].hangs_after = 1
-        assert await here.fetch(0, 1) == DATA
+        with monkeypatch.context() as patch:
+            patch.setattr(layer_peers, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": turn}))
+            patch.setattr(layer_peers, "get_layer", first_turn_ends)
+            assert await here.fetch(0, 1) == DATA
         assert here.holders[0].offsets == [0] and here.holders[1].offsets == [CHUNK_BYTES]
+        monkeypatch.setattr(layer_peers, "TURN_SECONDS", 0.5)
         here.holders[0].hangs_after = 1
         for holder in here.holders:
             holder.sums.keep(STEP, UNIT, [torch.full((100,), 7, dtype=torch.uint8)])

@@ -166,14 +166,12 @@ def says(arguments: Sequence[str]) -> str:
     return said
 
 
-@pytest.mark.timeout(60)
 def test_prometheus_starts_as_compose_starts_it(tmp_path: Path) -> None:
     said = says(of_compose(tmp_path))
     assert READY in said, said
     assert (tmp_path / "prometheus").is_dir(), "its volume holds what it stores"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [("retention.time", "retention.tyme"), ("=90d", "=90days"), ("config.file", "config.fiel")],

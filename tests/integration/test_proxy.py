@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from node.lab.proxy import http_proxy
-from tests.support.links import content, key, make_pair
+from tests.support.links import SECONDS, content, key, make_pair
 from tests.support.pki import new_authority, new_node
 from wire import dialing
 from wire.bootstrap import fetch_authority
@@ -66,7 +66,7 @@ async def test_what_a_proxy_refuses_is_told_with_what_to_do(monkeypatch: pytest.
         node, trouble = new_node(new_authority()), "only port 443"
         client = RelayClient(node, "203.0.113.7:7700", "control.run")
         offer = asyncio.create_task(client.offer("node-aaaaaaaaaa", lambda connection: connection.close()))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             while trouble not in client.trouble.get("node-aaaaaaaaaa", ""):  # noqa: ASYNC110 - bounded, no event
                 await asyncio.sleep(0.01)
         offer.cancel()

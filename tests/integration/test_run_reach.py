@@ -39,7 +39,7 @@ def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_pa
         still = run.wait_still()
         assert {event.address for event in coordinator.all(NodeJoined)} == {""}
         assert [listening(node.pid) for node in nodes] == [set()] * len(nodes)
-        with urllib.request.urlopen(f"{coordinator.wait_event(PageServed).url}metrics", timeout=20) as answer:
+        with urllib.request.urlopen(f"{coordinator.wait_event(PageServed).url}metrics", timeout=60) as answer:
             text = answer.read().decode()
         carried = re.search(r"^thinwire_relay_bytes_total (\S+)$", text, re.MULTILINE)
         assert carried is not None and float(carried[1]) > 0

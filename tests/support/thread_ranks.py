@@ -37,5 +37,5 @@ class ThreadRank(TensorRank):
 
 def thread_ranks(count: int) -> list[ThreadRank]:
     """Ranks that meet each other."""
-    barrier, slots = threading.Barrier(count, timeout=30), [torch.empty(0)] * count
+    barrier, slots = threading.Barrier(count, timeout=120), [torch.empty(0)] * count
     return [ThreadRank(index, count, barrier, slots) for index in range(count)]

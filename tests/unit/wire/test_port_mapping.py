@@ -73,12 +73,17 @@ async def test_a_mapping_is_renewed_before_it_ends_and_a_new_port_is_told(told: 
 async def test_a_router_that_refuses_or_is_silent_is_named_and_the_next_is_asked(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    # One try of a time in which a busy machine answers too: only the silent one takes it.
-    monkeypatch.setattr(port_mapping, "ANSWER_SECONDS", 0.5)
+    class Silent(NatPmp):
+        async def _ask(self, port: int, outside: int, seconds: int) -> port_mapping.Mapping:
+            with monkeypatch.context() as patch:
+                patch.setattr(port_mapping, "ANSWER_SECONDS", 0.1)
+                return await super()._ask(port, outside, seconds)
+
+    monkeypatch.setattr(port_mapping, "ANSWER_SECONDS", 60.0)
     monkeypatch.setattr(port_mapping, "TRIES", 1)
     async with nat_pmp_server() as refusing, nat_pmp_server() as silent, nat_pmp_server() as good:
         refusing.refuses, silent.lost = 2, 100
-        routers = [NatPmp("127.0.0.1", router.port) for router in (refusing, silent)]
+        routers = [NatPmp("127.0.0.1", refusing.port), Silent("127.0.0.1", silent.port)]
         mapped = MappedPort(routers, told.append)
         await mapped.open(PORT)
         await mapped.keep()  # there is nothing to keep

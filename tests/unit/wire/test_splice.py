@@ -64,13 +64,14 @@ async def receive(source: socket.socket, length: int) -> bytes:
 
 
 async def fill(source: socket.socket) -> int:
-    """Send until nothing more is taken for a while; how many bytes."""
-    sent, last = 0, time.monotonic()
-    while time.monotonic() < last + 0.3:
+    """Send until nothing more is taken in many turns of the loop, which moves bytes on; how many bytes."""
+    sent, refused = 0, 0
+    while refused < 30:
         try:
             sent += source.send(bytes(STORE_BYTES))
-            last = time.monotonic()
+            refused = 0
         except BlockingIOError:
+            refused += 1
             await asyncio.sleep(0.01)
     return sent
 

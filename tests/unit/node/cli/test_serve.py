@@ -75,7 +75,6 @@ def test_a_system_message_that_the_template_writes_is_accepted(folder: Path) -> 
     chat.check_system_message(folder, "Be brief.")
 
 
-@pytest.mark.timeout(60)
 def test_the_chat_reaches_its_server_without_the_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +102,6 @@ def test_the_chat_reaches_its_server_without_the_proxy(
     assert chat.client_environment()["no_proxy"] == "*"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_chat_that_is_ended_takes_its_server_along(
     number: signal.Signals, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -132,7 +132,6 @@ def test_calls_of_a_kind_are_served_at_its_rate(kind: str) -> None:
     assert limits.serves("batch", 1, 0.0)
 
 
-@pytest.mark.timeout(10)
 async def test_a_newer_session_that_ends_first_does_not_trouble_the_older_one() -> None:
     greetings, never = Greetings(), asyncio.Event()
 

@@ -301,7 +301,7 @@ def test_threads_share_one_single_use_token(directory: Path) -> None:
         barrier = threading.Barrier(8)
 
         def join(number: int) -> bool:
-            barrier.wait(timeout=10)
+            barrier.wait(timeout=60)
             mine = store if number % 2 else other
             return mine.admit_token(token.token_id, token.secret, make_member(number)).refusal is None
 

@@ -106,7 +106,6 @@ async def test_reading_history_stops_when_nobody_waits(
     assert 0 < builder.view().step < 268
 
 
-@pytest.mark.timeout(60)
 def test_ctrl_c_ends_the_command_while_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(HistoryTail):
         reads = 0

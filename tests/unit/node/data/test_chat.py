@@ -318,7 +318,8 @@ LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
     ],
 )
 def test_bad_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str) -> None:
-    monkeypatch.setattr(templates, "LIMIT_SECONDS", 0.5)
+    if "0.5 s" in words:  # which a process may take to start, so that nothing else has this limit
+        monkeypatch.setattr(templates, "LIMIT_SECONDS", 0.5)
     folder = write_tokenizer(tmp_path / "t", template)
     with pytest.raises((DataError, Dropped), match=words):
         load_chat_encoder(str(folder), "").encode(conversations(1)[0], "here")

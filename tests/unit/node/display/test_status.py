@@ -259,7 +259,6 @@ def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(
     assert ": gone, " in out and "paused: disk" not in out and "speed" not in out and "snapshots 1\n" in out
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(("ends", "code"), [(False, 1), (True, 2)])
 def test_a_change_that_no_coordinator_takes_is_withdrawn(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, code: int

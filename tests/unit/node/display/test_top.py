@@ -221,7 +221,6 @@ async def test_a_server_that_is_not_a_runs_page(answer: web.Response, complaint:
             await asyncio.to_thread(PageWatch(address).view)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     "begin", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n"]
 )

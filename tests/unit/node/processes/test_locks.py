@@ -108,7 +108,6 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", ["history.jsonl", "snapshots/step-00000006/head.safetensors"])
 @pytest.mark.parametrize("target", ["", "/dev/zero", "/nowhere/file"], ids=["pipe", "device", "broken"])

@@ -307,7 +307,6 @@ def once(config: RunConfig) -> str:
         return stages.weights_sha256()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("rows", "place", "when", "skip"),
     [
@@ -331,7 +330,6 @@ def test_a_death_changes_no_bit(rows: int, place: int, when: str, skip: int) -> 
         assert deaths.dead == {place}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("place", "when"), [(1, "backward"), (1, "share"), (2, "forward"), (2, "share")])
 def test_a_death_ends_a_comparison(place: int, when: str) -> None:
     """Two rows check a group of another: one of them gets it as its own, or they lose a node themselves."""
@@ -348,7 +346,6 @@ def test_a_death_ends_a_comparison(place: int, when: str) -> None:
             assert not [digests for digests in vote.digests.values() if digests.loss is not None]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize(("rows", "first", "second"), [(3, 1, 2), (3, 4, 3), (4, 6, 1)])
 def test_who_took_the_groups_may_die_as_well(rows: int, first: int, second: int, when: str) -> None:
@@ -372,7 +369,6 @@ def test_who_took_the_groups_may_die_as_well(rows: int, first: int, second: int,
         assert first in deaths.dead and deaths.generation == len(deaths.dead)
 
 
-@pytest.mark.timeout(120)
 def test_a_stage_that_waits_for_a_gradient_begins_groups_that_it_gets() -> None:
     """Else the pipeline would stay as empty as it is while rows are broken."""
     config, rows = changed(pipeline={"sync_codec": "fixed-8", "window": 4}), ROWS[2]
@@ -405,7 +401,6 @@ VARIANTS = (
 )
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_deaths_at_any_instants_of_a_step_change_no_bit(seed: int, keeps: bool) -> None:
@@ -424,7 +419,6 @@ def test_deaths_at_any_instants_of_a_step_change_no_bit(seed: int, keeps: bool) 
         assert deaths.dead <= set(doomed)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("rows", "place", "sender", "when"),
     [
@@ -446,7 +440,6 @@ def test_a_row_that_is_whole_again_within_a_step_takes_groups_that_wait(
         assert deaths.shared.of(place // STAGES) and not deaths.dead
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("place", "when", "skip"),
     [
@@ -473,7 +466,6 @@ def test_a_seat_has_another_node_before_anyone_hears_of_the_death(
         assert deaths.shared.of(place // STAGES) and not deaths.dead
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rows", [2, 3])
 @pytest.mark.parametrize(
     ("place", "when", "skip"), [(0, "sum", 0), (1, "sum", 0), (0, "share", 2), (1, "share", 4)]
@@ -489,7 +481,6 @@ def test_another_node_of_a_seat_gets_the_sums_that_the_one_before_had(
         assert not deaths.dead and deaths.generation == 1
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_node_comes_and_others_die_at_any_instants_of_a_step(seed: int) -> None:
     """Who comes may die, too."""
@@ -504,7 +495,6 @@ def test_a_node_comes_and_others_die_at_any_instants_of_a_step(seed: int) -> Non
         assert ended(stages, deaths) == once(config)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("doomed", "kept"),
     [

@@ -263,6 +263,7 @@ async def test_a_port_that_was_never_reached_ends_the_node_at_once() -> None:
 async def test_a_refusal_and_a_long_outage_end_it_and_leave_nothing_to_say(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(module, "FAREWELL_SECONDS", 3600.0)
     wire = Wire()
     session = a_session(wire)
     running = asyncio.create_task(run(session))
@@ -270,14 +271,14 @@ async def test_a_refusal_and_a_long_outage_end_it_and_leave_nothing_to_say(
     wire.replies.put_nowait(Refused(RefusalCode.EVICTED, "you were evicted"))
     with pytest.raises(Refused, match="evicted"):
         await asyncio.wait_for(running, SECONDS)
-    await asyncio.wait_for(session.farewell("you were evicted"), 1.0)
+    await asyncio.wait_for(session.farewell("you were evicted"), SECONDS)
     await session.close()
     monkeypatch.setattr(wire, "accepts", False)
     monkeypatch.setattr(wire, "outage_seconds", 0.2)
     session = a_session(wire)
     with caplog.at_level(logging.WARNING), pytest.raises(LinkLostError, match=r"did not answer for 0\.2 s"):
         await asyncio.wait_for(run(session), SECONDS)
-    await asyncio.wait_for(session.farewell("nobody is there"), 1.0)
+    await asyncio.wait_for(session.farewell("nobody is there"), SECONDS)
     await session.close()
     assert wire.heard.empty()
 

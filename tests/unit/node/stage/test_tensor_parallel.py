@@ -36,8 +36,6 @@ RECOMPUTED = Storage(ffn_input="recompute", attention="recompute", attention_out
 COMPUTED = Storage(attention_output="recompute")
 EIGHT = Storage(norm_input="8", ffn_input="8", attention="8", attention_output="8")
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def backward(chunk: Chunk, tokens: Tensor, labels: Tensor, precision: str) -> float:
     """Leaves gradients; returns the share of the loss."""
