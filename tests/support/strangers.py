@@ -63,7 +63,6 @@ ASKS = 5
 RECONNECT_EVERY = 2.0
 """Seconds between two new connections of a member."""
 RECONNECT_LIMIT = 30.0
-PIPE_SECONDS = 10.0
 INTERRUPTED = 130
 MOST_GROWTH_MB = 64
 """What the coordinator's memory may grow by under a siege."""
@@ -315,10 +314,11 @@ def _wait(seconds: float, coordinator: Coordinator) -> None:
 def _reconnecting(
     identity: NodeIdentity, port: int, neighbour: NodeJoined | None, took: list[float]
 ) -> Iterator[None]:
-    """Connect again and again inside the block, as a member; adds the seconds of each time to `took`."""
+    """Connect again and again inside the block, at least once, as a member; adds each time to `took`."""
     over = threading.Event()
 
     def work() -> None:
+        took.append(asyncio.run(_reconnect(identity, port, neighbour)))
         while not over.wait(RECONNECT_EVERY):
             took.append(asyncio.run(_reconnect(identity, port, neighbour)))
 
@@ -389,7 +389,7 @@ def _strangers(
         assert child.stdout.readline() == "there\n", "the strangers are there"
         yield reached
         child.stdin.close()
-        assert select.select([child.stdout], [], [], PIPE_SECONDS)[0], "the strangers did not go"
+        assert select.select([child.stdout], [], [], JOIN_SECONDS)[0], "the strangers did not go"
         reached[0] = int(child.stdout.readline())
     finally:
         child.kill()
