@@ -2,136 +2,42 @@
 
 import asyncio
 import contextlib
-import functools
 import os
 import socket
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from tests.support.links import EPOCH, SECONDS, End, content, eventually, key, quick
-from tests.support.pki import RUN_ID, new_authority, new_node
+from tests.support import relayed_link
+from tests.support.links import SECONDS, content, eventually, key, quick
+from tests.support.pki import new_authority, new_node
 from tests.support.ports import free_port, listening
+from tests.support.relayed_link import Ends, Served
 from wire import link as link_module
-from wire.admission import Limits
-from wire.door import Door
 from wire.errors import LinkError
 from wire.identity.authority import CertificateAuthority
-from wire.identity.credentials import NodeIdentity
-from wire.link import DialledLink, LinkPath, dial_link
-from wire.link_server import AcceptedLink, LinkServer
-from wire.relay import PROTOCOL_NAME, TOGETHER, Relay
+from wire.relay import TOGETHER
 from wire.relay_client import RelayClient
 from wire.telemetry import DIRECT, RELAY
-from wire.tls_socket import mutual_context
 
 LENGTH = 3_000_000
 AUTHORITY = new_authority()
 LOWER, UPPER, OTHER = new_node(AUTHORITY), new_node(AUTHORITY), new_node(AUTHORITY)
 
 
-@dataclass
-class Served:
-    relay: Relay
-    port: int
-    refusals: list[str]
-
-    def client(self, node: NodeIdentity, address: str = "") -> RelayClient:
-        return RelayClient(node, address or f"127.0.0.1:{self.port}", UPPER.server_name(OTHER.node_id))
-
-
-@contextlib.asynccontextmanager
-async def relaying(authority: CertificateAuthority = AUTHORITY, port: int = 0) -> AsyncIterator[Served]:
+def relaying(
+    authority: CertificateAuthority = AUTHORITY, port: int = 0
+) -> AbstractAsyncContextManager[Served]:
     """A relay with the certificate of `OTHER`, for `LOWER` and `UPPER`."""
-    identity, refusals = OTHER, list[str]()
-    context = mutual_context(
-        server_side=True,
-        key_pem=identity.key_pem,
-        certificate_pem=identity.certificate_pem,
-        ca_pem=authority.certificate_pem,
-        protocol=PROTOCOL_NAME,
+    return relayed_link.relaying(OTHER, authority, (LOWER, UPPER), port)
+
+
+def linked(served: Served, *addresses: str, listen: str = "") -> AbstractAsyncContextManager[Ends]:
+    """A link between two nodes, the higher of which comes by the relay; `addresses` are tried first."""
+    relays = [(RELAY, served, 0)]
+    return relayed_link.relayed_link(
+        (LOWER, UPPER), relays, LENGTH, quick(), addresses=addresses, listen=listen
     )
-    relay, door = Relay(lambda: context, refusals.append), Door(Limits.of_members(1000))
-    door.serve_protocol(PROTOCOL_NAME, relay.front)
-    relay.allow([LOWER.node_id, UPPER.node_id])
-    try:
-        yield Served(relay, door.front.listen(f"127.0.0.1:{port}"), refusals)
-    finally:
-        await door.front.close()
-        await relay.close()
-
-
-@dataclass
-class Ends:
-    lower: DialledLink
-    upper: AcceptedLink
-    at_lower: End
-    at_upper: End
-    server: LinkServer
-    """Of the upper."""
-
-
-@contextlib.asynccontextmanager
-async def linked(
-    served: Served, *, address: str = "", further: str = "", listen: str = ""
-) -> AsyncIterator[Ends]:
-    """A link between two nodes, the higher of which comes by the relay; `address` and `further` are tried
-    first."""
-    dialler, taker = served.client(LOWER), served.client(UPPER)
-    server = LinkServer(identity=UPPER, run_id=RUN_ID, settings=quick())
-    await server.start(listen)
-    at_lower, at_upper = End(), End()
-    upper = server.expect_peer(
-        epoch=EPOCH,
-        stage=1,
-        peer_node_id=LOWER.node_id,
-        peer_stage=0,
-        expect=lambda _: LENGTH,
-        on_tensor=at_upper.on_tensor,
-    )
-    local = dialler.local_address(UPPER.node_id)
-    lower = dial_link(
-        identity=LOWER,
-        run_id=RUN_ID,
-        epoch=EPOCH,
-        stage=0,
-        peer_node_id=UPPER.node_id,
-        peer_stage=1,
-        peer_address=address,
-        paths=[
-            *([LinkPath(name=DIRECT, address=further, shown=further)] if further else ()),
-            LinkPath(
-                name=RELAY,
-                address=local,
-                shown="the relay",
-                leave=functools.partial(dialler.hang_up, UPPER.node_id),
-            ),
-        ],
-        expect=lambda _: LENGTH,
-        on_tensor=at_lower.on_tensor,
-        settings=quick(),
-    )
-    at_lower.link, at_upper.link = lower, upper
-
-    def take(connection: socket.socket) -> None:
-        server.adopt(connection, RELAY)
-
-    try:
-        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-            offer = group.create_task(taker.offer(LOWER.node_id, take))
-            running = [group.create_task(link.run()) for link in (lower, upper)]
-            try:
-                yield Ends(lower, upper, at_lower, at_upper, server)
-            finally:
-                offer.cancel()
-                await lower.close()
-                await upper.close()
-                await asyncio.wait(running)
-    finally:
-        await dialler.close()
-        await taker.close()
-        await server.stop()
 
 
 async def test_tensors_cross_a_relay_both_ways_and_nothing_else_listens() -> None:
@@ -181,7 +87,7 @@ async def test_a_direct_path_that_fails_gives_way_to_the_relay() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody else gets it, and it refuses
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        async with relaying() as served, linked(served, address=address) as ends:
+        async with relaying() as served, linked(served, address) as ends:
             assert ends.lower.path == DIRECT
             await ends.lower.ready(SECONDS)
             assert ends.lower.path == RELAY
@@ -192,12 +98,7 @@ async def test_a_neighbour_that_does_not_answer_at_its_first_address_is_dialled_
     port = free_port()
     async with (
         relaying() as served,
-        linked(
-            served,
-            address=f"127.0.0.1:{free_port()}",
-            further=f"127.0.0.1:{port}",
-            listen=f"127.0.0.1:{port}",
-        ) as ends,
+        linked(served, f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}", listen=f"127.0.0.1:{port}") as ends,
     ):
         await ends.lower.ready(SECONDS)
         assert ends.lower.path == DIRECT and served.relay.pairs == 0
@@ -209,7 +110,7 @@ async def test_a_better_path_is_taken_when_nothing_is_on_its_way(monkeypatch: py
     monkeypatch.setattr(link_module, "LONGEST_LOOK_SECONDS", 0.2)
     monkeypatch.setattr(link_module, "PATIENCE_SECONDS", 0.0)
     address = f"127.0.0.1:{free_port()}"
-    async with relaying() as served, linked(served, address=address) as ends:
+    async with relaying() as served, linked(served, address) as ends:
         await ends.lower.ready(SECONDS)
         assert ends.lower.path == RELAY
         ends.lower.send(key(0), content(key(0), LENGTH))

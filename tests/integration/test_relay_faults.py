@@ -1,8 +1,8 @@
 """Links over two relays of which one fails: every tensor arrives, once and whole, by the other."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
@@ -10,12 +10,8 @@ import pytest
 from tests.support.faulty_relay import LAZY, Faulty
 from tests.support.links import SECONDS, content, eventually, key, quick
 from tests.support.pki import new_authority, new_node
-from tests.support.relayed_link import Ends, relayed_link
-from wire.admission import Limits
-from wire.door import Door
-from wire.relay import PROTOCOL_NAME, Relay
+from tests.support.relayed_link import Ends, Served, relayed_link, relaying
 from wire.telemetry import relay_path
-from wire.tls_socket import mutual_context
 
 LENGTH = 400_000
 TENSORS = 12
@@ -24,33 +20,20 @@ LOWER, UPPER = new_node(AUTHORITY), new_node(AUTHORITY)
 RELAYS = new_node(AUTHORITY), new_node(AUTHORITY)
 
 
+def relay_of(number: int) -> AbstractAsyncContextManager[Served]:
+    """A volunteer's relay."""
+    return relaying(RELAYS[number], AUTHORITY, (LOWER, UPPER))
+
+
 def linked(
-    ports: tuple[int, int], left: Callable[[str], None] | None = None
-) -> contextlib.AbstractAsyncContextManager[Ends]:
-    """A link whose both ends know two relays, the first of them better. `left` is told of those it leaves."""
-    relays = [(f"127.0.0.1:{port}", relay) for port, relay in zip(ports, RELAYS, strict=True)]
+    first: Served, one: int, second: Served, other: int = 0, left: Callable[[str], None] | None = None
+) -> AbstractAsyncContextManager[Ends]:
+    """A link whose both ends know two relays by these ports, the first of them better. `left` is told of
+    those it leaves."""
+    relays = [
+        (relay_path(relay.identity.node_id), relay, port) for relay, port in ((first, one), (second, other))
+    ]
     return relayed_link((LOWER, UPPER), relays, LENGTH, replace(quick(), on_relay_left=left))
-
-
-@contextlib.asynccontextmanager
-async def relay_of(number: int) -> AsyncIterator[int]:
-    """A volunteer's relay; its port."""
-    identity = RELAYS[number]
-    context = mutual_context(
-        server_side=True,
-        key_pem=identity.key_pem,
-        certificate_pem=identity.certificate_pem,
-        ca_pem=AUTHORITY.certificate_pem,
-        protocol=PROTOCOL_NAME,
-    )
-    relay, door = Relay(lambda: context, lambda why: None), Door(Limits.of_members(1000))
-    door.serve_protocol(PROTOCOL_NAME, relay.front)
-    relay.allow([LOWER.node_id, UPPER.node_id])
-    try:
-        yield door.front.listen("127.0.0.1:0")
-    finally:
-        await door.front.close()
-        await relay.close()
 
 
 @pytest.mark.parametrize("fault", ["dies", "freezes", "drops", "repeats", "reorders", "corrupts"])
@@ -58,8 +41,8 @@ async def test_a_link_leaves_a_relay_that_fails(fault: str) -> None:
     async with (
         relay_of(0) as first,
         relay_of(1) as second,
-        Faulty(first, fault) as faulty,
-        linked((faulty.port, second)) as ends,
+        Faulty(first.port, fault) as faulty,
+        linked(first, faulty.port, second) as ends,
     ):
         await ends.lower.ready(SECONDS)
         assert ends.lower.path == relay_path(RELAYS[0].node_id)
@@ -80,8 +63,8 @@ async def is_left(fault: str) -> None:
     async with (
         relay_of(0) as first,
         relay_of(1) as second,
-        Faulty(first, fault) as faulty,
-        linked((faulty.port, second), left.append) as ends,
+        Faulty(first.port, fault) as faulty,
+        linked(first, faulty.port, second, left=left.append) as ends,
     ):
         await ends.lower.ready(SECONDS)
         await exchange(ends, both=True)
@@ -95,9 +78,9 @@ async def test_two_slow_relays_are_compared_and_nobody_is_named() -> None:
     async with (
         relay_of(0) as first,
         relay_of(1) as second,
-        Faulty(first, "throttles") as one,
-        Faulty(second, "throttles") as other,
-        linked((one.port, other.port), left.append) as ends,
+        Faulty(first.port, "throttles") as one,
+        Faulty(second.port, "throttles") as other,
+        linked(first, one.port, second, other.port, left.append) as ends,
     ):
         await ends.lower.ready(SECONDS)
         await exchange(ends)
@@ -114,8 +97,8 @@ async def carries_all(fault: str) -> None:
     async with (
         relay_of(0) as first,
         relay_of(1) as second,
-        Faulty(first, fault) as faulty,
-        linked((faulty.port, second)) as ends,
+        Faulty(first.port, fault) as faulty,
+        linked(first, faulty.port, second) as ends,
     ):
         await ends.lower.ready(SECONDS)
         await exchange(ends)

@@ -15,7 +15,7 @@ from wire.spec import Direction, TensorKey
 from wire.stream_receiver import Expect
 
 EPOCH = 3
-SECONDS = 60.0
+SECONDS = 120.0
 """Bound of every wait in these tests."""
 
 
