@@ -13,7 +13,7 @@ from node.state.families import write_config
 from node.telemetry.events import JoinLine
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import free_port
-from tests.support.run_harness import SMALL, Process, Run
+from tests.support.run_harness import Process, Run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -75,6 +75,11 @@ def damage_model(run: Run) -> None:
         (binary_text, [], "{text} is not UTF-8 text"),
         (misspell, [], "did you mean 'microbatch'"),
         (no_change, ["pipeline.stagse=2"], "did you mean 'stages'"),
+        (
+            no_change,
+            ["pipeline.forward_codec=aqsgd-3", "pipeline.cache_gb=1e-4", "data.shift=false"],
+            "pipeline.cache_gb allows 0.0001",
+        ),
     ],
     ids=lambda value: (
         value.__name__ if callable(value) else " ".join(value) if isinstance(value, list) else ""
@@ -134,18 +139,8 @@ def test_directories_that_hold_a_run_or_none(prefork: Prefork, tmp_path: Path) -
         run.text_file.write_bytes(text)
         again = run.resume()
         again.wait_event(JoinLine)
+        # A second coordinator would give out the same steps again.
+        assert "another coordinator is running with" in one_line(run.command("resume", str(run.run_dir)))
         again.interrupt()
         run.assert_quiet()
         assert again.exit_code == 130
-
-
-def test_two_coordinators_of_one_run(prefork: Prefork, tmp_path: Path) -> None:
-    """A second coordinator would give out the same steps again."""
-    with Run(
-        tmp_path, replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2)), launch=prefork.popen
-    ) as run:
-        coordinator = run.start()
-        coordinator.wait_event(JoinLine)
-        assert "another coordinator is running with" in one_line(run.command("resume", str(run.run_dir)))
-        coordinator.interrupt()
-        run.assert_quiet()

@@ -44,8 +44,7 @@ asyncio.run(main(pathlib.Path(sys.argv[1])))
 """
 
 
-@pytest.mark.parametrize("attempt", range(3))
-async def test_an_acknowledged_join_survives_kill_9(tmp_path: Path, attempt: int) -> None:
+async def test_an_acknowledged_join_survives_kill_9(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     # A port that no other process gets while the coordinator is down.
     address = f"127.0.0.1:{free_port()}"

@@ -365,15 +365,3 @@ async def test_what_a_dead_node_said_and_did_not_send_is_missed(
         grid.tell(replace(begin, generation=2, portions=portions))
         await grid.end_step(2)
         assert grid.losses == [expected[0].loss]
-
-
-async def test_a_row_comes_back_after_it_missed_nothing(tmp_path: Path) -> None:
-    """Groups move between rows from one epoch to the next."""
-    expected, _ = reference_run(CONFIG, 2)
-    async with nodes(2 * STAGES, tmp_path) as four:
-        rows = four[:STAGES], four[STAGES:]
-        grid = Grid()
-        for shares in (((0,), (1, 2, 3)), ((2, 3), (0, 1))):
-            await grid.place(list(zip(rows, shares, strict=True)))
-            await grid.run_step()
-    assert grid.losses == [step.loss for step in expected]

@@ -70,12 +70,3 @@ def test_stop_and_resume_remember(prefork: Prefork, tmp_path: Path, expected: Ex
         assert run.weights_sha256 == expected.weights_sha256
         summary = second.all(RunFinished)[-1].summary
         assert summary is not None and summary.bits_forward < 16 / 2, "no second uncompressed pass"
-
-
-def test_more_than_the_limit_is_refused_before_anything_starts(prefork: Prefork, tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG, text=SHORT, launch=prefork.popen) as run:
-        coordinator = run.start("pipeline.cache_gb=1e-4")
-        assert coordinator.wait_exit() == 2
-        assert "0.000124 GB" in coordinator.stderr
-        assert "pipeline.cache_gb allows 0.0001" in coordinator.stderr
-        assert not (run.run_dir / "snapshots").exists()

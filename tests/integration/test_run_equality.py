@@ -10,30 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from node.config.schema import RunConfig
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run
 
 PLAIN = replace(SMALL, run=replace(SMALL.run, steps=10))
-RING = replace(
-    PLAIN,
-    model=replace(SMALL.model, tied=True),
-    pipeline=replace(SMALL.pipeline, stages=2, chunks=2, window=1),
-)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("config", [PLAIN, RING], ids=["four-stages", "two-stages-two-chunks-tied"])
-def test_a_run_is_the_unsplit_model(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
-    with Run(tmp_path, config, launch=prefork.popen) as run:
-        # What is wrapped is not forked.
-        wrapper = ("env",) if config is PLAIN else ()
-        coordinator = run.start(wrapper=wrapper)
-        nodes = [run.add_node(wrapper=wrapper), *run.add_nodes(config.pipeline.stages - 1)]
+def test_a_run_is_the_unsplit_model(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, PLAIN, launch=prefork.popen) as run:
+        coordinator = run.start(wrapper=("env",))  # what is wrapped is not forked
+        nodes = [run.add_node(wrapper=("env",)), *run.add_nodes(3)]
         assert coordinator.wait_exit() == 0
         assert [node.wait_exit() for node in nodes] == [0] * len(nodes)
         run.assert_undisturbed()
-        assert run.snapshots == [config.run.steps]
+        assert run.snapshots == [PLAIN.run.steps]
 
 
 TRAINS = """

@@ -41,9 +41,8 @@ def test_a_run_that_is_measured_has_the_bits_of_one_that_is_not(
 ) -> None:
     config = measured(small(codecs=("tah", "fixed-8")))
     stages = {1: 3, 2: 2}[chunks]
-    pipeline = replace(config.pipeline, stages=stages, chunks=chunks)
+    pipeline = replace(config.pipeline, stages=stages, chunks=chunks, head="last" if tied else "first")
     model = replace(config.model, layers=4, tied=tied)
-    pipeline = replace(pipeline, head="first")
     config = replace(config, model=model, pipeline=pipeline)
     if lora:
         config = replace(config, lora=LoraSection(rank=2, dropout=0.2))

@@ -6,45 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.decisions import record_places, recorded_places, recorded_splits
+from node.coordinator.decisions import recorded_places, recorded_splits
 from node.coordinator.store import Store
 from node.telemetry.events import Notice, PlacementMade, RunStarted
-from node.tuning.places import Grid, PlacePlan
 from tests.support.fault_prefork import Prefork
 from tests.support.memory_pipeline import reference_run
-from tests.support.run_harness import SMALL, TINY, Coordinator, Run, Still, undisturbed
+from tests.support.run_harness import SMALL, TINY, Run, Still, undisturbed
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2, placement="measured"))
 SLOW = replace(CONFIG, model=replace(TINY, layers=5), run=replace(CONFIG.run, steps=200))
 """A run of nodes that compute almost nothing, so that `tests.support.slow_node` is the slow one."""
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def test_nodes_change_places_and_blocks_between_two_steps(prefork: Prefork, tmp_path: Path) -> None:
-    """Without losses on the links neither changes a bit."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
-        first = run.start()
-        nodes = run.add_nodes(2)
-        still = run.wait_still()
-        before = first.all(PlacementMade)[-1].nodes
-        plan = PlacePlan(
-            grid=Grid(hosts=before[::-1], split=(4, 1)), now_seconds=2.0, then_seconds=1.0, shown={}
-        )
-        with Store.open(run.run_dir) as store:
-            record_places(store, plan)
-        assert run.command("set", str(run.run_dir), "pipeline.split=4,1").wait_exit() == 0
-        first.wait_event(Notice)
-        still.go_on()
-        assert first.wait_exit() == 0
-        assert [node.wait_exit() for node in nodes] == [0, 0]
-        assert [one.nodes for one in first.all(PlacementMade)] == [before, before[::-1]]
-        assert [started.first_step for started in first.all(RunStarted)] == [0, 6]
-        assert "split = [4, 1]\n" in (run.run_dir / "run.toml").read_text()
-        with Store.open(run.run_dir) as store:
-            assert recorded_splits(store).changes == ((0, (3, 2)), (6, (4, 1)))
-        assert run.losses == undisturbed(CONFIG).losses
-        run.assert_quiet()
 
 
 def test_nodes_that_wait_for_others_measure_themselves_and_the_line_between_them(
@@ -64,18 +37,12 @@ def test_nodes_that_wait_for_others_measure_themselves_and_the_line_between_them
         assert run.losses == undisturbed(config).losses
 
 
-def start_with_a_slow_node(run: Run) -> Coordinator:
-    """The second of two nodes is slow."""
-    coordinator = run.start()
-    run.add_node()
-    run.program = ("tests.support.slow_node", "node.cli.main")
-    run.add_node()
-    return coordinator
-
-
 def test_a_node_that_steps_show_to_be_slow_gets_fewer_blocks(prefork: Prefork, tmp_path: Path) -> None:
     with Run(tmp_path, SLOW, launch=prefork.popen) as run:
-        coordinator = start_with_a_slow_node(run)
+        coordinator = run.start()
+        run.add_node()
+        run.program = ("tests.support.slow_node", "node.cli.main")
+        run.add_node()
         moved = coordinator.wait_event(PlacementMade, lambda placed: placed.blocks != (3, 2))
         coordinator.wait_step(moved.resume_step + 3)
         coordinator.interrupt()
@@ -94,18 +61,6 @@ def test_a_node_that_steps_show_to_be_slow_gets_fewer_blocks(prefork: Prefork, t
         assert len(losses) >= moved.resume_step + 3
         same, _ = reference_run(SLOW, len(losses))
         assert [losses[step] for step in sorted(losses)] == [step.loss for step in same]
-
-
-def test_no_block_moves_in_a_run_too_short_to_pay_the_move_back(prefork: Prefork, tmp_path: Path) -> None:
-    """It plans all the same: the slow node is known after some steps, and lines are measured before."""
-    config = replace(SLOW, run=replace(SLOW.run, steps=14))
-    with Run(tmp_path, config, launch=prefork.popen) as run:
-        coordinator = start_with_a_slow_node(run)
-        assert coordinator.wait_exit() == 0
-        assert [placed.blocks for placed in coordinator.all(PlacementMade)] == [(3, 2)]
-        with Store.open(run.run_dir) as store:
-            assert recorded_places(store) is None
-        run.assert_undisturbed()
 
 
 def test_steps_that_run_again_have_the_split_that_they_had(prefork: Prefork, tmp_path: Path) -> None:

@@ -134,19 +134,6 @@ def test_a_run_through_a_relay_with_every_fault_has_the_same_bits(prefork: Prefo
             assert {link.path for link in HistoryWatch(run.run_dir).view().links} == {"relay"}
 
 
-def test_a_node_that_opens_no_port_dials_a_neighbour_that_does(prefork: Prefork, tmp_path: Path) -> None:
-    """Whichever of the two stages it has, the link is direct."""
-    config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=2))
-    with Run(tmp_path, config, launch=prefork.popen) as run:
-        coordinator = run.start()
-        for options in ((), ("--no-listen",)):
-            run.add_node(options=options)
-        assert coordinator.wait_exit() == 0
-        assert sorted(event.listens for event in coordinator.all(NodeJoined)) == [False, True]
-        assert {link.path for link in HistoryWatch(run.run_dir).view().links} == {"direct"}
-        run.assert_undisturbed()
-
-
 def test_without_a_relay_a_node_that_opens_no_port_is_refused(prefork: Prefork, tmp_path: Path) -> None:
     config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, relay=False))
     with Run(tmp_path, config, launch=prefork.popen) as run:

@@ -122,6 +122,15 @@ async def test_blocks_go_to_the_faster_node_once_its_steps_are_measured() -> Non
         assert here.told == [line]
 
 
+async def test_no_block_moves_in_a_run_too_short_to_pay_the_move_back() -> None:
+    short = replace(CONFIG, run=replace(CONFIG.run, steps=2 * LEAST_STEPS + 2))
+    async with scene(config=short) as here:
+        await here.measure()
+        here.steps()
+        plan = here.planner._plan()
+        assert plan is not None and plan() is None
+
+
 async def test_it_moves_once_and_then_waits_for_the_next_coordinator() -> None:
     async with scene() as here:
         await here.measure()
