@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+import pytest
+
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.coordinator.placing import PlacePlanner
 from node.run_state.epoch import Assignment, Committed, Epoch, OnRecord, StepRules
@@ -122,13 +124,14 @@ async def test_blocks_go_to_the_faster_node_once_its_steps_are_measured() -> Non
         assert here.told == [line]
 
 
-async def test_no_block_moves_in_a_run_too_short_to_pay_the_move_back() -> None:
-    short = replace(CONFIG, run=replace(CONFIG.run, steps=2 * LEAST_STEPS + 2))
-    async with scene(config=short) as here:
+@pytest.mark.parametrize(("left", "moves"), [(100, True), (0, False)])
+async def test_no_block_moves_in_a_run_too_short_to_pay_the_move_back(left: int, moves: bool) -> None:
+    config = replace(CONFIG, run=replace(CONFIG.run, steps=2 * LEAST_STEPS + left))
+    async with scene(config=config) as here:
         await here.measure()
         here.steps()
         plan = here.planner._plan()
-        assert plan is not None and plan() is None
+        assert plan is not None and (plan() is not None) == moves
 
 
 async def test_it_moves_once_and_then_waits_for_the_next_coordinator() -> None:
