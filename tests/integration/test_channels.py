@@ -15,7 +15,7 @@ from wire.link import LinkSettings
 
 METHOD = "/test/Unread"
 MESSAGE = bytes(256 * 1024)
-ROUNDS, AT_ONCE = 10, 16
+ROUNDS, AT_ONCE = 4, 16
 
 
 class _Unread(grpc.GenericRpcHandler):

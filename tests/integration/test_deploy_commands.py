@@ -373,7 +373,6 @@ def test_what_the_image_copies_installs_and_trains(tmp_path: Path) -> None:
     checks = {check["name"]: check for check in json.loads(output("doctor", "--json"))["checks"]}
     assert checks["python"]["status"] == "ok"
     assert (site / "thinwire/deploy/lab/README.md").is_file(), "doctor sends people there"
-    assert 'name = "demo"' in output("config", "explain", "demo")
     data, run = str(site / "thinwire/wire"), str(tmp_path / "run")
     shown = output("demo", "--steps", "2", "--data", data, "--run-dir", run, *TINY)
     assert "all steps are done" in shown

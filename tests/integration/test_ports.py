@@ -16,7 +16,7 @@ from wire.errors import LinkError, NotYetError
 from wire.identity.credentials import mutual_tls
 from wire.messages import CoordinatorMessage
 
-TURNS = 10
+TURNS = 4
 
 
 async def test_the_port_is_free_as_soon_as_all_is_read() -> None:

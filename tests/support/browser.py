@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import aiohttp
 
-SECONDS = 30.0
+SECONDS = 90.0
 FLAGS = (
     "--headless",
     "--no-sandbox",

@@ -27,7 +27,7 @@ from tests.support.ports import free_port
 
 BINARY = shutil.which("prometheus")
 MISSING = "Prometheus is not installed (Debian and Ubuntu: apt install prometheus)"
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 class QueryError(AssertionError):
