@@ -71,8 +71,7 @@ def test_an_ordinary_user_gets_one_in_a_user_namespace(flags: tuple[str, ...]) -
         tools.call("unshare", *own, "true")
     except UserError as error:
         pytest.skip(f"this kernel allows no user namespaces: {error}")
-    up, down = inside(own, "measured", "rate=8")["links"]
-    assert up["share"] == NEARLY and down["share"] == NEARLY
+    assert_no_trace(inside(own, "again"))
 
 
 def netem(flags: tuple[str, ...]) -> bool:
@@ -86,8 +85,11 @@ def netem(flags: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("delay", ["auto", "relay"])
 def test_a_delay_does_not_reduce_the_rate(flags: tuple[str, ...], delay: str) -> None:
     """With `auto` by netem where the kernel has it: there this test is netem's, too."""
+    has_netem = netem(flags)
+    if delay == "relay" and not has_netem:
+        pytest.skip("`auto` is the relay here")
     found = inside(flags, "measured", "rate=8", "rtt=100", f"delay={delay}")
-    assert found["method"] == ("netem" if delay == "auto" and netem(flags) else "relay")
+    assert found["method"] == ("netem" if delay == "auto" and has_netem else "relay")
     for link in found["links"]:
         # What a busy machine adds is not the delay's doing, but it can never be less; twice it would be.
         assert 100.0 <= link["rtt_ms"] < 200.0
@@ -127,7 +129,10 @@ def test_a_link_that_is_off_is_refused(flags: tuple[str, ...]) -> None:
 
 
 def test_networks_follow_each_other_without_a_trace(flags: tuple[str, ...]) -> None:
-    found = inside(flags, "again")
+    assert_no_trace(inside(flags, "again"))
+
+
+def assert_no_trace(found: dict[str, Any]) -> None:
     assert found["seen"] == [[1, 1], [1, 1], [1, 1]]
     assert found["devices"] == ["lo"]
     assert found["namespaces"] == ""
