@@ -13,6 +13,7 @@ from node.processes.node import START_SECONDS
 from node.telemetry.format import duration_text
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Process, Run, Still
+from tests.support.terminal import SILENT_SECONDS
 from wire.identity.token import JoinToken
 
 CONFIG = replace(
@@ -122,20 +123,29 @@ def test_tokens_that_admit_nobody(prefork: Prefork, tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_goes_away(prefork: Prefork, tmp_path: Path) -> None:
-    """Nodes that wait give up after `outage_seconds`, each with a line that names the address."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+    """Nodes that wait give up after `outage_seconds`, with a line that names the address, or leave at once if
+    they are asked to. Before that, one that opens no port is refused, as the run has no relay."""
+    config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=3))
+    config = replace(config, coordinator=replace(config.coordinator, relay=False))
+    with Run(tmp_path, config, launch=prefork.popen) as run:
         coordinator = run.start()
-        waiting = run.add_node()
-        waiting.wait_line(lambda line: "waiting for a stage" in line)
+        closed = run.add_node(options=("--no-listen",))
+        assert closed.wait_exit() == 1
+        assert "neighbours cannot reach this node" in closed.complaints[-1]
+        waiting, patient = run.add_node(), run.add_node(options=("--wait", "10 min"))
+        for node in (waiting, patient):
+            node.wait_line(lambda line: "waiting for a stage" in line)
         began = time.monotonic()
         coordinator.kill()
+        patient.interrupt()
+        assert patient.wait_exit(SILENT_SECONDS) == 130, "it does not wait two minutes for a goodbye"
         assert waiting.wait_exit() == 1
         assert time.monotonic() - began > CONFIG.coordinator.outage_seconds / 2
         (complaint,) = waiting.complaints
         assert "coordinator at 127.0.0.1:" in complaint
         assert " for 2 s: " in complaint
         # As a member it does not wait for it either.
-        again = run.add_node(state_dir=run.state_dir(0))
+        again = run.add_node(state_dir=run.state_dir(1))
         assert again.wait_exit() == 1
         (complaint,) = again.complaints
         assert f" did not answer for {duration_text(START_SECONDS)}: " in complaint

@@ -48,15 +48,16 @@ def test_a_node_that_steps_show_to_be_slow_gets_fewer_blocks(prefork: Prefork, t
         coordinator.interrupt()
         assert coordinator.wait_exit() == 130
         fast, slow = run.node_id(0), run.node_id(1)
-        assert dict(zip(moved.nodes, moved.blocks, strict=True)) == {fast: 4, slow: 1}
+        blocks = dict(zip(moved.nodes, moved.blocks, strict=True))
+        assert slow is not None and fast is not None and blocks[slow] < blocks[fast]
         with Store.open(run.run_dir) as store:
             assert recorded_splits(store).changes == ((0, (3, 2)), (moved.resume_step, moved.blocks))
             recorded = recorded_places(store)
         assert recorded is not None
         _, plan, count = recorded
         assert count == 1
-        assert slow is not None and fast is not None
-        assert plan.shown[slow] > 2 * plan.shown[fast]
+        assert (plan.grid.hosts, plan.grid.split) == (moved.nodes, moved.blocks)
+        assert plan.shown[slow] > plan.shown[fast]
         losses = run.losses
         assert len(losses) >= moved.resume_step + 3
         same, _ = reference_run(SLOW, len(losses))

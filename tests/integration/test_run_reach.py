@@ -132,12 +132,3 @@ def test_a_run_through_a_relay_with_every_fault_has_the_same_bits(prefork: Prefo
             assert spoilt.to_come == []
             run.assert_undisturbed()
             assert {link.path for link in HistoryWatch(run.run_dir).view().links} == {"relay"}
-
-
-def test_without_a_relay_a_node_that_opens_no_port_is_refused(prefork: Prefork, tmp_path: Path) -> None:
-    config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, relay=False))
-    with Run(tmp_path, config, launch=prefork.popen) as run:
-        assert run.start().token
-        node = run.add_node(options=("--no-listen",))
-        assert node.wait_exit() == 1
-        assert "neighbours cannot reach this node" in node.complaints[-1]

@@ -9,7 +9,7 @@ from node.telemetry.events import JoinLine, NodeJoined, Notice, PlacementMade, R
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import free_port
 from tests.support.run_harness import SMALL, Run, undisturbed
-from tests.support.terminal import SILENT_SECONDS, assert_never_silent, volunteer
+from tests.support.terminal import assert_never_silent, volunteer
 
 CONFIG = replace(
     SMALL,
@@ -86,19 +86,6 @@ def test_a_finished_run_goes_on_with_more_steps_and_another_text(prefork: Prefor
         too_few = run.command("resume", str(run.run_dir), "run.steps=5")
         assert too_few.wait_exit() == 2
         assert "run.steps = 5" in too_few.stderr
-
-
-def test_a_node_without_a_stage_leaves_at_once_also_without_a_coordinator(
-    prefork: Prefork, tmp_path: Path
-) -> None:
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
-        first = run.start()
-        waiting = run.add_node(options=("--wait", "10 min"))
-        first.wait_event(NodeJoined)
-        waiting.wait_line(lambda line: "waiting for a stage" in line)
-        first.kill()
-        waiting.interrupt()
-        assert waiting.wait_exit(SILENT_SECONDS) == 130, "it does not wait two minutes for a goodbye"
 
 
 def test_the_journey_of_a_volunteer_who_comes_before_the_coordinator(
