@@ -176,25 +176,13 @@ async def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> 
             assert (await response.content.readline()).startswith(b": ")
 
 
-async def test_no_address_has_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_STREAMS_OF_AN_ADDRESS", 2)
-    other = aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=("127.0.0.2", 0)))
-    async with (
-        other,
-        serving(Page(feed=feed_of_a_run())) as session,
-        session.get("/api/stream") as first,
-        session.get("/api/stream") as second,
-        session.get("/api/stream") as third,
-        other.get(first.url) as elsewhere,
-    ):
-        assert [one.status for one in (first, second, third, elsewhere)] == [200, 200, 503, 200]
-
-
 @pytest.mark.parametrize("limit", ["MOST_STREAMS", "MOST_STREAMS_OF_AN_ADDRESS"])
 async def test_streams_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(server, limit, 2)
     monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 3600.0)
+    other = aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=("127.0.0.2", 0)))
     async with (
+        other,
         serving(Page(feed=feed_of_a_run())) as session,
         session.get("/api/stream") as first,
         session.get("/api/stream") as second,
@@ -203,6 +191,8 @@ async def test_streams_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, li
         await next_event(second)
         async with session.get("/api/stream") as third:
             assert third.status == 503 and third.headers["Retry-After"]
+        async with other.get(first.url) as elsewhere:
+            assert elsewhere.status == (503 if limit == "MOST_STREAMS" else 200)
         first.close()
         async with asyncio.timeout(60):
             while True:

@@ -13,12 +13,12 @@ import grpc
 import grpc.aio
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.store import Member, Store
+from tests.support.pki import new_authority, new_node
 from wire.errors import RefusalCode
-from wire.identity.authority import CertificateAuthority, csr_public_key, key_to_pem, public_key_hash
+from wire.identity.authority import CertificateAuthority, csr_public_key, public_key_hash
 from wire.identity.credentials import (
     NodeIdentity,
     mutual_tls,
@@ -26,21 +26,13 @@ from wire.identity.credentials import (
     server_name_options,
 )
 from wire.identity.enrolment import Hardware, Refusal
-from wire.identity.names import node_id_of
 
 DAY = timedelta(hours=24)
 
 
-def make_identity(authority: CertificateAuthority, lifetime: timedelta = DAY) -> NodeIdentity:
-    key = ec.generate_private_key(ec.SECP256R1())
-    node_id = node_id_of(public_key_hash(key.public_key()))
-    certificate = authority.issue_node(key.public_key(), node_id, lifetime, time.time())
-    return NodeIdentity(node_id, authority.run_id, key_to_pem(key), certificate, authority.certificate_pem)
-
-
 @pytest.fixture(scope="module")
 def authority() -> CertificateAuthority:
-    return CertificateAuthority.create("run-a", time.time())
+    return new_authority("run-a")
 
 
 def channel_credentials(identity: NodeIdentity) -> grpc.ChannelCredentials:
@@ -78,16 +70,16 @@ async def ask(address: str, credentials: grpc.ChannelCredentials, server_name: s
 
 
 async def test_a_neighbour_is_known_by_its_certificate(authority: CertificateAuthority) -> None:
-    server, client = make_identity(authority), make_identity(authority)
+    server, client = new_node(authority), new_node(authority)
     async with who_am_i(server_credentials(lambda: server)) as address:
         seen = await ask(address, channel_credentials(client), client.server_name(server.node_id))
     assert seen == client.node_id
 
 
 async def test_another_runs_certificate_is_refused(authority: CertificateAuthority) -> None:
-    server = make_identity(authority)
+    server = new_node(authority)
     # The same run id does not help: the authority is another one.
-    stranger = make_identity(CertificateAuthority.create("run-a", time.time()))
+    stranger = new_node(new_authority("run-a"))
     with_our_ca = grpc.ssl_channel_credentials(
         authority.certificate_pem, stranger.key_pem, stranger.certificate_pem
     )
@@ -100,7 +92,7 @@ async def test_another_runs_certificate_is_refused(authority: CertificateAuthori
 
 
 async def test_an_ended_certificate_is_refused(authority: CertificateAuthority) -> None:
-    server, client = make_identity(authority), make_identity(authority, lifetime=timedelta(minutes=-1))
+    server, client = new_node(authority), new_node(authority, lifetime=timedelta(minutes=-1))
     async with who_am_i(server_credentials(lambda: server)) as address:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(address, channel_credentials(client), server.server_name(server.node_id))
@@ -108,7 +100,7 @@ async def test_an_ended_certificate_is_refused(authority: CertificateAuthority) 
 
 
 async def test_another_node_at_the_neighbours_address_is_refused(authority: CertificateAuthority) -> None:
-    expected, impostor, client = (make_identity(authority) for _ in range(3))
+    expected, impostor, client = (new_node(authority) for _ in range(3))
     async with who_am_i(server_credentials(lambda: impostor)) as address:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(address, channel_credentials(client), client.server_name(expected.node_id))
@@ -117,15 +109,8 @@ async def test_another_node_at_the_neighbours_address_is_refused(authority: Cert
             await ask(address, channel_credentials(client), client.coordinator_name)
 
 
-async def test_the_coordinators_port_admits_nodes(authority: CertificateAuthority) -> None:
-    client = make_identity(authority)
-    credentials = authority.coordinator_credentials(DAY, time.time())
-    async with who_am_i(mutual_tls(lambda: credentials, authority.certificate_pem)) as address:
-        assert await ask(address, channel_credentials(client), client.coordinator_name) == client.node_id
-
-
 async def test_a_renewed_certificate_is_shown_without_a_restart(authority: CertificateAuthority) -> None:
-    current = [make_identity(authority)]
+    current = [new_node(authority)]
 
     async def shown(address: str) -> int:
         context = ssl.create_default_context(cadata=authority.certificate_pem.decode())
@@ -141,11 +126,11 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(authority: Certi
         for _ in range(3):
             expected = x509.load_pem_x509_certificate(current[0].certificate_pem).serial_number
             assert await shown(address) == expected
-            current[0] = make_identity(authority)
+            current[0] = new_node(authority)
 
 
 def test_renewal_is_for_members_and_their_own_key(authority: CertificateAuthority, tmp_path: Path) -> None:
-    identity, stranger = make_identity(authority, timedelta(hours=1)), make_identity(authority)
+    identity, stranger = new_node(authority), new_node(authority)
     key_hash = public_key_hash(csr_public_key(identity.csr_der()))
     with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
         handler = EnrolmentHandler(store, authority, DAY, time.time)

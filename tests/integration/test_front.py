@@ -140,15 +140,6 @@ async def test_who_has_spoken_is_not_dropped_for_those_that_came_while_the_loop_
             assert not hung_up(ours[0])
 
 
-async def test_a_connection_without_tls_is_dropped_at_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(monkeypatch) as (_, front, port, _):
-        with crowd(port, 2) as (loud, silent):
-            await eventually(lambda: front.admission.count(Phase.SILENT) == 2)
-            loud.send(b"GET / HTTP/1.1\r\n")
-            await eventually(lambda: hung_up(loud))
-            assert not hung_up(silent)
-
-
 async def test_a_port_survives_that_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with served(monkeypatch) as (_, _front, port, link):

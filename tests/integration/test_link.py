@@ -118,16 +118,6 @@ async def test_slow_consumer_stops_the_sender_and_bounds_memory() -> None:
         assert pair.upper.peak_held_bytes <= window + size
 
 
-async def test_consumer_that_waits_for_a_later_tensor_gets_it() -> None:
-    async with make_pair(MIB, quick(window_bytes=MIB)) as pair:
-        pair.upper_end.releases = False
-        for i in range(8):
-            pair.lower.send(key(i), content(key(i), MIB))
-        pair.upper.want(key(7))
-        await pair.upper_end.until(8)
-        assert pair.upper_end.arrived[-1] == key(7)
-
-
 async def test_cut_connections_lose_and_repeat_nothing() -> None:
     size, count = 2 * MIB, 8
     async with make_pair(size) as pair:
@@ -219,25 +209,6 @@ async def test_a_connection_that_delivers_no_frames_is_replaced() -> None:
         await pair.upper_end.until(2)
         assert pair.upper_end.arrived == [key(0), key(1)]
         await eventually(lambda: pair.lower.reconnects > 0)
-
-
-async def test_damaged_frame_is_asked_for_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with make_pair(MIB) as pair:
-        sender = pair.lower._state.sender
-        whole, taken = sender.next_frame, 0
-
-        def damage_the_second(now: float) -> bytes | None:
-            nonlocal taken
-            frame = whole(now)
-            taken += frame is not None
-            return frame[:1000] + bytes([frame[1000] ^ 1]) + frame[1001:] if frame and taken == 2 else frame
-
-        monkeypatch.setattr(sender, "next_frame", damage_the_second)
-        pair.lower.send(key(0), content(key(0), MIB))
-        await pair.upper_end.until(1)
-        assert pair.upper_end.buffers[key(0)] == content(key(0), MIB)
-        assert (pair.upper.figures.rejects, pair.lower.figures.retransmits) == (1, 1)
-        assert pair.lower.reconnects == 0
 
 
 async def test_wrong_length_ends_both_ends_with_one_clear_line() -> None:

@@ -19,7 +19,7 @@ def new_authority(run_id: str = RUN_ID) -> CertificateAuthority:
     return CertificateAuthority.create(run_id, time.time())
 
 
-def new_node(authority: CertificateAuthority) -> NodeIdentity:
+def new_node(authority: CertificateAuthority, lifetime: timedelta = timedelta(hours=1)) -> NodeIdentity:
     """A node of the authority's run, with a key of its own."""
     key = ec.generate_private_key(ec.SECP256R1())
     node_id = node_id_of(public_key_hash(key.public_key()))
@@ -27,7 +27,7 @@ def new_node(authority: CertificateAuthority) -> NodeIdentity:
         node_id=node_id,
         run_id=authority.run_id,
         key_pem=key_to_pem(key),
-        certificate_pem=authority.issue_node(key.public_key(), node_id, timedelta(hours=1), time.time()),
+        certificate_pem=authority.issue_node(key.public_key(), node_id, lifetime, time.time()),
         ca_pem=authority.certificate_pem,
     )
 
