@@ -90,7 +90,7 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert training["steps_done"] >= 4
         assert training["nodes_admitted"] == [run.node_id(0), run.node_id(1)]
         assert 1 <= len(training["snapshots"]) <= 3
-        assert 0 <= training["snapshot_age_seconds"] < 60
+        assert 0 <= training["snapshot_age_seconds"] < 600
         assert training["usable_tokens"] == 0
         shown = answered("status", str(run.run_dir))
         assert shown.startswith(f"run {training['run_id']}: training, ")

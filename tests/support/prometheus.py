@@ -85,7 +85,7 @@ class Prometheus:
         """The `data` of one API response. Raises QueryError for an error."""
         query = urllib.parse.urlencode(parameters)
         try:
-            with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=60) as answer:
                 body = json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
