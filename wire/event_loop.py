@@ -1,6 +1,7 @@
 """The event loop of every process: uvloop where it is installed (Linux and macOS), else asyncio's own."""
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import importlib
@@ -22,6 +23,7 @@ def _import_uvloop() -> ModuleType | None:
 uvloop = _import_uvloop()
 KEPT_BLOCK_BYTES = 16 * 1024 * 1024
 """Larger blocks of memory return to the system when they are freed."""
+_END_SECONDS = 5.0
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
@@ -46,7 +48,20 @@ def _keep_freed_memory() -> None:
 def carrier() -> asyncio.AbstractEventLoop:
     """A second loop on its own thread, which forwards bytes so that the process's loop need not."""
     loop = uvloop.new_event_loop() if uvloop else asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="carrier", daemon=True).start()
+
+    def run() -> None:
+        loop.run_forever()
+        loop.close()
+
+    thread = threading.Thread(target=run, name="carrier", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        """Stop it before the interpreter ends: uvloop's timers would use what is gone by then."""
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_END_SECONDS)
+
+    atexit.register(end)
     return loop
 
 

@@ -48,6 +48,19 @@ def test_ctrl_c_cancels_and_raises(monkeypatch: pytest.MonkeyPatch, fallback: bo
     assert cancelled == [True]
 
 
+CARRIES = """
+import atexit, os, threading
+atexit.register(lambda: os._exit("carrier" in {thread.name for thread in threading.enumerate()}))
+from wire.event_loop import carrier
+carrier()
+"""
+
+
+def test_the_carrier_ends_before_the_interpreter_does() -> None:
+    """A timer that came due on its thread after that ended the process by a segmentation fault."""
+    assert subprocess.run([sys.executable, "-c", CARRIES], timeout=60).returncode == 0
+
+
 MESSAGES = """
 import asyncio, resource, sys, threading
 from wire import event_loop
