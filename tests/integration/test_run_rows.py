@@ -164,6 +164,8 @@ def test_a_node_that_dies_while_others_load_their_state_costs_its_seat(
     crash = Fault(kind=Kind.COORDINATOR_KILL, phase=Phase.VOTING, step=7)
     kill = Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=1, step=5)
     config = replace(CONFIG, run=replace(CONFIG.run, steps=20))
+    # However late one of them is back, the others wait for it.
+    config = replace(config, coordinator=replace(config.coordinator, regroup_seconds=60.0))
     with FaultRun(
         tmp_path, config, [crash, kill], gather=4, snapshot_first=True, launch=prefork.popen
     ) as run:
