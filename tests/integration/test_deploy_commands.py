@@ -113,7 +113,7 @@ def healthy(url: str) -> bool:
     program, *arguments = json.loads(value[value.index("CMD ") + 4 :])
     assert program == "python"
     probe = [sys.executable, "-I", *arguments]
-    return subprocess.run(probe, env={"HEALTH_URL": url}, capture_output=True, timeout=60).returncode == 0
+    return subprocess.run(probe, env={"HEALTH_URL": url}, capture_output=True, timeout=150).returncode == 0
 
 
 def seen(process: Process, kind: type[Any], number: int = 1) -> Any:
@@ -281,7 +281,7 @@ def variables_of(process: Process) -> set[str]:
 
 def view_at(url: str) -> dict[str, Any]:
     """The view that a page has."""
-    with urllib.request.urlopen(f"{url.rstrip('/')}/api/view", timeout=60) as answer:
+    with urllib.request.urlopen(f"{url.rstrip('/')}/api/view", timeout=150) as answer:
         view: dict[str, Any] = json.load(answer)["view"]
     return view
 

@@ -57,4 +57,4 @@ def test_training_imports_nothing_that_takes_long(prefork: Prefork, tmp_path: Pa
     assert process.stdout is not None
     with process.stdout as said:
         assert said.read() == "[]\n"
-    assert process.wait(60) == 0
+    assert process.wait(150) == 0

@@ -50,7 +50,7 @@ def tool(name: str) -> str:
 
 
 def succeed(*command: str, cwd: Path = ROOT) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -73,7 +73,7 @@ def parse_without_an_environment(found: Sequence[Command]) -> None:
         input=json.dumps([command.arguments for command in found]),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env={},
         cwd="/",
     )
@@ -317,7 +317,7 @@ def carried_out(command: str, root: Path) -> None:
         input="token-of-a-run\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
 

@@ -58,7 +58,7 @@ carrier()
 
 def test_the_carrier_ends_before_the_interpreter_does() -> None:
     """A timer that came due on its thread after that ended the process by a segmentation fault."""
-    assert subprocess.run([sys.executable, "-c", CARRIES], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", CARRIES], timeout=150).returncode == 0
 
 
 MESSAGES = """
@@ -88,7 +88,7 @@ thread.join()
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other systems' malloc decides for itself")
 def test_messages_use_memory_again() -> None:
     plain, ours = (
-        int(subprocess.check_output([sys.executable, "-c", MESSAGES, *arguments], text=True, timeout=60))
+        int(subprocess.check_output([sys.executable, "-c", MESSAGES, *arguments], text=True, timeout=150))
         for arguments in ([], ["run"])
     )
     assert plain > 10_000 and ours < 1000

@@ -193,14 +193,14 @@ def test_a_signal_ends_every_process(stage: Stage) -> None:
     with running(stage, "go on") as child:
         assert set(stage.alive()) == {"coordinator", "node-0", "node-1"}
         child.send_signal(signal.SIGTERM)
-        rest, _ = child.communicate(timeout=60)
+        rest, _ = child.communicate(timeout=150)
     assert (child.returncode, '"reason": "stopped"' in rest) == (130, True)
 
 
 def test_a_node_that_has_yet_to_join_is_asked_to_end_with_the_demo(stage: Stage) -> None:
     with running(stage, "go on", "node stays") as child:
         child.send_signal(signal.SIGINT)
-        child.communicate(timeout=60)
+        child.communicate(timeout=150)
     assert child.returncode == 130
     assert (stage.directory / "node-1.asked").exists(), "it was killed"
 
@@ -225,7 +225,7 @@ def test_a_demo_under_nohup_outlives_its_terminal(stage: Stage) -> None:
         child.send_signal(signal.SIGHUP)
         # The coordinator ends the run well: as it does when the demo did not stop it.
         os.kill(int((stage.directory / "coordinator.pid").read_text()), signal.SIGUSR1)
-        rest, _ = child.communicate(timeout=60)
+        rest, _ = child.communicate(timeout=150)
     assert (child.returncode, '"reason": "done"' in rest) == (0, True)
 
 
@@ -235,7 +235,7 @@ def test_a_second_hangup_does_not_cut_the_end_short(stage: Stage) -> None:
         assert any('"ending"' in line for line in child.stdout or ())
         child.send_signal(signal.SIGHUP)
         os.kill(int((stage.directory / "coordinator.pid").read_text()), signal.SIGUSR1)
-        rest, _ = child.communicate(timeout=60)
+        rest, _ = child.communicate(timeout=150)
     assert (child.returncode, '"reason": "stopped"' in rest) == (130, True)
 
 

@@ -33,7 +33,7 @@ NEVER = asyncio.Event()
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=60) as answer:
+    with urllib.request.urlopen(url, timeout=150) as answer:
         return json.load(answer)
 
 
@@ -51,7 +51,7 @@ def test_the_command_serves_and_follows_a_history(tmp_path: Path) -> None:
         (url,) = re.findall(r"http://127\.0\.0\.1:\d+/", line)
         assert get(f"{url}api/view")["view"]["step"] == 268
         assert get(f"{url}api/operator")["available"] is False
-        with urllib.request.urlopen(f"{url}metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"{url}metrics", timeout=150) as answer:
             assert b'thinwire_run_state{state="training"} 1.0' in answer.read()
         for event in step(269):
             append(tmp_path / "run", time.time(), event)

@@ -32,7 +32,7 @@ def hangup() -> Iterator[None]:
 def python(program: str, **streams: int) -> subprocess.CompletedProcess[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     words = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(words, text=True, timeout=60, check=False, **{**pipes, **streams})
+    return subprocess.run(words, text=True, timeout=150, check=False, **{**pipes, **streams})
 
 
 def test_a_closed_terminal_ends_its_processes_except_under_nohup(hangup: None) -> None:

@@ -82,5 +82,5 @@ def test_the_process_ends_although_its_thread_does_not(
     assert process.stdout is not None
     with process.stdout as said:
         assert said.read() == "released\n"
-    assert process.wait(60) == code
+    assert process.wait(150) == code
     assert complaints.read_text().strip() == words
