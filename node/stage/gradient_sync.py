@@ -46,18 +46,12 @@ KeepSums = Callable[[int, str, Sequence[Tensor]], None]
 
 
 class DevicePacking:
-    """Implements `node.training.group_sums.RowPacking` for a GPU, on streams that run during compute."""
+    """Implements `node.training.group_sums.Packing` for a GPU, on streams that run during compute."""
+
+    together = True
 
     def __init__(self, device: CudaTransfer) -> None:
         self._device = device
-
-    def pack(self, which: Codec, tensor: Tensor) -> Tensor:
-        return self._device.pack(which, tensor, self._device.mark())
-
-    def unpack(self, which: Codec, packed: Tensor, spec: TensorSpec) -> Tensor:
-        tensor, mark = self._device.unpack(which, packed, spec)
-        self._device.wait(tensor, mark)
-        return tensor
 
     def pack_rows(self, which: Codec, values: Tensor) -> list[Tensor]:
         return self._device.pack_rows(which, values, self._device.mark())
@@ -74,11 +68,6 @@ def digest_of_sum(parts: Iterable[bytes | memoryview]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()[:DIGEST_BYTES]
-
-
-def _piece_sums(packing: Packing, *, uncompressed: bool = False) -> PieceSums:
-    rows = packing if isinstance(packing, DevicePacking) else None
-    return PieceSums(packing, rows=rows, uncompressed=uncompressed)
 
 
 def _packing(device: torch.device) -> Packing:
@@ -157,12 +146,14 @@ class GradientSync:
         self._keep: KeepSums | None = None
         self._place = 0, 0
         self._work: StepWork
-        self._folds: dict[int, Fold[Tensor]] = {}
-        """Running sums of the own row's groups, by piece."""
+        self._batches: dict[str, list[list[Piece]]] = {}
+        """The pieces of each unit in batches that go through their codec together."""
+        self._folds: dict[int, Fold[list[Tensor]]] = {}
+        """Running sums of the own row's groups, by the first piece of a batch."""
         self._held: dict[int, dict[int, Tensor]] = {}
         """For each piece, complete subtrees of the own row, and those that other rows sent to be summed."""
-        self._spare: dict[int, dict[int, Tensor]] = {}
-        """For each piece, leaves of groups that other rows will compute."""
+        self._spare: dict[int, dict[int, list[Tensor]]] = {}
+        """Leaves of groups that other rows will compute, by the first piece of a batch."""
         self._sums_of: dict[int, Tensor] = {}
         """For each piece, the sum over all groups. They are kept for a row that computes more groups in this
         step."""
@@ -202,12 +193,12 @@ class GradientSync:
         self._forget()
         self._plan, self._io, self._keep, self._digests = plan, io, keep, digests
         self._place, self._work = (epoch, step), work
-        self._sums = _piece_sums(self._packing, uncompressed=plan.uncompressed)
-        self._joined = _piece_sums(self._joining, uncompressed=plan.uncompressed)
-        self._folds = {
-            piece.number: self._sums.fold(piece) for unit in plan.units for piece in plan.pieces[unit]
-        }
-        self._held = {number: {} for number in self._folds}
+        self._sums = PieceSums(self._packing, uncompressed=plan.uncompressed)
+        self._joined = PieceSums(self._joining, uncompressed=plan.uncompressed)
+        self._batches = {unit: list(self._sums.batches(plan.pieces[unit])) for unit in plan.units}
+        batches = [batch for unit in plan.units for batch in self._batches[unit]]
+        self._folds = {batch[0].number: self._sums.fold(batch) for batch in batches}
+        self._held = {number: {} for number in plan.sizes}
         self._spare = {number: {} for number in self._folds}
         self._deliveries = None
         if hand_over is not None:
@@ -225,11 +216,12 @@ class GradientSync:
             self._work = work
             self._expect(generation, anew=is_other)
             for unit in self._plan.units:
-                for piece in self._plan.pieces[unit]:
+                for batch in self._batches[unit]:
+                    number = batch[0].number
                     for group in work.groups:
-                        if (leaf := self._spare[piece.number].pop(group, None)) is not None:
-                            self._folds[piece.number].put(self._plan.share.tree.leaf(group), leaf)
-                    self._send_subtrees(piece)
+                        if (leaves := self._spare[number].pop(group, None)) is not None:
+                            self._folds[number].put(self._plan.share.tree.leaf(group), leaves)
+                    self._send_subtrees(batch)
 
         self._submit(change)
 
@@ -248,11 +240,8 @@ class GradientSync:
 
         def work() -> None:
             for unit in plan.units:
-                if unit in gradients and self._sums.together:
-                    self._take_leaves(plan.pieces[unit], group, gradients[unit])
-                elif unit in gradients:
-                    for piece in plan.pieces[unit]:
-                        self._take_leaf(piece, group, gradients[unit])
+                for batch in self._batches[unit] if unit in gradients else ():
+                    self._take_leaves(batch, group, gradients[unit])
 
         self._submit(work)
 
@@ -289,7 +278,7 @@ class GradientSync:
     def read(self, plan: SyncPlan, sums: Mapping[str, bytes]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """The result of `finish` on the node that kept these packed sums, by unit. Raises PackedMismatchError
         or NonFiniteError for invalid bytes."""
-        joining = _piece_sums(self._joining)
+        joining = PieceSums(self._joining)
         for unit in plan.units:
             pieces = plan.pieces[unit]
             if len(sums[unit]) != plan.unit_bytes(unit):
@@ -330,40 +319,29 @@ class GradientSync:
 
     # ---- on the sync thread
 
-    def _take_leaf(self, piece: Piece, group: int, gradients: Mapping[str, Gradient]) -> None:
-        packed = self._sums.leaf(piece, gradients)
+    def _take_leaves(self, batch: Sequence[Piece], group: int, gradients: Mapping[str, Gradient]) -> None:
+        leaves, number = self._sums.leaves(batch, gradients), batch[0].number
         if self._digests is not None:
-            self._digests.note_piece(group, piece, packed)
-        if group not in self._work.groups:
-            self._spare[piece.number][group] = packed
-            return
-        self._folds[piece.number].put(self._plan.share.tree.leaf(group), packed)
-        self._send_subtrees(piece)
-
-    def _take_leaves(self, pieces: Sequence[Piece], group: int, gradients: Mapping[str, Gradient]) -> None:
-        """Call `_take_leaf` for all pieces of a unit together."""
-        packed = dict(zip(pieces, self._sums.leaves(pieces, gradients), strict=True))
-        if self._digests is not None:
-            for piece, leaf in packed.items():
+            for piece, leaf in zip(batch, leaves, strict=True):
                 self._digests.note_piece(group, piece, leaf)
         if group not in self._work.groups:
-            for piece, leaf in packed.items():
-                self._spare[piece.number][group] = leaf
+            self._spare[number][group] = leaves
             return
-        self._sums.put(self._folds, self._plan.share.tree.leaf(group), packed)
-        for piece in pieces:
-            self._send_subtrees(piece)
+        self._folds[number].put(self._plan.share.tree.leaf(group), leaves)
+        self._send_subtrees(batch)
 
-    def _send_subtrees(self, piece: Piece) -> None:
-        """Keep a piece's complete subtrees, and send them to its owner if that is another row, else to its
-        heir if the row hands them over."""
-        fold, held = self._folds[piece.number], self._held[piece.number]
-        own, receiver = self._plan.share.replica, self._receiver(piece)
+    def _send_subtrees(self, batch: Sequence[Piece]) -> None:
+        """Keep the row's complete subtrees, and send them to the rows that sum the pieces."""
+        nodes, own = self._folds[batch[0].number].nodes, self._plan.share.replica
         for node in self._work.own:
-            if (whole := fold.nodes.pop(node, None)) is not None:
-                held[node] = whole
-            if receiver != own and node in held:
-                self._send(receiver, piece, node, Direction.SYNC_SHARE, held[node])
+            if (whole := nodes.pop(node, None)) is not None:
+                for piece, part in zip(batch, whole, strict=True):
+                    self._held[piece.number][node] = part
+        for piece in batch:
+            held, receiver = self._held[piece.number], self._receiver(piece)
+            for node in self._work.own if receiver != own else ():
+                if node in held:
+                    self._send(receiver, piece, node, Direction.SYNC_SHARE, held[node])
 
     def _receiver(self, piece: Piece) -> int:
         """The row that gets the own row's subtrees of a piece."""
@@ -398,22 +376,18 @@ class GradientSync:
         work, own = self._work, self._plan.share.replica
         pieces = [piece for piece in self._plan.pieces[unit] if self._is_own(piece)]
         unsummed = [piece for piece in pieces if piece.number not in self._sums_of]
-        for several in [unsummed] if self._sums.together else [[piece] for piece in unsummed]:
-            folds = {piece.number: self._sums.fold(piece) for piece in several}
+        own_nodes = work.own if self._deliveries is not None else ()  # the heir may change
+        for batch in self._sums.batches(unsummed):
+            fold = self._sums.fold(batch)
             # The own row's come first, because they are here already.
             for node, row in sorted(work.sources.items(), key=lambda source: source[1] != own):
-                for piece in several:
+                for piece in batch:
                     held = self._held[piece.number]
                     if node not in held:
                         held[node] = self._take(row, piece, node, Direction.SYNC_SHARE)
-                if self._sums.together:
-                    self._sums.put(folds, node, {piece: self._held[piece.number][node] for piece in several})
-                else:
-                    for piece in several:
-                        folds[piece.number].put(node, self._held[piece.number][node])
-            for piece in several:
-                self._sums_of[piece.number] = folds[piece.number].nodes[ROOT]
-                own_nodes = work.own if self._deliveries is not None else ()  # the heir may change
+                fold.put(node, [self._held[piece.number][node] for piece in batch])
+            for piece, total in zip(batch, fold.nodes[ROOT], strict=True):
+                self._sums_of[piece.number] = total
                 held = self._held[piece.number]
                 self._held[piece.number] = {node: held[node] for node in own_nodes if node in held}
         for piece in pieces:

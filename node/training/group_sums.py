@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.fp8.layout import BLOCK
 from kernels.fp8.reference import Fp8Gradient, unpack_gradient
-from node.schedule.gradient_groups import ROOT, Fold, Piece, piece_format
+from node.schedule.gradient_groups import Fold, Piece, piece_format
 from wire.codecs.base import Codec
 from wire.codecs.formats import TrellisFormat
 from wire.codecs.registry import codec
@@ -29,27 +29,14 @@ Gradient = Tensor | Fp8Gradient
 
 
 class Packing(Protocol):
-    """Packs a device's tensors to the CPU and back."""
+    """Packs a device's tensors to the CPU and back: every row of float32 [n, elements] by itself."""
 
-    def pack(self, which: Codec, tensor: Tensor) -> Tensor:
-        """The sealed bytes of a tensor, uint8 [n] on the CPU.
-
-        Raises:
-            NonFiniteError: the tensor has values that are not finite.
-        """
-        ...
-
-    def unpack(self, which: Codec, packed: Tensor, spec: TensorSpec) -> Tensor:
-        """The tensor on the device. Raises what `Codec.decode` raises."""
-        ...
-
-
-class RowPacking(Packing, Protocol):
-    """`Packing` of a GPU, where pieces of equal length go through their codec together. For a single piece,
-    the launches and the host's wait take longer than its elements."""
+    together: bool
+    """Whether pieces of equal length go through their codec together. On a GPU, the launches and the host's
+    wait for a single piece take longer than its elements."""
 
     def pack_rows(self, which: Codec, values: Tensor) -> list[Tensor]:
-        """The sealed bytes of every row of float32 [n, elements].
+        """The sealed bytes of every row, uint8 [n] on the CPU.
 
         Raises:
             NonFiniteError: with `row`, the number of the row that is not finite.
@@ -57,133 +44,40 @@ class RowPacking(Packing, Protocol):
         ...
 
     def unpack_rows(self, which: Codec, packed: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """Float32 [n, elements] on the device, a row for each packed piece."""
+        """The rows on the device, one for each packed piece. Raises what `Codec.decode` raises."""
         ...
 
 
 class CodecPacking:
     """`Packing` by the codec alone, on the CPU and the calling thread."""
 
+    together = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def pack(self, which: Codec, tensor: Tensor) -> Tensor:
-        return which.encode(tensor.cpu())
+    def pack_rows(self, which: Codec, values: Tensor) -> list[Tensor]:
+        [row] = values.cpu()
+        return [which.encode(row)]
 
-    def unpack(self, which: Codec, packed: Tensor, spec: TensorSpec) -> Tensor:
-        return which.decode(packed, spec).to(self._device)
+    def unpack_rows(self, which: Codec, packed: Sequence[Tensor], spec: TensorSpec) -> Tensor:
+        [row] = packed
+        return which.decode(row, spec).to(self._device).unsqueeze(0)
 
 
 class PieceSums:
-    """Packs, adds and unpacks pieces of a run's gradients."""
+    """Packs, adds and unpacks pieces of a run's gradients, a batch at a time."""
 
-    def __init__(
-        self, packing: Packing, *, rows: RowPacking | None = None, uncompressed: bool = False
-    ) -> None:
-        """
-        Args:
-            rows: packs and unpacks pieces together.
-            uncompressed: use fp32, whatever the pieces' codecs are.
-        """
+    def __init__(self, packing: Packing, *, uncompressed: bool = False) -> None:
+        """`uncompressed`: use fp32, whatever the pieces' codecs are."""
         self._packing = packing
-        self._rows = rows
         self._uncompressed = uncompressed
 
-    def leaf(self, piece: Piece, gradients: Mapping[str, Gradient]) -> Tensor:
-        """The packed piece of a group's gradient.
-
-        Raises:
-            NonFiniteError: a value is not finite. The error names the layer unit.
-        """
-        parts = [gradient_part(gradients[name], first, end) for name, first, end in piece.parts]
-        return self._pack(piece, parts[0] if len(parts) == 1 else torch.cat(parts))
-
-    def add(self, piece: Piece, left: Tensor, right: Tensor) -> Tensor:
-        """The packed sum of two nodes of the tree. Raises as `leaf`."""
-        return self._pack(piece, self.unpack(piece, left).add_(self.unpack(piece, right)))
-
-    @property
-    def together(self) -> bool:
-        """Whether the caller should pass pieces together."""
-        return self._rows is not None
-
-    def leaves(self, pieces: Sequence[Piece], gradients: Mapping[str, Gradient]) -> list[Tensor]:
-        """`leaf` for each of several pieces of one layer unit."""
-        if self._rows is None:
-            return [self.leaf(piece, gradients) for piece in pieces]
-        leaves: dict[int, Tensor] = {}
-        for several in self._alike(pieces):
-            parts = [
-                gradient_part(gradients[name], *ends) for piece in several for name, *ends in piece.parts
-            ]
-            leaves |= self._pack_rows(several, torch.cat(parts).view(len(several), -1))
-        return [leaves[piece.number] for piece in pieces]
-
-    def put(self, folds: Mapping[int, Fold[Tensor]], node: int, values: Mapping[Piece, Tensor]) -> None:
-        """`Fold.put` for a node's value of each piece. The folds are by the pieces' numbers."""
-        given = dict(values)
-        while given:
-            left: dict[Piece, Tensor] = {}
-            right: dict[Piece, Tensor] = {}
-            for piece, value in given.items():
-                nodes = folds[piece.number].nodes
-                other = nodes.pop(node ^ 1, None) if node > ROOT else None
-                if other is None:
-                    nodes[node] = value
-                else:
-                    left[piece], right[piece] = (other, value) if node % 2 else (value, other)
-            given = self._add_all(left, right)
-            node //= 2
-
-    def _add_all(self, left: Mapping[Piece, Tensor], right: Mapping[Piece, Tensor]) -> dict[Piece, Tensor]:
-        """`add` for each piece."""
-        if self._rows is None:
-            return {piece: self.add(piece, left[piece], right[piece]) for piece in left}
-        sums: dict[Piece, Tensor] = {}
-        for several in self._alike(left):
-            values = self._unpack_rows(several, [left[piece] for piece in several])
-            values.add_(self._unpack_rows(several, [right[piece] for piece in several]))
-            packed = self._pack_rows(several, values)
-            sums |= {piece: packed[piece.number] for piece in several}
-        return sums
-
-    def unpack(self, piece: Piece, packed: Tensor) -> Tensor:
-        """The value of a packed piece, float32 [elements] on the device."""
-        return self._packing.unpack(self._codec(piece), packed, self._spec(piece))
-
-    def check(self, piece: Piece, packed: Tensor) -> None:
-        """Raise what `unpack` would raise for received bytes that no encoder produces."""
-        self._codec(piece).open(packed.numpy(), self._spec(piece))
-
-    def fold(self, piece: Piece) -> Fold[Tensor]:
-        """The tree over this piece."""
-        return Fold(partial(self.add, piece))
-
-    def join(self, pieces: Iterable[Piece], packed: Iterable[Tensor]) -> dict[str, Tensor]:
-        """The flat gradients by parameter, from the packed pieces of one layer unit."""
-        parts: dict[str, list[Tensor]] = {}
-        for piece, whole in self._unpacked(dict(zip(pieces, packed, strict=True))):
-            values = torch.split(whole, [end - first for _, first, end in piece.parts])
-            for (name, _, _), value in zip(piece.parts, values, strict=True):
-                parts.setdefault(name, []).append(value)
-        return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in parts.items()}
-
-    def _unpacked(self, packed: Mapping[Piece, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
-        """`unpack` for each piece, in order."""
-        if self._rows is None:
-            for piece, value in packed.items():
-                yield piece, self.unpack(piece, value)
+    def batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+        """Pieces with equal codec and length, small enough for memory, in the order of their first piece."""
+        if not self._packing.together:
+            yield from ([piece] for piece in pieces)
             return
-        unpacked: dict[int, Tensor] = {}
-        for several in self._alike(packed):
-            values = self._unpack_rows(several, [packed[piece] for piece in several])
-            unpacked |= {piece.number: row for piece, row in zip(several, values, strict=True)}
-        for piece in packed:
-            yield piece, unpacked[piece.number]
-
-    def _alike(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-        """Batches of pieces with equal codec and length, small enough for memory, in the order of their first
-        piece."""
         alike: dict[tuple[str, int], list[Piece]] = {}
         for piece in pieces:
             alike.setdefault((piece.codec, piece.elements), []).append(piece)
@@ -193,24 +87,52 @@ class PieceSums:
             for first in range(0, len(several), size):
                 yield several[first : first + size]
 
-    def _pack_rows(self, pieces: Sequence[Piece], values: Tensor) -> dict[int, Tensor]:
-        """The packed rows by the pieces' numbers."""
-        assert self._rows is not None
-        try:
-            packed = self._rows.pack_rows(self._codec(pieces[0]), values)
-        except NonFiniteError as error:
-            raise _named(pieces[error.row], error) from error
-        return {piece.number: row for piece, row in zip(pieces, packed, strict=True)}
+    def leaves(self, batch: Sequence[Piece], gradients: Mapping[str, Gradient]) -> list[Tensor]:
+        """The packed pieces of a group's gradient.
 
-    def _unpack_rows(self, pieces: Sequence[Piece], packed: Sequence[Tensor]) -> Tensor:
-        assert self._rows is not None
-        return self._rows.unpack_rows(self._codec(pieces[0]), packed, self._spec(pieces[0]))
+        Raises:
+            NonFiniteError: a value is not finite. The error names the layer unit.
+        """
+        parts = [
+            gradient_part(gradients[name], first, end) for piece in batch for name, first, end in piece.parts
+        ]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._pack(batch, whole.view(len(batch), -1))
 
-    def _pack(self, piece: Piece, values: Tensor) -> Tensor:
+    def fold(self, batch: Sequence[Piece]) -> Fold[list[Tensor]]:
+        """The tree over these packed pieces. Its `put` raises as `leaves`."""
+        return Fold(partial(self._add, batch))
+
+    def _add(self, batch: Sequence[Piece], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+        return self._pack(batch, self._unpack(batch, left).add_(self._unpack(batch, right)))
+
+    def check(self, piece: Piece, packed: Tensor) -> None:
+        """Raise what `unpack` would raise for received bytes that no encoder produces."""
+        self._codec(piece).open(packed.numpy(), self._spec(piece))
+
+    def join(self, pieces: Sequence[Piece], packed: Iterable[Tensor]) -> dict[str, Tensor]:
+        """The flat gradients by parameter, from the packed pieces of one layer unit."""
+        by_piece = dict(zip(pieces, packed, strict=True))
+        whole: dict[int, Tensor] = {}
+        for batch in self.batches(pieces):
+            rows = self._unpack(batch, [by_piece[piece] for piece in batch])
+            whole |= {piece.number: row for piece, row in zip(batch, rows, strict=True)}
+        parts: dict[str, list[Tensor]] = {}
+        for piece in pieces:
+            values = torch.split(whole[piece.number], [end - first for _, first, end in piece.parts])
+            for (name, _, _), value in zip(piece.parts, values, strict=True):
+                parts.setdefault(name, []).append(value)
+        return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in parts.items()}
+
+    def _pack(self, batch: Sequence[Piece], values: Tensor) -> list[Tensor]:
         try:
-            return self._packing.pack(self._codec(piece), values)
+            return self._packing.pack_rows(self._codec(batch[0]), values)
         except NonFiniteError as error:
-            raise _named(piece, error) from error
+            piece = batch[error.row]
+            raise NonFiniteError(f"the gradient of {piece.parts[0][0]} of {piece.unit} ({error})") from error
+
+    def _unpack(self, batch: Sequence[Piece], packed: Sequence[Tensor]) -> Tensor:
+        return self._packing.unpack_rows(self._codec(batch[0]), packed, self._spec(batch[0]))
 
     def _codec(self, piece: Piece) -> Codec:
         return codec(piece_format(piece, uncompressed=self._uncompressed).name)
@@ -218,10 +140,6 @@ class PieceSums:
     @staticmethod
     def _spec(piece: Piece) -> TensorSpec:
         return TensorSpec(torch.float32, (piece.elements,))
-
-
-def _named(piece: Piece, error: NonFiniteError) -> NonFiniteError:
-    return NonFiniteError(f"the gradient of {piece.parts[0][0]} of {piece.unit} ({error})")
 
 
 def gradient_part(gradient: Gradient, first: int, end: int) -> Tensor:

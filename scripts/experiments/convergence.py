@@ -208,7 +208,7 @@ class Boundaries:
 
 
 class DevicePacking:
-    """`node.training.group_sums.Packing` whose packed tensors stay on the GPU, without their checksum, which
+    """Packs a tensor on the GPU, where its packed form stays, without the checksum, which
     is made and checked on the host."""
 
     def pack(self, which: Codec, tensor: Tensor) -> Tensor:

@@ -58,19 +58,26 @@ class GroupSums:
         self._tree = GroupTree(config.pipeline.groups)
         self._sums = PieceSums(packing)
         self._pieces = {unit: pieces[unit] for unit in units}
-        self._folds = {piece.number: self._sums.fold(piece) for unit in units for piece in self._pieces[unit]}
+        self._folds = {
+            unit: [(batch, self._sums.fold(batch)) for batch in self._sums.batches(pieces[unit])]
+            for unit in units
+        }
 
     def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
         """Take a group's, by layer unit and parameter."""
-        for unit, pieces in self._pieces.items():
-            for piece in pieces:
-                self._folds[piece.number].put(self._tree.leaf(group), self._sums.leaf(piece, gradients[unit]))
+        for unit, folds in self._folds.items():
+            for batch, fold in folds:
+                fold.put(self._tree.leaf(group), self._sums.leaves(batch, gradients[unit]))
 
     def finish(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """All groups are done: layer units and their sum over groups, flat by parameter."""
         for unit, pieces in self._pieces.items():
-            roots = [self._folds[piece.number].nodes.pop(ROOT) for piece in pieces]
-            yield unit, self._sums.join(pieces, roots)
+            roots = {
+                piece.number: root
+                for batch, fold in self._folds[unit]
+                for piece, root in zip(batch, fold.nodes.pop(ROOT), strict=True)
+            }
+            yield unit, self._sums.join(pieces, [roots[piece.number] for piece in pieces])
 
 
 @dataclass(frozen=True)

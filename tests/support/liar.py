@@ -341,14 +341,14 @@ def _wrong_activations(liar: Liar) -> None:
 
 
 def _wrong_gradients(liar: Liar) -> None:
-    leaf = PieceSums.leaf
+    leaves = PieceSums.leaves
 
-    def flawed(sums: PieceSums, piece: Piece, gradients: Mapping[str, Gradient]) -> Tensor:
+    def flawed(sums: PieceSums, batch: Sequence[Piece], gradients: Mapping[str, Gradient]) -> list[Tensor]:
         if liar.lying:
             gradients = {name: -one if isinstance(one, Tensor) else one for name, one in gradients.items()}
-        return leaf(sums, piece, gradients)
+        return leaves(sums, batch, gradients)
 
-    PieceSums.leaf = flawed  # type: ignore[method-assign]
+    PieceSums.leaves = flawed  # type: ignore[method-assign]
 
 
 FLAWS: dict[str, Callable[[Liar], None]] = {
