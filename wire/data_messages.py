@@ -25,8 +25,7 @@ def data_message(field: int, data: bytes | memoryview) -> bytes:
 
 
 def data_or(parse: Callable[[bytes], Parsed], field: int) -> Callable[[bytes], Parsed | memoryview]:
-    """Reads a message. Of one that has nothing but this field it gives the field's bytes, which are the
-    message's own."""
+    """A reader of messages. For a message with only this field it returns the field's bytes, not copied."""
 
     def read(message: bytes) -> Parsed | memoryview:
         for start in range(2, 2 + _MOST_LENGTH):
@@ -38,12 +37,12 @@ def data_or(parse: Callable[[bytes], Parsed], field: int) -> Callable[[bytes], P
 
 
 def as_bytes(message: Message | bytes) -> bytes:
-    """A message that is written already, or is not."""
+    """Serialize a message, unless it is bytes already."""
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def _head(field: int, length: int) -> bytes:
-    """What stands before the field's bytes."""
+    """The tag and the length before a field's bytes."""
     head = bytearray([field << 3 | _BYTES])
     while length >= 0x80:
         head.append(length & 0x7F | 0x80)
@@ -56,9 +55,9 @@ class ArrivingFile:
     """A file whose parts arrive in order, with its SHA-256 so far. Each part is copied once."""
 
     def __init__(self, size: int) -> None:
-        """`size`: the most that comes. Memory is taken as bytes come, and does not move."""
+        """`size`: the most bytes that arrive. Memory is used as they arrive, and does not move."""
         self.size = 0
-        """What has come."""
+        """The bytes that have arrived."""
         self._whole, self._sum = io.BytesIO(bytes(size)), hashlib.sha256()
 
     def take(self, data: bytes | memoryview) -> None:
@@ -66,6 +65,6 @@ class ArrivingFile:
         self._sum.update(data)
 
     def read(self) -> tuple[bytes, str]:
-        """All that came, and its SHA-256 in hex."""
+        """All that has arrived, and its SHA-256 in hex."""
         self._whole.truncate()
         return self._whole.getvalue(), self._sum.hexdigest()

@@ -66,10 +66,10 @@ def _check(bound: Within | None, where: str) -> Callable[[Collection[float]], No
     return check
 
 
-def _scalar(one: Declared, where: str) -> _Way:
+def _scalar(declaration: Declared, where: str) -> _Way:
     """How a number, text, bytes or a member of an enumeration travels."""
-    if (size := one.mark(Size)) is not None:
-        in_hex = one.kind is str
+    if (size := declaration.mark(Size)) is not None:
+        in_hex = declaration.kind is str
 
         def sized(value: bytes) -> Any:
             if len(value) != size.bytes and (value or not size.or_none):
@@ -77,15 +77,15 @@ def _scalar(one: Declared, where: str) -> _Way:
             return value.hex() if in_hex else value
 
         return _Way(bytes.fromhex if in_hex else None, sized)
-    if (text := one.mark(Line)) is not None:
+    if (text := declaration.mark(Line)) is not None:
         return _Way(None, text.clean())
     members: dict[Any, Any] = {}
-    if (parsed := one.mark(Parsed)) is not None:
+    if (parsed := declaration.mark(Parsed)) is not None:
         parse: Convert = parsed.parse
-    elif issubclass(one.kind, Enum):
-        members, parse = {member.value: member for member in one.kind}, one.kind
+    elif issubclass(declaration.kind, Enum):
+        members, parse = {member.value: member for member in declaration.kind}, declaration.kind
     else:
-        return _Way(bound=one.mark(Within))
+        return _Way(bound=declaration.mark(Within))
 
     def parsed_value(value: Any) -> Any:
         if value in members:  # much faster than the enumeration's own look-up
@@ -98,15 +98,15 @@ def _scalar(one: Declared, where: str) -> _Way:
     return _Way(None, parsed_value)
 
 
-def _way(one: Declared, field: FieldDescriptor, where: str) -> _Way:
+def _way(declaration: Declared, field: FieldDescriptor, where: str) -> _Way:
     """How the value of a present field travels."""
-    if one.is_record:
-        return _Way(*form_of(one.kind, field.message_type))
-    if one.origin is None:
-        return _scalar(one, where)
-    collection = _tuple if one.origin is tuple else _mapping
-    encode, decode = collection(one, field.message_type, where)
-    if (limit := one.mark(AtMost)) is None:
+    if declaration.is_record:
+        return _Way(*form_of(declaration.kind, field.message_type))
+    if declaration.origin is None:
+        return _scalar(declaration, where)
+    collection = _tuple if declaration.origin is tuple else _mapping
+    encode, decode = collection(declaration, field.message_type, where)
+    if (limit := declaration.mark(AtMost)) is None:
         return _Way(encode, decode)
 
     def limited(entries: Collection[Any]) -> Any:
@@ -117,8 +117,8 @@ def _way(one: Declared, field: FieldDescriptor, where: str) -> _Way:
     return _Way(encode, limited)
 
 
-def _tuple(one: Declared, message: Any, where: str) -> tuple[Convert | None, Convert]:
-    (entry,) = one.entries
+def _tuple(declaration: Declared, message: Any, where: str) -> tuple[Convert | None, Convert]:
+    (entry,) = declaration.entries
     if message is None:
         _, convert, bound = _scalar(entry, where)
         check = _check(bound, where)
@@ -135,8 +135,8 @@ def _tuple(one: Declared, message: Any, where: str) -> tuple[Convert | None, Con
     )
 
 
-def _mapping(one: Declared, entry: Any, where: str) -> tuple[Convert, Convert]:
-    (key, keys), (value, others) = parts_of(one, entry)
+def _mapping(declaration: Declared, entry: Any, where: str) -> tuple[Convert, Convert]:
+    (key, keys), (value, others) = parts_of(declaration, entry)
     # By number, or as they are by name.
     items: Convert = (lambda held: held.items()) if key.kind is str else (lambda held: sorted(held.items()))
     if len(keys) == len(others) == 1:
@@ -151,11 +151,11 @@ def _mapping(one: Declared, entry: Any, where: str) -> tuple[Convert, Convert]:
             check(found.values())
             return found if take is None else {at: take(held) for at, held in found.items()}
 
-        return (lambda held: [{at_key: at, at_value: give(one)} for at, one in items(held)]), decode
+        return (lambda held: [{at_key: at, at_value: give(item)} for at, item in items(held)]), decode
     key_form = _part(key, entry, keys, where)
     value_form = _part(value, entry, others, where)
     return (
-        lambda held: [{**key_form.encode(at), **value_form.encode(one)} for at, one in items(held)],
+        lambda held: [{**key_form.encode(at), **value_form.encode(item)} for at, item in items(held)],
         lambda entries: {key_form.decode(entry): value_form.decode(entry) for entry in entries},
     )
 
@@ -164,20 +164,20 @@ Part = tuple[Declared, list[str]]
 """A mapping's key or value, and the fields of an entry that hold it."""
 
 
-def parts_of(one: Declared, entry: Descriptor) -> tuple[Part, Part]:
+def parts_of(declaration: Declared, entry: Descriptor) -> tuple[Part, Part]:
     """A mapping's key and value."""
-    key, value = one.entries
+    key, value = declaration.entries
     names = [field.name for field in entry.fields]
     keys = list(declared_fields(key.kind)) if key.is_record else names[:1]
     return (key, keys), (value, [name for name in names if name not in keys])
 
 
-def _part(one: Declared, entry: Descriptor, names: list[str], where: str) -> "Form":
+def _part(declaration: Declared, entry: Descriptor, names: list[str], where: str) -> "Form":
     """How these fields of an entry travel together."""
-    if one.is_record:
-        return form_of(one.kind, entry, frozenset(names))
+    if declaration.is_record:
+        return form_of(declaration.kind, entry, frozenset(names))
     (name,) = names
-    way, value = _way(one, entry.fields_by_name[name], where), attrgetter(name)
+    way, value = _way(declaration, entry.fields_by_name[name], where), attrgetter(name)
     give, take, check = way.encode or _same, way.decode or _same, _check(way.bound, where)
 
     def decode(message: Any) -> Any:
@@ -248,7 +248,7 @@ def form_of(kind: type, message: Descriptor, only: frozenset[str] = frozenset())
     dropped: list[str] = []
     whole_encode: list[Convert] = []
     whole_decode: dict[str, Convert] = {}
-    for name, one in declared_fields(kind).items():
+    for name, declaration in declared_fields(kind).items():
         where = f"{kind.__name__}.{name}"
         if (joint := _JOINT.get((kind, name))) is None and name not in there:
             raise TypeError(f"{where} has no field in {message.full_name}")
@@ -257,18 +257,18 @@ def form_of(kind: type, message: Descriptor, only: frozenset[str] = frozenset())
             whole_decode[name] = joint.decode
             dropped.append(name)
             names = joint.names
-        elif one.optional and not one.is_record:
-            part, flag = _part(one, message, [name], where), f"has_{name}"
+        elif declaration.optional and not declaration.is_record:
+            part, flag = _part(declaration, message, [name], where), f"has_{name}"
             whole_encode.append(_flagged_fields(name, part.encode, flag))
             whole_decode[name] = _flagged_value(part.decode, flag)
             names = name, flag
-        elif one.is_record:
-            form = form_of(one.kind, there[name].message_type)
-            encode[name] = _unless_none(form.encode) if one.optional else form.encode
-            whole_decode[name] = _nested(one, there[name], form.decode, where)
+        elif declaration.is_record:
+            form = form_of(declaration.kind, there[name].message_type)
+            encode[name] = _unless_none(form.encode) if declaration.optional else form.encode
+            whole_decode[name] = _nested(declaration, there[name], form.decode, where)
             names = (name,)
         else:
-            plain[name] = way = _way(one, there[name], where)
+            plain[name] = way = _way(declaration, there[name], where)
             if way.encode is not None:
                 encode[name] = way.encode
             names = (name,)
@@ -295,9 +295,9 @@ def _unless_none(convert: Convert) -> Convert:
     return lambda value: None if value is None else convert(value)
 
 
-def _nested(one: Declared, field: Any, convert: Convert, where: str) -> Convert:
+def _nested(declaration: Declared, field: Any, convert: Convert, where: str) -> Convert:
     name, value = field.name, attrgetter(field.name)
-    required, optional = one.mark(Present) is not None, one.optional
+    required, optional = declaration.mark(Present) is not None, declaration.optional
 
     @functools.cache
     def absent() -> Any:

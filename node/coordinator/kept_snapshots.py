@@ -292,13 +292,13 @@ class KeptSnapshots:
                 self._run.send(other, Prefetch(step=step, units=(unit,), keep=True))
         entry = self._places.entry(step, unit)
         holders = self._places.holders(step, unit)
-        here = [node for node in holders if node in addresses and node != node_id]
-        others = [PlacedStage(node_id=node, address=addresses[node]) for node in here if node not in bad]
+        reachable = [node for node in holders if node in addresses and node != node_id]
+        others = [PlacedStage(node_id=node, address=addresses[node]) for node in reachable if node not in bad]
         if entry is None:
             raise RunError(f"layer {unit} of step {step} was not saved yet")
         url = self._places.url(step)
         if not url and not others and node_id not in holders:
-            self._wait_for(step, unit, holders, epoch, is_here=bool(here))
+            self._wait_for(step, unit, holders, epoch, is_here=bool(reachable))
         return entry, others, url
 
     def message(self) -> Retain:

@@ -247,8 +247,8 @@ class Reporter:
         is_again = commit.step + 1 <= self._tally.newest
         if not is_again:
             # A seat whose node is gone keeps that node's name until another takes it.
-            here = self.accounting.newest
-            self._taken_part.update(node for node in self.accounting.hosts if node in here)
+            reports = self.accounting.newest
+            self._taken_part.update(node for node in self.accounting.hosts if node in reports)
         costs: events.StepCosts | None = None
         if goes_on and not self._costs_due():
             self._unsummed.steps += 1

@@ -401,14 +401,14 @@ class SessionDesk:
         self,
         node_id: str,
         source: str,
-        said: Callable[[], Awaitable[Hello]],
+        receive_hello: Callable[[], Awaitable[Hello]],
         make: Callable[[str, Hello, str], ControlSession] = ControlSession,
     ) -> ControlSession | Refusal:
         """Open a member's session, or return why it may not take part.
 
         Args:
             source: the IP address from which it dials.
-            said: waits for its hello.
+            receive_hello: waits for its hello.
             make: creates the session from a node's id, its hello and the address that neighbours dial.
 
         Raises:
@@ -420,7 +420,7 @@ class SessionDesk:
             if limits is not None and not limits.connections.take(time.monotonic()):
                 await asyncio.sleep(RECONNECT_SECONDS)
                 raise TimeoutError
-            hello = await said()
+            hello = await receive_hello()
             place = await self._look_at(node_id, hello, source)
         return place if isinstance(place, Refusal) else make(node_id, hello, place)
 

@@ -119,13 +119,13 @@ def _check_one(folder: Path, kind: str, names: Iterable[str], where: str = "") -
 def _check_card(folder: Path, card: Path, data: Sequence[Path]) -> None:
     """Compare the files with the parts that a data card's `configs` list, as the hub reads them."""
     names = [str(path.relative_to(folder)) for path in data]
-    found: dict[tuple[str, str], set[str]] = {}
+    by_part: dict[tuple[str, str], set[str]] = {}
     for configuration, split, pattern in _listed_parts(card):
         # A star of `fnmatch` matches folders too.
         matching = pattern.replace("**/", "*")
         files = {name for name in names if fnmatchcase(name, matching) or name.startswith(f"{pattern}/")}
-        found.setdefault((configuration, split), set()).update(files)
-    there = {part: frozenset(files) for part, files in found.items() if files}
+        by_part.setdefault((configuration, split), set()).update(files)
+    there = {part: frozenset(files) for part, files in by_part.items() if files}
     for at, kind in enumerate(("configurations", "splits")):
         parts: dict[str, set[str]] = {}
         for part, listed in there.items():
@@ -157,9 +157,9 @@ def _listed_parts(card: Path) -> Iterator[tuple[str, str, str]]:
 def settings_of(path: Path) -> dict[str, Any]:
     """The object in a JSON file of settings; empty if it holds another value. Raises DataError."""
     try:
-        found = json.loads(read_file(path))
+        settings = json.loads(read_file(path))
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}): copy it again") from error
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}

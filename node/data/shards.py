@@ -702,12 +702,12 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
 def _report_repeated(sources: Sequence[str]) -> None:
     """Report sources that are named twice, directly or by a folder around them."""
     paths = [expanded(name, "data.sources").resolve() for name in sources]
-    for (one, first), (other, second) in combinations(zip(sources, paths, strict=True), 2):
+    for (name, first), (other, second) in combinations(zip(sources, paths, strict=True), 2):
         if first.is_relative_to(second) or second.is_relative_to(first):
             logger.warning(
                 "%s and %s of data.sources have the same files, which are read twice: data.weights gives a "
                 "larger share",
-                one,
+                name,
                 other,
             )
 

@@ -185,11 +185,11 @@ class BpeTokenizer(Tokenizer):
             if self._special is None or self._searched > MOST_SEARCHED:
                 return
             self._searched += len(text)
-            if found := self._special.search(text):
+            if match := self._special.search(text):
                 logger.warning(
                     "the text has %s, a special token of %s: in text it counts as ordinary characters. Write "
                     'documents as rows of JSONL, and set data.format to "chat" for conversations',
-                    found[0][:50],
+                    match[0][:50],
                     self._folder,
                 )
                 self._special = None
@@ -399,10 +399,10 @@ def _placed_tokens(folder: Path) -> dict[int, Any]:
     """Tokens that the settings add, by the ids that they give them. Raises DataError."""
     decoder = json_object(folder / _SETTINGS).get("added_tokens_decoder")
     if isinstance(decoder, dict):
-        found = ((int(index), value) for index, value in decoder.items() if index.isdecimal())
+        tokens = ((int(index), value) for index, value in decoder.items() if index.isdecimal())
     else:
-        found = ((index, token) for token, index in json_object(folder / _ADDED).items())
-    return {index: value for index, value in found if type(index) is int and _content(value)}
+        tokens = ((index, token) for token, index in json_object(folder / _ADDED).items())
+    return {index: value for index, value in tokens if type(index) is int and _content(value)}
 
 
 def _add_tokens(bpe: "tokenizers.Tokenizer", folder: Path, *, flags: bool) -> list[str]:

@@ -59,9 +59,9 @@ def explanation_json(explanation: Explanation, machines: Sequence[Machine] = ())
         | {"seconds_at_mbit": {str(rate): transfer_seconds(direction.bytes, rate) for rate in RATES_MBIT}}
         for direction in explanation.directions
     ]
-    one, most = snapshots_need(explanation.config)
+    each, most = snapshots_need(explanation.config)
     whole["machines"] = [asdict(machine) for machine in machine_bytes(explanation)]
-    whole["snapshot_bytes"], whole["snapshots_bytes"] = one, most
+    whole["snapshot_bytes"], whole["snapshots_bytes"] = each, most
     whole["last_snapshot_bytes"] = last_snapshot_bytes(explanation.config)
     if machines:
         sums = totals(explanation, machines)
@@ -322,7 +322,7 @@ def _link_lines(explanation: Explanation) -> list[str]:
     return lines
 
 
-def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
+def _snapshot_lines(config: RunConfig, each: int) -> list[str]:
     """The cost of a snapshot for each place where it may be kept."""
     part, held = max(stage_state_bytes(config, config.pipeline.stages)), config.run.keep_snapshots + 1
 
@@ -334,11 +334,11 @@ def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
 
     lines = [
         f'snapshots.keep = "{config.snapshots.keep}"; one takes, while steps continue, at Mbit/s of a line:',
-        f"  coordinator: {bytes_text(one)} through its line: {times(one)}",
+        f"  coordinator: {bytes_text(each)} through its line: {times(each)}",
         f"  nodes: up to {bytes_text(part)} to a second machine: {times(part)}; up to "
         f"{bytes_text(2 * held * part)} on a node's disk",
     ]
-    if (last := last_snapshot_bytes(config)) < one:
+    if (last := last_snapshot_bytes(config)) < each:
         cost = f"{bytes_text(last)} through the coordinator's line: {times(last)}"
         lines.append(f"  the last step, only weights: {cost}")
     if config.run.keep_best and config.data.valid_every:
@@ -354,7 +354,7 @@ def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
 def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> list[str]:
     """The cost of the run: each machine's line, seconds per step, the whole run, snapshots on disk."""
     config = explanation.config
-    one, most = snapshots_need(config)
+    each, most = snapshots_need(config)
     loads = machine_bytes(explanation)
     lines = ["in total:"]
     if len(loads) > 1:
@@ -401,8 +401,10 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
         lines.append(
             "give --machine 'rtx 4090,20/100' for each machine to see seconds per step and the run's length"
         )
-    lines.append(f"snapshots take {bytes_text(one)} each, up to {bytes_text(most)} on the coordinator's disk")
-    lines += _snapshot_lines(config, one)
+    lines.append(
+        f"snapshots take {bytes_text(each)} each, up to {bytes_text(most)} on the coordinator's disk"
+    )
+    lines += _snapshot_lines(config, each)
     if explanation.text is not None and explanation.text.passes > MOST_PASSES:
         lines.append(
             f"{explanation.text.passes:.3g} passes over the text: more than {MOST_PASSES} add little; "

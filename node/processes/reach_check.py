@@ -114,19 +114,19 @@ async def _find_by(token: JoinToken) -> Findings | None:
 # ---- in words
 
 
-def judged(found: Findings) -> Iterator[Check]:
+def judged(findings: Findings) -> Iterator[Check]:
     """Yield the findings as checks. Pure."""
-    if found.refusal:
-        yield fail("token", printable(found.refusal), "ask for a new token")
-    if found.members:
-        yield _members(found)
-    yield ok("nat", nat_words(found))
-    yield _direct(found)
-    yield ok("simultaneous open", _together_words(found))
-    yield _relay(found)
-    yield _line(found)
-    if found.links:
-        yield ok("links", printable("; ".join(found.links)))
+    if findings.refusal:
+        yield fail("token", printable(findings.refusal), "ask for a new token")
+    if findings.members:
+        yield _members(findings)
+    yield ok("nat", nat_words(findings))
+    yield _direct(findings)
+    yield ok("simultaneous open", _together_words(findings))
+    yield _relay(findings)
+    yield _line(findings)
+    if findings.links:
+        yield ok("links", printable("; ".join(findings.links)))
 
 
 def judge_precision(precision: str, compute: str, device: torch.device) -> Iterator[Check]:
@@ -149,9 +149,9 @@ def judge_precision(precision: str, compute: str, device: torch.device) -> Itera
     yield ok("precision", printable(f"{words}; {device} can"))
 
 
-def _members(found: Findings) -> Check:
-    name = printable(f"coordinator {found.members}")
-    if found.members_answer:
+def _members(findings: Findings) -> Check:
+    name = printable(f"coordinator {findings.members}")
+    if findings.members_answer:
         return ok(name, "answers; nodes go there once they are admitted")
     return fail(
         name,
@@ -160,20 +160,24 @@ def _members(found: Findings) -> Check:
     )
 
 
-def nat_words(found: Findings) -> str:
+def nat_words(findings: Findings) -> str:
     """The kind of NAT."""
-    six = f"; also has {found.six}, which no NAT changes" if found.six and ":" not in found.host else ""
-    if found.proxy:
-        return f"everything goes through the proxy {found.proxy}, behind which nothing can be dialled"
-    if not found.seen:
-        return f"others see {found.host}; nobody could be asked what a NAT does with ports{six}"
-    first = found.seen[0]
+    six = (
+        f"; also has {findings.six}, which no NAT changes"
+        if findings.six and ":" not in findings.host
+        else ""
+    )
+    if findings.proxy:
+        return f"everything goes through the proxy {findings.proxy}, behind which nothing can be dialled"
+    if not findings.seen:
+        return f"others see {findings.host}; nobody could be asked what a NAT does with ports{six}"
+    first = findings.seen[0]
     if first.here[0] == first.there[0]:
         return f"none: others see this machine's own address {first.here[0]}{six}"
-    outside = {seen.there[1] for seen in found.seen}
-    targets = len(found.seen)
-    if len({seen.there[0] for seen in found.seen}) > 1:
-        return f"NAT with several addresses, {', '.join(sorted({s.there[0] for s in found.seen}))}{six}"
+    outside = {seen.there[1] for seen in findings.seen}
+    targets = len(findings.seen)
+    if len({seen.there[0] for seen in findings.seen}) > 1:
+        return f"NAT with several addresses, {', '.join(sorted({s.there[0] for s in findings.seen}))}{six}"
     where = f"NAT at {first.there[0]}"
     if len(outside) > 1:
         return f"{where} with another port for each target (symmetric){six}"
@@ -185,52 +189,53 @@ def nat_words(found: Findings) -> str:
     return f"{where} that changes ports; only one target could be asked, so perhaps for each target{six}"
 
 
-def _direct(found: Findings) -> Check:
-    if found.mapped_reached:
-        how = f"others can dial this machine at port {found.mapped_port} of its router ({found.mapped_by})"
-    elif found.reached:
+def _direct(findings: Findings) -> Check:
+    if findings.mapped_reached:
+        port = f"port {findings.mapped_port} of its router ({findings.mapped_by})"
+        how = f"others can dial this machine at {port}"
+    elif findings.reached:
         how = "others can dial this machine"
     else:
-        if found.mapped_port:
-            promise = f"the router promised its port {found.mapped_port} ({found.mapped_by})"
+        if findings.mapped_port:
+            promise = f"the router promised its port {findings.mapped_port} ({findings.mapped_by})"
             why = f"{promise}, but it does not lead here"
-        elif found.not_mapped:
-            why = f"its router forwards no port ({found.not_mapped})"
+        elif findings.not_mapped:
+            why = f"its router forwards no port ({findings.not_mapped})"
         else:
             why = "none of its ports answers the coordinator"
         how = f"only with nodes that can be dialled: this machine cannot, because {why}"
     return ok("direct path", printable(how))
 
 
-def _together_words(found: Findings) -> str:
-    if found.proxy:
+def _together_words(findings: Findings) -> str:
+    if findings.proxy:
         return "not through a proxy"
-    if not found.seen:
+    if not findings.seen:
         return "unknown"
-    if found.seen[0].here[0] == found.seen[0].there[0]:
+    if findings.seen[0].here[0] == findings.seen[0].there[0]:
         return "works with nodes whose NAT keeps or maps ports in the same way for every target"
-    outside = {seen.there for seen in found.seen}
+    outside = {seen.there for seen in findings.seen}
     if len(outside) > 1:
         return "does not work: this NAT uses another port for each target"
-    if len(found.seen) > 1 or found.seen[0].here[1] == found.seen[0].there[1]:
-        ports = {seen.target.rpartition(":")[2] for seen in found.seen}
+    if len(findings.seen) > 1 or findings.seen[0].here[1] == findings.seen[0].there[1]:
+        ports = {seen.target.rpartition(":")[2] for seen in findings.seen}
         more = f", if the network lets out more than port {min(ports)}" if len(ports) == 1 else ""
         return f"likely works with nodes that have a NAT like this one{more}"
     return "unknown"
 
 
-def _relay(found: Findings) -> Check:
+def _relay(findings: Findings) -> Check:
     parts = []
-    if found.relayed:
-        parts.append(f"the coordinator relays, {1000 * found.round_trip:.0f} ms away")
-    if found.near:
-        nearest = min(seconds for _, seconds in found.near)
-        count = len(found.near)
+    if findings.relayed:
+        parts.append(f"the coordinator relays, {1000 * findings.round_trip:.0f} ms away")
+    if findings.near:
+        nearest = min(seconds for _, seconds in findings.near)
+        count = len(findings.near)
         who = "one volunteer relays" if count == 1 else f"{count} volunteers relay"
         parts.append(f"{who}, {'' if count == 1 else 'the nearest '}{1000 * nearest:.0f} ms away")
     if parts:
         return ok("relay", printable("; ".join(parts)))
-    alone = not (found.reached or found.mapped_reached)
+    alone = not (findings.reached or findings.mapped_reached)
     return Check(
         name="relay",
         status=Status.FAIL if alone else Status.OK,
@@ -242,14 +247,14 @@ def _relay(found: Findings) -> Check:
     )
 
 
-def _line(found: Findings) -> Check:
-    down, up = 8e-6 * found.down, 8e-6 * found.up
+def _line(findings: Findings) -> Check:
+    down, up = 8e-6 * findings.down, 8e-6 * findings.up
     slow = min(down, up) < LITTLE_MBIT
     return Check(
         name="line",
         status=Status.WARN if slow else Status.OK,
         detail=f"{_mbit(down)} down and {_mbit(up)} up, to and from the coordinator, "
-        f"{1000 * found.round_trip:.0f} ms away",
+        f"{1000 * findings.round_trip:.0f} ms away",
         fix="a slow line may make the whole run wait: close other programs that use it" if slow else "",
     )
 

@@ -149,8 +149,8 @@ def export(
 
 def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
     """The step and the folder of a complete snapshot."""
-    here = list_models(run_directory)
-    complete = sorted({*here, *stored_steps(run_directory)})
+    folders = list_models(run_directory)
+    complete = sorted({*folders, *stored_steps(run_directory)})
     if not complete:
         hint = held_by_nodes(run_directory) or ": wait for run.snapshot_every steps"
         raise UserError(f"{run_directory} has no complete snapshot yet{hint}")
@@ -160,7 +160,7 @@ def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
             f"{run_directory} has no snapshot of step {step}; it has {', '.join(map(str, complete))}"
             f"{held_by_nodes(run_directory)}"
         )
-    return step, here.get(step) or bring(run_directory, step)
+    return step, folders.get(step) or bring(run_directory, step)
 
 
 def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: Merge | None) -> None:
