@@ -9,8 +9,7 @@ Which implementation runs:
 * On sm_90, cuDNN's forward, which repeats its bits. Its backward does not, so our own runs
   (`kernels.attention.triton`).
 * With a limited `Reach`, FlashAttention-2 on GPUs. It takes the list of documents and the window, so keys
-that
-  no query sees cost nothing. CPUs and other devices mask the scores.
+  that no query sees cost nothing. CPUs and other devices mask the scores.
 
 Queries, keys, values and the result may have been stored and restored before they are passed to backward. The
 log-sum-exp must be the one of the original forward. Where torch has no such operator (float32 on a GPU, odd

@@ -6,8 +6,7 @@ block, L the limit of its format (`kernels.blockfloat.layout` has the layout and
 1. s = m * (1 / L), rounded to bf16; 0 if m < 2**-100; NaN if m >= 2**126 or the block holds a NaN.
 2. a = min(|x_k| * (1 / s), L), and 0 where s is 0.
 3. The magnitude code of an e2m format, with M = 2**mantissa, is the least of rint(a * 2**-k) + k M for k = 0,
-1,
-   2, which is the nearest. With 3 bits it is the number of thresholds below a.
+   1, 2, which is the nearest. With 3 bits it is the number of thresholds below a.
 4. The code is the magnitude code with x's sign bit above it.
 5. Decoding, with e = magnitude code div M: the value is the magnitude code itself if e = 0, else
    (M + code mod M) * 2**(e - 1). It is multiplied by s and rounded to the output's dtype.

@@ -9,29 +9,26 @@ of integers below 2**24, so they are exact in any order. The normalised elements
 `kernels.common.tiles`. A tile is y_0 .. y_63 (a short one is filled up with zeros), and m is its largest
 |y_k|.
 
-1. *Entropy (eq. 1, 2).* Let 2**k <= m < 2**(k + 1), with k at least -63, and let n_j = rint(|y_j| * 2**(13 -
-k)),
-   integers of at most 2**14. Let S = sum n_j and T = sum rint(n_j * log2(n_j)). Then H = log2(S) - T / S,
-   which is -sum p_j log2 p_j for p_j = n_j / S. H is 0 if S is 0. No epsilons are needed, because a term with
-   n_j = 0 is 0. `_log2` is the exponent bits plus f + f (1 - f) P(f), where f is the fraction. Tiles are
-   ranked by the integer max(0, rint(H * 2**20)): the higher first, ties to the lower index.
+1. *Entropy (eq. 1, 2).* Let 2**k <= m < 2**(k + 1), with k at least -63, and let n_j =
+   rint(|y_j| * 2**(13 - k)), integers of at most 2**14. Let S = sum n_j and T = sum rint(n_j * log2(n_j)).
+   Then H = log2(S) - T / S, which is -sum p_j log2 p_j for p_j = n_j / S. H is 0 if S is 0. No epsilons are
+   needed, because a term with n_j = 0 is 0. `_log2` is the exponent bits plus f + f (1 - f) P(f), where f is
+   the fraction. Tiles are ranked by the integer max(0, rint(H * 2**20)): the higher first, ties to the lower
+   index.
 2. *Bits (3.2).* The first `four_bit` tiles of every sample get 4 bits (15 steps), the others 3 (7 steps).
-3. *Outliers (eq. 3).* A tile is an outlier tile if exactly one |y_k| >= m / 2 - 2**-24. That is r > tau
-   with tau = 2 (`OUTLIER_RATIO`) and 2**-24 as epsilon, which is relative to the tensor, because y is
-   normalised.
+3. *Outliers (eq. 3).* A tile is an outlier tile if exactly one |y_k| >= m / 2 - 2**-24. That is r > tau with
+   tau = 2 (`OUTLIER_RATIO`) and 2**-24 as epsilon, which is relative to the tensor, because y is normalised.
 4. *Rotation (eq. 4).* Swap y_0 and y_pivot. For h = 1, 2, 4 .. 32 replace each pair (y_i, y_{i+h}), i without
-bit
-   h, by (y_i + y_{i+h}, y_i - y_{i+h}). Multiply by 1/8. The inverse is the same butterfly, then the swap.
+   bit h, by (y_i + y_{i+h}, y_i - y_{i+h}). Multiply by 1/8. The inverse is the same butterfly, then the
+   swap.
 5. *Scale and zero-point.* z is the largest fp16 <= min. s is the smallest fp16 >= (max - z) / steps, but at
-least
-   2**-24. So z + steps * s reaches max, except for fp32's rounding. In a short tile that is not rotated, min
-   and max are those of its real elements. A min below 2**-100 in magnitude counts as 0. The scale of a
-   rotated tile is stored as -s.
+   least 2**-24. So z + steps * s reaches max, except for fp32's rounding. In a short tile that is not
+   rotated, min and max are those of its real elements. A min below 2**-100 in magnitude counts as 0. The
+   scale of a rotated tile is stored as -s.
 6. *Codes.* q = rint((y - z) * (1 / s)), in 0 .. steps. It is 0 where a short tile that is not rotated is
-filled up.
+   filled up.
 7. *Decoding.* y = q * s + z (q * s is exact), rotated back if the scale is negative, times 2**e, clamped to
-the
-   output dtype's finite range, rounded to it.
+   the output dtype's finite range, rounded to it.
 """
 
 from typing import NamedTuple
