@@ -1,7 +1,8 @@
 """Rates and delays of links, the shaper's parameters for them, and matrices of measured ones.
 
 Rates are nominal: Mbit/s on the wire as the shaper counts them, with the Ethernet header, without checksum
-and gaps. TCP's payload gets `PAYLOAD_SHARE` of that. A matrix file gives rates and round trips between regions:
+and gaps. TCP's payload gets `PAYLOAD_SHARE` of that. A matrix file gives rates and round trips between
+regions:
 
     name = "…"              a title
     source = "…"            who measured it and where it is published
