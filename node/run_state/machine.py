@@ -739,7 +739,7 @@ class RunMachine:
         if self._may_go_on(epoch):
             if (grid := self._other_rows(epoch)) is not None:
                 self._assigner.take(grid, epoch.stages)
-                self._newcomers.expect()
+                self._newcomers.rows_changed(epoch, grid)
                 why = "there are nodes for another row" if len(grid) > len(epoch.grid) else "a row is empty"
                 return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
             if self._moves_groups(epoch, epoch.step, epoch.steps_done):

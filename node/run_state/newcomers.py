@@ -81,6 +81,8 @@ class Newcomers:
         """The epoch ends at the snapshot of this step, and nodes enter that could not follow."""
         self._expects = False
         """A seat has become empty: somebody may soon come for it."""
+        self._may_add_at, self._add_wait = 0, OPEN_STEPS
+        """The step from which a row may be added, and for how many steps none is after one is closed."""
         self._early_since: float | None = None
         """When newcomers entered for the first time before the first step was done."""
         self._moving: dict[str, Seat] = {}
@@ -153,7 +155,7 @@ class Newcomers:
         if not self._follows or not epoch.steps_done or not self._roster.connected(epoch.hosts):
             return None
         # Counted first: in most steps nobody is here for another row.
-        is_possible = len(candidates) >= len(epoch.grid) + epoch.stages
+        is_possible = len(candidates) >= len(epoch.grid) + epoch.stages and epoch.step >= self._may_add_at
         if not (is_possible or epoch.vacant) or (self._entry is not None and self._entry.orders):
             return None
         if not self._assigner.holds(epoch.grid):
@@ -165,6 +167,17 @@ class Newcomers:
         if self._entry is not None or self.may_begin(epoch, candidates):
             return None
         return self._assigner.without_empty_rows()
+
+    def rows_changed(self, epoch: Epoch, grid: Sequence[str]) -> None:
+        """The next epoch has this grid, as `rows_change` gave it.
+
+        Each row that nobody filled doubles the time to the next attempt. Otherwise nodes that come and go
+        could have the placement change all the time.
+        """
+        self._expects = True
+        if len(grid) < len(epoch.grid):
+            self._may_add_at = epoch.step + self._add_wait
+            self._add_wait = min(2 * self._add_wait, MOST_STEPS)
 
     def _fillers(self, epoch: Epoch, candidates: Sequence[Candidate]) -> dict[str, Seat]:
         """Nodes for empty seats. Seats of the row that lacks fewest nodes are filled first. A node that had

@@ -91,6 +91,12 @@ def test_an_empty_row_for_which_nobody_comes_is_closed() -> None:
     run.stored(2)
     actions = [action for _ in range(OPEN_STEPS + 2) for action in run.step()]
     assert placement_of(actions) == ("a", "b")
+    closed = run.epoch.step
+    run.restored(closed)
+    run.join("uv")
+    while not of_kind(run.step(), RecordPlacement):
+        pass
+    assert run.epoch.grid == ["a", "b", "", ""] and run.epoch.step >= closed + OPEN_STEPS, "not at once"
 
 
 def test_a_node_with_much_memory_leaves_small_stages_to_others() -> None:
