@@ -698,9 +698,10 @@ class RunMachine:
             return []
         if isinstance(actions[-1], RecordRestored):
             self._standing.began(epoch)
-        if isinstance(actions[-1], StepDone):
+            actions = [*actions, *self._newcomers.restored(epoch), *self._enter(epoch, now)]
+        elif isinstance(actions[-1], StepDone):
             self._step_applied(epoch, epoch.step - 1)
-        if epoch.step < self.plan.total_steps and self._other_rows(epoch) is None:
+        if epoch.step < self.plan.total_steps and self._other_rows(epoch, epoch.step) is None:
             actions = [*actions, *self._snapshot_if_wanted(epoch, now)]
         return actions + self._between_steps(epoch, now)
 
@@ -737,11 +738,8 @@ class RunMachine:
         if self._validation_due(epoch, epoch.step):
             return epoch.validate(self.plan.held_out, self.plan.microbatch, self.plan.label_weight)
         if self._may_go_on(epoch):
-            if (grid := self._other_rows(epoch)) is not None:
-                self._assigner.take(grid, epoch.stages)
-                self._newcomers.rows_changed(epoch, grid)
-                why = "there are nodes for another row" if len(grid) > len(epoch.grid) else "a row is empty"
-                return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
+            if (grid := self._other_rows(epoch, epoch.step)) is not None:
+                return self._change_rows(epoch, grid, now)
             if self._moves_groups(epoch, epoch.step, epoch.steps_done):
                 return self._new_placement(now)
             return self._open_step(epoch, epoch.step, now)
@@ -783,9 +781,9 @@ class RunMachine:
         also = self._snapshots.is_measured(step)
         return self._measurements.due(step, plan.valid_every, plan.total_steps, also=also)
 
-    def _other_rows(self, epoch: Epoch) -> tuple[str, ...] | None:
+    def _other_rows(self, epoch: Epoch, step: int) -> tuple[str, ...] | None:
         """The grid of the next epoch, if that is to have another number of rows."""
-        return self._newcomers.rows_change(epoch, self._candidates()) if self._snapshots.idle else None
+        return self._newcomers.rows_change(epoch, self._candidates(), step) if self._snapshots.idle else None
 
     def _moves_groups(self, epoch: Epoch, step: int, steps_done: int) -> bool:
         """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
@@ -810,10 +808,17 @@ class RunMachine:
             and not self._snapshots.awaited
             and not self._snapshots.wanted_or_due(step, now)
             and not self._validation_due(epoch, step)
-            and self._other_rows(epoch) is None
+            and self._other_rows(epoch, step) is None
             and not self._newcomers.may_begin(epoch, self._candidates())
             and not self._moves_groups(epoch, step, epoch.steps_done + 1)
         )
+
+    def _change_rows(self, epoch: Epoch, grid: tuple[str, ...], now: float) -> list[Action]:
+        """Begin an epoch with a row more, whose newcomers take their seats in it, or without an empty row."""
+        self._assigner.take(grid, epoch.stages)
+        self._newcomers.rows_changed(epoch, grid, epoch.step)
+        why = "nodes that followed the run enter" if len(grid) > len(epoch.grid) else "a row is empty"
+        return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
 
     def _new_placement(self, now: float) -> list[Action]:
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
@@ -1153,8 +1158,9 @@ class RunMachine:
         phase, lost = epoch.phase, epoch.seat_lost(node_id, reason)
         outcome = epoch.lose(node_id, now - self._unseen)
         actions: list[Action] = [replace(lost, portions=epoch.portions)]
-        self._newcomers.expect()
         actions += epoch.emptied(Seat(lost.row, lost.stage))
+        self._newcomers.seat_emptied(epoch, Seat(lost.row, lost.stage))
+        actions += self._enter(epoch, now)
         for step in self._snapshots.lost(node_id):
             why = f"node {node_id} is gone and has not handed in its layers"
             actions += self._drop_snapshot(step, why, now)

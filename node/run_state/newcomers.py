@@ -5,7 +5,8 @@ the steps that the run commits meanwhile, from the summed gradients that the sta
 are opened while it follows. It has its seat once it is at most `MOST_BEHIND` steps behind, and no other node
 waits for it. A node of another broken row already holds the state, so it moves at once, within the step.
 
-When the nodes without a seat could form another row, the next epoch begins with a row whose seats are empty.
+When nodes without a seat could form another row, they follow the run, too. Once all of them have caught up,
+the next epoch begins with that row, whose seats are empty, and they take them.
 """
 
 import math
@@ -40,7 +41,7 @@ class _Entry:
     snapshot: int
     """The step whose state the newcomers load."""
     seats: dict[str, Seat] = field(default_factory=dict)
-    """The empty seat that each newcomer is to have."""
+    """The seat that each newcomer is to have: an empty one, or one of a row that is not in the grid yet."""
     orders: dict[str, Follow] = field(default_factory=dict)
     """The order for each newcomer."""
     held: dict[str, int] = field(default_factory=dict)
@@ -81,8 +82,8 @@ class Newcomers:
         """The epoch ends at the snapshot of this step, and nodes enter that could not follow."""
         self._expects = False
         """A seat has become empty: somebody may soon come for it."""
-        self._may_add_at, self._add_wait = 0, OPEN_STEPS
-        """The step from which a row may be added, and for how many steps none is after one is closed."""
+        self._keeps_on = False
+        """The next epoch has one more row, and those who follow go on."""
         self._early_since: float | None = None
         """When newcomers entered for the first time before the first step was done."""
         self._moving: dict[str, Seat] = {}
@@ -146,44 +147,73 @@ class Newcomers:
             return True
         return (self._entry is None or self._entry.may_extend) and bool(self._fillers(epoch, candidates))
 
-    def rows_change(self, epoch: Epoch, candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
-        """The grid of the next epoch, if it is to have more rows, for newcomers, or its empty row is to go.
+    def rows_change(self, epoch: Epoch, candidates: Sequence[Candidate], step: int) -> tuple[str, ...] | None:
+        """The grid of the next epoch, which begins with `step`: one with rows whose newcomers have caught up,
+        or one without rows that nobody is in or comes for; None if the rows stay.
 
-        An empty row is closed when nobody follows the run to fill it: while there is one, steps do not show
-        how fast rows are. An epoch without a step stays, as its step may be computed again by other nodes.
+        An epoch without a step stays, as its step may be computed again by other nodes.
         """
-        if not self._follows or not epoch.steps_done or not self._roster.connected(epoch.hosts):
+        if not epoch.steps_done or (self._entry is None and not epoch.vacant):
             return None
-        # Counted first: in most steps nobody is here for another row.
-        is_possible = len(candidates) >= len(epoch.grid) + epoch.stages and epoch.step >= self._may_add_at
-        if not (is_possible or epoch.vacant) or (self._entry is not None and self._entry.orders):
+        if not self._roster.connected(epoch.hosts) or not self._assigner.holds(epoch.grid):
             return None
-        if not self._assigner.holds(epoch.grid):
-            return None
-        if is_possible:
-            fast = [offer for offer in candidates if offer.node_id not in self._slow]
-            if (grid := self._assigner.with_more_rows(fast)) is not None:
-                return grid
-        if self._entry is not None or self.may_begin(epoch, candidates):
-            return None
-        return self._assigner.without_empty_rows()
+        if self._entry is None:
+            # Steps with an empty row do not show how fast rows are.
+            return None if self.may_begin(epoch, candidates) else self._assigner.without_empty_rows()
+        ready = self._beyond(self._entry, epoch, step)
+        rows = min(
+            len([node for node in nodes if self._has_caught_up(self._entry, node, step)]) for nodes in ready
+        )
+        return (*epoch.grid, *[""] * (rows * epoch.stages)) if rows else None
 
-    def rows_changed(self, epoch: Epoch, grid: Sequence[str]) -> None:
-        """The next epoch has this grid, as `rows_change` gave it.
+    def rows_changed(self, epoch: Epoch, grid: Sequence[str], step: int) -> None:
+        """The next epoch has this grid, as `rows_change` gave it."""
+        entry = self._entry
+        if entry is None or len(grid) < len(epoch.grid):
+            return
+        self._keeps_on = True
+        for stage, nodes in enumerate(self._beyond(entry, epoch, step)):
+            entry.seats.update((node, Seat(epoch.rows + at, stage)) for at, node in enumerate(nodes))
 
-        Each row that nobody filled doubles the time to the next attempt. Otherwise nodes that come and go
-        could have the placement change all the time.
-        """
+    def _beyond(self, entry: _Entry, epoch: Epoch, step: int) -> list[list[str]]:
+        """By stage, the newcomers that are to have a seat beyond the grid. Those that have caught up come
+        first."""
+        return [
+            sorted(
+                (
+                    node
+                    for node, seat in entry.seats.items()
+                    if seat.row >= epoch.rows and seat.stage == stage
+                ),
+                key=lambda node: not self._has_caught_up(entry, node, step),
+            )
+            for stage in range(epoch.stages)
+        ]
+
+    def seat_emptied(self, epoch: Epoch, seat: Seat) -> None:
+        """A host is gone and the epoch goes on. A newcomer that was to have a seat beyond the grid gets this
+        one. Otherwise somebody may soon come for it."""
         self._expects = True
-        if len(grid) < len(epoch.grid):
-            self._may_add_at = epoch.step + self._add_wait
-            self._add_wait = min(2 * self._add_wait, MOST_STEPS)
+        if self._entry is not None and (nodes := self._beyond(self._entry, epoch, epoch.step)[seat.stage]):
+            self._entry.seats[nodes[0]] = seat
+
+    def _addable(self, epoch: Epoch, candidates: Sequence[Candidate]) -> list[Seat]:
+        """The seats of the rows for which there are nodes beside those for empty seats."""
+        # Counted first: in most steps nobody is here for another row.
+        if len(candidates) < len(epoch.grid) + epoch.stages or not epoch.steps_done:
+            return []
+        if not self._assigner.holds(epoch.grid):
+            return []
+        rows = self._assigner.fillable_rows(
+            [offer for offer in candidates if offer.node_id not in self._slow]
+        )
+        return [Seat(row, stage) for row in range(epoch.rows, rows) for stage in range(epoch.stages)]
 
     def _fillers(self, epoch: Epoch, candidates: Sequence[Candidate]) -> dict[str, Seat]:
-        """Nodes for empty seats. Seats of the row that lacks fewest nodes are filled first. A node that had
-        the stage before comes first, as its files may still be there; a node that ends too often comes last.
-        """
-        if not self._follows or not (vacant := epoch.vacant):
+        """Nodes for empty seats, and for those of rows that could be added. Seats of the row that lacks
+        fewest nodes are filled first. A node that had the stage before comes first, as its files may still be
+        there; a node that ends too often comes last."""
+        if not self._follows or not (vacant := epoch.vacant + self._addable(epoch, candidates)):
             return {}
         known = {} if self._entry is None else self._entry.seats
         last = self._blame.unsteady(self._roster.candidates())
@@ -261,7 +291,7 @@ class Newcomers:
 
     def extend(self, epoch: Epoch, candidates: Sequence[Candidate]) -> list[Action]:
         """Nodes have come or seats have become empty: more nodes follow at once if others do already."""
-        if self._entry is None or not self._entry.may_extend:
+        if self._entry is None or not self._entry.may_extend or epoch.lineage is None:
             return []
         return self._fill(self._entry, epoch, self._fillers(epoch, candidates))
 
@@ -291,14 +321,17 @@ class Newcomers:
         }
 
     def to_seat(self, epoch: Epoch) -> dict[str, Seat]:
-        """Nodes that have caught up, and do not open the links of their seats yet."""
+        """Nodes that have caught up, and do not open the links of their seats yet. None before the hosts have
+        opened theirs."""
         entry = self._entry
-        if entry is None:
+        if entry is None or epoch.phase in (Phase.PLACING, Phase.RESTORING):
             return {}
         return {
             node: seat
             for node, seat in entry.seats.items()
-            if node not in epoch.entering and self._has_caught_up(entry, node, epoch.step)
+            if seat.row < epoch.rows
+            and node not in epoch.entering
+            and self._has_caught_up(entry, node, epoch.step)
         }
 
     def seated(self, epoch: Epoch, step: int) -> list[str]:
@@ -366,10 +399,6 @@ class Newcomers:
         entry = self._entry
         return [] if entry is None or node_id not in entry.seats else self._dropped(entry, node_id, why)
 
-    def expect(self) -> None:
-        """A seat has become empty, and somebody may soon come for it."""
-        self._expects = True
-
     def not_stored(self, step: int) -> list[Action]:
         """There will be no snapshot of this step."""
         return self._given_up("its state is not saved") if self.need(step) else []
@@ -398,6 +427,14 @@ class Newcomers:
 
     # ---- what happens
 
+    def restored(self, epoch: Epoch) -> list[Action]:
+        """The hosts of an epoch with more rows hold the state that it begins with."""
+        if self._entry is None or all(
+            order.lineage == epoch.lineage for order in self._entry.orders.values()
+        ):
+            return []
+        return self._given_up("the run went back to a snapshot")
+
     def stored(self, step: int) -> list[Action]:
         """The snapshot of `step` is complete."""
         entry = self._entry
@@ -414,9 +451,8 @@ class Newcomers:
         if len(entry.steps) == MOST_STEPS:
             slow = [node for node in entry.orders if entry.held.get(node, -1) < committed.step - 1]
             self._slow.update(slow)
-            if len(slow) < len(entry.orders):
-                return [action for node in slow for action in self._dropped(entry, node, "it cannot keep up")]
-            return self._given_up(f"{_nodes(slow)} cannot keep up with the run")
+            why = f"{_nodes(slow)} cannot keep up with the run" if slow else "there was no seat for them"
+            return self._given_up(why)
         votes = [epoch.votes[node] for node in epoch.speakers]
         step = FollowStep(
             snapshot=entry.snapshot,
@@ -466,9 +502,12 @@ class Newcomers:
         return self._dropped(self._entry, node_id, "it is gone")
 
     def epoch_over(self) -> list[Action]:
-        """The epoch that they follow is over, and so is their attempt."""
+        """The epoch that they follow is over. So is their attempt, unless the next one has rows for them."""
         self.awaited = False
         self._moving.clear()
+        if self._keeps_on:
+            self._keeps_on = False
+            return []
         return self._given_up("the placement has changed")
 
     # ---- inside

@@ -313,17 +313,15 @@ class StageAssigner:
         """Whether the next grid is to keep the hosts of this one, where "" is an empty seat."""
         return [node or "" for node in self._holders] == [*grid]
 
-    def with_more_rows(self, candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
-        """The newest grid and as many empty rows as these nodes can fill, besides its own empty seats. Each
-        host keeps its stage. None if they cannot fill one."""
+    def fillable_rows(self, candidates: Sequence[Candidate]) -> int:
+        """How many rows the next grid could have if these nodes fill all seats but those of its hosts."""
         stages = len(self._holders) // self.rows
         spares = [candidate for candidate in candidates if candidate.node_id not in self._holders]
+        empty = [place % stages for place, node in enumerate(self._holders) if node is None]
         for rows in range(self._row_limit(candidates, stages), self.rows, -1):
-            grid = self._by_row(rows)
-            empty = [place % stages for place, node in enumerate(grid) if not node]
-            if self._can_fill(empty, spares, stages):
-                return grid
-        return None
+            if self._can_fill(empty + [*range(stages)] * (rows - self.rows), spares, stages):
+                return rows
+        return self.rows
 
     def _can_fill(self, empty: Sequence[int], spares: Sequence[Candidate], stages: int) -> bool:
         """Whether there is a node for each of these stages. Each gets the smallest that is left and fits."""
@@ -338,15 +336,9 @@ class StageAssigner:
     def without_empty_rows(self) -> tuple[str, ...] | None:
         """The newest grid without rows that nobody is in; None if it has none."""
         stages = len(self._holders) // self.rows
-        rows = range(0, len(self._holders), stages)
-        empty = sum(not any(self._holders[first : first + stages]) for first in rows)
-        return self._by_row(self.rows - empty) if empty else None
-
-    def _by_row(self, rows: int) -> tuple[str, ...]:
-        """The hosts of the newest grid in so many rows, each in its stage; "" for an empty seat."""
-        holders = {node for node in self._holders if node is not None}
-        by_stage = holders_by_stage(self._holders, self.rows, holders)
-        return tuple(node or "" for node in by_row(by_stage, rows))
+        rows = [self._holders[first : first + stages] for first in range(0, len(self._holders), stages)]
+        kept = [row for row in rows if any(row)]
+        return tuple(node or "" for row in kept for node in row) if len(kept) < len(rows) else None
 
     def fits(self, candidate: Candidate, stage: int, stages: int) -> bool:
         """Whether this stage of `stages` fits in a node's memory."""

@@ -29,7 +29,7 @@ from tests.support.machine_driver import (
     unit_numbers,
 )
 from tests.support.machine_world import World
-from wire.messages import Begin, Follow, FollowStep, Placed, PlacedStage, Placement, Seat, Vote
+from wire.messages import Follow, FollowStep, Placed, PlacedStage, Placement, Seat, Vote
 
 SEEDS = 12
 EVERY = 50
@@ -45,64 +45,80 @@ def keeps_sums(actions: list[Action]) -> set[bool]:
     return {begin.keep_sums for begin in begins(actions)}
 
 
-def opened(run: Driver, nodes: str = "xy") -> Driver:
-    """Nodes have come in step 1, and the epoch of step 2 has an empty row for them."""
-    run.join(nodes)
-    run.step()
-    run.restored(2)
-    return run
-
-
 def followed(run: Driver) -> Driver:
-    """x and y hold the snapshot of step 2, and the run is in step 2."""
-    opened(run)
+    """x and y have come in step 1 and hold the snapshot of step 2, and the run is in step 2."""
+    run.join("xy")
+    run.step()
     run.stored(2)
     for node in "xy":
         run.following(node, 2, 2)
     return run
 
 
-def test_an_empty_row_is_added_when_there_are_nodes_for_it() -> None:
+def entering(run: Driver) -> Driver:
+    """Step 3 runs with an empty row, and x and y are to open the links of its seats."""
+    followed(run)
+    assert placement_of(run.step()) == ("a", "b", "", "")
+    for node in "xy":
+        run.following(node, 2, 3)
+    assert not run.epoch.entering, "the hosts open their links first"
+    run.restored(3)
+    assert [*run.epoch.entering] == ["x", "y"] and run.epoch.step == 3
+    return run
+
+
+def test_when_a_row_could_enter_a_snapshot_is_taken_and_steps_go_on() -> None:
     run = grid()
     run.join("x")
-    assert of_kind(run.step(), RecordPlacement) == [], "one node is no row"
+    assert of_kind(run.step(), OpenSnapshot) == [], "one node is no row"
     run.join("y")
-    assert placement_of(run.step()) == ("a", "b", "", "")
-    actions = run.restored(3)
+    actions = run.step()
     assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
     assert keeps_sums(actions) == {True}
-    assert (run.epoch.phase, run.epoch.step) == (Phase.STEPPING, 3), "nobody waits for the newcomers"
-    assert (run.epoch.whole_rows, run.epoch.groups_of(0)) == ([0], (0, 1, 2, 3))
+    assert (run.epoch.phase, run.epoch.step) == (Phase.STEPPING, 3)
 
 
-def test_an_empty_row_is_added_beside_empty_seats() -> None:
+def test_a_row_can_enter_beside_empty_seats() -> None:
     """In a run whose nodes come and go all the time, there is hardly a moment without an empty seat."""
     run = grid(nodes="abcd")
     run.die("c")
     run.join("xyz")
+    run.step()
+    orders = {node: order for node, (order, *_) in follows(run.stored(2)).items()}
+    assert sorted(order.stage for order in orders.values() if isinstance(order, Follow)) == [0, 0, 1]
+    for node in "xyz":
+        run.following(node, 2, 2)
+    (first,) = run.epoch.entering
+    assert run.epoch.entering_seat(first) == Seat(1, 0), "the empty seat comes first"
+    run.placed(first, 2)
+    run.ready(first)
     assert placement_of(run.step()) == ("a", "b", "", "d", "", "")
+
+
+def test_a_newcomer_of_a_row_to_come_takes_the_seat_of_a_host_that_dies() -> None:
+    run = followed(grid(nodes="abcd"))
+    run.die("c")
+    assert [*run.epoch.entering] == ["x"] and run.epoch.entering_seat("x") == Seat(1, 0)
+    assert run.machine.epoch is run.epoch
 
 
 def test_an_empty_row_for_which_nobody_comes_is_closed() -> None:
     """While a row is empty, steps do not show how fast rows are."""
-    run = opened(grid())
+    run = entering(grid())
     for node in "xy":
         run.die(node)
-    run.stored(2)
-    actions = [action for _ in range(OPEN_STEPS + 2) for action in run.step()]
-    assert placement_of(actions) == ("a", "b")
-    closed = run.epoch.step
-    run.restored(closed)
-    run.join("uv")
-    while not of_kind(run.step(), RecordPlacement):
-        pass
-    assert run.epoch.grid == ["a", "b", "", ""] and run.epoch.step >= closed + OPEN_STEPS, "not at once"
+    for _ in range(OPEN_STEPS + 2):
+        if placements := of_kind(run.step(), RecordPlacement):
+            assert [placement.nodes for placement in placements] == [("a", "b")]
+            return
+    pytest.fail("the row stays")
 
 
 def test_a_node_with_much_memory_leaves_small_stages_to_others() -> None:
     memory = {node: 2 if node in "abcdwy" else 1 for node in "abcdwxyz"}
     run = Driver(stages=4, groups=4, every=EVERY, steps=200, follows=True, memory=memory).started("abcd", 1)
-    opened(run, "wyxz")
+    run.join("wyxz")
+    run.step()
     orders = follows(run.stored(2))
     assert {node: order.stage for node, (order, *_) in orders.items() if isinstance(order, Follow)} == {
         "x": 0,
@@ -113,7 +129,9 @@ def test_a_node_with_much_memory_leaves_small_stages_to_others() -> None:
 
 
 def test_newcomers_get_the_snapshot_and_then_every_step_since() -> None:
-    run = opened(grid())
+    run = grid()
+    run.join("xy")
+    run.step()
     assert follows(run.step()) == {}, "the snapshot of step 2 is on its way"
     actions = run.stored(2)
     assert prefetches(actions) == {}, "they fetch it once"
@@ -129,35 +147,42 @@ def test_newcomers_get_the_snapshot_and_then_every_step_since() -> None:
     assert isinstance(next_one, FollowStep) and next_one.step == 3
 
 
-def test_they_fill_the_row_and_nothing_is_loaded() -> None:
-    run = followed(grid())
+def test_they_take_the_seats_of_the_row_and_nothing_is_loaded() -> None:
+    run = entering(grid())
     epoch = run.epoch
     for node in "xy":
-        run.placed(node, 2)
+        run.placed(node, 3)
         run.ready(node)
-    actions = run.step()
-    assert [(one.node_id, one.row, one.stage) for one in of_kind(actions, SeatFilled)] == [
-        ("x", 1, 0),
-        ("y", 1, 1),
-    ]
-    assert run.epoch is epoch and epoch.whole_rows == [0, 1]
+    filled = of_kind(run.step(), SeatFilled)
+    assert [(one.node_id, one.row, one.stage, one.step) for one in filled] == [("x", 1, 0, 4), ("y", 1, 1, 4)]
+    assert run.epoch is epoch and epoch.whole_rows == [0, 1] and epoch.step == 4
+
+
+def test_newcomers_of_a_row_stop_if_the_run_goes_back_to_a_snapshot() -> None:
+    run = followed(grid())
     run.step()
-    assert (epoch.step, epoch.hosts) == (4, ("a", "b", "x", "y"))
+    actions = run.restored(-1)
+    assert run.epoch.is_loaded and run.epoch.step == 2
+    for told in map(follows(actions).__getitem__, "xy"):
+        assert isinstance(told[1], Follow)
+        assert (told[0], told[1].lineage) == (Follow(step=2), run.epoch.number), "and begin anew"
 
 
 def test_nobody_waits_for_one_that_is_behind() -> None:
-    run = opened(grid())
+    run = grid()
+    run.join("xy")
+    run.step()
     run.stored(2)
-    run.steps(3)
     run.following("x", 2, 2)
-    assert not run.epoch.entering and run.epoch.step == 5
+    for _ in range(3):
+        assert of_kind(run.step(), RecordPlacement) == []
     for node in "xy":
         run.following(node, 2, 5)
-    assert [*run.epoch.entering] == ["x", "y"]
+    assert placement_of(run.step()) == ("a", "b", "", "")
 
 
 @pytest.mark.parametrize("how", ["it dies", "it leaves", "it says that it cannot"])
-def test_a_newcomer_that_is_lost_costs_its_seat_alone(how: str) -> None:
+def test_a_newcomer_that_is_lost_costs_nobody_else_a_seat(how: str) -> None:
     run = followed(grid())
     match how:
         case "it dies":
@@ -166,20 +191,16 @@ def test_a_newcomer_that_is_lost_costs_its_seat_alone(how: str) -> None:
             run.leave("y")
         case _:
             run.following("y", 2, 0, failed="no room")
-    assert [*run.epoch.entering] == ["x"]
+    assert of_kind(run.step(), RecordPlacement) == [], "one node is no row"
     (order,) = [one for one in follows(run.join("z"))["z"] if isinstance(one, Follow)]
-    assert (order.step, order.stage) == (2, 1), "another one gets the seat"
+    assert (order.step, order.stage) == (2, 1), "another one is to have the seat"
 
 
 def test_those_that_cannot_follow_enter_at_a_snapshot_that_is_due() -> None:
-    run = opened(grid())
-    run.stored(2)
+    run = followed(grid())
     for node in "xy":
         run.following(node, 2, 0, failed="no room")
-    while run.epoch.step < EVERY - 1:
-        if of_kind(run.step(), RecordPlacement):
-            run.restored(run.epoch.step)
-    assert run.epoch.rows == 1, "nobody came for the row"
+    run.steps(EVERY - 3)
     actions = run.step()
     assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=EVERY)]
     assert run.epoch.phase is Phase.IDLE, "all wait, once"
@@ -187,40 +208,26 @@ def test_those_that_cannot_follow_enter_at_a_snapshot_that_is_due() -> None:
 
 
 def test_one_that_cannot_keep_up_is_told_to_stop() -> None:
-    run = opened(grid())
+    run = grid()
+    run.join("xy")
+    run.step()
     run.stored(2)
     run.following("x", 2, 2)
     for _ in range(MOST_STEPS):
         run.step()
+        run.following("x", 2, run.epoch.step)
     assert follows(run.all_vote()) == {"x": [Follow(step=2)], "y": [Follow(step=2)]}
 
 
-def test_a_host_that_dies_costs_nobody_else_a_seat() -> None:
-    run = Driver(stages=2, groups=4, every=EVERY, steps=200, follows=True).started("abcd", 1)
-    followed(run)
-    epoch, step = run.epoch, run.epoch.step
-    actions = run.die("c")
-    assert run.epoch is epoch and epoch.step == step and of_kind(actions, RecordPlacement) == []
-    (lost,) = of_kind(actions, SeatLost)
-    assert (lost.node_id, lost.row, lost.stage) == ("c", 1, 0)
-    assert epoch.hosts == ("a", "b", "d") and epoch.groups_of(1) == ()
-    begun = {one.node_id for one in of_kind(actions, Send) if isinstance(one.message, Begin)}
-    assert begun == {"a", "b", "d"}
-    run.all_vote()
-    run.all_applied()
-    assert epoch.step == step + 1 and run.epoch is epoch, "all that are left have voted"
-
-
 def test_a_newcomer_that_reconnects_is_told_again() -> None:
-    run = opened(grid())
-    run.stored(2)
+    run = followed(grid())
     run.machine.disconnected("x", run.time)
-    run.step()
-    assert not run.epoch.entering, "the new node may have died meanwhile"
+    assert of_kind(run.step(), RecordPlacement) == [], "the new node may have died meanwhile"
     told = follows(run.hello("x"))["x"]
     assert [type(one).__name__ for one in told] == ["Follow", "FollowStep"]
     run.following("x", 2, 3)
-    assert [*run.epoch.entering] == ["x"]
+    run.following("y", 2, 3)
+    assert placement_of(run.step()) == ("a", "b", "", "")
 
 
 def test_there_is_nothing_to_follow_where_gradients_are_not_summed_by_groups() -> None:
