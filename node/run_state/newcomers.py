@@ -448,11 +448,18 @@ class Newcomers:
         entry, committed = self._entry, epoch.committed
         if entry is None or committed is None:
             return []
-        if len(entry.steps) == MOST_STEPS:
-            slow = [node for node in entry.orders if entry.held.get(node, -1) < committed.step - 1]
+        dropped: list[Action] = []
+        if len(entry.steps) >= MOST_STEPS:
+            slow = {node for node in entry.orders if entry.held.get(node, -1) < committed.step - 1}
             self._slow.update(slow)
-            why = f"{_nodes(slow)} cannot keep up with the run" if slow else "there was no seat for them"
-            return self._given_up(why)
+            late = slow.union(*self._beyond(entry, epoch, committed.step))
+            if late == entry.orders.keys():
+                named = _nodes(node for node in entry.orders if node in slow)
+                return self._given_up(f"{named} cannot keep up with the run" if slow else "there is no seat")
+            for node in [node for node in entry.orders if node in late]:
+                dropped += self._dropped(
+                    entry, node, "it cannot keep up" if node in slow else "there is no seat"
+                )
         votes = [epoch.votes[node] for node in epoch.speakers]
         step = FollowStep(
             snapshot=entry.snapshot,
@@ -465,10 +472,9 @@ class Newcomers:
         entry.steps.append(step)
         if not entry.orders and not entry.is_open:
             self._entry = None
-        if not entry.is_stored:
-            return []
-        return [
-            Send(node_id=node, message=self._of_stage(order, step)) for node, order in entry.orders.items()
+        told = entry.orders if entry.is_stored else {}
+        return dropped + [
+            Send(node_id=node, message=self._of_stage(order, step)) for node, order in told.items()
         ]
 
     def message(self, node_id: str, message: NodeMessage) -> list[Action]:

@@ -219,6 +219,18 @@ def test_one_that_cannot_keep_up_is_told_to_stop() -> None:
     assert follows(run.all_vote()) == {"x": [Follow(step=2)], "y": [Follow(step=2)]}
 
 
+def test_one_that_keeps_up_is_told_of_steps_until_its_links_are_open() -> None:
+    run = grid(nodes="abcd")
+    run.die("c")
+    run.join("x")
+    run.step()
+    run.stored(2)
+    for _ in range(MOST_STEPS + 5):
+        run.following("x", 2, run.epoch.step)
+        (told,) = follows(run.step())["x"]
+        assert isinstance(told, FollowStep) and told.step == run.epoch.step - 1
+
+
 def test_a_newcomer_that_reconnects_is_told_again() -> None:
     run = followed(grid())
     run.machine.disconnected("x", run.time)
