@@ -148,8 +148,8 @@ class Newcomers:
         return (self._entry is None or self._entry.may_extend) and bool(self._fillers(epoch, candidates))
 
     def rows_change(self, epoch: Epoch, candidates: Sequence[Candidate], step: int) -> tuple[str, ...] | None:
-        """The grid of the next epoch, which begins with `step`: one with rows whose newcomers have caught up,
-        or one without rows that nobody is in or comes for; None if the rows stay.
+        """The grid of the next epoch, which begins with `step`. It has one more row for newcomers that have
+        caught up, or lacks rows without nodes that nobody follows the run to fill. None if the rows stay.
 
         An epoch without a step stays, as its step may be computed again by other nodes.
         """

@@ -334,7 +334,7 @@ class StageAssigner:
         return True
 
     def without_empty_rows(self) -> tuple[str, ...] | None:
-        """The newest grid without rows that nobody is in; None if it has none."""
+        """The newest grid without its rows that have no node; None if each has one."""
         stages = len(self._holders) // self.rows
         rows = [self._holders[first : first + stages] for first in range(0, len(self._holders), stages)]
         kept = [row for row in rows if any(row)]
