@@ -792,6 +792,9 @@ class Coordinator:
         self._samples.stored(manifest.step, is_here=is_here)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 
+    def snapshot_gone(self, step: int, why: str) -> None:
+        self._post(lambda now: self._machine.snapshot_gone(step, why, now))
+
     def weights_stored(self, step: int) -> None:
         self._emit(events.ModelStored.of(step, self._directory))
         self._exports.stored(step)

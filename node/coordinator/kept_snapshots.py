@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -104,6 +104,9 @@ class SnapshotRun(Protocol):
         """The snapshot of `step` cannot be used. `whole`: the newest usable one, or 0. `text` reports it, and
         is empty if nothing changes."""
 
+    def snapshot_gone(self, step: int, why: str) -> None:
+        """The snapshot of `step`, which is under way, will not be complete."""
+
     def weights_stored(self, step: int) -> None:
         """The weights of the last snapshot are stored here; the optimizer's state follows."""
 
@@ -177,6 +180,8 @@ class KeptSnapshots:
         others say that they hold it, by epoch too; otherwise with epoch 0."""
         self._contested: dict[int, int] = {}
         """By step, the first epoch in which a node got no good copy of a layer that others say they hold."""
+        self._gone: dict[int, float] = {}
+        """By step, since when nobody that saved one of its layers has been here."""
         self._doubts = RateLimits(DOUBTS_A_SECOND, DOUBTS_AT_ONCE)
         """By node that doubts."""
         self._changed = asyncio.Event()
@@ -319,6 +324,11 @@ class KeptSnapshots:
 
     # ---- inside
 
+    @property
+    def _patience(self) -> float:
+        """How long a node that holds a layer may be away."""
+        return self._config.coordinator.regroup_seconds + self._config.coordinator.silent_seconds
+
     def _ask_others(self, node_id: str, step: int) -> None:
         """Refuse what a node saved. In an object store, another row is asked to save its own copy."""
         for other, units in self._places.others(node_id, step).items():
@@ -334,16 +344,15 @@ class KeptSnapshots:
             is_here: whether present nodes say that they hold it. Then the node that needs it may be wrong and
                 fails in this epoch. In the next one the snapshot is given up.
         """
-        patience = self._config.coordinator.regroup_seconds + self._config.coordinator.silent_seconds
         now = time.monotonic()
         missed = step, epoch if is_here else 0
         since, last = self._missed.get(missed, (now, now))
         if epoch:
-            since = since if now - last < patience else now
+            since = since if now - last < self._patience else now
             self._missed[missed] = since, now
         holder = " or ".join(f"node {node}" for node in holders) or "a node that has not returned"
         what = f"layer {unit} of the snapshot of step {step} is held by {holder}"
-        if not epoch or now - since < patience:
+        if not epoch or now - since < self._patience:
             raise NotYetError(f"{what}, which is not here yet")
         if is_here and self._contested.setdefault(step, epoch) == epoch:
             raise RunError(f"{what}, and could not be fetched")
@@ -360,7 +369,10 @@ class KeptSnapshots:
     async def _complete(self) -> None:
         present = self._run.addresses()
         for step in self._places.under_way:
-            if step not in self._places or not self._places.is_whole(step, present, time.monotonic()):
+            if step not in self._places:
+                continue
+            self._look_gone(step, present)
+            if not self._places.is_whole(step, present, time.monotonic()):
                 continue
             manifest = self._manifest(step)
             holders = {unit: self._places.holders(step, unit) for unit in self._units}
@@ -377,6 +389,16 @@ class KeptSnapshots:
             for node_id in self._run.addresses():
                 self._run.send(node_id, retain)
             self._run.snapshot_stored(manifest, url or "the state directories of its nodes", is_here=False)
+
+    def _look_gone(self, step: int, present: Collection[str]) -> None:
+        """Give up a snapshot if a node saved a layer and was gone before another one had a copy. A node that
+        starts again still has its file."""
+        gone, now = self._places.gone(step, present), time.monotonic()
+        if not gone:
+            self._gone.pop(step, None)
+        elif now - self._gone.setdefault(step, now) >= self._patience:
+            del self._gone[step]
+            self._run.snapshot_gone(step, f"no node that has its layer {gone[0]} is here")
 
     def _write(self, manifest: Manifest, holders: Mapping[str, Sequence[str]]) -> None:
         write_kept_manifest(self._run_directory, manifest, self._places.url(manifest.step))

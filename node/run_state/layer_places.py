@@ -7,7 +7,7 @@ files on their disks when they connect, and whenever these change. Layers are id
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from node.state.manifest import UnitEntry, unit_file
 from wire.messages import HeldLayer
@@ -71,8 +71,7 @@ class _Layer:
 
     def note(self, node_id: str, file: HeldLayer) -> None:
         """The node has the agreed file."""
-        self.files.pop(node_id, None)
-        self.files[node_id] = file
+        self.files[node_id] = _described(file, self.files.pop(node_id, None))
         self._weigh()
 
     def _weigh(self) -> None:
@@ -160,6 +159,16 @@ class LayerPlaces:
         layers = self._snapshots[step].layers
         return tuple(unit for unit in self._units if layers[unit].holders.isdisjoint(present))
 
+    def gone(self, step: int, present: Collection[str]) -> tuple[str, ...]:
+        """The units of an incomplete snapshot that nodes have saved, none of which is present."""
+        if self.url(step):
+            return ()
+        return tuple(
+            unit
+            for unit, layer in self._snapshots[step].layers.items()
+            if (nodes := layer.holders | layer.said.keys()) and nodes.isdisjoint(present)
+        )
+
     def is_whole(self, step: int, present: Collection[str], now: float) -> bool:
         """Whether every layer is on enough machines."""
         return all(
@@ -213,7 +222,7 @@ class LayerPlaces:
             if node_id not in layer.makers:
                 return False
             if not layer.agreed:
-                layer.said[node_id] = file
+                layer.said[node_id] = _described(file, layer.said.get(node_id))
                 return True
             if file.sha256 != layer.agreed:
                 return False
@@ -332,3 +341,11 @@ class LayerPlaces:
             for node_id in {*layer.makers, *layer.holders, *layer.asked} & load.keys():
                 load[node_id] += size
         return load
+
+
+def _described(file: HeldLayer, before: HeldLayer | None) -> HeldLayer:
+    """A node that has started again names the files on its disk, and does not read them for the hash of their
+    weights: that is as it was in its report before."""
+    if before is None or file.weights_sha256 or before.sha256 != file.sha256:
+        return file
+    return replace(file, weights_sha256=before.weights_sha256)

@@ -9,7 +9,7 @@ committed at most once in an epoch, after every stage voted, and never before th
 are committed in order; a node that is gone, leaving or quarantined never gets a stage.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from node.run_state.actions import (
@@ -392,6 +392,10 @@ class RunMachine:
             actions += self._between_steps(epoch, now)
             self._stragglers.watch(self.epoch, now - self._unseen)
         return actions
+
+    def snapshot_gone(self, step: int, why: str, now: float) -> list[Action]:
+        """The nodes that saved a layer of `step` are gone, and nobody else has it."""
+        return [] if self.stopped or step <= self._snapshots.newest else self._drop_snapshot(step, why, now)
 
     def snapshot_damaged(self, step: int, whole: int) -> list[Action]:
         """The snapshot of `step` is damaged; `whole` is the newest that is not, 0 if none is."""
@@ -902,10 +906,11 @@ class RunMachine:
         """Within a step, give seats with work to nodes that hold its state."""
         if self.epoch is not epoch or epoch.phase is not Phase.STEPPING:
             return []
+        moved = [node for node in epoch.linked if self._newcomers.moves(node)]
         nodes = self._newcomers.holding(epoch)
         if not nodes:
             return []
-        self._note_seated(epoch, nodes, now)
+        self._note_seated(epoch, nodes, now, moved)
         actions = epoch.seat(nodes, now - self._unseen)
         self._standing.noted(epoch, nodes)
         return actions
@@ -915,13 +920,17 @@ class RunMachine:
         why = "its links did not open before the step was done"
         return [act for node in self._newcomers.late() for act in self._no_entrant(node, why, is_fault=False)]
 
-    def _note_seated(self, epoch: Epoch, nodes: Sequence[str], now: float) -> None:
-        """These nodes are about to take the seats whose links they have opened."""
+    def _note_seated(
+        self, epoch: Epoch, nodes: Sequence[str], now: float, moved: Collection[str] = ()
+    ) -> None:
+        """These nodes are about to take the seats whose links they have opened. Those that `moved` from
+        another row keep their state, and so their standing."""
         for node in nodes:
             place = epoch.entering[node]
             self._assigner.seat(node, place)
             self._roster.stages[node] = place % epoch.stages
-            self._standing.entered(epoch, node, place % epoch.stages)
+            if node not in moved:
+                self._standing.entered(epoch, node, place % epoch.stages)
         if nodes:
             self._departures.placed({*epoch.hosts, *nodes}, now)
 

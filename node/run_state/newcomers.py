@@ -436,11 +436,14 @@ class Newcomers:
         return self._given_up("the run went back to a snapshot")
 
     def stored(self, step: int) -> list[Action]:
-        """The snapshot of `step` is complete."""
+        """The snapshot of `step` is complete. If newcomers wait for an older one, which never will be, they
+        follow from this one."""
         entry = self._entry
-        if entry is None or not self.need(step):
+        if entry is None or entry.is_stored or step < entry.snapshot:
             return []
-        entry.is_stored = True
+        entry.is_stored, entry.snapshot = True, step
+        entry.orders = {node: replace(order, step=step) for node, order in entry.orders.items()}
+        entry.steps = [replace(later, snapshot=step) for later in entry.steps if later.step >= step]
         return [action for node in entry.orders for action in self._told(entry, node)]
 
     def committed(self, epoch: Epoch) -> list[Action]:

@@ -137,6 +137,20 @@ def test_a_layer_that_the_run_needs_and_nobody_holds_is_waited_for_each_time(
     assert run.damaged == [(NEW, OLD)] and kept.complete == (OLD,)
 
 
+async def test_a_snapshot_of_which_a_layer_is_gone_is_given_up_after_a_while(
+    kept: KeptSnapshots, clock: list[float], run: Here
+) -> None:
+    """The node that saved the layer died before another one had a copy, and does not come back."""
+    step, gone = NEW + 4, "node-gone"
+    kept.expect(step, [[gone]])
+    kept.agreed(step, dict.fromkeys(UNITS, "0" * 64))
+    kept.hold(gone, [HeldLayer(step=step, unit=EMBED, bytes=8, sha256="0" * 64)], [])
+    for clock[0] in (1.0, PATIENCE, PATIENCE + 1.0):
+        assert run.gone == []
+        await kept._complete()
+    assert run.gone == [step]
+
+
 def test_the_record_of_many_snapshots_of_many_layers_fits_a_message(tmp_path: Path, run: Here) -> None:
     config = replace(CONFIG, model=replace(CONFIG.model, layers=126))
     entries = [

@@ -68,6 +68,7 @@ class Told:
         self.stored: asyncio.Queue[Manifest] = asyncio.Queue()
         self.damaged: list[tuple[int, int]] = []
         """Steps of those found damaged, each with that of the newest that is whole."""
+        self.gone: list[int] = []
         self.failed: list[str] = []
         self.received: list[tuple[int, str]] = []
         self.weights: list[int] = []
@@ -93,6 +94,9 @@ class Told:
     def snapshot_stored(self, manifest: Manifest, where: str, *, is_here: bool) -> None:
         assert is_here and where.endswith(f"{manifest.step:08d}")
         self.stored.put_nowait(manifest)
+
+    def snapshot_gone(self, step: int, why: str) -> None:
+        self.gone.append(step)
 
     def snapshot_lost(self, step: int, whole: int, text: str) -> None:
         self.damaged.append((step, whole))

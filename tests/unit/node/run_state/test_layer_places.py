@@ -2,6 +2,8 @@
 
 from hashlib import sha256
 
+import pytest
+
 from node.run_state.layer_places import PATIENCE, Ask, LayerPlaces
 from node.state.manifest import UnitEntry, unit_file
 from wire.messages import HeldLayer
@@ -163,6 +165,33 @@ def test_slow_nodes_and_full_disks_are_replaced() -> None:
     assert places.is_whole(4, HERE, later), "nobody else has room for a copy"
     again = {(ask.node_id, ask.units) for ask in places.asks(HERE, later + 2 * PATIENCE)}
     assert again and again <= {("b", ("embed",)), ("c", ("embed",))}
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["agreed on", "before it is agreed on"])
+def test_a_maker_that_starts_again_names_its_file_without_the_hash_of_the_weights(early: bool) -> None:
+    places = LayerPlaces(UNITS)
+    places.expect(4, MAKERS, 0.0)
+    if not early:
+        places.agreed(4, agreed())
+    for weights in ("w", ""):
+        for node, unit in zip(HERE, UNITS, strict=True):
+            assert places.held(node, file(unit, weights=weights))
+    if early:
+        places.agreed(4, agreed())
+    for ask in places.asks(HERE, 1.0):
+        assert all(places.held(ask.node_id, file(unit)) for unit in ask.units)
+    assert places.is_whole(4, HERE, 2.0)
+    assert [entry.weights_sha256 for entry in places.entries(4)] == ["w"] * len(UNITS)
+
+
+def test_a_layer_is_gone_with_its_maker_until_others_have_it() -> None:
+    places = saved()
+    assert places.gone(4, HERE) == () and places.gone(4, "bc") == ("embed",)
+    assert places.held("b", file("embed"))
+    assert places.gone(4, "bc") == () and places.gone(4, "c") == ("embed", "block.0000")
+    places.expect(8, MAKERS, 0.0)
+    assert places.gone(8, ()) == (), "nobody has saved anything yet"
+    assert places.held("a", file("embed", 8)) and places.gone(8, "bc") == ("embed",)
 
 
 def test_a_copy_is_made_again_when_its_holder_is_gone() -> None:
