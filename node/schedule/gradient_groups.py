@@ -15,6 +15,7 @@ packed with `sync.codec`, and with the update rules' `round_means`. These are in
 whole matrices, packed like changes.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,10 +83,16 @@ class GroupTree:
 
     def subtrees(self, groups: Collection[int]) -> tuple[int, ...]:
         """The fewest nodes that hold exactly these groups, in the groups' order."""
-        held = set(groups)
-        inside = {node for node, span in self._spans.items() if held.issuperset(range(*span))}
-        tops = [node for node in inside if node // 2 not in inside]
-        return tuple(sorted(tops, key=lambda node: self._spans[node]))
+        held, tops, nodes = sorted(set(groups)), list[int](), [ROOT]
+        while nodes:
+            node = nodes.pop()
+            first, end = self._spans[node]
+            count = bisect_left(held, end) - bisect_left(held, first)
+            if count == end - first:
+                tops.append(node)
+            elif count:
+                nodes += (2 * node + 1, 2 * node)
+        return tuple(tops)
 
 
 class Fold(Generic[Value]):
