@@ -250,11 +250,7 @@ class Epoch:
         self._known_losses: dict[int, float] = {}
         """Values by group of the current step that nodes which are gone have computed and that count."""
         self.votes: dict[str, Vote] = {}
-        """Votes for the newest step, by node. Who votes has the whole sum of its stage."""
-        self._groups_of: Mapping[int, tuple[int, ...]] = {}
-        """The groups of each row that has some, as its nodes know them."""
-        self._regrouped: dict[int, int] = {}
-        """The generation in which each row's work changed last within the step."""
+        """Votes for the newest step, by node."""
         self._restore = Restore(epoch=number, step=0)
         self._snapshot: TakeSnapshot | None = None
         self.snapshot_nodes: tuple[str, ...] = ()
@@ -455,12 +451,10 @@ class Epoch:
         self._windows = self.planned_windows
         self._keeps_sums = keep_sums
         self.votes.clear()
-        self._regrouped.clear()
         self._known_losses = {}
         self._handed = HandedGroups()
         self.audit = None
         self._shared = self._share()
-        self._groups_of = self._shared.by_row()
         if not self.uncompressed:
             new = [row for row in self.whole_rows if row not in self.proven_rows]
             groups = tuple(map(self.groups_of, range(self.rows)))
@@ -607,7 +601,8 @@ class Epoch:
         if not self._shared.give(self._seconds(self.whole_rows), now):
             return []
         self.generation += 1
-        return self._regroup()
+        self.votes.clear()
+        return self._tell_work()
 
     def _filled(self, node_id: str) -> Action:
         return SeatFilled(
@@ -797,8 +792,8 @@ class Epoch:
         `go_on`."""
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
-        if vote.generation < self._regrouped.get(self.replica_of(node_id), 0):
-            return []  # the node is about to hear that its row has other work
+        if vote.generation != self.generation or self.waits:
+            return []  # the node is about to hear that it has other work
         groups = self.groups_of(self.replica_of(node_id)) if self._group_count > 1 else None
         stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
         own = groups if groups is not None and self.rows > 1 else ()
@@ -995,8 +990,6 @@ class Epoch:
         `_lost_with`."""
         row = seat.row
         if self.audit is not None and row in self.audit.rows:
-            # Votes that are on their way have digests that nobody wants any more.
-            self._regrouped.update(dict.fromkeys(self.audit.rows, self.generation))
             self.audit = None
         self._note_uneven()
         if len(self.votes) == len(self.hosts):
@@ -1013,18 +1006,7 @@ class Epoch:
     def _shared_again(self, now: float) -> list[Action]:
         """Give groups that wait to whole rows, and have all nodes vote on the new work."""
         self._shared.give(self._seconds(self.whole_rows), now)
-        return self._regroup()
-
-    def _regroup(self) -> list[Action]:
-        """Tell all nodes of the new work, and have rows whose groups have changed vote again.
-
-        Other votes stay: who voted has the whole sum of its stage, whatever happens to others.
-        """
-        before, self._groups_of = self._groups_of, self._shared.by_row()
-        changed = {row for row in range(self.rows) if before.get(row) != self._groups_of.get(row)}
-        self._regrouped.update(dict.fromkeys(changed, self.generation))
-        for node in [node for node in self.votes if self.replica_of(node) in changed]:
-            del self.votes[node]
+        self.votes.clear()
         return self._tell_work()
 
     def _lose_groups(self, lost: Mapping[int, Sequence[int]], stage: int) -> None:

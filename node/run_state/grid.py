@@ -179,13 +179,6 @@ class StepGroups:
         """The groups of a row."""
         return tuple(group for other, groups in self.runs for group in groups if other == row)
 
-    def by_row(self) -> dict[int, tuple[int, ...]]:
-        """The groups of each row that has some."""
-        of: dict[int, tuple[int, ...]] = {}
-        for row, groups in self.runs:
-            of[row] = (*of.get(row, ()), *groups)
-        return of
-
     def lose(self, row: int, kept: Collection[int] = ()) -> None:
         """A row computes nothing any more: its groups wait, except for those that it has `kept`."""
         lost = [group for group in self.of(row) if group not in kept]

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -142,7 +142,7 @@ class Node:
     voted: int = -1
     """The newest step that it has voted for."""
     vote: tuple[int, int] = (-1, -1)
-    """Step and generation of the order that its vote is due for."""
+    """Step and generation of the vote that is due."""
     told: set[tuple[int, ...]] = field(default_factory=set)
     """The groups that it has said it has handed over, to the nodes that its stage has now."""
     follow: Follow | None = None
@@ -388,10 +388,7 @@ class Churn:
         before = node.begun
         if before is None or before.step != begin.step:
             before, node.done, node.busy_until = None, {}, self.now
-        node.begun = begin
-        if before is not None and self._is_like(node, before, begin):
-            return  # it goes on with its sums
-        node.vote = begin.step, begin.generation
+        node.begun, node.vote = begin, (begin.step, begin.generation)
         row = node.placement.replica
         portions = begin.portions or [(at, one.groups) for at, one in enumerate(node.placement.rows)]
         portions = portions or [(0, tuple(range(self.case.groups)))]
@@ -410,23 +407,6 @@ class Churn:
         if any(of == len(node.placement.rows) for of, _ in portions):
             return  # some groups wait, and so does the vote
         self.at(max(node.done.values(), default=self.now), partial(self._computed, node, begin))
-
-    def _is_like(self, node: Node, before: Begin, begin: Begin) -> bool:
-        """Whether a new order of the step changes nothing for a node: a seat of another stage and row has
-        changed."""
-        place = node.placement
-        assert place is not None
-        near = [
-            {
-                (seat, seats is one.late)
-                for seats in (one.absent, one.late)
-                for seat in seats
-                if seat.stage == place.stage or seat.row == place.replica
-            }
-            for one in (before, begin)
-        ]
-        plain = replace(before, generation=begin.generation, absent=begin.absent, late=begin.late)
-        return plain == begin and near[0] == near[1]
 
     def _hand_over(
         self, node: Node, begin: Begin, before: Begin | None, runs: Sequence[tuple[int, ...]]

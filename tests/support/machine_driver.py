@@ -215,13 +215,11 @@ class Driver:
         loss: float | None = None,
         times: Mapping[str, float] | None = None,
         sums: bytes = b"",
-        generation: int | None = None,
     ) -> list[Action]:
         """
         Args:
             times: seconds by kind that the node has spent in this epoch.
             sums: the digest of its sum of its first layer unit.
-            generation: of the order that it knows; by default the newest one.
         """
         epoch, losses = self.epoch, {}
         stage = epoch.stage_of(node_id)
@@ -239,7 +237,7 @@ class Driver:
             loss=loss,
             group_losses=losses,
             telemetry=Telemetry(seconds=times or {}),
-            generation=epoch.generation if generation is None else generation,
+            generation=epoch.generation,
             sums={first: sums} if sums else {},
         )
         actions = self.machine.message(node_id, answer, self.time)

@@ -120,8 +120,7 @@ class World:
         self.kept = 0
         """Portions of rows that had lost a node which counted in commits."""
         self.restored: dict[int, int] = {}
-        self.orders: dict[tuple[int, int], Begin] = {}
-        """Of each epoch and step, the newest order that nodes were sent."""
+        self.begun: set[tuple[int, int]] = set()
         self.failures = 0
         """Failures that nodes may have reported since the last completed step."""
         self.crash_after: int | None = None
@@ -263,10 +262,6 @@ class World:
                     assert ended.uncompressed or len(ended.whole_rows) < 2, "another row was whole"
 
     def _check_send(self, machine: RunMachine, message: CoordinatorMessage) -> None:
-        begin = message.then if isinstance(message, Commit) else message
-        is_first = isinstance(begin, Begin) and (begin.epoch, begin.step) not in self.orders
-        if isinstance(begin, Begin):
-            self.orders[begin.epoch, begin.step] = begin
         match message:
             case Placement():
                 assert message.epoch == self.disk.last_epoch, "a placement is on record before it is heard of"
@@ -276,7 +271,8 @@ class World:
             case FollowStep():
                 recorded = self.disk.commits.get(message.step)
                 assert recorded == (message.clip_coefficient, message.lr), "also for those that follow"
-            case Begin() if is_first:
+            case Begin() if (message.epoch, message.step) not in self.begun:
+                self.begun.add((message.epoch, message.step))
                 assert self.restored[message.epoch] <= message.step
                 epoch = machine.epoch
                 assert epoch is not None
@@ -322,20 +318,19 @@ class World:
         hosts = [node for node in epoch.hosts if node not in new]
         assert cast.keys() >= set(hosts), "a commit comes after every stage's vote"
         assert set(self.disk.hosts) >= set(hosts)
-        # Who votes has the whole sum of its stage, and so its vote counts until its row's groups change. Of a
-        # node that is gone the sums had come already, or the others' votes would not be there.
-        order = self.orders[commit.epoch, commit.step]
+        voters = {node: cast[node] for node in hosts}
+        # Who computed what, as the newest that all have answered says. Of a node that is gone the sums had
+        # come already, or the others' votes would not be there.
+        newest = max(begin.generation for _, begin in voters.values())
         counted: dict[int, dict[int, int]] = {}
-        for node, (place, begin) in cast.items():
-            of_row = groups_of(place, order) if place.rows else (0,)
-            if node in hosts:
-                assert not place.rows or groups_of(place, begin) == of_row, "it voted on what its row has"
-            elif begin.generation != order.generation:
-                continue
-            for group in of_row:
-                column = counted.setdefault(place.stage, {})
-                column[group] = column.get(group, 0) + 1
-        self._count_kept(commit, cast[hosts[0]][0], counted)
+        for place, begin in cast.values():
+            if begin.generation == newest:
+                of_row = groups_of(place, begin) if place.rows else (0,)
+                for group in of_row:
+                    counted.setdefault(place.stage, {})[group] = (
+                        counted.get(place.stage, {}).get(group, 0) + 1
+                    )
+        self._count_kept(commit, hosts, newest, counted)
         for stage in range(epoch.stages):
             groups = counted.get(stage, {})
             assert set(groups.values()) <= {1}, "every group counts once at every stage"
@@ -350,12 +345,22 @@ class World:
         assert content == outcome(commit.step), "votes were computed on the right state"
         assert self.disk.commits.setdefault(commit.step, content) == content, "a replay ends the same"
 
-    def _count_kept(self, commit: RecordCommit, place: Placement, counted: dict[int, dict[int, int]]) -> None:
+    def _count_kept(
+        self,
+        commit: RecordCommit,
+        hosts: list[str],
+        newest: int,
+        counted: dict[int, dict[int, int]],
+    ) -> None:
         """Groups that broken rows have kept count where the seat is empty, too: what its node computed is at
-        all nodes that had got it. `place`: of any node of the step."""
-        order = self.orders[commit.epoch, commit.step]
-        for row, groups in order.portions or [*enumerate(one.groups for one in place.rows)]:
-            for seat in order.absent:
+        all nodes that had got it."""
+        place, begin = next(
+            voted
+            for node, voted in self.cast[commit.epoch, commit.step].items()
+            if node in hosts and voted[1].generation == newest
+        )
+        for row, groups in begin.portions or [*enumerate(one.groups for one in place.rows)]:
+            for seat in begin.absent:
                 if seat.row != row:
                     continue
                 found = {

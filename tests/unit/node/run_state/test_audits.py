@@ -377,27 +377,3 @@ def test_after_a_death_that_ends_a_comparison_votes_of_the_step_still_have_diges
         )
         actions = run.machine.message(node, said, run.time)
     assert [one.step for one in of_kind(actions, RecordCommit)] == [step]
-
-
-def test_a_vote_that_is_on_its_way_when_a_death_ends_its_comparison_is_no_offence() -> None:
-    """It has digests of a group that its row does not check any more."""
-    run = Driver(stages=2, groups=4, every=50, steps=60, follows=True)
-    run.plan = replace(run.plan, compares_newcomers=True, most_rows=4)
-    run.restart()
-    run.started("abcdefgh", 1)
-    epoch = run.epoch
-    epoch.newcomers = frozenset("gh")
-    run.step()
-    assert epoch.audit is not None and epoch.audit.rows[1] == 3
-    wanted = (*epoch.groups_of(3), epoch.audit.group)
-    late = Vote(
-        epoch=epoch.number,
-        step=epoch.step,
-        norms=dict.fromkeys(unit_numbers(2)[0], 1.0),
-        loss=None,
-        digests={group: digests(epoch, "g", group, lambda *_: None)[0] for group in wanted},
-        generation=epoch.generation,
-    )
-    run.die(epoch.row(epoch.audit.rows[0])[0])
-    assert epoch.audit is None and epoch.groups_of(3) == wanted[:1]
-    assert run.machine.message("g", late, run.time) == [] and epoch.votes == {}

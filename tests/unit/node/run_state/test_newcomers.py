@@ -8,7 +8,6 @@ from node.run_state.actions import (
     Action,
     Announce,
     OpenSnapshot,
-    RecordCommit,
     RecordPlacement,
     SeatFilled,
     SeatLost,
@@ -506,20 +505,3 @@ def test_a_vote_speaks_for_no_sums_but_its_own(nodes: str, units: frozenset[int]
     )
     said = of_kind(run.machine.message("b", vote, run.time), Announce)
     assert ("b" in epoch.votes) is counts and bool(said) is not counts
-
-
-def test_who_has_voted_votes_again_only_if_its_row_gets_other_work() -> None:
-    """It has the whole sum of its stage, whatever happens to others."""
-    run = grid(nodes="abcdef", groups=3)
-    before = run.epoch.generation
-    for node in "abe":
-        run.vote(node)
-    run.die("c")
-    assert run.epoch.groups_of(0) == (0, 1) and run.epoch.groups_of(2) == (2,)
-    assert {*run.epoch.votes} == {"e"}
-    for node in "abf":
-        run.vote(node, generation=before)
-    assert {*run.epoch.votes} == {"e", "f"}, "row 0 is about to hear that it has more"
-    run.vote("a")
-    run.vote("b")
-    assert of_kind(run.vote("d"), RecordCommit)
