@@ -31,6 +31,9 @@ next."""
 PROMPT_SECONDS = 2.0
 """A row holds as many groups as take `HELD_GROUPS` times this long, because messages about shorter work would
 cost more than they save."""
+LEAST_SECONDS = 0.001
+"""No row takes less than this for a group. It counts, too, where no row's time is known, so that no group
+waits."""
 MOST_TRIALS = 2**20
 """The most trials of the exact search for a sharing. Beyond it, rows with more groups simply come first."""
 
@@ -238,10 +241,10 @@ class StepGroups:
 
 
 def _known_seconds(seconds: Mapping[int, float | None]) -> dict[int, float]:
-    """The seconds that rows take per group: the usual time if a row's is not known, and next to nothing if
-    none is, so that no group waits."""
-    usual = median([each for each in seconds.values() if each is not None] or [0.001])
-    return {row: usual if each is None else each for row, each in seconds.items()}
+    """The seconds that rows take per group, `LEAST_SECONDS` at least; the usual time if a row's is not
+    known."""
+    usual = median([each for each in seconds.values() if each is not None] or [LEAST_SECONDS])
+    return {row: max(usual if each is None else each, LEAST_SECONDS) for row, each in seconds.items()}
 
 
 class GroupSharing:

@@ -291,3 +291,11 @@ def test_groups_that_take_less_than_a_moment_are_held_and_given_several_at_a_tim
         for row in known:
             left = len(shared.of(row)) * seconds - now
             assert 0.0 <= left <= HELD_GROUPS * max(seconds, PROMPT_SECONDS) + seconds
+
+
+@each("seconds", [0.0, 5e-324])
+def test_a_row_that_says_that_groups_take_no_time_has_all_that_it_is_given_at_once(seconds: float) -> None:
+    """Nodes report their own times. With one stage, a row is one node."""
+    shared = StepGroups({0: range(24), 1: range(24, 48)}, 0.0)
+    shared.hold_back({0: seconds, 1: 10.0})
+    assert [len(shared.of(row)) for row in (0, 1)] == [24, HELD_GROUPS]
