@@ -195,7 +195,7 @@ class PlacePlanner:
         if self._newest is None:
             return None
         epoch, step, steps = self._newest
-        if step < self._first_new:
+        if step < self._first_new or epoch.vacant:
             return None
         # The first placement may change as soon as all lines are known, because little was done in it.
         is_first = self._moves == 0 and step <= LEAST_STEPS and self._desk.complete

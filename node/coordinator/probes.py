@@ -104,9 +104,10 @@ class ProbeDesk:
     def _failed(self, node: str) -> None:
         pair = self._turns.pop(node).pair
         self._failures[pair] = self._failures.get(pair, 0) + 1
-        # Other pairs come first.
-        self._wanted.remove(pair)
-        self._wanted.append(pair)
+        # Other pairs come first. This one may not be wanted any more.
+        if pair in self._wanted:
+            self._wanted.remove(pair)
+            self._wanted.append(pair)
 
     def _is_open(self, pair: Pair) -> bool:
         return frozenset(pair) not in self._done and self._failures.get(pair, 0) < MOST_FAILURES

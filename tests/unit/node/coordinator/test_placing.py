@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -75,8 +75,10 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(past: Past | None = None, config: RunConfig = CONFIG) -> AsyncIterator[Scene]:
-    offers = [Candidate(node_id=node, memory_bytes=0) for node in SPEED]
+async def scene(
+    past: Past | None = None, config: RunConfig = CONFIG, nodes: Sequence[str] = tuple(SPEED)
+) -> AsyncIterator[Scene]:
+    offers = [Candidate(node_id=node, memory_bytes=0) for node in nodes]
     members = {
         one.node_id: Member(address=f"{one.node_id}:1", offer=one, process_nonce=1, last_heard=0.0, rate=1e7)
         for one in offers
@@ -191,3 +193,18 @@ async def test_after_each_move_the_next_one_waits_twice_as_long() -> None:
         here.steps(first=11 + 4 * LEAST_STEPS, count=1)
         plan, _ = await here.moves.get()
         assert max(plan.grid.split) == 5
+
+
+async def test_nothing_is_planned_while_a_seat_is_empty() -> None:
+    """A node of one of two rows dies after its step was measured."""
+    config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, groups=2, replicas=2))
+    hosts = (*SPEED, "node-c", "node-d")
+    assignment = Assignment(hosts=hosts, addresses=hosts, groups=((0,), (1,)))
+    placed = Epoch(1, assignment, OnRecord(), epoch()._rules)
+    async with scene(config=config, nodes=hosts) as here:
+        here.planner._newest = placed, 2 * LEAST_STEPS, [1.0] * LEAST_STEPS
+        here.planner._count = 2 * LEAST_STEPS
+        assert here.planner._plan() is not None
+        placed.lose("node-d", 0.0)
+        plan = here.planner._plan()
+        assert plan is None or plan() is None

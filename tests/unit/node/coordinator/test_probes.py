@@ -136,3 +136,14 @@ def test_who_comes_back_is_measured_again() -> None:
     asked = told(desk.due(30.0))
     assert asked
     assert all("node-0001" in pair for pair in asked)
+
+
+def test_a_pair_that_nobody_needs_any_more_ends_its_turn_without_an_answer() -> None:
+    """The node that was to be dialled comes back behind a relay: then it dials, not the other one."""
+    desk = ProbeDesk()
+    here = everybody(2)
+    desk.present(here)
+    ((node, other),) = told(desk.due(0.0))
+    desk.present({**here, other: ""})
+    assert desk.due(TURN_SECONDS - 1) == []
+    assert told(desk.due(TURN_SECONDS)) == [(other, node)]
