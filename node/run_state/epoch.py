@@ -81,6 +81,8 @@ HANDING_STEPS = 30
 """Nodes hand over what they have computed in this many steps after a seat was lost. It costs traffic."""
 PROOF_STEPS = 3
 """The number of recorded steps that a state from disk must repeat before it counts as the run's."""
+State = tuple[int, int]
+"""A step, and the lineage of a state after so many steps."""
 Neighbours = Callable[[int, int], Collection[int]]
 """A function of (stage, number of stages) that gives the stages with which the stage has links."""
 StepPlan = Callable[[int, float], tuple[float, float]]
@@ -735,7 +737,8 @@ class Epoch:
         common = set.intersection(*reachable.values())
         self.step, self.lineage = max(common, default=(-1, 0))
         columns = [set.union(*(reachable[node] for node in self.column(s))) for s in range(self.stages)]
-        newest = max(set.intersection(*columns), default=(-1, 0))
+        shared = set.intersection(*columns)
+        newest = max((state for state in shared if self._is_backed(state, reachable)), default=(-1, 0))
         if newest > (self.step, self.lineage) and newest[0] > self._record.newest_snapshot:
             self.behind = [node for node, states in reachable.items() if newest not in states]
         if self.step < self._record.newest_snapshot:
@@ -751,6 +754,19 @@ class Epoch:
         )
         self.phase = Phase.RESTORING
         self._answered.clear()
+        return True
+
+    def _is_backed(self, state: State, reachable: Mapping[str, Collection[State]]) -> bool:
+        """Whether more nodes of each stage hold this state than hold one that is as new, and not the same.
+
+        Else a node that names another lineage would go on without all others.
+        """
+        for stage in range(self.stages):
+            held = [reachable[node] for node in self.column(stage)]
+            same = sum(state in states for states in held)
+            as_new = sum(any(step >= state[0] for step, _ in states) for states in held)
+            if same <= as_new - same:
+                return False
         return True
 
     def restore(self) -> list[Action]:
@@ -1171,7 +1187,7 @@ class Epoch:
         votes = [self.votes[node] for node in self.column(self.loss_stage) if node in self.votes]
         return {group: loss for vote in votes for group, loss in vote.group_losses.items()}
 
-    def _reachable(self, placed: Placed) -> set[tuple[int, int]]:
+    def _reachable(self, placed: Placed) -> set[State]:
         """The (step, lineage) of the states that a stage can be at without fetching anything.
 
         A state that no commit on record leads to is not the run's, whoever claims to hold it, and neither is

@@ -1,8 +1,11 @@
 """A coordinator that has died and goes on from its database: whom it waits for, and from which state."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from node.run_state.actions import OpenSnapshot, RecordPlacement
+import pytest
+
+from node.run_state.actions import Action, OpenSnapshot, RecordPlacement
 from node.run_state.epoch import Committed, Phase
 from node.run_state.run_plan import Past
 from node.tuning.decisions import StepHistory
@@ -11,6 +14,7 @@ from tests.support.machine_driver import (
     Driver,
     of_kind,
     placement_of,
+    restore_of,
     sent,
     stop_of,
 )
@@ -62,3 +66,33 @@ def test_no_step_begins_with_a_split_that_is_not_its_own() -> None:
 def test_a_single_stage_row_goes_on_alone() -> None:
     run = Driver(stages=2, min_stages=1, past=past(step=5, snapshot=4, hosts="a"))
     assert placement_of(run.hello("a", epoch=7)) == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("stages", "held", "stay", "begins"),
+    [
+        (1, {"a": (8, 3), "b": (8, 3), "c": (8, 9)}, "ab", (8, 3)),
+        (2, {"a": (8, 3), "b": (8, 3), "c": (8, 3), "d": (8, 3), "e": (8, 9), "f": (8, 9)}, "abcd", (8, 3)),
+        (2, {"a": (8, 3), "b": (8, 3), "c": (8, 3), "d": (8, 3), "e": (8, 3), "f": (8, 9)}, "abcde", (8, 3)),
+        (1, {"a": (8, 3), "b": (8, 9)}, "ab", (4, 8)),  # nobody can say which of them lies
+        (1, {"a": (8, 3), "b": (8, 3), "c": (7, 3)}, "ab", (8, 3)),
+        (1, {"a": (8, 3), "b": (6, 2)}, "a", (8, 3)),
+        (1, {"a": (-1, 0), "b": (-1, 0), "c": (8, 3)}, "c", (8, 3)),
+    ],
+)
+def test_who_names_another_lineage_does_not_go_on_without_the_others(
+    stages: int, held: Mapping[str, tuple[int, int]], stay: str, begins: tuple[int, int]
+) -> None:
+    """Which lineages the run has had is not on record, so any counts."""
+    rows = len(held) // stages
+    before = replace(past(step=7, snapshot=4, hosts="".join(held)), rows=rows)
+    run = Driver(stages=stages, groups=rows, follows=True, past=before)
+    run.join("".join(held))
+    actions: list[Action] = []
+    for _ in range(2):  # the second time without those that the others leave behind
+        for node in run.epoch.hosts if run.epoch.phase is Phase.PLACING else ():
+            step, lineage = held[node]
+            actions = run.placed(node, step, lineage=lineage)
+    restore = restore_of(actions)
+    assert run.epoch.hosts == tuple(stay)
+    assert (restore.step, restore.lineage) == begins
