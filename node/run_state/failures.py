@@ -794,10 +794,11 @@ class Stragglers:
         if epoch.generation != self._generation:
             self._generation, self._changed_at, self._answered = epoch.generation, now, 0
         usual = self._usual(epoch)
-        if epoch.phase is Phase.STEPPING and (stuck := self._stuck(epoch, now, usual)) is not None:
+        is_work = epoch.phase in (Phase.STEPPING, Phase.VALIDATING)
+        if is_work and (stuck := self._stuck(epoch, now, usual)) is not None:
             return stuck
         if not epoch.answered:
-            return Late()
+            return Late() if is_work or len(epoch.asked) > 1 else self._alone_late(epoch, now, loading)
         if self._answered == 0:
             self._first = now
         if len(epoch.answered) > self._answered:
@@ -829,19 +830,30 @@ class Stragglers:
         note = f"step {epoch.step + 1} waits for {named}: {beyond:.0f} s beyond what is usual"
         return Late(note=note)
 
+    def _alone_late(self, epoch: Epoch, now: float, loading: Mapping[str, float]) -> Late:
+        """What to do about the only node that was asked. Nobody else's time says how long it may take."""
+        (node,) = epoch.asked
+        waited = now - self._began
+        if waited <= LATE_SECONDS + loading.get(node, 0.0):
+            return Late()
+        return Late(nodes={node: f"it did not answer within {waited:.0f} s: start it again"})
+
     def _stuck(self, epoch: Epoch, now: float, usual: float) -> Late | None:
         """The step waits for nodes that wait for no other, or for two that wait for each other."""
-        missing = [node for node in epoch.hosts if node not in epoch.answered]
-        if len(missing) < 2:
+        missing = [node for node in epoch.asked if node not in epoch.answered]
+        is_alone = len(epoch.asked) == 1
+        if len(missing) < 2 and not is_alone:
             return None
         waits = {node: self._waits_for(epoch, node) for node in missing}
         waited_for = set(waits.values())
-        stuck = [node for node in missing if waits[node] is None and node in waited_for]
+        stuck = [node for node in missing if is_alone or (waits[node] is None and node in waited_for)]
         if epoch.answered:
             # Others have done all that these nodes need, and these do not report waiting for one another.
             stuck = [node for node in missing if node in stuck or self._is_alone(epoch, node, waits[node])]
-        least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
-        idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in _IDLE]
+        is_usual = epoch.steps_done and epoch.phase is Phase.STEPPING
+        least = STEP_PATIENCE if is_usual else FIRST_PATIENCE
+        kinds = _IDLE.union(WAITS) if is_alone else _IDLE  # a node alone has nobody to wait for
+        idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in kinds]
         lates = {node: now - self._busy_since(epoch, node) - usual for node in missing}
         over = [node for node in idle if lates[node] > max(least, PATIENCE_TIMES * usual)]
         if over:

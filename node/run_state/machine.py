@@ -270,7 +270,7 @@ class RunMachine:
         actions += [Announce(text=text) for text in (late.note, slow) if text is not None]
         prepared = {node: member.prepared_at for node, member in self.members.items()}
         unplaced = self._epochs.unplaced(seen, prepared)
-        for node_id, line in (unplaced | dict(late.nodes) | unsaved).items():
+        for node_id, line in (unplaced | self._replaceable(late.nodes) | unsaved).items():
             if node_id in unsaved and self._snapshots.awaited:
                 self._ending.missing(f"node {node_id} did not hand in its layers")
             actions += self._replace_straggler(node_id, line, now)
@@ -1073,6 +1073,15 @@ class RunMachine:
         if self._quarantine.strike(node_id, line):
             return self._shut_out(node_id, now)
         return self._put_out(node_id, f"node {node_id} is replaced: {line}", line, now)
+
+    def _replaceable(self, late: Mapping[str, str]) -> dict[str, str]:
+        """The late nodes, each with a line, without one on which the run waits alone and that nobody can
+        replace: what it does may just take long."""
+        alone = self.epoch is not None and len(self.epoch.asked) == 1
+        able = self._candidates()
+        return {
+            node: line for node, line in late.items() if not alone or self._assigner.can_hand_over(node, able)
+        }
 
     def _relieve_slow(self, epoch: Epoch, now: float) -> list[Action]:
         """A step is committed: once the stages' state is on disk, faster spares take those of slow nodes."""

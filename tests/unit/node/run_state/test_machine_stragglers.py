@@ -214,6 +214,33 @@ def test_only_an_idle_node_is_called_stuck_in_a_step_of_unknown_length() -> None
     assert finishes(says(run, 2, **kinds)).keys() == {"b"}
 
 
+@pytest.mark.parametrize("kind", ["", "wait_upstream", "sync"])
+def test_the_only_node_of_a_run_is_replaced_if_it_does_nothing(kind: str) -> None:
+    run = Driver(stages=1).started("a", 1)
+    assert finishes(says(run, int(FIRST_PATIENCE), a=kind)) == {}, "nobody else could take the stage"
+    run.hello("x")
+    actions = says(run, 2, a=kind)
+    assert finishes(actions).keys() == {"a"}
+    assert placement_of(actions) == ("x",)
+
+
+def test_the_only_node_of_a_run_that_never_loads_its_state_is_replaced() -> None:
+    run = Driver(stages=1)
+    run.join("ax")
+    run.all_placed()
+    assert finishes(wait(run, LATE_SECONDS - 2)) == {}
+    assert placement_of(wait(run, 20)) == ("x",)
+
+
+def test_the_only_row_that_measures_the_held_out_loss_is_not_waited_for_without_end() -> None:
+    run = Driver(stages=1, groups=2, follows=True).started("ab", 1).validating(2)
+    run.step()
+    assert (run.epoch.phase, run.epoch.asked) == (Phase.VALIDATING, ("a",))
+    assert finishes(says(run, int(FIRST_PATIENCE), a="forward")) == {}
+    assert finishes(says(run, 2, a="")).keys() == {"a"}
+    assert run.epoch.asked == ("b",)
+
+
 def test_a_node_that_never_loads_its_state_is_replaced() -> None:
     run = Driver(stages=2, every=2).started("ab", 2)
     run.hello("x")
