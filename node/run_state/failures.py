@@ -90,8 +90,8 @@ class Failures:
         self._retries = 0
         self._at = -1
         """The newest step that failed."""
-        self._suspect: tuple[int, str] | None = None
-        """The step that was not finite, and its value that was not."""
+        self._suspect: tuple[int, str, str] | None = None
+        """The step that was not finite, its value that was not, and the node that reported it."""
 
     @property
     def suspect_step(self) -> int | None:
@@ -134,7 +134,7 @@ class Failures:
             culprit=culprit,
         )
 
-    def not_finite(self, epoch: Epoch, what: str) -> RunAgain | GiveUp:
+    def not_finite(self, epoch: Epoch, node_id: str, what: str) -> RunAgain | GiveUp:
         """Other nodes found it too: run the step without compression. If it already was, the run diverges."""
         if epoch.uncompressed:
             return GiveUp(
@@ -144,16 +144,29 @@ class Failures:
                 "so the run diverges",
                 remedy="lower training.lr, then resume",
             )
-        self._suspect = (epoch.step, what)
+        self._suspect = (epoch.step, what, node_id)
         return RunAgain(
             kind=AbortKind.NOT_FINITE,
             reason=what,
             note=f"step {epoch.step + 1} is not committed: {what}; running it again with uncompressed links",
         )
 
+    @property
+    def suspect_node(self) -> str:
+        """The node that reported the step that runs without compression; "" if there is none."""
+        return self._suspect[2] if self._suspect is not None else ""
+
+    def finite_without(self, epoch: Epoch, node_id: str) -> RunAgain:
+        """The step is finite without compression. Without the node that reported it, it may be with it."""
+        assert self._suspect is not None, "a node has reported it"
+        what, self._suspect = self._suspect[1], None
+        found = f"step {epoch.step + 1} is finite with uncompressed links"
+        note = f"{found}; it runs again with its codecs, without node {node_id}"
+        return RunAgain(kind=AbortKind.NOT_FINITE, reason=what, note=note, culprit=node_id)
+
     def finite_uncompressed(self, epoch: Epoch) -> GiveUp:
         """The step is finite without compression, so the codecs are at fault."""
-        _, what = self._suspect or (epoch.step, "a tensor")
+        _, what, _ = self._suspect or (epoch.step, "a tensor", "")
         return GiveUp(
             kind=AbortKind.NOT_FINITE,
             reason=what,

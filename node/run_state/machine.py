@@ -643,7 +643,7 @@ class RunMachine:
             case NonFinite():
                 return self._not_finite(epoch, outcome.node_id, outcome.what, now)
             case FiniteUncompressed():
-                return self._after_failure(epoch, self._failures.finite_uncompressed(epoch), now)
+                return self._after_failure(epoch, self._finite_uncompressed(epoch, now), now)
             case RefusedVote():
                 actions = self.refused(outcome.node_id, outcome.why, now)
                 stays = self.epoch is epoch and epoch.has(outcome.node_id)
@@ -996,7 +996,18 @@ class RunMachine:
         what = f"{what} at {epoch.place_of(node_id)} is not finite"
         if (again := self._compute_again(epoch, node_id, what, now)) is not None:
             return again
-        return self._after_failure(epoch, self._failures.not_finite(epoch, what), now)
+        return self._after_failure(epoch, self._failures.not_finite(epoch, node_id, what), now)
+
+    def _finite_uncompressed(self, epoch: Epoch, now: float) -> Verdict:
+        """The codecs are at fault, or the node that reported the step: there may have been no spare then."""
+        node_id = self._failures.suspect_node
+        is_left_out = bool(node_id) and (
+            not epoch.has(node_id)
+            or self._wrong.leave_out_one([node_id], epoch.step, now, by=node_id) is not None
+        )
+        if is_left_out and not self._ending.due:
+            return self._failures.finite_without(epoch, node_id)
+        return self._failures.finite_uncompressed(epoch)
 
     def _implausible(self, epoch: Epoch, odd: Implausible, now: float) -> list[Action]:
         """Another node computes the stage again. What it finds too counts; so does what no other can check,

@@ -282,3 +282,23 @@ def test_a_suspect_step_that_turns_out_finite_is_suspect_no_more() -> None:
 def test_a_squared_norm_below_zero_does_not_pass(norm: float) -> None:
     run = Driver(stages=1).started("a")
     assert of_kind(run.vote("a", norm=norm), RecordCommit) == []
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_codecs_are_not_blamed_if_the_node_that_reported_the_step_can_be_left_out(dies: bool) -> None:
+    """It reported it when no spare was here. The step runs again with the codecs, and on other nodes."""
+    run = Driver(stages=2, every=3).started("ab", 3)
+    run.failed("a", FailureKind.NON_FINITE, why="a gradient")
+    run.hello("c")
+    if dies:
+        run.die("a")
+        assert run.epoch.hosts == ("c", "b")
+    run.restored(3)
+    assert run.epoch.uncompressed
+    actions = run.all_vote()
+    assert of_kind(actions, Stop) == []
+    assert placement_of(actions) == ("c", "b")
+    run.restored(3)
+    assert not run.epoch.uncompressed
+    run.steps(1)
+    assert run.epoch.step == 4
