@@ -29,6 +29,7 @@ from node import program
 from node.data.conversations import (
     ASSISTANT,
     LEFT_OUT,
+    REASONING,
     SYSTEM,
     TOOL,
     USER,
@@ -52,6 +53,7 @@ _MOST_MESSAGES = 0x7FFF
 """Each message needs two marks."""
 _ENDED = re.compile(r"(<[^<>\s]+>)\s*<[^<>\s]+>")
 """A special token after an answer, before the one that begins the next message."""
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 _LOST = "an answer lost where the template rewrites earlier messages"
 
 Span = tuple[int, int]
@@ -312,14 +314,19 @@ class Template:
         ceiling = min((place for place in others if place > last), default=len(whole.text))
 
         start = first
-        opening = self._tail(conversation, index, others.get(floor, ""), prompt=True)
-        if opening is not None and whole.text.startswith(opening, floor):
-            start = floor + len(opening)
+        header = self._tail(conversation, index, others.get(floor, ""), prompt=True)
+        if header is not None and whole.text.startswith(header, floor):
+            start = floor + len(header)
         else:
             asked = self._try(conversation.messages, conversation.extra, prompt=True) or ""
             opening = asked[len(whole.text) :] if asked.startswith(whole.text) else ""
             place = whole.text.rfind(opening, floor, anchor) if opening else -1
-            start = place + len(opening) if place >= 0 else first
+            if place >= 0:
+                start = place + len(opening)
+            elif header is not None and first is not None:
+                # The prompt may say that there are no thoughts.
+                floor += _shared(whole.text[floor:first], header)
+                start = _thought_start(whole.text, floor, first, conversation.messages[index])
         if start is None or start > anchor:
             raise Dropped(_LOST)
 
@@ -361,11 +368,13 @@ class Template:
             text = self._try([asked, *messages], extra)
             return self._try([system, asked, *messages], extra) if text is None else text
 
-        def call(arguments: Any, content: str | None, name: str = "call00000") -> str | None:
+        def call(
+            arguments: Any, content: str | None, name: str = "call00000", *, answered: bool = False
+        ) -> str | None:
             function = {"name": "probe3", "arguments": arguments}
             message = answer(content, tool_calls=[{"id": name, "type": "function", "function": function}])
             result = {"role": TOOL, "name": "probe3", "tool_call_id": name, "content": "7"}
-            text = written(message, tools=[tool])
+            text = None if answered else written(message, tools=[tool])
             return written(message, result, answer("probe2"), tools=[tool]) if text is None else text
 
         shapes = [(given, c) for given in ({"probe4": "probe5"}, '{"probe4": "probe5"}') for c in ("", None)]
@@ -375,6 +384,8 @@ class Template:
         as_text = [text is not None and '"probe4"' in text for text in texts]
         works = [shape for shape, good in zip(shapes, (*as_object, *as_text), strict=True) if good]
         empty, null = objects if any(as_object) else texts
+        # Null may be refused only where something follows.
+        lasts = {content for given, content in works if call(given, content, answered=True) is not None}
         plain = written(answer("probe2")) or ""
         parts = written(answer([{"type": "text", "text": "probe2"}])) or ""
         thought = written(answer("<think>\nprobe7\n</think>\n\nprobe2")) or ""
@@ -385,7 +396,9 @@ class Template:
             objects=any(as_object) or all(text is None for text in (*objects, *texts)),
             texts=any(as_text),
             empty=as_object[0] or as_text[0],
-            null=(as_object[1] or as_text[1]) and (null or "").count("None") == (empty or "").count("None"),
+            null=(as_object[1] or as_text[1])
+            and (null or "").count("None") == (empty or "").count("None")
+            and lasts != {""},
             short_ids=bool(works) and call(*works[0], "call_probe6") is None,
             thoughts="probe7" in thought or "probe2" not in thought,
             reasoning="probe7" in reasoned or "probe2" not in reasoned,
@@ -468,14 +481,14 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
     calls = message.get("tool_calls", []) if answer else []
     # Templates remove thoughts, so marks go after them.
-    answers = [text.rpartition("</think>")[2] if calls else text for text in texts]
+    answers = [text.rpartition(_THOUGHT_END)[2] if calls else text for text in texts]
     spoken = [at for at, text in enumerate(answers) if text.strip()]
     if spoken and not answer:
         text = texts[spoken[0]]
         middle = len(text) - len(text.lstrip()) + len(text.strip()) // 2
         texts[spoken[0]] = text[:middle] + begin + text[middle:]
     elif spoken:
-        text = texts[spoken[0]].rpartition("</think>")[2]
+        text = texts[spoken[0]].rpartition(_THOUGHT_END)[2]
         text = text if text.strip() else texts[spoken[0]]
         before = texts[spoken[0]].removesuffix(text) + text[: len(text) - len(text.lstrip())]
         texts[spoken[0]] = before + begin + text.lstrip()
@@ -491,6 +504,20 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
     elif content:
         marked["content"] = [{**part, "text": text} for part, text in zip(content, texts, strict=True)]
     return marked
+
+
+def _thought_start(text: str, floor: int, first: int, message: Message) -> int:
+    """Where the thought of an answer begins in this part of the text, whose words begin at `first`; `first`
+    if it is not there."""
+    content = message.get("content") or ""
+    said = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    said = said.rpartition(_THOUGHT_END)[0].rpartition(_THOUGHT)[2]
+    for thought in filter(str.strip, (said, str(message.get(REASONING[0]) or ""))):
+        place = text.rfind(thought.strip(), floor, first)
+        if place >= 0:
+            before = text[:place].rstrip()
+            return len(before.removesuffix(_THOUGHT)) if before.endswith(_THOUGHT) else place
+    return first
 
 
 def _words(comparison: Any) -> list[str]:

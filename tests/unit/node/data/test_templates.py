@@ -53,6 +53,21 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
             [TWO[2], TWO[3], TWO[2], TWO[3]],
             "<s>user<m>And?<e><s>assistant[[<m>Two.<e>]]<s>user<m>And?<e><s>assistant[[<m>Two.<return>]]",
         ),
+        # Thoughts, where the prompt says that there are none, as Qwen3.5's small models have it.
+        *(
+            (
+                HEAD + "<s>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n"
+                "</think>\n{% endif %}{{ m.content }}<e>\n{% endfor %}"
+                "{% if add_generation_prompt %}<s>assistant\n<think>\n\n</think>\n\n{% endif %}",
+                [TWO[2], {"role": "assistant", **answer}, TWO[2], TWO[3]],
+                f"<s>user\nAnd?<e>\n<s>assistant\n[[{written}<e>\n]]"
+                "<s>user\nAnd?<e>\n<s>assistant\n[[Two.<e>\n]]",
+            )
+            for answer, written in (
+                ({"content": "One.", "reasoning_content": "Hm."}, "<think>\nHm.\n</think>\nOne."),
+                ({"content": "<think>\na\n</think>One."}, "<think>\na\n</think>One."),
+            )
+        ),
         # The assistant speaks first, and has another name.
         (
             HEAD + "{{ 'B:' if m.role == 'bot' else 'U:' }}{{ m.content }}</s>{% endfor %}"
@@ -105,6 +120,20 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
             [TWO[2], {"role": "assistant", "content": "", "tool_calls": [CALL]}],
             '<u>And?<E><A>[[weather{"city": "Oslo"}<E>]]',
         ),
+        # Content of a call that has been answered is not null, as Qwen's QwQ has it.
+        (
+            HEAD + "<s>{{ m.role }}\n{{ m.content or '' if loop.last or m.role != 'assistant' else "
+            "m.content.split('</think>')[-1] }}{% for c in m.tool_calls or [] %}"
+            "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<e>" + TAIL,
+            [
+                TWO[2],
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "7"},
+                TWO[3],
+            ],
+            '<s>user\nAnd?<e><s>assistant\n[[weather{"city": "Oslo"}<e>]]<s>tool\n7<e>'
+            "<s>assistant\n[[Two.<e>]]",
+        ),
         # Identities of calls must have nine characters, as Mistral has it.
         (
             HEAD
@@ -144,8 +173,8 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
         ),
     ],
     ids=[
-        *("thoughts", "moved", "end", "return", "bot", "parts", "arguments", "repeated"),
-        *("space", "null", "nine", "tool", "thought"),
+        *("thoughts", "moved", "end", "return", "silent", "tags", "bot", "parts", "arguments", "repeated"),
+        *("space", "null", "earlier", "nine", "tool", "thought"),
     ],
 )
 def test_answers_are_found(source: str, messages: list[dict[str, Any]], expected: str) -> None:
