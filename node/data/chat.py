@@ -22,7 +22,9 @@ from node.config.schema import DataSection
 from node.data.conversations import (
     ASSISTANT,
     REASONING,
+    ROLES,
     SYSTEM,
+    TOOL,
     USER,
     Conversation,
     Dropped,
@@ -51,7 +53,7 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 CHAT_FORMAT = "11"
 """Increase this when the same rows give other tokens or labels."""
 _END_CHARACTERS = 20
-"""This much of an answer's end is looked for in the text."""
+"""This much of a message's end is looked for in the text."""
 MARKED_TEXT = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}"
@@ -177,8 +179,8 @@ class ChatEncoder:
             try:
                 if isinstance(result, Dropped):
                     raise result
-                if not _is_written(conversation, result.text):
-                    _say_no_content(str(self._path))
+                for whose in _left_out(conversation, result.text):
+                    _say_no_content(str(self._path), whose)
                 yield self._tokens(result)
             except Dropped as reason:
                 yield reason
@@ -268,20 +270,29 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
     return ChatEncoder(bpe, templates[0], fingerprint, path, marker, *templates[1:])
 
 
-def _is_written(conversation: Conversation, text: str) -> bool:
-    """Whether the end of the last answer with labels stands in the text."""
-    content = conversation.messages[conversation.trained[-1]].get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(str(part.get("text") or "") for part in content)
-    return content.strip()[-_END_CHARACTERS:].lower() in text.lower()
+def _left_out(conversation: Conversation, text: str) -> Iterator[str]:
+    """The messages whose content does not stand in the text, by their end. Results of tools may be written
+    in another form."""
+    text = text.lower()
+    for index, message in enumerate(conversation.messages):
+        if message["role"] in ROLES[TOOL]:
+            continue
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(str(part.get("text") or "") for part in content)
+        # Templates leave out the thoughts of earlier answers.
+        end = content.rpartition("</think>")[2].strip()[-_END_CHARACTERS:]
+        if end.lower() not in text:
+            yield "answers" if index in conversation.answers else f"{message['role']} messages"
 
 
 @cache
-def _say_no_content(tokenizer: str) -> None:
+def _say_no_content(tokenizer: str, whose: str) -> None:
     logger.warning(
-        "the chat template for %s leaves out or changes the content of answers, and the loss is on what "
-        "it writes: look at it with `thinwire data preview`. Messages have a role and a content",
+        "the chat template for %s leaves out or changes the content of %s, and the training is on what it "
+        "writes: look at it with `thinwire data preview`. Messages have a role and a content",
         tokenizer,
+        whose,
     )
 
 

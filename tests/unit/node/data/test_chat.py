@@ -590,3 +590,32 @@ def test_a_template_that_leaves_out_answers_is_reported(
     encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "tokenizer", template)), "")
     list(encoder.encode_all([(str(number), row) for number, row in enumerate(conversations(3))]))
     assert ("leaves out or changes the content of answers" in caplog.text) == reported
+
+
+@pytest.mark.parametrize(
+    ("condition", "role"),
+    [
+        ("m.role != 'system' or loop.last", "system"),  # as Mistral's, whose last message must be a question
+        ("not m.tool_calls", "answers"),  # as Llama 3.1's, which writes a call alone
+        ("m.role != 'tool'", ""),  # results may be written in another form
+    ],
+)
+def test_a_template_that_leaves_out_other_messages_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, condition: str, role: str
+) -> None:
+    source = (
+        f"{{% for m in messages %}}{{% if {condition} %}}{{{{ m.content }}}}{{% endif %}}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}\n{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How warm?"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "Seven."},
+    ]
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "tokenizer", source)), "")
+    assert len(list(encoder.encode_all([("here", {"messages": messages})]))) == 1
+    lines = [line.getMessage() for line in caplog.records if "leaves out or changes" in line.getMessage()]
+    assert [role in line for line in lines] == ([True] if role else [])
