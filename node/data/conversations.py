@@ -66,6 +66,10 @@ SETTINGS = "chat_template_kwargs"
 """The column with a row's own variables of the chat template, such as `enable_thinking` (TRL's format)."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that may hold a message's reasoning. Templates read the first."""
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""Keys that may hold a call's arguments: OpenAI's, and those of Llama, LangChain and Anthropic."""
+PREFERENCES = ("chosen", "rejected")
+"""The columns of a better and a worse answer."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
@@ -191,6 +195,8 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
             continue
         if not isinstance(cleaned, list) or not all(isinstance(message, dict) for message in cleaned):
             raise DataError(f"{place}: {name} is no list of messages, each with a role and a content")
+        if _role(cleaned[-1]) != ASSISTANT:
+            refuse_preferences((key for key, value in row.items() if value), place)
         return cleaned
     asked, about, answer = (_first(row, names) for names in (QUESTIONS, INPUTS, ANSWERS))
     has_pair = bool(asked and answer)
@@ -209,7 +215,7 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
 
 def refuse_preferences(names: Iterable[str], place: str) -> None:
     """Raise DataError if these columns hold two answers to a question, as DPO reads them."""
-    if {"chosen", "rejected"} <= {*names}:
+    if {*PREFERENCES} <= {*names}:
         raise DataError(
             f'{place} holds preferences between two answers ("chosen", "rejected"), which cannot be trained '
             'on here: give the better one as "messages", or as "completion" beside its "prompt"'
@@ -305,9 +311,13 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
         calls = list(_legacy_calls(legacy, waiting))
     if role == TOOL and waiting:
         message.setdefault("tool_call_id", waiting.pop(0))
-    reasoning = next((message[key] for key in REASONING if key in message), None)
-    if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    thoughts = {key: message[key] for key in REASONING if key in message}
+    if role == ASSISTANT and not all(isinstance(text, str) for text in thoughts.values()):
+        raise Dropped("reasoning that is no text")
+    thoughts = {key: text for key, text in thoughts.items() if isinstance(text, str) and text.strip()}
+    reasoning = next(iter(thoughts.values()), "")
+    if reasoning:  # it may stand beside an empty one
+        message = {**message, "thinking": reasoning, **thoughts, "reasoning_content": reasoning}
     written = _content(content, role, forms)
     words = written if isinstance(written, str) else "".join(part["text"] for part in written)
     if role == ASSISTANT and not (calls or reasoning or words.strip()):
@@ -370,8 +380,8 @@ def _call(call: Any, forms: Forms) -> Message:
     inner = call.get("function", call)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise Dropped("tool calls without a name")
-    if "arguments" not in inner:  # Llama's calls have parameters
-        inner = {"arguments" if key == "parameters" else key: value for key, value in inner.items()}
+    key = _arguments_key(inner)
+    inner = {"arguments" if name == key else name: value for name, value in inner.items()}
     arguments = inner.get("arguments")
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str) and forms.objects and not (forms.texts and arguments.strip()):
@@ -396,10 +406,14 @@ def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
         inner = call.get("function", call) if isinstance(call, dict) else {}
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise Dropped("tool calls without a name")
-        arguments = inner.get("arguments", inner.get("parameters", {}))
+        arguments = inner.get(_arguments_key(inner), {})
         waiting.append(f"call{len(waiting):05}")
         function = {"name": inner["name"], "arguments": arguments}
         yield {"id": waiting[-1], "type": "function", "function": function}
+
+
+def _arguments_key(call: Message) -> str:
+    return next((key for key in ARGUMENTS if key in call), ARGUMENTS[0])
 
 
 def order_results(messages: list[Message], results: Sequence[int]) -> None:

@@ -96,8 +96,9 @@ def test_arguments_have_the_form_that_the_template_writes(calls: list[Any], as_j
     kept = inner(messages_of(row, Forms(texts=True))[1])["arguments"]
     assert kept == ('{"city": "Oslo"}' if as_json else {"city": "Oslo"}), "both are written as they are meant"
     twice = json.dumps(json.dumps({"city": "Oslo"}))
-    named = {"name": CALL["name"], "parameters": CALL["arguments"]}
-    for other in (json.dumps(calls[0]), [json.dumps(calls[0])], named, {**CALL, "arguments": twice}):
+    # Llama's, LangChain's and Anthropic's names
+    named = [{"name": CALL["name"], key: CALL["arguments"]} for key in ("parameters", "args", "input")]
+    for other in (json.dumps(calls[0]), [json.dumps(calls[0])], *named, {**CALL, "arguments": twice}):
         row = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": other}]}
         assert inner(messages_of(row)[1]) == CALL
     assert messages_of(row)[1]["content"] == "" and messages_of(row, Forms(null=True))[1]["content"] is None
@@ -109,6 +110,9 @@ def test_null_in_arguments_is_kept_where_it_was_written() -> None:
     none = {"function": {"name": "weather", "arguments": "null"}}
     made = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": [call, none]}]})[1]
     assert [each["function"]["arguments"] for each in made["tool_calls"]] == [arguments, {}]
+    legacy = {"role": "assistant", "function_call": {"name": "weather", "args": arguments}}
+    (one,) = messages_of({"messages": [ASKED, json.loads(json.dumps(legacy))]})[1]["tool_calls"]
+    assert one["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
     text = json.dumps([{"name": "weather", "arguments": None}])
     (bare,) = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": text}]})[1]["tool_calls"]
     assert bare == {"name": "weather", "arguments": {}}
@@ -195,6 +199,20 @@ def test_results_stand_in_the_order_of_their_calls(ids: tuple[str | None, ...], 
         if short and len(ids) == 2 and "x" not in ids:  # the calls of another turn have other ids
             assert [each["tool_call_id"] for each in found[2:4]] == ["call00000", "call00001"]
             assert [each["tool_call_id"] for each in found[7:9]] == ["call00002", "call00003"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reasoning_content": "Hm."},
+        {"reasoning": "Hm."},
+        {"reasoning_content": "", "thinking": "Hm."},
+        {"reasoning_content": None, "thinking": " ", "reasoning": "Hm."},
+    ],
+)
+def test_reasoning_has_the_name_that_templates_read(given: dict[str, Any]) -> None:
+    answer = messages_of({"messages": [ASKED, {**ANSWERED, **given}]})[1]
+    assert answer["reasoning_content"] == "Hm." and answer["thinking"].strip() in ("Hm.", "")
 
 
 def test_a_system_column_comes_first_unless_there_is_one() -> None:
@@ -294,6 +312,10 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ([ASKED, {**ANSWERED, "train": "false"}], "no assistant message with a weight"),
         ([ASKED, {"role": "assistant", "function_call": "f()"}], "a function call that is not JSON"),
         ([ASKED, {**ANSWERED, "at": object()}], "values that JSON cannot hold"),
+        *(
+            ([ASKED, {**ANSWERED, key: value}], "reasoning that is no text")
+            for key, value in (("reasoning", {"text": "Hm."}), ("thinking", True), ("reasoning_content", [1]))
+        ),
     ],
 )
 def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any], reason: str) -> None:
@@ -371,6 +393,16 @@ def test_what_a_question_is_about_follows_it_and_a_system_prompt_comes_first() -
     )
     with pytest.raises(Dropped, match="a history"):
         messages_of({**row, "history": ["Where?"]})
+
+
+def test_a_question_with_two_answers_is_no_conversation() -> None:
+    """As LLaMA-Factory has preferences; the earlier answers alone would be trained on."""
+    beside = {"chosen": ANSWERED, "rejected": {**ANSWERED, "content": "Six."}}
+    with pytest.raises(DataError, match="preferences"):
+        messages_of({"conversations": [*TALK, ASKED], **beside})
+    assert messages_of({"messages": TALK, **beside}) == TALK
+    nothing = dict.fromkeys(beside)  # as Arrow has it of other rows
+    assert messages_of({"messages": [*TALK, ASKED], **nothing}) == [*TALK, ASKED]
 
 
 @pytest.mark.parametrize(
