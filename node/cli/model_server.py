@@ -20,7 +20,7 @@ from http import HTTPStatus
 from typing import Any
 
 from node.dashboard.operator import host_name, is_loopback
-from node.data.conversations import SYSTEM, TOOL, order_results
+from node.data.conversations import REASONING, SYSTEM, TOOL, order_results
 from wire.errors import UserError, shortened
 
 log = logging.getLogger(__name__)
@@ -167,6 +167,27 @@ def until_client_leaves(generate: Callable[..., Awaitable[Any]]) -> Callable[...
         client = CLIENT.get()
         stop = {"stopping_criteria": [lambda *_, **__: client.done()]}
         return await generate(manager, model, processor, {**inputs, **stop}, *rest, **named)
+
+    return within
+
+
+def whole_messages(convert: Callable[..., list[dict[str, Any]]]) -> Callable[..., list[dict[str, Any]]]:
+    """A handler's `get_processor_inputs_from_messages` that gives templates what they got in training: it
+    would leave out reasoning, names and the text beside calls, and put spaces between parts of a text."""
+
+    @wraps(convert)
+    def within(messages: Sequence[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
+        whole = []
+        for given, made in zip(messages, convert(messages, modality), strict=True):
+            content = given.get("content") or ""
+            parts = [{"text": content}] if isinstance(content, str) else content
+            if any("text" not in part for part in parts):
+                raise UserError("a message's content must be text")
+            text = "".join(part["text"] for part in parts)
+            thought = next((given[key] for key in REASONING if given.get(key)), None)
+            more = {} if thought is None else dict.fromkeys(REASONING[:2], thought)
+            whole.append({**given, **made, **more, "content": text})
+        return whole
 
     return within
 
@@ -326,12 +347,14 @@ def main() -> None:
     uvicorn.Config = Config  # type: ignore[misc, assignment]
     GenerationMixin.generate = bounded(GenerationMixin.generate)  # type: ignore[method-assign]
     with contextlib.suppress(ImportError):  # the first versions of transformers 5 have no such manager
-        from transformers.cli.serving.utils import GenerateManager
+        from transformers.cli.serving.utils import BaseHandler, GenerateManager
 
         whole = without_stop(until_client_leaves(GenerateManager.generate_non_streaming))
         GenerateManager.generate_non_streaming = whole  # type: ignore[assignment, method-assign]
         pieces = streamed_without_stop(GenerateManager.generate_streaming)
         GenerateManager.generate_streaming = pieces  # type: ignore[method-assign]
+        messages = whole_messages(BaseHandler.get_processor_inputs_from_messages)
+        BaseHandler.get_processor_inputs_from_messages = staticmethod(messages)  # type: ignore[method-assign]
     transformers()  # type: ignore[no-untyped-call]
 
 

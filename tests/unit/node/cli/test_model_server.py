@@ -16,6 +16,7 @@ from node.cli.model_server import (
     served,
     streamed_without_stop,
     until_client_leaves,
+    whole_messages,
     without_stop,
 )
 from wire.errors import UserError
@@ -166,6 +167,32 @@ def test_a_stream_ends_with_the_word_that_clients_wait_for(path: str, kind: byte
     _, *parts = asked(app, b"{}" if path != CHAT else json.dumps({"messages": [USER]}).encode(), path=path)
     whole = b"".join(part["body"] for part in parts)
     assert whole == b"data: {}\n\n" + (b"data: [DONE]\n\n" if ends else b"")
+
+
+def test_the_template_gets_messages_as_in_training() -> None:
+    """What is said beside a call, reasoning and names; parts of text without spaces between them."""
+    pytest.importorskip("transformers.cli.serving.utils")
+    from transformers.cli.serving.utils import BaseHandler, Modality
+
+    def parts(*texts: str, kind: str = "text") -> list[dict[str, str]]:
+        return [{"type": kind, "text": text} for text in texts]
+
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": parts("How ", "warm?", kind="input_text")},
+        {"role": "assistant", "content": "Let me see.", "reasoning": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "name": "f", "content": parts("7")},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    convert = whole_messages(BaseHandler.get_processor_inputs_from_messages)
+    asked, called, result, silent = convert(messages, Modality.LLM)
+    assert asked == {"role": "user", "content": "How warm?"}
+    assert called["content"] == "Let me see." and called["reasoning_content"] == "Hm."
+    assert called["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert result == {"role": "tool", "tool_call_id": "a", "name": "f", "content": "7"}
+    assert silent["content"] == ""
+    with pytest.raises(UserError, match="must be text"):
+        convert([{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}], Modality.LLM)
 
 
 def test_results_stand_in_the_order_of_their_calls() -> None:
