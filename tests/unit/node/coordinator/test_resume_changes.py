@@ -40,6 +40,6 @@ def test_a_diverged_run_can_follow_its_own_advice() -> None:
     )
     epoch = Epoch(1, Assignment(hosts=("a",), addresses=("a:1",)), OnRecord(), rules)
     epoch.uncompressed = True
-    remedy = getattr(Failures().not_finite(epoch, "the loss"), "remedy", "")
+    remedy = getattr(Failures().not_finite(epoch, "a", "the loss"), "remedy", "")
     key = remedy.removeprefix("lower ").partition(",")[0]
     assert key in CHANGEABLE, remedy
