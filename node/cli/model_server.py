@@ -172,8 +172,8 @@ def until_client_leaves(generate: Callable[..., Awaitable[Any]]) -> Callable[...
 
 
 def whole_messages(convert: Callable[..., list[dict[str, Any]]]) -> Callable[..., list[dict[str, Any]]]:
-    """A handler's `get_processor_inputs_from_messages` that gives templates what they got in training: it
-    would leave out reasoning, names and the text beside calls, and put spaces between parts of a text."""
+    """Wrap a handler's `get_processor_inputs_from_messages`, so that templates get the same as in training.
+    By itself it leaves out reasoning, names and the text beside calls, and puts spaces between parts."""
 
     @wraps(convert)
     def within(messages: Sequence[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:

@@ -181,7 +181,8 @@ class KeptSnapshots:
         self._contested: dict[int, int] = {}
         """By step, the first epoch in which a node got no good copy of a layer that others say they hold."""
         self._gone: dict[int, float] = {}
-        """By step, since when nobody that saved one of its layers has been here."""
+        """By step of an incomplete snapshot: the time since which no node that saved one of its layers is
+        connected."""
         self._doubts = RateLimits(DOUBTS_A_SECOND, DOUBTS_AT_ONCE)
         """By node that doubts."""
         self._changed = asyncio.Event()

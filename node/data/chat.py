@@ -24,12 +24,14 @@ from node.data.conversations import (
     REASONING,
     ROLES,
     SYSTEM,
+    THOUGHT_END,
     TOOL,
     USER,
     Conversation,
     Dropped,
     normalized,
     tools_of,
+    words_of,
 )
 from node.data.templates import ChatTemplate, Rendered
 from node.data.text import expanded
@@ -193,7 +195,7 @@ class ChatEncoder:
             template = self._with_tools
         conversation = normalized(row, place, template.forms)
         last = conversation.messages[conversation.trained[-1]]
-        thinks = not template.forms.thoughts and "</think>" in str(last.get("content"))
+        thinks = not template.forms.thoughts and THOUGHT_END in str(last.get("content"))
         if thinks or (not template.forms.reasoning and last.get(REASONING[0])):
             _say_no_thoughts(str(self._path))
         return conversation, template
@@ -277,11 +279,9 @@ def _left_out(conversation: Conversation, text: str) -> Iterator[str]:
     for index, message in enumerate(conversation.messages):
         if message["role"] in ROLES[TOOL]:
             continue
-        content = message.get("content") or ""
-        if not isinstance(content, str):
-            content = "".join(str(part.get("text") or "") for part in content)
         # Templates leave out the thoughts of earlier answers.
-        end = content.rpartition("</think>")[2].strip()[-_END_CHARACTERS:]
+        words = words_of(message.get("content")).rpartition(THOUGHT_END)[2]
+        end = words.strip()[-_END_CHARACTERS:]
         if end.lower() not in text:
             yield "answers" if index in conversation.answers else f"{message['role']} messages"
 
@@ -289,8 +289,8 @@ def _left_out(conversation: Conversation, text: str) -> Iterator[str]:
 @cache
 def _say_no_content(tokenizer: str, whose: str) -> None:
     logger.warning(
-        "the chat template for %s leaves out or changes the content of %s, and the training is on what it "
-        "writes: look at it with `thinwire data preview`. Messages have a role and a content",
+        "the chat template for %s leaves out or changes the content of %s, and the run is trained on what "
+        "it writes: look at it with `thinwire data preview`. Messages have a role and a content",
         tokenizer,
         whose,
     )

@@ -70,6 +70,8 @@ ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Keys that may hold a call's arguments: OpenAI's, and those of Llama, LangChain and Anthropic."""
 PREFERENCES = ("chosen", "rejected")
 """The columns of a better and a worse answer."""
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+"""Around a thought that stands in an answer's content."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
@@ -319,8 +321,7 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
     if reasoning:  # it may stand beside an empty one
         message = {**message, "thinking": reasoning, **thoughts, "reasoning_content": reasoning}
     written = _content(content, role, forms)
-    words = written if isinstance(written, str) else "".join(part["text"] for part in written)
-    if role == ASSISTANT and not (calls or reasoning or words.strip()):
+    if role == ASSISTANT and not (calls or reasoning or words_of(written).strip()):
         raise Dropped("an answer without content")
     if content is None and role == USER:
         raise Dropped("a question without content")
@@ -412,7 +413,13 @@ def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
         yield {"id": waiting[-1], "type": "function", "function": function}
 
 
+def words_of(content: str | Sequence[Message] | None) -> str:
+    """The text of a message's content, which may be in parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
 def _arguments_key(call: Message) -> str:
+    """The key that holds a call's arguments, if it has any."""
     return next((key for key in ARGUMENTS if key in call), ARGUMENTS[0])
 
 

@@ -31,12 +31,15 @@ from node.data.conversations import (
     LEFT_OUT,
     REASONING,
     SYSTEM,
+    THOUGHT,
+    THOUGHT_END,
     TOOL,
     USER,
     Conversation,
     Dropped,
     Forms,
     Message,
+    words_of,
 )
 from wire.errors import DataError
 
@@ -53,7 +56,6 @@ _MOST_MESSAGES = 0x7FFF
 """Each message needs two marks."""
 _ENDED = re.compile(r"(<[^<>\s]+>)\s*<[^<>\s]+>")
 """A special token after an answer, before the one that begins the next message."""
-_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 _LOST = "an answer lost where the template rewrites earlier messages"
 
 Span = tuple[int, int]
@@ -481,14 +483,14 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
     calls = message.get("tool_calls", []) if answer else []
     # Templates remove thoughts, so marks go after them.
-    answers = [text.rpartition(_THOUGHT_END)[2] if calls else text for text in texts]
+    answers = [text.rpartition(THOUGHT_END)[2] if calls else text for text in texts]
     spoken = [at for at, text in enumerate(answers) if text.strip()]
     if spoken and not answer:
         text = texts[spoken[0]]
         middle = len(text) - len(text.lstrip()) + len(text.strip()) // 2
         texts[spoken[0]] = text[:middle] + begin + text[middle:]
     elif spoken:
-        text = texts[spoken[0]].rpartition(_THOUGHT_END)[2]
+        text = texts[spoken[0]].rpartition(THOUGHT_END)[2]
         text = text if text.strip() else texts[spoken[0]]
         before = texts[spoken[0]].removesuffix(text) + text[: len(text) - len(text.lstrip())]
         texts[spoken[0]] = before + begin + text.lstrip()
@@ -509,14 +511,12 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
 def _thought_start(text: str, floor: int, first: int, message: Message) -> int:
     """Where the thought of an answer begins in this part of the text, whose words begin at `first`; `first`
     if it is not there."""
-    content = message.get("content") or ""
-    said = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    said = said.rpartition(_THOUGHT_END)[0].rpartition(_THOUGHT)[2]
+    said = words_of(message.get("content")).rpartition(THOUGHT_END)[0].rpartition(THOUGHT)[2]
     for thought in filter(str.strip, (said, str(message.get(REASONING[0]) or ""))):
         place = text.rfind(thought.strip(), floor, first)
         if place >= 0:
             before = text[:place].rstrip()
-            return len(before.removesuffix(_THOUGHT)) if before.endswith(_THOUGHT) else place
+            return len(before.removesuffix(THOUGHT)) if before.endswith(THOUGHT) else place
     return first
 
 

@@ -844,7 +844,7 @@ class Stragglers:
         return Late(note=note)
 
     def _alone_late(self, epoch: Epoch, now: float, loading: Mapping[str, float]) -> Late:
-        """What to do about the only node that was asked. Nobody else's time says how long it may take."""
+        """What to do about the only node that was asked. There is no other node to compare its time with."""
         (node,) = epoch.asked
         waited = now - self._began
         if waited <= LATE_SECONDS + loading.get(node, 0.0):

@@ -160,7 +160,7 @@ class LayerPlaces:
         return tuple(unit for unit in self._units if layers[unit].holders.isdisjoint(present))
 
     def gone(self, step: int, present: Collection[str]) -> tuple[str, ...]:
-        """The units of an incomplete snapshot that nodes have saved, none of which is present."""
+        """The units of an incomplete snapshot that some node has saved, and that no present node has."""
         if self.url(step):
             return ()
         return tuple(
@@ -344,8 +344,8 @@ class LayerPlaces:
 
 
 def _described(file: HeldLayer, before: HeldLayer | None) -> HeldLayer:
-    """A node that has started again names the files on its disk, and does not read them for the hash of their
-    weights: that is as it was in its report before."""
+    """A node's report, with the hash of the weights from its report before if it lacks that. A node that has
+    started again names the files on its disk without reading them for it."""
     if before is None or file.weights_sha256 or before.sha256 != file.sha256:
         return file
     return replace(file, weights_sha256=before.weights_sha256)

@@ -394,7 +394,7 @@ class RunMachine:
         return actions
 
     def snapshot_gone(self, step: int, why: str, now: float) -> list[Action]:
-        """The nodes that saved a layer of `step` are gone, and nobody else has it."""
+        """The nodes that saved a layer of the snapshot of `step` are gone, and no other has a copy."""
         return [] if self.stopped or step <= self._snapshots.newest else self._drop_snapshot(step, why, now)
 
     def snapshot_damaged(self, step: int, whole: int) -> list[Action]:
@@ -923,8 +923,8 @@ class RunMachine:
     def _note_seated(
         self, epoch: Epoch, nodes: Sequence[str], now: float, moved: Collection[str] = ()
     ) -> None:
-        """These nodes are about to take the seats whose links they have opened. Those that `moved` from
-        another row keep their state, and so their standing."""
+        """These nodes are about to take the seats whose links they have opened. Those that `moved` held a
+        seat in this step and keep its state, and so their standing."""
         for node in nodes:
             place = epoch.entering[node]
             self._assigner.seat(node, place)
@@ -1086,8 +1086,8 @@ class RunMachine:
         return self._put_out(node_id, f"node {node_id} is replaced: {line}", line, now)
 
     def _replaceable(self, late: Mapping[str, str]) -> dict[str, str]:
-        """The late nodes, each with a line, without one on which the run waits alone and that nobody can
-        replace: what it does may just take long."""
+        """The late nodes that are to be replaced, each with a line. If the run waits for a single node, that
+        one is replaced only if another can take its place: its work may simply take long."""
         alone = self.epoch is not None and len(self.epoch.asked) == 1
         able = self._candidates()
         return {

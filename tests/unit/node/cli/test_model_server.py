@@ -170,7 +170,7 @@ def test_a_stream_ends_with_the_word_that_clients_wait_for(path: str, kind: byte
 
 
 def test_the_template_gets_messages_as_in_training() -> None:
-    """What is said beside a call, reasoning and names; parts of text without spaces between them."""
+    """The text beside a call, reasoning and names stay, and a text's parts are joined without spaces."""
     pytest.importorskip("transformers.cli.serving.utils")
     from transformers.cli.serving.utils import BaseHandler, Modality
 
