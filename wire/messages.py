@@ -195,9 +195,12 @@ class HandedOver:
     step: int
     generation: int
     """The generation of the `Begin` that says which nodes these are."""
-    groups: tuple[int, ...]
+    groups: tuple[int, ...] = ()
     group_losses: Mapping[int, GroupLoss] = field(default_factory=dict)
     """The same as in `Vote`."""
+    passed_on: tuple[int, ...] = ()
+    """Groups that rows without a node of this stage had handed over to this node: other nodes hold them,
+    too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -842,7 +842,9 @@ class Epoch:
             return []
         stage, groups = self.stage_of(node_id), set(message.groups)
         wanted = groups if stage == self.loss_stage else set()
-        if message.group_losses.keys() != wanted or not groups <= set(range(self._group_count)):
+        if message.group_losses.keys() != wanted or not {*groups, *message.passed_on} <= set(
+            range(self._group_count)
+        ):
             return RefusedVote(node_id, "it handed over groups with the losses of others")
         if message.generation > self.generation or not self._hands_over:
             return RefusedVote(node_id, "it handed over groups that nobody asked it for")
@@ -864,7 +866,7 @@ class Epoch:
         row, stage = seat
         if self.phase is not Phase.STEPPING or node_id not in self._seats or stage != self.stage_of(node_id):
             return []
-        if row not in self._handed.at_risk(stage):
+        if not self._handed.keeps(row, stage):
             return []
         if not self._shared.can_give(self.whole_rows, self.groups_of(row)):
             return None
@@ -927,8 +929,10 @@ class Epoch:
 
     def _lost_with(self, node_id: str) -> dict[int, list[int]]:
         """The groups of the step that are lost with a node, by row. Its own row is among these."""
-        row, at_risk = self.replica_of(node_id), self._handed.at_risk(self.stage_of(node_id))
-        kept = set() if row in at_risk or not self._may_keep(row) else self._kept_without(node_id)
+        row, stage = self.replica_of(node_id), self.stage_of(node_id)
+        may_keep = self._may_keep(row) and not self._handed.keeps(row, stage)
+        kept = self._kept_without(node_id) if may_keep else set()
+        at_risk = self._handed.at_risk(node_id, stage, self.groups_of)
         lost = {other: [*self.groups_of(other)] for other in at_risk}
         return {**lost, row: [group for group in self.groups_of(row) if group not in kept]}
 

@@ -2,11 +2,11 @@
 
 A node reports the groups whose sums have arrived at other nodes of its stage: at those that sum up the
 pieces, and at those that would do so without the node. If it dies then, its row keeps these groups as soon as
-the row's other nodes have computed them, too. They are lost if one more node of the stage dies, because what
-it had been given is nowhere else.
+the row's other nodes have computed them, too. The nodes that it had given them to pass them on to those that
+would sum them up without these. Groups are lost with a node of the stage that has not done so yet.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from wire.messages import HandedOver
 
@@ -19,6 +19,8 @@ class HandedGroups:
         """By node: groups that it has computed completely."""
         self._safe: dict[str, dict[int, float | None]] = {}
         """By node: the groups of these that survive the node, and their losses."""
+        self._passed_on: dict[str, set[int]] = {}
+        """By node: groups of rows without a node of its stage that survive it, too."""
         self._valid_from: dict[int, int] = {}
         """By stage: the first generation whose reports count."""
         self._kept: dict[int, set[int]] = {}
@@ -30,15 +32,21 @@ class HandedGroups:
         if message.generation >= self._valid_from.get(stage, 0):
             losses = message.group_losses
             self._safe.setdefault(node_id, {}).update((group, losses.get(group)) for group in message.groups)
+            self._passed_on.setdefault(node_id, set()).update(message.passed_on)
 
     def kept_without(self, node_id: str, mates: Iterable[str], groups: Collection[int]) -> set[int]:
         """The groups that a row keeps if it loses this node. `mates`: its other nodes."""
         kept = set(groups).intersection(self._safe.get(node_id, ()))
         return kept.intersection(*(self._computed.get(mate, set()) for mate in mates))
 
-    def at_risk(self, stage: int) -> list[int]:
-        """The rows whose kept groups are lost when any other node of this stage dies."""
-        return [row for row, stages in self._kept.items() if stage in stages]
+    def keeps(self, row: int, stage: int) -> bool:
+        """Whether a row has lost its node of this stage and kept groups."""
+        return stage in self._kept.get(row, ())
+
+    def at_risk(self, node_id: str, stage: int, groups_of: Callable[[int], Collection[int]]) -> list[int]:
+        """The rows whose kept groups are lost if this node of a stage dies. `groups_of`: a row's groups."""
+        safe = self._passed_on.get(node_id, set())
+        return [row for row in self._kept if self.keeps(row, stage) and not safe.issuperset(groups_of(row))]
 
     def keep(self, row: int, stage: int) -> None:
         """A row has lost its node of this stage, and has kept groups."""
@@ -49,8 +57,8 @@ class HandedGroups:
         self._kept.pop(row, None)
 
     def node_lost(self, node_id: str, stage: int, column: Iterable[str], generation: int) -> dict[int, float]:
-        """A node is gone. The other nodes of its stage hand over again what they had given to it. Returns
-        the losses that the node has reported.
+        """A node is gone. The other nodes of its stage hand over again, and pass on again, what they had
+        given to it. Returns the losses that the node has reported.
 
         Args:
             column: the other nodes of the stage.
@@ -58,7 +66,9 @@ class HandedGroups:
         """
         losses = self._safe.pop(node_id, {})
         self._computed.pop(node_id, None)
+        self._passed_on.pop(node_id, None)
         for other in column:
             self._safe.pop(other, None)
+            self._passed_on.pop(other, None)
         self._valid_from[stage] = generation
         return {group: loss for group, loss in losses.items() if loss is not None}

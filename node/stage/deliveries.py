@@ -32,7 +32,7 @@ class Deliveries:
             self._missing = {
                 node: set(sent).difference(self._arrived)
                 for node, sent in needed.items()
-                if node not in self._told and sent
+                if node not in self._told
             }
             there = [node for node, missing in self._missing.items() if not missing]
             self._note(there)

@@ -320,7 +320,7 @@ class StageExecutor:
                 work=passes.work,
                 keep=self.keep_sums,
                 digests=self._digests,
-                hand_over=None if self.hand_over is None else passes.handed_over,
+                hand_over=None if self.hand_over is None else (passes.handed_over, passes.passed_on),
                 generation=passes.generation,
             )
         self._running = passes

@@ -39,8 +39,8 @@ from wire.link import Link
 from wire.messages import DIGEST_BYTES
 from wire.spec import Direction, TensorKey, TensorSpec
 
-HandOver = Callable[[int, Sequence[int]], None]
-"""Takes (generation, groups of the own row that have arrived where others can sum them up)."""
+Arrived = Callable[[int, Sequence[int]], None]
+"""Takes (generation, groups that have arrived where others can sum them up)."""
 KeepSums = Callable[[int, str, Sequence[Tensor]], None]
 """Takes (step, unit, the packed sum over all groups of each of the unit's pieces, uint8 on the CPU)."""
 
@@ -68,6 +68,11 @@ def digest_of_sum(parts: Iterable[bytes | memoryview]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()[:DIGEST_BYTES]
+
+
+def _arrived(deliveries: Iterable[Deliveries], sent: Sent) -> None:
+    for expecting in deliveries:
+        expecting.arrived(sent)
 
 
 def _packing(device: torch.device) -> Packing:
@@ -120,15 +125,18 @@ class SyncPlan:
         )
 
     def comes(self, row: int, key: TensorKey, work: StepWork) -> bool:
-        """Whether another row sends this tensor to the own one with this work, perhaps to hand it over."""
+        """Whether another row sends this tensor to the own one with this work, perhaps to hand it over, or to
+        pass on what a row without a node had handed over to it."""
         piece, own = key.boundary, self.share.replica
-        first = self.owners[piece]
+        first, absent = self.owners[piece], work.seats[0]
+        owner, source = work.owner(first, piece), work.sources.get(key.microbatch)
         if key.direction is Direction.SYNC_SUM:
-            return work.owner(first, piece) == row
-        return work.sources.get(key.microbatch) == row and own in (
-            work.owner(first, piece),
-            work.heir(row, first, piece),
-        )
+            return owner == row
+        is_heir = own == work.heir(row, first, piece)
+        if source == row:
+            return is_heir or own == owner
+        # The row that passed it on may have lost its node since.
+        return is_heir and source in absent and (row == owner or row in absent)
 
 
 class GradientSync:
@@ -165,8 +173,9 @@ class GradientSync:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._sum_digests: dict[str, Future[bytes]] = {}
         self._digests: StepDigests | None = None
-        self._deliveries: Deliveries | None = None
-        """Set in steps in which the row hands over what it has computed."""
+        self._deliveries: tuple[Deliveries, Deliveries] | None = None
+        """Of what the row has computed and hands over, and of what rows without a node had handed over to it,
+        which it passes on. None in steps without."""
 
     def begin(
         self,
@@ -178,7 +187,7 @@ class GradientSync:
         work: StepWork,
         keep: KeepSums | None = None,
         digests: StepDigests | None = None,
-        hand_over: HandOver | None = None,
+        hand_over: tuple[Arrived, Arrived] | None = None,
         generation: int = 0,
     ) -> None:
         """Begin a step; nothing of an earlier step remains.
@@ -186,8 +195,9 @@ class GradientSync:
         Args:
             keep: receives the sums that `finish` unpacks.
             digests: records groups' packed gradients.
-            hand_over: called on any thread when groups have arrived. With it, the own row's part of pieces
-                that it owns is also sent to another row.
+            hand_over: called on any thread when groups of the own row, or of rows without a node, have
+                arrived. With it, the own row's part of pieces that it owns is also sent to another row, and
+                so are those of rows without a node.
             generation: of `work`.
         """
         self._forget()
@@ -202,9 +212,13 @@ class GradientSync:
         self._spare = {number: {} for number in self._folds}
         self._deliveries = None
         if hand_over is not None:
-            span = plan.share.tree.span
-            self._deliveries = Deliveries(lambda generation, node: hand_over(generation, span(node)))
+            span, (computed, passed_on) = plan.share.tree.span, hand_over
+            self._deliveries = (
+                Deliveries(lambda generation, node: computed(generation, span(node))),
+                Deliveries(lambda generation, node: passed_on(generation, span(node))),
+            )
             self._expect(generation, anew=True)
+            self._submit(self._pass_on)
 
     def use(self, work: StepWork, generation: int) -> None:
         """Change which rows compute the step's groups. What `finish` has returned stays valid unless `again`
@@ -222,6 +236,7 @@ class GradientSync:
                         if (leaves := self._spare[number].pop(group, None)) is not None:
                             self._folds[number].put(self._plan.share.tree.leaf(group), leaves)
                     self._send_subtrees(batch)
+            self._pass_on()
 
         self._submit(change)
 
@@ -353,14 +368,47 @@ class GradientSync:
         """Look out for the arrival of the own row's subtrees at their present receivers."""
         if self._deliveries is None:
             return
+        computed, passed_on = self._deliveries
         pieces = [piece for unit in self._plan.units for piece in self._plan.pieces[unit]]
         rows = {piece.number: self._receiver(piece) for piece in pieces}
-        needed: dict[int, list[Sent]] = {}
-        if self._plan.share.replica not in rows.values():
-            links = {row: self._io.link_to_row(row) for row in {*rows.values()}}
-            for node in self._work.own:
-                needed[node] = [(number, node, links[row]) for number, row in rows.items()]
-        self._deliveries.expect(generation, needed, anew=anew)
+        own = self._work.own if rows else ()  # without pieces, nothing shows that a group is computed
+        computed.expect(generation, self._arrivals(own, rows), anew=anew)
+        heirs = {piece.number: rows[piece.number] for piece in pieces if self._is_own(piece)}
+        passed_on.expect(generation, self._arrivals(self._orphans, heirs), anew=anew)
+
+    def _arrivals(self, nodes: Iterable[int], rows: Mapping[int, int]) -> dict[int, list[Sent]]:
+        """What is to arrive of these nodes of the tree. `rows`: where each piece goes."""
+        if self._plan.share.replica in rows.values():
+            return {}  # there is nobody else
+        links = {row: self._io.link_to_row(row) for row in {*rows.values()}}
+        return {node: [(number, node, links[row]) for number, row in rows.items()] for node in nodes}
+
+    @property
+    def _orphans(self) -> list[int]:
+        """The nodes of the tree that rows without a node of this stage have handed over."""
+        return [node for node, row in self._work.sources.items() if row in self._work.seats[0]]
+
+    def _pass_on(self) -> None:
+        """Send what rows without a node have handed over to the rows that sum it up if this one loses its
+        node, too."""
+        own, orphans = self._plan.share.replica, self._orphans
+        pieces = [piece for unit in self._plan.units for piece in self._plan.pieces[unit]]
+        for piece in pieces if self._deliveries is not None and orphans else ():
+            if not self._is_own(piece) or (heir := self._receiver(piece)) == own:
+                continue
+            held = self._held[piece.number]
+            for node in orphans:
+                row, key = self._work.sources[node], self._key(piece, node, Direction.SYNC_SHARE)
+                # Nothing waits here: the compute thread may wait for this one as newer work comes.
+                if node not in held and (packed := self._io.take_of_gone(row, key)) is not None:
+                    try:
+                        self._sums.check(piece, packed)
+                    except (PackedMismatchError, NonFiniteError):
+                        self._io.missed(row)
+                        continue
+                    held[node] = packed
+                if node in held:
+                    self._send(heir, piece, node, Direction.SYNC_SHARE, held[node])
 
     def _send(self, row: int, piece: Piece, node: int, direction: Direction, packed: Tensor) -> None:
         """Send a tensor to a row unless its node has got it in this step."""
@@ -368,7 +416,7 @@ class GradientSync:
             self._sent.add(sent)
             arrived = None
             if self._deliveries is not None and direction is Direction.SYNC_SHARE:
-                arrived = partial(self._deliveries.arrived, (piece.number, node, sent[-1]))
+                arrived = partial(_arrived, self._deliveries, (piece.number, node, sent[-1]))
             self._io.send_to_row(row, self._key(piece, node, direction), packed, piece.elements, arrived)
 
     def _sum_up(self, unit: str) -> None:
@@ -376,7 +424,7 @@ class GradientSync:
         work, own = self._work, self._plan.share.replica
         pieces = [piece for piece in self._plan.pieces[unit] if self._is_own(piece)]
         unsummed = [piece for piece in pieces if piece.number not in self._sums_of]
-        own_nodes = work.own if self._deliveries is not None else ()  # the heir may change
+        kept = work.sources if self._deliveries is not None else ()  # the heir may change
         for batch in self._sums.batches(unsummed):
             fold = self._sums.fold(batch)
             # The own row's come first, because they are here already.
@@ -389,7 +437,7 @@ class GradientSync:
             for piece, total in zip(batch, fold.nodes[ROOT], strict=True):
                 self._sums_of[piece.number] = total
                 held = self._held[piece.number]
-                self._held[piece.number] = {node: held[node] for node in own_nodes if node in held}
+                self._held[piece.number] = {node: held[node] for node in kept}
         for piece in pieces:
             for row in work.others:
                 self._send(row, piece, ROOT, Direction.SYNC_SUM, self._sums_of[piece.number])

@@ -8,7 +8,7 @@ immediately.
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -99,6 +99,12 @@ class Inbox:
     def holds(self, key: TensorKey) -> bool:
         with self._arrived:
             return (OWN_ROW, key) in self._buffers
+
+    def take_now(self, key: TensorKey, rows: Iterable[int]) -> bytearray | None:
+        """Remove a tensor that is here from one of these rows, the first of them that sent it."""
+        with self._arrived:
+            sender = next((row for row in rows if (row, key) in self._buffers), None)
+            return None if sender is None else self._buffers.pop((sender, key))
 
     def take(self, key: TensorKey, timeout: float = STALL_SECONDS, row: int = OWN_ROW) -> bytearray:
         """Wait for a tensor and remove it. Raises as `wait_any`."""
@@ -277,11 +283,21 @@ class LinksIO:
 
         The credit of these tensors is returned on arrival: nothing waits for one to be taken.
 
-        `is_gone`: the row has no node any more, so that the tensor is here unless the node lied.
+        `is_gone`: the row has no node any more, so that the tensor is here, from that node or from one that
+        passed it on, unless one of these lied.
         """
-        if is_gone and not self._inbox.comes((key,), GONE_SECONDS, row):
-            self.missed(row)
+        if is_gone:
+            if (packed := self.take_of_gone(row, key)) is not None:
+                return packed
+            if not self._inbox.comes((key,), GONE_SECONDS, row):
+                self.missed(row)
         return torch.frombuffer(self._inbox.take(key, row=row), dtype=torch.uint8)
+
+    def take_of_gone(self, row: int, key: TensorKey) -> Tensor | None:
+        """The packed tensor of a row that is gone, from it or from another that passed it on; None if it is
+        not here."""
+        found = self._inbox.take_now(key, (row, *self._rows))
+        return None if found is None else torch.frombuffer(found, dtype=torch.uint8)
 
     @property
     def has_change(self) -> bool:

@@ -393,6 +393,14 @@ class StepPasses:
                 )
             )
 
+    def passed_on(self, generation: int, groups: Sequence[int]) -> None:
+        """What rows without a node of this stage had handed over of these groups has arrived at other rows.
+        Called on any thread."""
+        if self.hand_over is not None:
+            self.hand_over(
+                HandedOver(epoch=self.epoch, step=self.step, generation=generation, passed_on=tuple(groups))
+            )
+
     def _exchange_tied(self) -> None:
         """Set both copies of a tied weight's gradient to their sum, added in a fixed order."""
         layout, model = self.layout, self.model

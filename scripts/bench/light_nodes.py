@@ -230,6 +230,13 @@ class LightNode:
         self.done = {group: self.done[group] for group in own}
         if begin.hands_over and own:
             self._start(self._hand_over(session, begin, own))
+        gone = {seat.row for seat in begin.absent if seat.stage == place.stage}
+        kept = tuple(group for row, groups in portions if row in gone for group in groups)
+        if begin.hands_over and kept:
+            # Its part of them is a row's part of a row's sums: next to nothing.
+            session.post(
+                HandedOver(epoch=begin.epoch, step=begin.step, generation=begin.generation, passed_on=kept)
+            )
         # While groups wait for a row, nobody votes.
         if all(row != rows for row, _ in portions) or not rows:
             self._start(self._vote(session, begin, max(self.done.values(), default=now)))

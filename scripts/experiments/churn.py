@@ -67,6 +67,7 @@ from wire.messages import (
     Placement,
     Ready,
     Restore,
+    Seat,
     StateHashes,
     TakeSnapshot,
     UnitHash,
@@ -427,6 +428,24 @@ class Churn:
                 if node.done.keys() >= {*of} and of not in node.told:
                     when = max(max(node.done[group] for group in of) + self.case.sync / 2, self.now + again)
                     self.at(when, partial(self._handed, node, begin.epoch, begin.step, of))
+        rows = {seat.row for seat in absent}
+        kept = tuple(group for row, groups in begin.portions if row in rows for group in groups)
+        if kept:
+            self.at(self.now + again, partial(self._passed_on, node, begin, absent, kept))
+
+    def _passed_on(self, node: Node, begin: Begin, absent: set[Seat], kept: tuple[int, ...]) -> None:
+        """The nodes that would sum up what rows without a node had handed over have it, too."""
+        newest, place = node.begun, node.placement
+        if not node.here or place is None or newest is None:
+            return
+        known = {seat for seat in newest.absent if seat.stage == place.stage}
+        if (newest.epoch, newest.step, known) == (begin.epoch, begin.step, absent):
+            self._say(
+                node,
+                HandedOver(
+                    epoch=newest.epoch, step=newest.step, generation=newest.generation, passed_on=kept
+                ),
+            )
 
     def _handed(self, node: Node, epoch: int, step: int, groups: tuple[int, ...]) -> None:
         begin = node.begun

@@ -148,8 +148,11 @@ class Disk:
         )
 
 
-Handed = tuple[Seat, frozenset[int], frozenset[tuple[int, str, int]]]
-"""A seat, groups that its node has handed over, and the rows, nodes and processes that have got them."""
+Holder = tuple[int, str, int]
+"""A row, a node and a process."""
+Handed = tuple[Seat, frozenset[int], list[list[frozenset[Holder]]]]
+"""A seat, groups that its node has handed over, and for each part of them the sets of those that hold it
+together."""
 
 
 class Surroundings(Protocol):
@@ -410,18 +413,21 @@ class SimNode:
         if current is None or current.number != begin.epoch:
             return
         rows = [row for row in range(len(placement.rows)) if row != placement.replica]
-        others = [row for row in rows if Seat(row, self.stage) not in begin.absent]
+        absent = [row for row in rows if Seat(row, self.stage) in begin.absent]
+        others = [row for row in rows if row not in absent]
         nodes = {node.node_id: node for node in self.world.nodes}
         column = {row: nodes.get(current.row(row)[self.stage]) for row in others}
         if not others or any(node is None or not node.running for node in column.values()):
             return
         holders = {(row, node.node_id, node.nonce) for row, node in column.items() if node is not None}
+        self._pass_on(begin, absent, frozenset(holders), (placement.replica, self.node_id, self.nonce))
         tree = GroupTree(sum(len(row.groups) for row in placement.rows))
         portions = begin.portions or [Portion(row, of.groups) for row, of in enumerate(placement.rows)]
         own = [groups for row, groups in portions if row == placement.replica]
         for groups in (tuple(tree.span(node)) for run in own for node in tree.subtrees(run)):
             said = self.world.handed.setdefault((begin.epoch, begin.step), [])
-            said.append((Seat(placement.replica, self.stage), frozenset(groups), frozenset(holders)))
+            parts = [[frozenset({holder})] for holder in holders]
+            said.append((Seat(placement.replica, self.stage), frozenset(groups), parts))
             is_last = self.stage == self.stages - 1
             self.outbox.append(
                 HandedOver(
@@ -430,6 +436,23 @@ class SimNode:
                     generation=begin.generation,
                     groups=groups,
                     group_losses={group: loss_of(self.state, group) for group in groups if is_last},
+                )
+            )
+
+    def _pass_on(self, begin: Begin, absent: list[int], holders: frozenset[Holder], own: Holder) -> None:
+        """The others get what it holds of the sums of rows without a node of its stage, too."""
+        kept = {group for row, groups in begin.portions if row in absent for group in groups}
+        for seat, groups, parts in self.world.handed.get((begin.epoch, begin.step), ()):
+            if seat.stage == self.stage and seat.row in absent and groups <= kept:
+                for together in parts:
+                    together += [of - {own} | holders for of in together if own in of]
+        if kept:
+            self.outbox.append(
+                HandedOver(
+                    epoch=begin.epoch,
+                    step=begin.step,
+                    generation=begin.generation,
+                    passed_on=tuple(sorted(kept)),
                 )
             )
 

@@ -365,9 +365,9 @@ class World:
                     continue
                 found = {
                     group
-                    for of, handed, holders in self.handed.get((commit.epoch, commit.step), ())
+                    for of, handed, parts in self.handed.get((commit.epoch, commit.step), ())
                     for group in handed
-                    if of == seat and holders <= self.seated
+                    if of == seat and all(any(some <= self.seated for some in part) for part in parts)
                 }
                 assert found >= set(groups), "a row keeps only what others have"
                 self.kept += 1

@@ -104,8 +104,14 @@ class MemoryIO:
         inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
 
     def take_from_row(self, row: int, key: TensorKey, *, is_gone: bool = False) -> Tensor:
+        if is_gone and (packed := self.take_of_gone(row, key)) is not None:
+            return packed
         found = self._inboxes[self._stage].take(key, TAKE_SECONDS, row)
         return torch.frombuffer(found, dtype=torch.uint8)
+
+    def take_of_gone(self, row: int, key: TensorKey) -> Tensor | None:
+        found = self._inboxes[self._stage].take_now(key, (row, *range(len(self._rows))))
+        return None if found is None else torch.frombuffer(found, dtype=torch.uint8)
 
     @property
     def has_change(self) -> bool:

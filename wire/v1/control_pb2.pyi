@@ -120,18 +120,20 @@ class Vote(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., generation: _Optional[int] = ..., sums: _Optional[_Iterable[_Union[UnitDigest, _Mapping]]] = ...) -> None: ...
 
 class HandedOver(_message.Message):
-    __slots__ = ("epoch", "step", "generation", "groups", "group_losses")
+    __slots__ = ("epoch", "step", "generation", "groups", "group_losses", "passed_on")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     GROUP_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    PASSED_ON_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     generation: int
     groups: _containers.RepeatedScalarFieldContainer[int]
     group_losses: _containers.RepeatedCompositeFieldContainer[GroupLoss]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., generation: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ...) -> None: ...
+    passed_on: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., generation: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., passed_on: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GroupDigests(_message.Message):
     __slots__ = ("group", "gradient", "boundaries", "loss", "has_loss")

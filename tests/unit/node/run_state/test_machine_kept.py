@@ -1,6 +1,7 @@
 """A row that has handed over its sums loses nothing when one of its nodes dies."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -76,13 +77,52 @@ def test_a_row_keeps_what_all_its_nodes_have_computed() -> None:
     assert run.epoch.groups_of(1) == ()
 
 
-def test_a_second_death_in_the_stage_loses_what_the_first_node_had_handed_to_it() -> None:
+def passes_on(run: Driver, nodes: str, row: int) -> list[Action]:
+    """Nodes have passed on all groups of a row that has lost its node of their stage."""
+    epoch, actions = run.epoch, list[Action]()
+    for node in nodes:
+        message = HandedOver(
+            epoch=epoch.number,
+            step=epoch.step,
+            generation=epoch.generation,
+            passed_on=epoch.groups_of(row),
+        )
+        actions += run.machine.message(node, message, run.time)
+    return actions
+
+
+def test_a_second_death_in_the_stage_loses_nothing_that_its_node_had_passed_on() -> None:
+    run = run_of(4)
+    hands_over(run, "cdef")
+    run.die("c")
+    kept = run.epoch.groups_of(1), run.epoch.groups_of(2)
+    assert all(kept) and passes_on(run, "e", 1) == []
+    hands_over(run, "e")
+    run.die("e")
+    assert (run.epoch.groups_of(1), run.epoch.groups_of(2)) == kept
+    run.die("g")
+    assert not run.epoch.groups_of(1) and not run.epoch.groups_of(2), "it has not passed on anything"
+
+
+@pytest.mark.parametrize("when", ["of another stage", "before the death", "not all"])
+def test_groups_are_lost_with_a_node_that_has_not_passed_them_on(when: str) -> None:
     run = run_of()
     hands_over(run, "cd")
+    groups = run.epoch.groups_of(1)
+    before = HandedOver(
+        epoch=run.epoch.number, step=run.epoch.step, generation=run.epoch.generation, passed_on=groups
+    )
+    if when == "before the death":
+        run.machine.message("e", before, run.time)
     run.die("c")
+    if when == "of another stage":
+        passes_on(run, "f", 1)
+    if when == "not all":
+        part = replace(before, generation=run.epoch.generation, passed_on=groups[1:])
+        run.machine.message("e", part, run.time)
     assert run.epoch.groups_of(1)
     run.die("e")
-    assert run.epoch.groups_of(1) == () and run.epoch.groups_of(2) == ()
+    assert not run.epoch.groups_of(1)
 
 
 def test_a_second_death_elsewhere_loses_nothing_more() -> None:

@@ -131,7 +131,7 @@ class Deaths:
     def kept(self, place: int) -> set[int]:
         """The groups that its row keeps without a node."""
         row, stage = divmod(place, STAGES)
-        if row in self.handed.at_risk(stage):
+        if self.handed.keeps(row, stage):
             return set()
         mates = {*range(row * STAGES, (row + 1) * STAGES)} - self.dead - {place}
         return self.handed.kept_without(str(place), map(str, mates), self.shared.of(row))
@@ -140,7 +140,7 @@ class Deaths:
         self.hear()
         row, stage = divmod(place, STAGES)
         kept = self.kept(place)
-        for other in {*self.handed.at_risk(stage)} - {row}:
+        for other in {*self.handed.at_risk(str(place), stage, self.shared.of)} - {row}:
             self.handed.lose(other)
             self.shared.lose(other)
         column = [str(other) for other in range(stage, len(self.told), STAGES)]
@@ -496,20 +496,23 @@ def test_a_node_comes_and_others_die_at_any_instants_of_a_step(seed: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("doomed", "kept"),
+    ("doomed", "passes_on", "kept"),
     [
-        ((2,), {1}),  # the first stage
-        ((3,), {1}),  # the last one, whose losses count
-        ((3, 2), {1}),  # two of one row
-        ((3, 4), {1, 2}),  # two of different stages
-        ((2, 4), {2}),  # the second had what the first had handed over
+        ((2,), True, {1}),  # the first stage
+        ((3,), True, {1}),  # the last one, whose losses count
+        ((3, 2), True, {1}),  # two of one row
+        ((3, 4), True, {1, 2}),  # two of different stages
+        ((2, 4), True, {1, 2}),  # the second had passed on what the first had handed over
+        ((2, 4), False, {2}),  # it had not
+        ((2, 4, 6), True, {1, 2, 3}),
+        ((7, 5, 3), True, {1, 2, 3}),
     ],
 )
 def test_a_row_that_has_handed_over_its_sums_loses_nothing_with_a_node(
-    doomed: tuple[int, ...], kept: set[int]
+    doomed: tuple[int, ...], passes_on: bool, kept: set[int]
 ) -> None:
     config = changed(pipeline={"sync_codec": "fixed-8"})
-    rows = ROWS[3]
+    rows = ROWS[max(3, len(doomed) + 1)]
     with MemoryPipeline(config, rows=rows) as stages:
         deaths = Deaths(stages, rows, keeps=True)
         slow, send, left, holds = stages.ios[0], stages.ios[0].send, [*doomed], threading.Event()
@@ -524,10 +527,15 @@ def test_a_row_that_has_handed_over_its_sums_loses_nothing_with_a_node(
                 return
             column = range(left[0] % STAGES, len(stages.executors), STAGES)
             alive = [place for place in column[1:] if place not in deaths.dead]
+            at_risk = deaths.handed.at_risk(str(left[0]), left[0] % STAGES, deaths.shared.of)
+            if passes_on and {*at_risk} - {left[0] // STAGES}:
+                return
             if all({*deaths.shared.of(place // STAGES)} == deaths.kept(place) for place in alive):
                 stages.inboxes[left.pop(0)].interrupt("dead", DeadError())
 
         slow.send = held_up  # type: ignore[method-assign]
+        if not passes_on:
+            stages.ios[doomed[1]].take_of_gone = lambda row, key: None  # type: ignore[method-assign]
         deaths.heard = heard
         deaths.on_death = lambda: None if left else holds.set()
         assert ended(stages, deaths) == once(config)
