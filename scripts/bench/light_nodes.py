@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.processes.enrol import enrol
 from node.run_file.loader import from_json
+from node.schedule.gradient_groups import GroupTree
 from node.schedule.placement import stage_units
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.session import Session
@@ -109,6 +111,12 @@ class LightNode:
     """The newest."""
     done: dict[int, float] = field(default_factory=dict)
     """By group of the running step: when the node is done with it."""
+    gone: set[int] = field(default_factory=set)
+    """Rows without a node of its stage."""
+    handed: set[int] = field(default_factory=set)
+    """Nodes of the tree of groups that it has handed over to those that its stage has now."""
+    passed_on: set[int] = field(default_factory=set)
+    """Groups of rows without a node of its stage that it has passed on to those."""
     follow: Follow | None = None
     told: list[FollowStep] = field(default_factory=list)
     """Committed since the state that it fetches."""
@@ -217,7 +225,7 @@ class LightNode:
             self.held, self.follow = begin.step, None
         now, rows = time.monotonic(), len(place.rows)
         if self.begun is None or self.begun.step != begin.step:
-            self.done = {}
+            self.done, self.handed, self.passed_on = {}, set(), set()
         self.begun = begin
         usual = place.rows[place.replica].groups if rows else tuple(range(self.config.pipeline.groups))
         portions = begin.portions or [(place.replica, usual)]
@@ -228,24 +236,41 @@ class LightNode:
                 busy += self.pace.step_seconds / max(1, len(usual))
                 self.done[group] = busy
         self.done = {group: self.done[group] for group in own}
-        if begin.hands_over and own:
-            self._start(self._hand_over(session, begin, own))
-        gone = {seat.row for seat in begin.absent if seat.stage == place.stage}
-        kept = tuple(group for row, groups in portions if row in gone for group in groups)
-        if begin.hands_over and kept:
-            # Its part of them is a row's part of a row's sums: next to nothing.
-            session.post(
-                HandedOver(epoch=begin.epoch, step=begin.step, generation=begin.generation, passed_on=kept)
+        if begin.hands_over:
+            gone = {seat.row for seat in begin.absent if seat.stage == place.stage}
+            if gone != self.gone:
+                self.gone, self.handed, self.passed_on = gone, set(), set()
+            tree, runs = (
+                _tree(self.config.pipeline.groups),
+                [run for row, run in portions if row == place.replica],
             )
+            for top in {top for run in runs for top in tree.subtrees(run)} - self.handed:
+                self._start(self._hand_over(session, begin, top))
+            kept = {group for row, groups in portions if row in gone for group in groups}
+            if kept and kept != self.passed_on:
+                # Its part of them is a row's part of a row's sums: next to nothing.
+                self.passed_on = kept
+                session.post(
+                    HandedOver(
+                        epoch=begin.epoch,
+                        step=begin.step,
+                        generation=begin.generation,
+                        passed_on=tuple(sorted(kept)),
+                    )
+                )
         # While groups wait for a row, nobody votes.
         if all(row != rows for row, _ in portions) or not rows:
             self._start(self._vote(session, begin, max(self.done.values(), default=now)))
 
-    async def _hand_over(self, session: Session, begin: Begin, groups: Sequence[int]) -> None:
+    async def _hand_over(self, session: Session, begin: Begin, top: int) -> None:
+        """Hand over a node of the tree of groups once all of them are computed."""
+        assert self.config is not None
+        groups = _tree(self.config.pipeline.groups).span(top)
         await asyncio.sleep(max(self.done[group] for group in groups) - time.monotonic())
         place = self.placement
-        if place is None or self.begun != begin or self.config is None:
+        if place is None or self.begun != begin:
             return
+        self.handed.add(top)
         share = LOSS / self.config.pipeline.groups
         session.post(
             HandedOver(
@@ -365,6 +390,11 @@ def _config(text: str) -> RunConfig:
     if text not in _CONFIGS:
         _CONFIGS[text] = from_json(text)
     return _CONFIGS[text]
+
+
+@lru_cache(maxsize=1)
+def _tree(groups: int) -> GroupTree:
+    return GroupTree(groups)
 
 
 def _digest(*of: object) -> str:
