@@ -63,13 +63,13 @@ REACHES = {
 @pytest.mark.parametrize(
     ("first", "last", "reach", "sinks", "cut", "heads", "width", "dtype"),
     [
-        (40, LENGTH, "all", False, (16, 32), (4, 2), 16, torch.float32),
+        (40, LENGTH, "all", False, (16, 32), (2, 1), 16, torch.float32),
         (33, 50, "all", True, (32, 16), (3, 1), 24, torch.float32),
         (0, 45, "all", True, (16, 16), (2, 2), 16, torch.float16),
         (76, LENGTH, "window", False, (16, 32), (4, 2), 16, torch.float32),
         (19, 64, "window", True, (32, 16), (2, 1), 16, torch.float32),
         (0, LENGTH, "window", False, (16, 16), (2, 1), 16, torch.float32),
-        (25, LENGTH, "documents", False, (16, 32), (4, 2), 16, torch.float32),
+        (25, LENGTH, "documents", False, (16, 32), (2, 1), 16, torch.float32),
         (60, 61, "documents", True, (32, 16), (3, 1), 16, torch.float32),
         (0, 70, "both", False, (32, 32), (2, 1), 16, torch.float32),
         (47, LENGTH, "both", True, (16, 16), (2, 2), 24, torch.float16),

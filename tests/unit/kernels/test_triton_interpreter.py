@@ -214,8 +214,8 @@ def test_fixed_is_the_reference_for_any_launch(which: str, width: int, launch: L
 @pytest.mark.parametrize("name", ["tah", "fixed-8"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_non_finite_values_are_refused(name: str, bad: float) -> None:
-    x = mixed()
-    x[1, 3, 200] = bad
+    x = mixed()[:, 3:4]
+    x[1, 0, 200] = bad
     packed = codec(name).pack(x)
     with pytest.raises(NonFiniteError):
         seal(packed.numpy())

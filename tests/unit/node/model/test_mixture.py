@@ -179,7 +179,7 @@ def config(model: ModelSection, **training: object) -> RunConfig:
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
-def test_twenty_steps_have_the_losses_of_transformers(family: str, tmp_path: Path) -> None:
+def test_steps_have_the_losses_of_transformers(family: str, tmp_path: Path) -> None:
     """Of one AdamW over the whole model, from the same weights on the same samples."""
     theirs = make(family)
     theirs.resize_token_embeddings(256)
@@ -188,11 +188,11 @@ def test_twenty_steps_have_the_losses_of_transformers(family: str, tmp_path: Pat
     weights = asyncio.run(read_units(run.model, unit_names(run.model)))
     reference = ReferenceTrainer(run, corpus(run))
     reference.start_from(weights)
-    found = [step.loss for step in reference.train(20)]
+    found = [step.loss for step in reference.train(6)]
     theirs.train()
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     data, expected = corpus(run), []
-    for step in range(20):
+    for step in range(6):
         samples = torch.from_numpy(np.asarray(data.batch(step), dtype=np.int64))
         loss = F.cross_entropy(theirs(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten())
         optimizer.zero_grad()
