@@ -129,7 +129,7 @@ def test_a_model_answers_as_it_was_taught(
 def test_a_run_that_is_planned_is_run_without_a_change(
     prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For the cards that the page names. Steps have fewer and shorter samples here, and the address is a free one."""
+    """For the cards that the page names. Steps have fewer and shorter samples here, at a free address."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("words.txt").write_bytes(TEXT)
@@ -141,7 +141,8 @@ def test_a_run_that_is_planned_is_run_without_a_change(
     assert max(len(line) for line in explained.splitlines()) <= 100
     with Run(tmp_path, launch=prefork.popen) as run:
         run.run_file = Path(quoted("coordinator", RUN="friends.toml")[1])
-        coordinator = run.start("coordinator.listen=127.0.0.1:0", "training.global_batch=2", "model.sequence=128")
+        smaller = "training.global_batch=2", "model.sequence=128"
+        coordinator = run.start("coordinator.listen=127.0.0.1:0", *smaller)
         started = coordinator.wait_event(RunStarted)
         assert started.stages == plan.count("--machine")
         run.add_nodes(started.stages)
