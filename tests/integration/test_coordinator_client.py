@@ -1,6 +1,7 @@
 """A node's bulk calls to the coordinator share one connection; an error in one does not affect others."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from types import SimpleNamespace
@@ -76,40 +77,39 @@ class Slow(control_pb2_grpc.CoordinatorServicer):
         yield control_pb2.DataChunk(data=data, total_bytes=len(BATCH), sha256=digest)
 
 
-async def test_a_local_layer_is_not_sent() -> None:
+@contextlib.asynccontextmanager
+async def connected(service: Slow, **options: float) -> AsyncIterator[Plain]:
+    """A client of a server with this service, for as long as a test may take."""
     server = grpc.aio.server()
-    control_pb2_grpc.add_CoordinatorServicer_to_server(Slow(failures=0), server)
-    client = Plain(server.add_insecure_port("127.0.0.1:0"))
+    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
+    client = Plain(server.add_insecure_port("127.0.0.1:0"), **options)
     await server.start()
     try:
         async with asyncio.timeout(SECONDS):
-            right = LayerFile(bytes(BATCH), sha256(BATCH).hexdigest())
-            assert await client.layer(2, "embed", len(BATCH), right) is right
-            for other in (None, LayerFile(b"other", sha256(b"other").hexdigest())):
-                assert await client.layer(2, "embed", len(BATCH), other) == right
+            yield client
     finally:
         await client.close()
         await server.stop(None)
+
+
+async def test_a_local_layer_is_not_sent() -> None:
+    async with connected(Slow(failures=0)) as client:
+        right = LayerFile(bytes(BATCH), sha256(BATCH).hexdigest())
+        assert await client.layer(2, "embed", len(BATCH), right) is right
+        for other in (None, LayerFile(b"other", sha256(b"other").hexdigest())):
+            assert await client.layer(2, "embed", len(BATCH), other) == right
 
 
 async def test_a_failed_upload_leaves_a_download_in_peace() -> None:
     service = Slow(failures=1)
-    server = grpc.aio.server()
-    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
-    client = Plain(server.add_insecure_port("127.0.0.1:0"))
-    await server.start()
-    try:
-        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-            batch = group.create_task(client.batch(4, part=BatchPart.INPUTS, size=len(BATCH)))
-            await service.asked.wait()
-            await client.put_layer(2, "embed", LayerFile.of(b"state"))
-            assert service.failures == 0
-            service.answer.set()
-        assert not batch.cancelled()
-        assert batch.result() == BATCH
-    finally:
-        await client.close()
-        await server.stop(None)
+    async with connected(service) as client, asyncio.TaskGroup() as group:
+        batch = group.create_task(client.batch(4, part=BatchPart.INPUTS, size=len(BATCH)))
+        await service.asked.wait()
+        await client.put_layer(2, "embed", LayerFile.of(b"state"))
+        assert service.failures == 0
+        service.answer.set()
+    assert not batch.cancelled()
+    assert batch.result() == BATCH
 
 
 async def test_an_outage_counts_from_when_a_call_broke() -> None:
@@ -124,48 +124,23 @@ async def test_an_outage_counts_from_when_a_call_broke() -> None:
             return await super().PutLayer(requests, context)
 
     service = Late(failures=1)
-    server = grpc.aio.server()
-    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
-    client = Plain(server.add_insecure_port("127.0.0.1:0"), outage_seconds=OUTAGE)
-    await server.start()
-    try:
-        async with asyncio.timeout(SECONDS):
-            await client.put_layer(2, "embed", LayerFile.of(b"state"))
-        assert service.failures == 0
-    finally:
-        await client.close()
-        await server.stop(None)
+    async with connected(service, outage_seconds=OUTAGE) as client:
+        await client.put_layer(2, "embed", LayerFile.of(b"state"))
+    assert service.failures == 0
 
 
 async def test_a_coordinator_that_is_still_starting_is_not_an_outage() -> None:
     service = Slow(failures=5)
     service.failure = NOT_YET
-    server = grpc.aio.server()
-    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
-    client = Plain(server.add_insecure_port("127.0.0.1:0"), outage_seconds=OUTAGE)
-    await server.start()
-    try:
-        async with asyncio.timeout(SECONDS):
-            await client.put_layer(2, "embed", LayerFile.of(b"state"))  # after waits of more than `OUTAGE`
-        assert service.failures == 0
-    finally:
-        await client.close()
-        await server.stop(None)
+    async with connected(service, outage_seconds=OUTAGE) as client:
+        await client.put_layer(2, "embed", LayerFile.of(b"state"))  # after waits of more than `OUTAGE`
+    assert service.failures == 0
 
 
 async def test_an_outage_that_lasts_too_long_is_an_error_of_each_call() -> None:
-    service = Slow(failures=10**6)
-    server = grpc.aio.server()
-    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
-    client = Plain(server.add_insecure_port("127.0.0.1:0"), outage_seconds=1.0)
-    await server.start()
-    try:
-        async with asyncio.timeout(SECONDS):
-            uploads = [client.put_layer(2, unit, LayerFile.of(b"state")) for unit in ("embed", "head")]
-            outcomes = await asyncio.gather(*uploads, return_exceptions=True)
+    async with connected(Slow(failures=10**6), outage_seconds=1.0) as client:
+        uploads = [client.put_layer(2, unit, LayerFile.of(b"state")) for unit in ("embed", "head")]
+        outcomes = await asyncio.gather(*uploads, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [LinkLostError, LinkLostError]
         with pytest.raises(LinkLostError, match="for 1 s"):
             await client.put_layer(2, "embed", LayerFile.of(b"state"))
-    finally:
-        await client.close()
-        await server.stop(None)

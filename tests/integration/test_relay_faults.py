@@ -1,8 +1,8 @@
 """Links over two relays of which one fails: every tensor arrives, once and whole, by the other."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -37,15 +37,24 @@ def linked(
     return relayed_link((LOWER, UPPER), relays, LENGTH, replace(quick(), on_relay_left=left))
 
 
-@pytest.mark.parametrize("fault", ["dies", "freezes", "drops", "repeats", "reorders", "corrupts"])
-async def test_a_link_leaves_a_relay_that_fails(fault: str) -> None:
+@asynccontextmanager
+async def failing(
+    fault: str, left: Callable[[str], None] | None = None
+) -> AsyncIterator[tuple[Ends, Faulty]]:
+    """A link that is ready, over two relays of which the first fails so."""
     async with (
         relay_of(0) as first,
         relay_of(1) as second,
         Faulty(first.port, fault) as faulty,
-        linked(first, faulty.port, second) as ends,
+        linked(first, faulty.port, second, left=left) as ends,
     ):
         await ends.lower.ready(SECONDS)
+        yield ends, faulty
+
+
+@pytest.mark.parametrize("fault", ["dies", "freezes", "drops", "repeats", "reorders", "corrupts"])
+async def test_a_link_leaves_a_relay_that_fails(fault: str) -> None:
+    async with failing(fault) as (ends, faulty):
         assert ends.lower.path == relay_path(RELAYS[0].node_id)
         await exchange(ends)
         assert faulty.spoilt > 0
@@ -64,13 +73,7 @@ async def test_relays_that_make_links_wait_are_left(monkeypatch: pytest.MonkeyPa
 
 async def is_left(fault: str) -> None:
     left: list[str] = []
-    async with (
-        relay_of(0) as first,
-        relay_of(1) as second,
-        Faulty(first.port, fault) as faulty,
-        linked(first, faulty.port, second, left=left.append) as ends,
-    ):
-        await ends.lower.ready(SECONDS)
+    async with failing(fault, left.append) as (ends, faulty):
         await exchange(ends, both=True)
         assert faulty.spoilt > 0, fault
         await eventually(lambda: left == [relay_path(RELAYS[0].node_id)])
@@ -98,13 +101,7 @@ async def test_slow_relays_carry_the_same_bytes() -> None:
 
 
 async def carries_all(fault: str) -> None:
-    async with (
-        relay_of(0) as first,
-        relay_of(1) as second,
-        Faulty(first.port, fault) as faulty,
-        linked(first, faulty.port, second) as ends,
-    ):
-        await ends.lower.ready(SECONDS)
+    async with failing(fault) as (ends, faulty):
         await exchange(ends)
         assert faulty.spoilt > 0, fault
 

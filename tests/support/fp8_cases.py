@@ -19,6 +19,7 @@ Step = Callable[[Tensor, Tensor | Fp8Gradient, Moment, Moment, AdamWStep], None]
 
 CPU = torch.device("cpu")
 GUARD = 4096
+GRADIENT_SIZES = (1, 127, 128, 129, 5000, 64 * 128)
 
 
 def values(count: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -26,6 +27,26 @@ def values(count: int, seed: int, scale: float = 1.0) -> Tensor:
     spread = 10.0 ** torch.randint(-2, 3, (count,), generator=generator)
     made = torch.randn(count, generator=generator) * spread * scale
     made[::7] = 0
+    return made
+
+
+def a_gradient(count: int, seed: int, device: torch.device, *, packed: bool) -> Tensor | Fp8Gradient:
+    gradient = values(count, seed, 1e-3).to(device)
+    if not packed:
+        return gradient
+    kept = Fp8Gradient.zeros(count, device)
+    pack_gradient(gradient, kept)
+    return kept
+
+
+def gradients(rank: int) -> list[Fp8Gradient]:
+    """What a rank has, of each of `GRADIENT_SIZES`."""
+    made = []
+    for index, size in enumerate(GRADIENT_SIZES):
+        generator = torch.Generator().manual_seed(100 * rank + index)
+        gradient = Fp8Gradient.zeros(size, CPU)
+        pack_gradient(torch.randn(size, generator=generator) * 10.0**-index, gradient)
+        made.append(gradient)
     return made
 
 
@@ -152,12 +173,7 @@ def check_momentum(
     """The reference's but for the last bits of logarithms."""
     mine, reference = (Moment.zeros(count, device) for _ in range(2))
     for number in range(1, 4):
-        gradient: Tensor | Fp8Gradient = values(count, number, 1e-3).to(device)
-        if packed:
-            kept = Fp8Gradient.zeros(count, device)
-            assert isinstance(gradient, Tensor)
-            pack_gradient(gradient, kept)
-            gradient = kept
+        gradient = a_gradient(count, number, device, packed=packed)
         expected = fp8.momentum_step(gradient, reference, 0.95, 0.7)
         found = step(gradient, mine, 0.95, 0.7)
         assert (found - expected).norm() <= 1e-5 * expected.norm()
@@ -177,12 +193,7 @@ def check_adamw(step: Step, device: torch.device, count: int, weights: torch.dty
     found, whole = guarded(count, weights, device)
     pairs = [[Moment.zeros(count, device) for _ in range(2)] for _ in range(2)]
     for number in range(1, 6):
-        gradient: Tensor | Fp8Gradient = values(count, number, 1e-3).to(device)
-        if packed:
-            kept = Fp8Gradient.zeros(count, device)
-            assert isinstance(gradient, Tensor)
-            pack_gradient(gradient, kept)
-            gradient = kept
+        gradient = a_gradient(count, number, device, packed=packed)
         how = AdamWStep(
             lr=1e-3,
             beta1=0.9,

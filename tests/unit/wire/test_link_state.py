@@ -22,17 +22,21 @@ def frame(number: int, key: TensorKey = KEY) -> bytes:
     )
 
 
-def test_bytes_and_elements_of_a_direction_grow_by_whole_tensors() -> None:
-    """A report between two frames of a tensor must not show bits an element that no codec has."""
-    state = LinkState.create(
+def created(settings: LinkSettings) -> LinkState:
+    return LinkState.create(
         run_id="run",
         epoch=1,
         stage=0,
         peer_stage=1,
-        settings=LinkSettings(),
+        settings=settings,
         expect=lambda key: None,
         on_tensor=lambda key, buffer: None,
     )
+
+
+def test_bytes_and_elements_of_a_direction_grow_by_whole_tensors() -> None:
+    """A report between two frames of a tensor must not show bits an element that no codec has."""
+    state = created(LinkSettings())
     state.elements.append(7)
     state.frame_sent(frame(0), again=False)
     assert state.figures == LinkFigures(bytes=HEADER_BYTES + PAYLOAD_BYTES)
@@ -45,15 +49,7 @@ def test_bytes_and_elements_of_a_direction_grow_by_whole_tensors() -> None:
 
 
 def test_activations_of_held_out_samples_are_counted_apart() -> None:
-    state = LinkState.create(
-        run_id="run",
-        epoch=1,
-        stage=0,
-        peer_stage=1,
-        settings=LinkSettings(held_out_from=KEY.microbatch),
-        expect=lambda key: None,
-        on_tensor=lambda key, buffer: None,
-    )
+    state = created(LinkSettings(held_out_from=KEY.microbatch))
     state.elements.append(7)
     for number in (0, 1):
         state.frame_sent(frame(number, KEY._replace(direction=Direction.ACTIVATION)), again=False)
@@ -70,15 +66,7 @@ def test_activations_of_held_out_samples_are_counted_apart() -> None:
 def test_a_frame_of_a_fast_line_takes_a_quarter_of_the_window_at_most(
     window_pieces: int, pieces: int
 ) -> None:
-    state = LinkState.create(
-        run_id="run",
-        epoch=1,
-        stage=0,
-        peer_stage=1,
-        settings=LinkSettings(window_bytes=window_pieces * PAYLOAD_BYTES),
-        expect=lambda key: None,
-        on_tensor=lambda key, buffer: None,
-    )
+    state = created(LinkSettings(window_bytes=window_pieces * PAYLOAD_BYTES))
     state.meter.queued(10**10, 0.0)
     state.meter.acknowledged(10**10, round_trip=0.0, now=1.0)
     state.sender.send(KEY, bytes(2 * MOST_FRAME_BYTES))

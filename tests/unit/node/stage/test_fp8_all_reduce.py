@@ -12,23 +12,12 @@ from kernels.fp8.reference import Fp8Gradient, blocks, pack_gradient, unpack_gra
 from node.stage.fp8_all_reduce import _cut
 from tests.support.device_groups import run_ranks
 from tests.support.fault_prefork import Prefork
-
-SIZES = (1, 127, 128, 129, 5000, 64 * 128)
+from tests.support.fp8_cases import GRADIENT_SIZES, gradients
 
 SCRIPT = """
 from safetensors.torch import save_file
-from kernels.fp8.reference import Fp8Gradient, pack_gradient
 from node.stage.fp8_all_reduce import Fp8AllReduce
-
-def gradients(seed):
-    made = []
-    for index, size in enumerate({sizes}):
-        generator = torch.Generator().manual_seed(100 * seed + index)
-        values = torch.randn(size, generator=generator) * 10.0 ** -index
-        gradient = Fp8Gradient.zeros(size, torch.device("cpu"))
-        pack_gradient(values, gradient)
-        made.append(gradient)
-    return made
+from tests.support.fp8_cases import gradients
 
 mine = gradients(RANK)
 reduce = Fp8AllReduce(mine, bucket_blocks={bucket})
@@ -46,26 +35,15 @@ dist.destroy_process_group()
 """
 
 
-def gradients(rank: int) -> list[Fp8Gradient]:
-    made = []
-    for index, size in enumerate(SIZES):
-        generator = torch.Generator().manual_seed(100 * rank + index)
-        values = torch.randn(size, generator=generator) * 10.0**-index
-        gradient = Fp8Gradient.zeros(size, torch.device("cpu"))
-        pack_gradient(values, gradient)
-        made.append(gradient)
-    return made
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("ranks", "bucket"), [(1, 7), (2, 7), (3, 1), (4, 1 << 18)])
 def test_every_rank_ends_with_the_sum_in_the_order_of_ranks(
     ranks: int, bucket: int, tmp_path: Path, prefork: Prefork
 ) -> None:
-    run_ranks(SCRIPT.format(sizes=SIZES, bucket=bucket), ranks, tmp_path, prefork.popen)
+    run_ranks(SCRIPT.format(bucket=bucket), ranks, tmp_path, prefork.popen)
     everybody = [gradients(rank) for rank in range(ranks)]
     found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(ranks)]
-    for index, size in enumerate(SIZES):
+    for index, size in enumerate(GRADIENT_SIZES):
         codes = torch.stack([gradient[index].codes for gradient in everybody])
         exponents = torch.stack([gradient[index].exponents for gradient in everybody])
         expected = Fp8Gradient(
@@ -107,9 +85,9 @@ dist.destroy_process_group()
 def test_tensors_of_aborted_steps_enter_no_sum(
     told: tuple[int, ...], tmp_path: Path, prefork: Prefork
 ) -> None:
-    run_ranks(ABORTED.format(sizes=SIZES, told=told), 2, tmp_path, prefork.popen)
+    run_ranks(ABORTED.format(sizes=GRADIENT_SIZES, told=told), 2, tmp_path, prefork.popen)
     found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
-    for index, size in enumerate(SIZES):
+    for index, size in enumerate(GRADIENT_SIZES):
         packed = [Fp8Gradient.zeros(size, torch.device("cpu")) for _ in range(2)]
         for rank, gradient in enumerate(packed):
             generator = torch.Generator().manual_seed(1000 * (len(told) - 1) + 100 * rank + index)
