@@ -20,16 +20,10 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = (
-    *(
-        "interpreter",
-        "transformers",
-        "test_lab_reach.py",
-        "test_lab_run.py",
-        "test_lab_network.py",
-        "test_attacks.py",
-    ),
-    *("test_attacks_silence.py", "test_run_rows.py", "test_run_resume.py", "test_cli_demo_run.py"),
-    *("test_deploy_commands.py", "test_sieges.py", "test_fault_matrix.py"),
+    *("interpreter", "transformers", "test_lab_reach.py", "test_attacks.py", "test_run_rows.py"),
+    *("test_fault_matrix.py", "test_run_reach.py", "test_lab_run.py", "test_run_devices.py"),
+    *("test_deploy_commands.py", "test_readme_walk.py", "test_sieges.py", "test_lab_network.py"),
+    *("test_run_resume.py", "test_fault_coordinator.py", "test_run_places.py", "test_cli_demo_run.py"),
 )
 """The longest files, longest first: begun late, one of them would run alone at the end."""
 

@@ -1,8 +1,7 @@
-"""Members that lie in real runs: these end with an undisturbed run's bits and all honest members.
+"""Members that lie, or keep a run waiting: it ends with an undisturbed run's bits and all honest members.
 
 Each lie comes from a stage, and from a step on, that a seed says. `test_machine_liars.py` has lies in votes
-and failures, `test_attacks_silence.py` members that say nothing, and `test_sieges.py` strangers. All lies are
-measured by `make attack`, and sieges at full size.
+and failures, and `test_sieges.py` strangers. All lies are measured by `make attack`, and sieges at full size.
 """
 
 from pathlib import Path
@@ -22,6 +21,9 @@ SAYS = {
     "layer-of-another": "of step",
     "late-layer-of-another": "of step",
     "stored-layer-of-another": "of step",
+    "no-applied": "it did not end step",
+    "idle": "it did nothing in step",
+    "withhold-layers": "it did not hand in its layers of step",
 }
 """What the operator reads about the liar."""
 
