@@ -138,7 +138,6 @@ def bulk_name(server_name: str) -> str:
 def _to(
     address: str, identity: LinkIdentity, server_name: str
 ) -> tuple[grpc.ChannelCredentials, tuple[tuple[str, int | str], ...]]:
-    """Credentials and options of a channel."""
     credentials = grpc.ssl_channel_credentials(
         root_certificates=identity.ca_pem,
         private_key=identity.key_pem,

@@ -151,4 +151,3 @@ Finite = Annotated[float, Within(-sys.float_info.max, sys.float_info.max)]
 Squared = Annotated[float, Within(0.0, float("inf"), nan=True)]
 """A sum of squares that may have overflowed: infinite or NaN, never negative."""
 Text = Annotated[str, Line()]
-"""Text for people."""

@@ -78,7 +78,6 @@ class Service:
         self.connected()
 
     def connected(self) -> None:
-        """Record a new connection."""
         self._took = self._owed = 0.0
         self._since: float | None = None
         """When the current stretch with frames in flight began."""

@@ -52,7 +52,6 @@ _COUNTERS: dict[type, Counters] = {}
 
 
 def counters_of(kind: "type[Figures]") -> Counters:
-    """The counters of a record type."""
     counters = _COUNTERS.get(kind)
     if counters is None:
         declared = fields(cast("type[DataclassInstance]", kind))
@@ -119,7 +118,6 @@ class Figures:
         return frozen(type(self), values)
 
     def json_fields(self) -> dict[str, Any]:
-        """The fields in their JSON form."""
         return vars(self)
 
 

@@ -179,5 +179,4 @@ def frame_place(data: bytes) -> FramePlace:
 
 
 def frame_direction(data: bytes) -> Direction:
-    """The direction of a frame made by `pack_frame`."""
     return Direction(data[_DIRECTION_AT])

@@ -118,7 +118,6 @@ class LinkState:
     control_wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on the loop when there may be something to write to the control stream."""
     loop: asyncio.AbstractEventLoop | None = None
-    """The link's event loop."""
 
     def __post_init__(self) -> None:
         self.bulk_wake = threading.Condition(self.lock)

@@ -231,7 +231,6 @@ class MappedPort:
                 self._tell(f"the router now maps its port {self.outside} to this node, no longer {before}")
 
     async def close(self) -> None:
-        """Remove the mapping."""
         router, self._router, outside = self._router, None, self.outside
         self._mapping = None
         if router is not None:

@@ -24,8 +24,6 @@ class Room(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of device."""
-
     name: str
     kernels: bool = True
     """Triton compiles the program's kernels for it. Other devices use plain torch and the CPU's loops."""

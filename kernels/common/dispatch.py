@@ -94,7 +94,6 @@ def room(device: torch.device) -> Room:
 
 @cache
 def most_warps(device: torch.device) -> int:
-    """The most warps of a program."""
     return kind_of(device).warps
 
 

@@ -95,7 +95,6 @@ def gated(gate: Tensor, up: Tensor, by_gelu: bool) -> Tensor:
 
 
 def gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, by_gelu: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of `gated`."""
     return geglu_gradient(grad, gate, up) if by_gelu else swiglu_gradient(grad, gate, up)
 
 

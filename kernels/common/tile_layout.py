@@ -10,5 +10,4 @@ this power of two is exact."""
 
 
 def tiles_per_row(width: int) -> int:
-    """The number of tiles in a row of `width` elements."""
     return -(-width // TILE)

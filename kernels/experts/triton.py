@@ -44,8 +44,6 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles for one kind of device."""
-
     half: Tile
     """Products in half precision with unpacked weights."""
     packed: Tile
@@ -82,7 +80,6 @@ TILES = {
         wide=Tile(32, 32, 32, 4, 1),
     ),
 }
-"""The tiles by kind of device."""
 
 ROUTED = 8
 """Tokens that a program routes."""
@@ -93,7 +90,6 @@ SUMMED = 32
 
 
 def tiles(device: torch.device) -> Tiles:
-    """The tiles of a device's kind."""
     return TILES[room(device)]
 
 

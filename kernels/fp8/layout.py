@@ -11,5 +11,4 @@ MULTIPLE = 16
 
 
 def blocks(elements: int) -> int:
-    """The number of blocks that hold this many elements."""
     return -(-elements // BLOCK)

@@ -108,7 +108,6 @@ class Space:
         return self.factors(self.u, self.row_exponent)
 
     def factors(self, u: torch.Tensor, row_exponent: torch.Tensor) -> Factors:
-        """The prediction of rows with these coefficients and exponents."""
         return Factors(
             self.bits,
             u,

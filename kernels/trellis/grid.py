@@ -42,7 +42,6 @@ class Grid:
 
 
 def grid(elements: int) -> Grid:
-    """The grid of a tensor of this many elements."""
     return _grid(elements, _STEPS, _FEWEST)
 
 

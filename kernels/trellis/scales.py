@@ -77,7 +77,6 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 @cache
 def logarithms() -> Logarithms:
-    """The constants of the logarithms."""
     return Logarithms(2.0**_NOTHING, thresholds(), roots(), float(_WEIGHTED), _PART_BITS * OCTAVE)
 
 

@@ -10,8 +10,6 @@ LANE_BITS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of an encoding."""
-
     rows: int
     columns: int
     size: int

@@ -71,7 +71,6 @@ def split(classes: Int32Array) -> tuple[Int32Array, Int32Array]:
 
 @cache
 def tables(family: int) -> Tables:
-    """The tables of a family."""
     frequency = np.zeros((2 * CLASSES, SYMBOLS), dtype=np.int32)
     with localcontext() as context:
         context.prec = 50

@@ -107,7 +107,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _times_text(times: "BlockTimes", *, on_cpu: bool) -> list[str]:
-    """The times that the plan is based on, of a block and a microbatch."""
     known = "measured here" if times.measured else "assumed (--measure measures them)"
     lines = [
         f"times of a block, {known}: forward {_ms(times.forward)}, backward {_ms(times.backward)}",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 LAST = "last"
 NEWEST = (LAST, "newest")
-"""Names for the newest snapshot."""
 BEST = "best"
 SNAPSHOT_TRIES = 5
 """How many snapshots to try, because a run may remove one while it is read."""

@@ -120,7 +120,6 @@ def as_json(record: "TokenRecord", now: float) -> dict[str, Any]:
 
 
 def _nodes(record: "TokenRecord") -> list[str]:
-    """The nodes that the token admitted."""
     return sorted(map(node_id_of, record.bound))
 
 

@@ -72,7 +72,6 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         self.desk = SessionDesk(handler, limits, relays=relays)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Add this service to `server`."""
         control_pb2_grpc.add_CoordinatorServicer_to_server(self, server)
 
     async def Session(self, requests: AsyncIterator[control_pb2.NodeMessage], context: Context) -> None:

@@ -62,7 +62,6 @@ def recorded_places(store: Store) -> tuple[int, PlacePlan, int] | None:
 
 
 def record_splits(store: Store, history: StepHistory[tuple[int, ...]]) -> None:
-    """Record the splits of the run's steps."""
     with store.writing() as db:
         db.execute("DELETE FROM decisions WHERE kind = ?", (SPLITS,))
         rows = [(SPLITS, step, json.dumps(split)) for step, split in history.changes]
@@ -70,5 +69,4 @@ def record_splits(store: Store, history: StepHistory[tuple[int, ...]]) -> None:
 
 
 def recorded_splits(store: Store) -> StepHistory[tuple[int, ...]]:
-    """The splits of the run's steps."""
     return StepHistory(_recorded(store, SPLITS, lambda text: tuple(map(int, json.loads(text)))))

@@ -36,7 +36,6 @@ class Disk:
             await self._room.wait()
 
     async def full(self) -> None:
-        """Wait until the disk is full."""
         await self._full.wait()
 
     @property

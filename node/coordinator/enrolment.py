@@ -162,7 +162,6 @@ class KnownTokens:
         self._reading: asyncio.Task[None] | None = None
 
     def holds(self, token_id: str, secret: bytes) -> bool:
-        """Whether this token is known and has this secret."""
         known = self._hashes.get(token_id, bytes(32))
         return hmac.compare_digest(hash_secret(secret), known) and token_id in self._hashes
 

@@ -120,8 +120,6 @@ class CoreLink(asyncio.Protocol):
 
 
 class Gateway:
-    """The sessions of one gateway process."""
-
     def __init__(self) -> None:
         self.setup: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.front: Front | None = None
@@ -207,7 +205,6 @@ class Gateway:
                 self.front.adopt(connection, host.decode())
 
     async def session(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        """One node's session."""
         assert self._link is not None and self.front is not None
         link, node_id, peer = self._link, peer_node_id(context), context.peer()
         if node_id is None:

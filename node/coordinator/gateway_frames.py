@@ -73,8 +73,6 @@ def frame(kind: Kind, number: int = 0, payload: bytes = b"") -> bytes:
 
 
 class FrameReader:
-    """Splits a stream into frames."""
-
     def __init__(self) -> None:
         self._kept = b""
         """The beginning of an incomplete frame."""

@@ -62,7 +62,6 @@ MOST_UNREAD = 256 * 1024 * 1024
 
 
 def gateway_count(config: RunConfig, cores: int) -> int:
-    """The number of gateways of a run on a machine with this many cores."""
     wanted = config.coordinator.gateways
     if wanted != "auto":
         return wanted
@@ -80,8 +79,6 @@ class Credentials:
 
 
 class _Session(ControlSession):
-    """A session that a gateway handles."""
-
     def __init__(self, gateway: "_Gateway", number: int, node_id: str, hello: Hello, address: str) -> None:
         super().__init__(node_id, hello, address)
         self._gateway = gateway
@@ -108,8 +105,6 @@ def _spawn(*descriptors: int) -> "subprocess.Popen[bytes]":
 
 
 class _Gateway(asyncio.Protocol):
-    """One gateway process, and the stream to it."""
-
     def __init__(self, desk: SessionDesk, proven: Callable[[str], None]) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
@@ -176,7 +171,6 @@ class _Gateway(asyncio.Protocol):
         self.forget()
 
     def end(self) -> None:
-        """Kill the process."""
         if self.process is not None:
             self.process.kill()
 

@@ -55,7 +55,6 @@ class LayerService:
         """The number of calls by node and kind. Only the event loop uses it."""
 
     def add_to(self, server: grpc.Server) -> None:
-        """Add this service to `server`."""
         chunk = control_pb2.PutLayerChunk
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "GetLayer": grpc.unary_stream_rpc_method_handler(

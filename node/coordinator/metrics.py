@@ -143,7 +143,6 @@ class Scrape:
     gateway_sessions: tuple[int, ...]
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
         view, families = self.view, Families(RUN_METRICS)
         families.set("build_info", 1, VERSION, PROTOCOL)
         families.set("run_info", 1, view.run_id, view.forward_codec, view.backward_codec)

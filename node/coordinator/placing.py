@@ -107,7 +107,6 @@ class PlacePlanner:
         self._news = True
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
-        """A step of `epoch` on these nodes had these costs."""
         if costs.aborted or self._stages != epoch.stages:
             return
         before = self._newest

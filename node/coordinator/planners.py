@@ -94,7 +94,6 @@ class LinkPlanner:
             del self._packing[next(iter(self._packing))]
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
-        """A step of `epoch` on these nodes had these costs."""
         self._newest = epoch, nodes, costs
         self._measured.set()
 

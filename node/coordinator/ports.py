@@ -64,8 +64,6 @@ _THREADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """The open ports of a coordinator."""
-
     port: int
     """The port at which nodes join."""
     door: Door | None

@@ -32,8 +32,6 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class RelayOffer:
-    """A volunteer that offers a relay."""
-
     address: str
     """host:port at which the coordinator has reached it."""
     rate: float
@@ -142,7 +140,6 @@ class RelayDesk:
         return [offer.address for offer in offers]
 
     def opened(self, session: ControlSession) -> None:
-        """A node has connected."""
         node, rate = session.node_id, session.hello.relay_rate
         self._here[node] = None
         others = dict.fromkeys(address for address in session.hello.also if address != session.address)

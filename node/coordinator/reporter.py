@@ -122,7 +122,6 @@ class Reporter:
         return time.monotonic() - self._epoch_began
 
     def joined(self, joined: events.NodeJoined) -> None:
-        """A node has joined."""
         self._names[joined.node_id] = named(joined.node_id, joined.name)
         self._emit(joined)
 
@@ -459,5 +458,4 @@ class Tracer:
         log.warning("%s; the run continues", self._writer.broken)
 
     async def write(self) -> None:
-        """Write the collected spans."""
         await asyncio.to_thread(self._writer.write, self._writer.take())

@@ -155,7 +155,6 @@ class Sessions:
                     session.send(news)
 
     def remove(self, session: ControlSession) -> None:
-        """A session has ended."""
         del self._newest[session.node_id]
         if not self._newest:
             self._deserted.set()
@@ -350,7 +349,6 @@ class Greetings:
         return len(self._newest)
 
     def of(self, node_id: str) -> asyncio.Timeout | None:
-        """The newest session of a node."""
         return self._newest.get(node_id)
 
     @asynccontextmanager

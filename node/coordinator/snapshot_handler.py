@@ -238,7 +238,6 @@ class SnapshotHandler:
             agreed.set_result(agreement)
 
     def path(self, step: int) -> Path:
-        """The directory of a snapshot."""
         return snapshot_directory(self._directory, step)
 
     async def layer(self, step: int, unit: str) -> "ServedLayer":

@@ -64,7 +64,6 @@ class SnapshotExports:
         self._due: asyncio.Queue[int] = asyncio.Queue()
 
     def stored(self, step: int) -> None:
-        """A snapshot is complete."""
         if self._nth.is_due(step):
             self._due.put_nowait(step)
 

@@ -118,7 +118,6 @@ class RunRecord:
 
     run_id: str
     config_json: str
-    """The resolved run config."""
     pin: bytes
     """SHA-256 of the CA's SubjectPublicKeyInfo."""
     version: str
@@ -146,8 +145,6 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The result of `Store.evict`."""
-
     node_id: str
     at: float
     tokens: tuple[TokenRecord, ...]
@@ -202,8 +199,6 @@ class StepRecord:
 
 
 class StepOutcome(Enum):
-    """The result of `record_step`."""
-
     NEW = "new"
     REPEATED = "repeated"
     """The step was recorded before, with the same bits of loss."""
@@ -300,7 +295,6 @@ class Store:
     # ---- the run
 
     def run(self) -> RunRecord:
-        """The run's metadata."""
         with self.reading() as db:
             return read_run(db)
 
@@ -436,7 +430,6 @@ class Store:
             return Eviction(node_id, now, tuple(tokens), frozenset(out), keeps_token=keep_token)
 
     def evicted(self) -> list[str]:
-        """The evicted nodes."""
         with self.reading() as db:
             return [row[0] for row in db.execute("SELECT node_id FROM members WHERE evicted IS NOT NULL")]
 

@@ -27,7 +27,6 @@ class Connections:
         self._answered: dict[asyncio.BaseTransport, _Connection] = {}
 
     def protocol(self) -> asyncio.Protocol:
-        """The protocol for a new connection."""
         return _Connection(self, self._serve())
 
     def __len__(self) -> int:
@@ -64,7 +63,6 @@ class Connections:
         return True
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
-        """Forget a closed connection."""
         self._idle.pop(transport, None)
         self._answered.pop(transport, None)
 

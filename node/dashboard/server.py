@@ -82,8 +82,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, kw_only=True)
 class Asset:
-    """A file of the page."""
-
     body: bytes
     content_type: str
     etag: str
@@ -104,8 +102,6 @@ def assets() -> MappingProxyType[str, Asset]:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The content of the page's server."""
-
     feed: Feed
     metrics: Callable[[], Awaitable[bytes]] | None = None
     """Renders metrics in Prometheus's text format."""

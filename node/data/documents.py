@@ -142,7 +142,6 @@ Row = dict[str, Any]
 Document = Row | bytes | Dropped
 """A row with fields, a text, or the reason why there is none."""
 Batch = list[tuple[str, Document]]
-"""Documents with their places."""
 
 
 @dataclass(frozen=True)
@@ -639,7 +638,6 @@ def _has_rows(path: Path) -> bool:
 
 
 def _is_json(text: bytes) -> bool:
-    """Whether this is an object or array."""
     try:
         return isinstance(json.loads(text), dict | list)
     except (ValueError, RecursionError):

@@ -29,7 +29,6 @@ SPLITS = frozenset(
         *("eval", "evaluation", "test", "testing", "holdout", "hold-out", "heldout", "held-out"),
     )
 )
-"""Names of splits."""
 DATA_CARD = "readme.md"
 """The page that describes the rows beside it, and may name their parts."""
 _SPLIT_WORD = re.compile(f"(?<![a-z])({'|'.join(sorted(SPLITS, reverse=True))})(?![a-z])")

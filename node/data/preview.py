@@ -39,8 +39,6 @@ class SourcePreview:
 
 @dataclass(frozen=True)
 class Preview:
-    """The previews of all sources."""
-
     vocabulary: int
     masked: bool
     sources: tuple[SourcePreview, ...]

@@ -97,8 +97,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of a part."""
-
     tokens: int
     documents: int
     """The documents that were read, including dropped ones."""

@@ -204,7 +204,6 @@ class BpeTokenizer(Tokenizer):
             self._bpe.encode_special_tokens = True
 
     def to_json(self) -> str:
-        """The contents of a `tokenizer.json`."""
         return str(self._bpe.to_str(pretty=True))
 
     @property

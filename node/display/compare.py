@@ -8,7 +8,6 @@ from node.view.compare import Comparison
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """The comparison as lines for a terminal."""
     first, second = (printable(name) for name in comparison.names)
     rows = [[key, _value(a), _value(b)] for key, (a, b) in comparison.config.items()]
     lines = ["the run files are the same"]

@@ -219,7 +219,6 @@ class Pace:
 
 
 def step_line(done: StepDone, pace: Pace) -> str:
-    """A step as one line."""
     return "   ".join(
         (
             f"step {done.step}/{done.steps}",
@@ -285,7 +284,6 @@ def event_lines(event: Event, names: Mapping[str, str] = MappingProxyType({})) -
 
 
 def finished_lines(event: RunFinished) -> list[str]:
-    """How the run ended, and its summary."""
     word = "failed" if event.failed else "stopped" if event.resume else "finished"
     lines = ["", printable(f"{word}: {event.reason}")]
     lines += summary_lines(event.summary) if event.summary else []

@@ -32,7 +32,6 @@ class Site:
 
     number: int
     machine: str
-    """The machine's namespace."""
     commands: list[Command] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
     namespaces: list[str] = field(default_factory=list)

@@ -69,7 +69,6 @@ class Measured:
     seconds: float
     """Length of the measurement without the first stretch."""
     congestion_control: str
-    """The sender's congestion control."""
 
     @property
     def share(self) -> float:

@@ -139,7 +139,6 @@ class _Laboratory:
         return not left
 
     async def _measure(self, runs: tuple[PlannedRun, ...], method: str, results: Results) -> None:
-        """Measure runs over one network."""
         profile = self._profile
         topology = lay_out(
             profile.config.pipeline.stages,
@@ -211,8 +210,6 @@ class _Laboratory:
 
 
 class _Run:
-    """One run through its phases."""
-
     def __init__(
         self, lab: _Laboratory, network: Network, run: PlannedRun, results: Results, number: int
     ) -> None:

@@ -39,7 +39,6 @@ class Cell:
     key: CellKey
     shape: Shape
     steps: int
-    """Steps to measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,6 @@ class PlannedRun:
     config: RunConfig
     cells: tuple[Cell, ...]
     spare_steps: int = 0
-    """Steps beyond the planned ones."""
 
     @property
     def needs_delay(self) -> bool:
@@ -110,7 +108,6 @@ def all_shapes(runs: Collection[PlannedRun]) -> tuple[Shape, ...]:
 
 
 def planned_steps(profile: Profile, cells: Collection[Cell]) -> int:
-    """The steps of a run of these cells."""
     lab = profile.lab
     unthrottled = lab.warmup_steps + lab.unthrottled_steps if lab.unthrottled_steps else 0
     return unthrottled + sum(lab.warmup_steps + cell.steps for cell in cells)

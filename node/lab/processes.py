@@ -91,7 +91,6 @@ class LabProcesses:
         await self._kill()
 
     async def _kill(self) -> None:
-        """Kill every process."""
         for child in self._children.values():
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -17,8 +17,6 @@ from wire.identity.names import split_address
 
 @dataclass
 class HttpProxy:
-    """What one proxy allows, and what it has done."""
-
     port: int = 0
     user: str = ""
     """The user:password that it requires; empty requires none."""

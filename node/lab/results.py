@@ -25,8 +25,6 @@ _PROGRAM = ("kernels", "wire", "node", "scripts/*.py")
 
 
 class Results:
-    """The results of one output directory."""
-
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
         self.values = values

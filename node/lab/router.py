@@ -24,8 +24,6 @@ _MAP_TCP, _ANSWER = 2, 128
 
 @dataclass
 class NatPmpServer(asyncio.DatagramProtocol):
-    """A NAT-PMP server, and the mappings that it has granted."""
-
     port: int = 0
     taken: set[int] = field(default_factory=set)
     """Ports that it never maps."""

@@ -182,7 +182,6 @@ class Block(nn.Module, ABC):
 
     @property
     def is_coded(self) -> bool:
-        """Whether products are in FP8."""
         return self._ways[0].coded is not None
 
     @torch.no_grad()

@@ -171,5 +171,4 @@ class PlainHostMemory(HostMemory):
 
 
 def host_memory(device: torch.device) -> HostMemory:
-    """The host memory for `device`."""
     return CudaHostMemory(device) if device.type == "cuda" else PlainHostMemory(device)

@@ -62,7 +62,6 @@ class Part(NamedTuple):
         return _SIZES[self.dtype] / self.block
 
     def count(self, elements: int) -> int:
-        """The count of numbers for this many elements."""
         return -(-elements // self.block)
 
 
@@ -100,8 +99,6 @@ class RoundMean(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRule(ABC):
-    """How a parameter is stepped."""
-
     @property
     @abstractmethod
     def moments(self) -> tuple[Moment, ...]:
@@ -198,7 +195,6 @@ OPTIMIZERS: dict[str, UpdateRule] = {"adamw": ADAMW, "muon": MuonRule()}
 """The values of `training.optimizer` and `training.adapter_optimizer`, each with its rule for blocks'
 matrices. `ADAMW` updates all other parameters."""
 MOMENTS = {moment.name: moment for rule in OPTIMIZERS.values() for moment in rule.moments}
-"""The moments of all rules, by name."""
 MOST_MOMENTS = max(len(rule.moments) for rule in OPTIMIZERS.values())
 
 
@@ -231,7 +227,6 @@ def optimizer_words(training: TrainingSection, lora: LoraSection) -> str:
 
 
 def form_of(training: TrainingSection, moment: Moment, *, is_matrix: bool) -> tuple[Part, ...]:
-    """How a moment of a parameter is stored."""
     keeps = not is_matrix or (moment.is_never_negative and training.moments == "bfloat16")
     return FORMS["float32" if keeps else training.moments]
 

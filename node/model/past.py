@@ -88,8 +88,6 @@ class _BlockPast:
 
 @dataclass(frozen=True)
 class BlockSlice:
-    """One slice in one block."""
-
     past: _BlockPast
     number: int
     first: int

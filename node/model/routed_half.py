@@ -59,7 +59,6 @@ class RoutedParts:
     limit: float = 0.0
     """Gate and input are clamped to this value; 0 does not clamp."""
     tokens: int
-    """The number of tokens of the microbatch."""
     balance: float = 0.0
     """The factor of the balance term in the gradient of a microbatch."""
     z: float = 0.0

@@ -131,8 +131,6 @@ class NoNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
-    """The norms of a half."""
-
     first: Norm | None
     """The norm of the residual stream; None projects the stream itself."""
     last: Norm | None = None

@@ -27,8 +27,6 @@ AT_ONCE = 2
 
 
 class _Unit:
-    """The tensors of one block."""
-
     def __init__(self, tensors: Callable[[], Sequence[Tensor]], zero: Callable[[], None] | None) -> None:
         """
         Args:
@@ -96,7 +94,6 @@ class Streamed:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The units, in order."""
         return tuple(self._units)
 
     @property

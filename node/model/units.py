@@ -29,7 +29,6 @@ def is_block(unit: str) -> bool:
 
 
 def unit_names(model: ModelSection) -> tuple[str, ...]:
-    """All layer units in model order."""
     return (EMBED, *(block_name(index) for index in range(model.layers)), HEAD)
 
 

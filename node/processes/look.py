@@ -29,7 +29,6 @@ class SeenThere:
     mapped_reached: bool = False
     """Whether its router's port accepted the coordinator's connection."""
     relayed: bool = False
-    """Whether the coordinator relays."""
     relays: tuple[str, ...] = ()
     """host:port of some volunteers that relay."""
     links: tuple[str, ...] = ()

@@ -161,7 +161,6 @@ def _members(findings: Findings) -> Check:
 
 
 def nat_words(findings: Findings) -> str:
-    """The kind of NAT."""
     six = (
         f"; also has {findings.six}, which no NAT changes"
         if findings.six and ":" not in findings.host

@@ -240,7 +240,6 @@ def to_toml(config: RunConfig) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A schema value in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

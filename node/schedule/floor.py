@@ -142,7 +142,6 @@ class PipelineStep:
     after_seconds: float = 0.0
     """What every step needs after its last backward: the vote, the commit and the optimizer."""
     slices: int = 1
-    """The slices of each microbatch."""
 
     def floor(self) -> Floor:
         """The lower bound of the step's time.

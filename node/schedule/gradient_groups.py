@@ -62,7 +62,6 @@ class GroupTree:
         self._fill(2 * node + 1, middle, end)
 
     def leaf(self, group: int) -> int:
-        """The node of one group."""
         return self._leaves[group]
 
     def span(self, node: int) -> range:
@@ -107,7 +106,6 @@ class Fold(Generic[Value]):
         1."""
 
     def put(self, node: int, value: Value) -> None:
-        """Add the value of a node."""
         while node > ROOT and (other := self.nodes.pop(node ^ 1, None)) is not None:
             value = self._add(other, value) if node % 2 else self._add(value, other)
             node //= 2
@@ -115,7 +113,6 @@ class Fold(Generic[Value]):
 
 
 def group_of(config: RunConfig, microbatch: int) -> int:
-    """The group to which a microbatch belongs."""
     return microbatch * config.pipeline.groups // config.microbatches
 
 

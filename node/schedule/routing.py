@@ -142,7 +142,6 @@ class StageLayout:
         return action.microbatch * self.slices + action.slice
 
     def receives(self, key: TensorKey) -> bool:
-        """Whether this stage receives a tensor with this key."""
         if target_stage(key, self.stages) != self.stage:
             return False
         if key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM):

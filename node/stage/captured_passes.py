@@ -40,8 +40,6 @@ Work = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Records work on a device."""
-
     def record(self, work: Work, *, apart: bool) -> Work:
         """Record the device work of `work` without running it; returns a function that replays it.
 

@@ -40,7 +40,6 @@ class Deliveries:
             self._tell(generation, node)
 
     def arrived(self, sent: Sent) -> None:
-        """A tensor has arrived."""
         node = sent[1]
         with self._lock:
             self._arrived.add(sent)

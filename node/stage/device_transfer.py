@@ -24,8 +24,6 @@ from wire.spec import TensorSpec
 
 
 class DeviceTransfer(ABC):
-    """Moves tensors to and from one device."""
-
     @abstractmethod
     def mark(self) -> Mark | None:
         """A mark after all work that the compute thread has submitted; None if that work is done."""
@@ -171,7 +169,6 @@ class CudaTransfer(DeviceTransfer):
 
 
 def device_transfer(device: torch.device) -> DeviceTransfer:
-    """The transfer for `device`."""
     if device.type == "cuda":
         return CudaTransfer(device)
     return CpuTransfer() if device.type == "cpu" else PlainTransfer(device)

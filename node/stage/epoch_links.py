@@ -367,7 +367,6 @@ class EpochLinks:
 
 
 def _path_by(name: str, relay: RelayClient, node_id: str) -> LinkPath:
-    """The path with this name to a neighbour."""
     together = name == TOGETHER
     trouble = relay.trouble_together if together else relay.trouble
     return LinkPath(

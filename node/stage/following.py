@@ -50,9 +50,7 @@ class StateServices(Protocol):
         """About how many bytes the state of these units takes in a snapshot."""
         ...
 
-    async def compute(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the compute thread."""
-        ...
+    async def compute(self, work: Callable[[], Result]) -> Result: ...
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
         """A layer unit's snapshot file, from any source."""

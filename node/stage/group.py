@@ -215,7 +215,6 @@ class Leader:
 
     @property
     def optimizer(self) -> StageOptimizer:
-        """The optimizer of this rank."""
         return self._model.local.optimizer
 
     @property

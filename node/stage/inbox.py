@@ -45,8 +45,6 @@ class RegroupedError(StepInterrupted):
 
 @dataclass(frozen=True, kw_only=True)
 class StepChange:
-    """A change of the work in the current step."""
-
     generation: int
     """The generation in `wire.messages.Begin`."""
     work: StepWork

@@ -71,7 +71,6 @@ class LayerPeers:
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
 
     async def close(self) -> None:
-        """End all connections."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()

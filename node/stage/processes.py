@@ -240,4 +240,3 @@ class DeviceGroup:
 
 
 StageDevices = OneDevice | DeviceGroup
-"""The devices that a node computes on."""

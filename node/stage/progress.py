@@ -121,7 +121,6 @@ class Progress:
         self._turn_to("" if self._last_step else FIRST_STEP)
 
     def step_done(self, step: int) -> None:
-        """`step` steps of the run are done."""
         now = self._clock()
         if self._last_step:
             self._seconds.append(now - self._last_step)

@@ -64,7 +64,6 @@ RunMessage = (
     | SendLayers
     | Abort
 )
-"""The messages that the coordinator sends to a member of the run."""
 
 END_EPOCH_SECONDS = 30
 """The seconds for the tasks of a finished epoch to end."""
@@ -129,7 +128,6 @@ class RunMember:
         return 0 if self._running is None else self._running[0].number
 
     async def handle(self, message: RunMessage) -> None:
-        """Handle a message of the coordinator."""
         match message:
             case Placement() if message.epoch != self.epoch:
                 await self._end_epoch()
@@ -159,7 +157,6 @@ class RunMember:
                     self._running[0].submit(message)
 
     async def end(self) -> None:
-        """Stop all work of the run."""
         self._follower.stop()
         await self._end_epoch()
 

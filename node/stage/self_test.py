@@ -224,7 +224,6 @@ def _codec(device: torch.device, name: str) -> bool:
 
 
 def _same(results: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
-    """Whether all tensors have the wanted bits."""
     return all(torch.equal(part.cpu(), exact) for part, exact in zip(results, wanted, strict=True))
 
 

@@ -210,7 +210,6 @@ class SnapshotTransfer:
         self._beside(self._offer())
 
     def cancel(self) -> None:
-        """Stop all transfers."""
         for task in [*self._uploads.values(), *self._others, self._prefetching]:
             if task is not None:
                 task.cancel()

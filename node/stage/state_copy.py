@@ -218,8 +218,6 @@ def _copied(tensors: UnitTensors) -> UnitTensors:
 
 
 class ReadLayer(NamedTuple):
-    """A layer that has been read into a file."""
-
     file: LayerSource
     hash: UnitHash
     weights_sha256: str

@@ -11,12 +11,9 @@ from node.schedule.schedule import Action, Kind, Order, held_activations
 from wire.errors import ProtocolViolationError
 
 MOST_CACHED = 64
-"""How many orders are kept."""
 
 
 class StepOrder:
-    """The order of actions for one placement."""
-
     def __init__(self, config: RunConfig, layout: StageLayout, share: RowShare) -> None:
         self._config = config
         self._layout = layout
@@ -70,7 +67,6 @@ class StepOrder:
         return self.numbers_of((*self.groups, *self.audited))
 
     def numbers_of(self, groups: Sequence[int]) -> list[int]:
-        """The microbatches of these groups."""
         return [number for group in groups for number in microbatches_of(self._config, [group])]
 
     def whole(self) -> Order:

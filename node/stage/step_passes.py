@@ -87,7 +87,6 @@ class StepPasses:
     step: int
     io: LinksIO
     samples: Mapping[BatchPart, Mapping[int, Tensor]]
-    """Samples by microbatch."""
     cut: Callable[[BatchPart, np.ndarray], Sequence[Tensor]]
     """Splits samples into microbatches."""
     give_way: GiveWay | None = None
@@ -95,7 +94,6 @@ class StepPasses:
     loss_weight: float = 1.0
     """The weight for `StageModel.begin_step`."""
     scale: float = 1.0
-    """The scale of the loss."""
     hand_over: Callable[[HandedOver], None] | None = None
     """Receives, on any thread, the groups that do not depend on this node any more. None: the step goes
     without."""

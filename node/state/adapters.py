@@ -90,7 +90,6 @@ def _base(config: RunConfig, name: str) -> FileTensor:
 
 
 def adapter_config(config: RunConfig) -> dict[str, Any]:
-    """The content of `adapter_config.json`."""
     model, lora = config.model, config.lora
     apart = family_of(model).parameters_in_peft(model)
     modules, parameters = [], dict[str, int]()

@@ -141,5 +141,4 @@ def _shown(source: str) -> str:
 
 
 def _cell(value: str) -> str:
-    """A value for a Markdown table."""
     return " ".join(value.split()).replace("|", "\\|")

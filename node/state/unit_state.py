@@ -175,7 +175,6 @@ class LayerDigest:
 
 
 def layout_of(tensors: Mapping[str, np.ndarray]) -> Layout:
-    """The dtype and shape of each tensor."""
     return {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
 
 

@@ -431,7 +431,6 @@ class Checkpoint:
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether this is the name of a file in a folder."""
     if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
         return False
     return name.isprintable() and PurePosixPath(name).name == name

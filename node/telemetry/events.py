@@ -23,8 +23,6 @@ _KINDS: dict[str, type["Event"]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """The base of all events."""
-
     event: ClassVar[str]
     """The kind in JSON."""
 
@@ -210,7 +208,6 @@ class HeldOutLoss(Event):
 
     @property
     def line(self) -> str:
-        """The event in one line, for display."""
         trained = "" if self.loss is None else f", {self.loss:.4f} as trained"
         best = ", the best so far" if self.best else ""
         result = f"{self.uncompressed:.4f} uncompressed{trained}{best}" if self.samples else NO_LABELS
@@ -229,7 +226,6 @@ class SampleMade(Event):
 
     @property
     def line(self) -> str:
-        """The event in one line, for display."""
         return f"sample of step {self.step}: {self.prompt} | {self.text}"
 
 

@@ -74,8 +74,6 @@ E = TypeVar("E", bound=events.Event)
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of a history."""
-
     at: float
     """Unix seconds."""
     event: events.Event
@@ -481,7 +479,6 @@ def _open_at(directory: Path, position: int) -> tuple[BinaryIO | None, int, int 
 
 
 def _is_still(file: BinaryIO, path: Path) -> bool:
-    """Whether `path` is the open `file`."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -33,8 +33,6 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True)
 class Definition:
-    """The definition of one metric."""
-
     name: str
     """The name without the prefix."""
     kind: MetricKind
@@ -217,7 +215,6 @@ class Families:
             self._metrics[name].add_sample(PREFIX + name, labelled, value)
 
     def set_link_totals(self, prefix: str, link: LinkFigures, *labels: object) -> None:
-        """Set the counters of a link."""
         for name, (metric, _) in _LINK_COUNTERS.items():
             self.set(prefix + metric, getattr(link, name), *labels)
         for flow in link.flows:
@@ -225,7 +222,6 @@ class Families:
             self.set(f"{prefix}elements_total", flow.elements, *labels, flow.kind, flow.codec)
 
     def set_link_now(self, prefix: str, link: LinkFigures, *labels: object) -> None:
-        """Set the gauges of a link."""
         for name, (metric, _) in _LINK_GAUGES.items():
             value = getattr(link, name)
             self.set(prefix + metric, value or None if name in _UNKNOWN_AT_ZERO else value, *labels)

@@ -17,7 +17,6 @@ LEAST = 1.0
 """The lowest scale. Values that are not finite at this scale are no overflow, so the run looks for another
 cause."""
 MOST = 2.0**24
-"""The highest scale."""
 BACK_OFF = 0.5
 """The factor of the scale after a skipped step."""
 GROWTH = 2.0
@@ -28,8 +27,6 @@ SKIPPED = 0.0
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """The loss scale of one step."""
-
     factor: float
     steps: int = 0
     """The number of steps taken since the scale last changed."""

@@ -238,7 +238,6 @@ class StageOptimizer:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """All parameters, in model order."""
         return tuple(parameter for unit in self._units.values() for parameter in unit.values())
 
     def is_sharded(self, parameter: nn.Parameter) -> bool:
@@ -404,7 +403,6 @@ class StageOptimizer:
         self._steps.update(steps)
 
     def updates_of(self, parameter: nn.Parameter) -> Updates:
-        """The update arithmetic of a parameter."""
         return self._updates[self._rules[parameter]]
 
     def moments_of(self, parameter: nn.Parameter) -> list[Tensor]:

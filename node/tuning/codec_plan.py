@@ -95,7 +95,6 @@ class Lines:
     """Times and rates. Their byte counts are not used."""
     chunks: int
     shape: tuple[int, ...]
-    """The shape of a boundary tensor."""
     windows: Windows
     """The widest windows that stages have memory for, in the form of `node.schedule.schedule.schedule`."""
     microbatches: float = math.inf
@@ -270,7 +269,6 @@ class _Choice:
             self._directions.setdefault(lines.ends(way), []).append(way)
 
     def best(self) -> dict[Way, str]:
-        """The codec of each tensor."""
         chosen = self._shortest()
         pace = self._lines.pace(self._names(chosen))
         chosen = self._covered(self._raised(chosen, pace), pace)

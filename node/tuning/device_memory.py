@@ -102,7 +102,6 @@ class Devices:
 
 
 def devices_of(hardware: Hardware) -> Devices:
-    """The devices that a node reports."""
     return Devices(
         # Whole gibibytes, because the coordinator caches its estimates by kind of device.
         host_bytes=hardware.host_bytes // GIB * GIB,

@@ -314,7 +314,6 @@ class PlannedStage:
         )
 
     def alike(self, choice: Choice) -> tuple[Choice, ...]:
-        """This choice for all blocks."""
         return (choice,) * sum(self.blocks)
 
     def memory(self, choices: Sequence[Choice], state: Moved = STAYS) -> StageMemory:
@@ -358,7 +357,6 @@ class PlannedStage:
 
     @property
     def _work_pages(self) -> int:
-        """The pages of the block at work."""
         return self._kept.pages - self._together * self._block_pages
 
     @property
@@ -622,8 +620,6 @@ def _fastest(variants: Sequence[PlannedStage], memory_bytes: int) -> MemoryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The memory of a node for which it plans its stage."""
-
     devices: Devices = field(default_factory=Devices)
     memory_bytes: int = 0
     """The memory of each device; 0 if unknown."""

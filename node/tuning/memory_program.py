@@ -187,7 +187,6 @@ class Program:
 
     columns: tuple[Column, ...]
     blocks: tuple[int, ...]
-    """The number of blocks of each chunk."""
     held: tuple[int, ...]
     """The most microbatches of each chunk between forward and backward."""
     room: int
@@ -217,8 +216,6 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """A solution of the program."""
-
     blocks: tuple[tuple[int, ...], ...]
     """For each chunk, how many blocks take each column."""
     state: tuple[int, ...]

@@ -37,7 +37,6 @@ class RateControl:
 
     @property
     def current(self) -> CodecPlan:
-        """The plan in use."""
         return self._trial.current
 
     def step_done(self, lines: Lines, microbatch_seconds: float) -> CodecPlan | None:

@@ -44,7 +44,6 @@ class Machines:
         return len(self.block_seconds)
 
     def only(self, chosen: Sequence[int]) -> "Machines":
-        """Only these machines, in this order."""
         square = np.ix_(chosen, chosen)
         return Machines(
             block_seconds=tuple(self.block_seconds[machine] for machine in chosen),
@@ -66,7 +65,6 @@ class Work:
     head_blocks: float = 0.0
     """The blocks that the head adds to the last stage."""
     slices: int = 1
-    """The number of slices of each microbatch."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.blocks:

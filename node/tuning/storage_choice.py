@@ -209,8 +209,6 @@ def _gb(count: int) -> str:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """The storage of each stage of a run."""
-
     names: tuple[str, ...]
     """The names of the stages' storages, from `name_of`; empty if the run file allows nothing but its own."""
 

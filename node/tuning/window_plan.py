@@ -53,8 +53,6 @@ has the head, the last entry is for the link from the last stage to the first.""
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasures:
-    """The measured times and sizes of one step."""
-
     forward: tuple[float, ...]
     """The seconds of a microbatch's forward on each stage, over all its chunks, including half of its
     packing."""

@@ -23,8 +23,6 @@ common one."""
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The figures of one run."""
-
     name: str
     config: Mapping[str, Any]
     """The run file's values by `section.key`."""
@@ -135,7 +133,6 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
 
 
 def compare(first: RunRecord, second: RunRecord) -> Comparison:
-    """The comparison of two runs."""
     keys = dict.fromkeys((*first.config, *second.config))
     both = {key: (first.config.get(key), second.config.get(key)) for key in keys}
     return Comparison(

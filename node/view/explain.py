@@ -56,7 +56,6 @@ class TextPlan:
     """The text of a run. If it cannot be read, all numbers are 0 and `problem` says why."""
 
     tokens: int = 0
-    """The training tokens."""
     held_out: int = 0
     samples: int = 0
     """The samples of one pass."""
@@ -70,8 +69,6 @@ class TextPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What one stage holds."""
-
     stage: int
     units: tuple[str, ...]
     """The layer units, chunk after chunk."""
@@ -86,8 +83,6 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceNeed:
-    """The bytes on one kind of device."""
-
     total: int
     state: int
     """Weights, gradients, the optimizer's moments and a codec's sample cache."""

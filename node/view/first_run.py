@@ -52,8 +52,6 @@ MOST_ADVICE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRun:
-    """The chosen run and its figures."""
-
     config: RunConfig
     explanation: Explanation
     machines: tuple[Machine, ...]
@@ -63,8 +61,6 @@ class FirstRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """The text to train on."""
-
     path: str = "stdlib"
     tokenizer: str = "bytes"
     vocabulary: int = 256

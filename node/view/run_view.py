@@ -50,7 +50,6 @@ class Series:
     """The first and last step, the Unix time, the sum and the number of values of each point."""
 
     def plus(self, step: int, at: float, value: float) -> "Series":
-        """The series with the value of one more step."""
         points = self.points
         while points and points[-1][0] >= step:
             points = points[:-1]
@@ -169,8 +168,6 @@ class EventView:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotView:
-    """The newest snapshot."""
-
     step: int
     bytes: int
     at: float
@@ -216,8 +213,6 @@ class ScoreView:
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """The state of a run."""
-
     run_id: str
     name: str
     state: str
@@ -274,7 +269,6 @@ class RunView:
     """The number of members without a stage, once every stage has its node; else 0."""
     held_out: HeldOutView | None = None
     snapshot: SnapshotView | None = None
-    """The newest snapshot."""
     samples: tuple[SampleView, ...] = ()
     """The samples of the newest sampled snapshots, oldest first."""
     scores: tuple[ScoreView, ...] = ()

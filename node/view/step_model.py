@@ -40,7 +40,6 @@ class StepModel(PipelineStep):
     """
 
     seconds: float
-    """The time of a step."""
     packing: tuple[float, ...]
     """Encoding and decoding for a microbatch on each stage."""
     elements: Mapping[str, float] = field(default_factory=dict)
@@ -284,5 +283,4 @@ def packing_seconds(
 
 
 def is_cpu(device: str) -> bool:
-    """Whether the reported device is a CPU."""
     return device == CPU

@@ -106,7 +106,6 @@ class RunViewBuilder:
     recent: tuple[events.StepCosts, ...] = ()
     paces: tuple[float, ...] = ()
     links: tuple[LinkFigures, ...] = ()
-    """The links' figures over the whole run."""
     listed: tuple[EventView, ...] = ()
     replaced: Mapping[str, str] = field(default_factory=dict)
     """For each node that lost its stage or was shut out, the newest line that says why."""

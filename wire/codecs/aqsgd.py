@@ -61,7 +61,6 @@ class AqsgdCodec(Codec):
         self.fixed = FixedCodec(known.changes)
 
     def of(self, batch: SampleBatch) -> "AqsgdTensorCodec":
-        """The codec for one tensor with these samples."""
         return AqsgdTensorCodec(self, batch)
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:

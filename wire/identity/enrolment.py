@@ -75,5 +75,4 @@ class Refusal:
     message: Text
 
     def error(self) -> Refused:
-        """The refusal as an exception."""
         return Refused(self.code, self.message)

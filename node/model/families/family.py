@@ -21,8 +21,6 @@ from node.model.families.config_json import ConfigReader
 
 
 class Initial(StrEnum):
-    """The initial value of a parameter."""
-
     NORMAL = "normal"
     """A normal distribution with mean 0 and standard deviation `init_std`."""
     RESIDUAL = "residual"
@@ -104,7 +102,6 @@ class FileTensor:
     part: int = 0
     """The index of this part among the parameter's parts. A part is the rows of one expert."""
     parts: int = 1
-    """The number of parts."""
     turn: int = 0
     """The index of this parameter among those whose outputs are interleaved in the tensor."""
     turns: int = 1
@@ -150,7 +147,6 @@ class Family(ABC):
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """The allowed values of keys that are one of a few names."""
     attention_inputs: ClassVar[tuple[str, ...]]
-    """The projections into attention."""
     attention_output: ClassVar[str] = "attention_output"
     """The projection out of attention."""
     ffn_inputs: ClassVar[tuple[str, ...]]
@@ -182,7 +178,6 @@ class Family(ABC):
         """The parameters of a block."""
 
     def head(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
-        """The parameters of the head."""
         return (*self.norm("norm", model), _matrix("output", model.vocab, model.hidden))
 
     def norm(self, name: str, model: ModelSection, width: int = 0) -> tuple[ParameterSpec, ...]:
