@@ -278,7 +278,6 @@ class LinkServer:
             self._door.front.adopt(connection, f"{_BY}{path}")
 
     async def stop(self) -> None:
-        """Close every link and the port."""
         for link in list(self._links.values()):
             await link.close()
         if self._door is not None:

@@ -186,7 +186,6 @@ class Relay:
             self._close(number)
 
     async def close(self) -> None:
-        """Drop every connection."""
         await self.front.close()
         for number in [*self._waiting, *self._pipes]:
             self._close(number)

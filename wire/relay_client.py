@@ -102,7 +102,6 @@ class RelayClient:
             pipe.closed()
 
     async def close(self) -> None:
-        """Drop every connection."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -134,7 +134,6 @@ class EnrolmentService:
         )
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """The handler for `server.add_generic_rpc_handlers`."""
         # A stream of requests, of which only the first counts. On the wire that equals a single request, but
         # its arrival can have a deadline, so that empty calls do not stay open forever.
         join = grpc.stream_unary_rpc_method_handler(

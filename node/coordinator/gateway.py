@@ -189,7 +189,6 @@ class Gateway:
             self._link.write(frame(Kind.ALIVE, len(self.front.admission)))
 
     def _take_over(self, handed: socket.socket) -> None:
-        """Take over the connections that the coordinator has handed over."""
         assert self.front is not None
         for _ in range(_HANDOVERS):
             try:

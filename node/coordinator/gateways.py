@@ -130,7 +130,6 @@ class _Gateway(asyncio.Protocol):
 
     @property
     def sessions(self) -> int:
-        """The number of open sessions."""
         return len(self._sessions)
 
     async def start(self, setup: bytes) -> None:
@@ -157,7 +156,6 @@ class _Gateway(asyncio.Protocol):
         return True
 
     async def stop(self) -> None:
-        """End the process and all its sessions."""
         if self._transport is not None:
             self._transport.close()
         if self._handing is not None:
@@ -236,7 +234,6 @@ class _Gateway(asyncio.Protocol):
         self.forget()
 
     def forget(self) -> None:
-        """Close all sessions of this gateway."""
         for task in self._greeted.values():
             task.cancel()
         sessions, self._sessions = list(self._sessions.values()), {}

@@ -98,7 +98,6 @@ class LinkPlanner:
         self._measured.set()
 
     async def run(self) -> None:
-        """Plan until cancelled."""
         while True:
             await self._measured.wait()
             if not self._config.pipeline.plans_codecs:

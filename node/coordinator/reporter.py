@@ -188,7 +188,6 @@ class Reporter:
         )
 
     def seat_filled(self, filled: SeatFilled) -> None:
-        """A node has taken an empty seat."""
         self.accounting.seat(filled.node_id, Place(filled.row, filled.stage))
         self._emit(
             events.SeatFilled(

@@ -68,8 +68,6 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """Wraps the protocol that answers a connection."""
-
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._connections = connections
         self._inner = inner

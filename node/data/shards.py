@@ -409,7 +409,6 @@ class Stream:
         return self._end
 
     def extend(self) -> None:
-        """Tokenize one more group."""
         with self._extending:
             self._extend()
 

@@ -57,8 +57,6 @@ class ReachSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ReachProfile:
-    """A whole profile, checked."""
-
     reach: ReachSection
     config: RunConfig
     sha256: str

@@ -91,8 +91,6 @@ class Way:
 
 
 class Relay:
-    """All ports and ways of a laboratory."""
-
     def __init__(self, ways: list[dict[str, Any]]) -> None:
         names = dict.fromkeys(name for way in ways for name in (way["source"], way["target"]))
         self.ports = {name: Port(name) for name in names}

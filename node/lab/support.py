@@ -92,7 +92,6 @@ def find_in_private() -> list[Finding]:
 
 
 def find_outside() -> list[Finding]:
-    """Check programs and namespaces from outside."""
     findings = []
     for name in tools.PACKAGES:
         try:

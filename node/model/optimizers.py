@@ -216,7 +216,6 @@ def update_rule(
 
 
 def optimizer_words(training: TrainingSection, lora: LoraSection) -> str:
-    """A description of the optimizer and its settings for users."""
     adamw = f"AdamW, betas {training.beta1:g} and {training.beta2:g}, eps {training.eps:g}"
     name, matrices = training.optimizer, "matrices of blocks"
     if lora.rank:

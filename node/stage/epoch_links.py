@@ -130,7 +130,6 @@ class EpochLinks:
         return await self._server.start(listen, self.relay.front if self.relay is not None else None)
 
     async def stop(self) -> None:
-        """Close every link and the port."""
         for client in self._clients.values():
             await client.close()
         await self._server.stop()

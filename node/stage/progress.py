@@ -97,7 +97,6 @@ class Progress:
         self._last_step = 0.0
 
     def idle(self, why: str) -> None:
-        """The node has no stage."""
         self._begin("", why)
 
     def doing(self, what: str) -> None:
@@ -134,7 +133,6 @@ class Progress:
         self._waits = None
 
     def _turn_to(self, what: str) -> None:
-        """Start another activity."""
         now = self._clock()
         if self._waits is not None and self._since:
             before = self._doing or TAKING

@@ -112,7 +112,6 @@ class Ranks:
     # ---- commands
 
     def lead(self, op: Op, *numbers: int) -> None:
-        """Send a command to the followers."""
         fields = [op, *numbers, *([0] * (_FIELDS - 1 - len(numbers)))]
         with collective():
             dist.broadcast(torch.tensor(fields, dtype=torch.int64), src=0, group=self._commands)

@@ -173,7 +173,6 @@ class Session:
         await asyncio.wait([self._connection], timeout=FAREWELL_SECONDS)
 
     async def close(self) -> None:
-        """End the connection, if there is one."""
         self._ending = self._closed = True
         if (connection := self._connection) is None:
             return

@@ -136,8 +136,6 @@ _Stored = tuple[_Place, ...]
 
 
 class Checkpoint:
-    """One checkpoint. Headers are read once."""
-
     def __init__(self, files: Files) -> None:
         self._files = files
         self._map: dict[str, str] | None = None

@@ -43,7 +43,6 @@ class PlacedSpan:
 
     @property
     def process(self) -> int:
-        """The trace's process for the stage."""
         return _ROW * self.replica + self.stage
 
     @property

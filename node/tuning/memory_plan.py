@@ -92,8 +92,6 @@ Choice.INPUT_MOVED = Choice(again=True, moved=(ALL,))
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The choices of one stage, and their memory and time."""
-
     choices: tuple[Choice, ...]
     """The choices of its blocks, in the order of its units."""
     state: Moved = STAYS

@@ -30,7 +30,6 @@ class Evidence:
     """The steps on which advice is based."""
 
     whole: RunView
-    """The view measured over all of these steps."""
     parts: tuple[RunView, ...]
     """The view measured over each half of them."""
 
@@ -84,8 +83,6 @@ def bottleneck(
 
 @dataclass(frozen=True, kw_only=True)
 class _Advice:
-    """Whether to give advice, and the measurements for it."""
-
     model: StepModel
     view: RunView
     parts: tuple[StepModel, ...]

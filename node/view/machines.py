@@ -21,8 +21,6 @@ SHARES = ((768, 0.21), (2048, 0.42))
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of device."""
-
     teraflops: float
     """Dense bf16, or fp16 without bf16, from its data sheet."""
     memory_gb: float

@@ -36,7 +36,6 @@ ACKNOWLEDGED = ((10.0, 0.040), (100.0, 0.019), (300.0, 0.003))
 """A line's Mbit/s, and the bytes of acknowledgements that it sends back, divided by those of the frames that
 it receives. Measured in the same cells. On a slow line each packet is acknowledged separately."""
 WINDOWS = (0, 1, 2, 4, 8)
-"""The windows that are tried."""
 MOST_SIMULATED = 32
 """The most microbatches, or slices, that are simulated. Each further one takes as long as the limiting
 resource."""
