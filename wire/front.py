@@ -10,7 +10,6 @@ finds the address behind a call, and `prove` marks a connection whose call carri
 
 import asyncio
 import contextlib
-import logging
 import shutil
 import socket
 import tempfile
@@ -28,8 +27,6 @@ from wire.errors import UserError
 from wire.identity.names import split_address
 from wire.pacing import Pacer
 from wire.splice import CLOSE_SECONDS, Pipe, settled
-
-log = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 """How many connections may wait in the kernel, within its own limit, while the loop is busy."""

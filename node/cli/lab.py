@@ -68,9 +68,13 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from node.lab.laboratory import Laboratory, until_stdin_ends
+    from node.lab.namespaces import furnish, run_inside
     from node.lab.plan import check_only
     from node.lab.profile import load_profile
     from node.lab.reach import is_reach_profile
+    from node.lab.results import RESULTS_FILE
+    from wire import event_loop
 
     if not 0 <= args.time_limit < 1e9:
         raise UsageError(f"--time-limit must be a number of seconds of at least 0, got {args.time_limit:g}")
@@ -80,17 +84,14 @@ def _run(args: argparse.Namespace) -> int:
     check_only(profile, args.only)
     out = args.out or DEFAULT_PARENT / profile.lab.name
     if args.inside:
-        return _run_inside(args, out)
-    from node.lab.namespaces import run_inside
-    from node.lab.results import RESULTS_FILE
+        furnish()
+        lab = Laboratory(profile, out, time_limit=args.time_limit, tell=_tell, only=args.only)
+        event_loop.run(until_stdin_ends(lab.run()))
+        return 0
     from node.lab.support import check_devices
 
     check_devices(profile)
-    try:
-        created = [folder for folder in (out, *out.parents) if not folder.exists()]
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot create {out} ({error.strerror}); give another --out") from error
+    created = _create(out)
     options = ["--out", str(out), "--time-limit", str(args.time_limit), "--inside"]
     options += [f"--only={words}" for words in args.only]
     try:
@@ -104,9 +105,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _run_reach(args: argparse.Namespace) -> int:
     """Train over every pair of ways to connect to the internet, such as two kinds of NAT."""
-    from node.lab.namespaces import run_inside
-    from node.lab.reach import load_reach_profile, names_of
+    from node.lab.laboratory import until_stdin_ends
+    from node.lab.namespaces import furnish, run_inside
+    from node.lab.reach import load_reach_profile, names_of, run_reach
     from node.lab.tools import tool
+    from wire import event_loop
 
     if args.overrides or args.time_limit:
         raise UsageError("a profile with [reach] takes no overrides and no --time-limit")
@@ -117,34 +120,22 @@ def _run_reach(args: argparse.Namespace) -> int:
             raise UsageError(f"--only {kind}: expected a kind such as nat, or a pair such as nat-symmetric")
     out = args.out or DEFAULT_PARENT / profile.reach.name
     if args.inside:
-        return _run_reach_inside(args, out)
+        furnish()
+        return 0 if event_loop.run(until_stdin_ends(run_reach(profile, out, _tell, args.only))) else 1
     tool("nft")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot create {out} ({error.strerror}); give another --out") from error
+    _create(out)
     options = ["--out", str(out), "--inside", *(f"--only={words}" for words in args.only)]
     return run_inside(["lab", "run", str(args.profile), *options])
 
 
-def _run_reach_inside(args: argparse.Namespace, out: Path) -> int:
-    import asyncio
-
-    from node.lab.laboratory import end_with_stdin
-    from node.lab.namespaces import furnish
-    from node.lab.reach import load_reach_profile, run_reach
-    from wire import event_loop
-
-    furnish()
-
-    async def run() -> bool:
-        async with asyncio.TaskGroup() as group:
-            lifeline = group.create_task(end_with_stdin())
-            same = await run_reach(load_reach_profile(args.profile), out, _tell, args.only)
-            lifeline.cancel()
-        return same
-
-    return 0 if event_loop.run(run()) else 1
+def _create(out: Path) -> list[Path]:
+    """Create a folder. Returns those that were created for it, innermost first."""
+    try:
+        created = [folder for folder in (out, *out.parents) if not folder.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot create {out} ({error.strerror}); give another --out") from error
+    return created
 
 
 def _remove_empty(created: Sequence[Path]) -> None:
@@ -152,27 +143,6 @@ def _remove_empty(created: Sequence[Path]) -> None:
     with contextlib.suppress(OSError):
         for folder in created:
             folder.rmdir()
-
-
-def _run_inside(args: argparse.Namespace, out: Path) -> int:
-    import asyncio
-
-    from node.lab.laboratory import end_with_stdin, run_laboratory
-    from node.lab.namespaces import furnish
-    from node.lab.profile import load_profile
-    from wire import event_loop
-
-    furnish()
-    profile = load_profile(args.profile, args.overrides)
-
-    async def run() -> None:
-        async with asyncio.TaskGroup() as group:
-            lifeline = group.create_task(end_with_stdin())
-            await run_laboratory(profile, out, time_limit=args.time_limit, tell=_tell, only=args.only)
-            lifeline.cancel()
-
-    event_loop.run(run())
-    return 0
 
 
 def _table(args: argparse.Namespace) -> int:

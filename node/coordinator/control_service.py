@@ -7,7 +7,6 @@ caller.
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -43,8 +42,6 @@ from wire.identity.enrolment import Refusal
 from wire.messages import MOST_HELD, Hello, PlacedStage
 from wire.messages_proto import coordinator_message_to_proto, held_layer_from_proto, node_message_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
-
-log = logging.getLogger(__name__)
 
 MOST_PROBE_BYTES = 16 * 1024 * 1024
 TURN_SECONDS = 0.1

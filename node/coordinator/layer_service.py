@@ -7,7 +7,6 @@ for everything else.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -26,8 +25,6 @@ from wire.errors import NotYetError, ProtocolViolationError, RunError, ThinwireE
 from wire.front import Front
 from wire.layer_exchange import growing_pieces
 from wire.v1 import control_pb2
-
-log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 * 1024, 1024 * 1024
 """The least and the most bytes of a layer that are sent at a time."""

@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -130,11 +131,7 @@ def calibrate(network: Network, shape: Shape, ends: Sequence[tuple[int, int]]) -
         measured = measure(network, shape, ends)
         faults = [fault for measurement in measured if (fault := measurement.fault()) is not None]
         if not faults:
-            return Calibration(
-                label=shape.label,
-                attempts=attempt,
-                links=tuple(measured),
-            )
+            return Calibration(label=shape.label, attempts=attempt, links=tuple(measured))
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     raise RunError(f"calibration refuses {shape.label!r}: {faults[0]}{more}; {ATTEMPTS} attempts")
 
@@ -329,20 +326,8 @@ def _drain(receiver: socket.socket, buffer: bytearray) -> None:
 
 def _at_once(jobs: Sequence[Callable[[], Measured]]) -> list[Measured]:
     """Run all jobs in threads. Raises RunError with the first error."""
-    results: list[Measured | None] = [None] * len(jobs)
-    errors: list[OSError] = []
-
-    def run(number: int) -> None:
-        try:
-            results[number] = jobs[number]()
-        except OSError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise RunError(f"calibration failed: a connection inside the lab broke ({errors[0]})")
-    return [result for result in results if result is not None]
+    try:
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return [future.result() for future in [pool.submit(job) for job in jobs]]
+    except OSError as error:
+        raise RunError(f"calibration failed: a connection inside the lab broke ({error})") from None

@@ -5,21 +5,23 @@ Runs inside the private namespaces of `node.lab.namespaces`.
 
 import asyncio
 import os
+import shutil
 import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from node.config.schema import RunConfig
+from node.coordinator.store import DATABASE_FILE
 from node.data.documents import read_text
 from node.data.text import SEPARATOR
 from node.lab import namespaces
-from node.lab.archive import keep_run
 from node.lab.calibration import Calibration, calibrate
 from node.lab.figures import (
     PhaseSteps,
@@ -41,32 +43,27 @@ from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
 from node.schedule.placement import head_share, slices_of
 from node.schedule.routing import link_ends
+from node.telemetry.history import history_files
+from node.telemetry.trace_files import TRACE_DIRECTORY, segments
 
 Tell = Callable[[str], None]
+Result = TypeVar("Result")
+
+SECRETS = ("token_bindings", "tokens")
+"""Database tables whose rows are not copied."""
 
 
-async def run_laboratory(
-    profile: Profile, out: Path, *, time_limit: float, tell: Tell, only: Sequence[str] = ()
-) -> bool:
-    """Measure every cell of a profile that `out` does not hold yet. Returns whether all are measured.
-
-    Runs inside private namespaces. Results are written to `out` after every cell.
-
-    Args:
-        time_limit: Seconds; a cell that would not end in time is skipped. 0 means no limit.
-        only: The cells to measure, as for `node.lab.plan.plan_runs`.
-
-    Raises RunError for a link that is off and for a run that fails. Earlier results are kept.
-    """
-    lab = _Laboratory(profile, out, time_limit, tell, only)
-    return await lab.run()
+async def until_stdin_ends(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work`, and end this program when stdin ends: then the process that started the lab wants it to
+    stop, or has ended."""
+    async with asyncio.TaskGroup() as group:
+        lifeline = group.create_task(_end_with_stdin())
+        result = await work
+        lifeline.cancel()
+    return result
 
 
-async def end_with_stdin() -> None:
-    """Cancel the calling task's program when stdin ends.
-
-    Then the process that started the lab wants it to stop, or has ended.
-    """
+async def _end_with_stdin() -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -95,9 +92,44 @@ def _with_text(config: RunConfig, size: int, directory: Path) -> RunConfig:
     return replace(config, data=replace(config.data, path=str(text)))
 
 
-class _Laboratory:
+def keep_run(run: Path, place: Path) -> bool:
+    """Copy history, trace and database of the run directory `run` to `place`, without secrets.
+
+    The copy is enough for `thinwire trace` and `thinwire compare`. It has no snapshots, no CA and no
+    operator's key. The coordinator must have ended. Replaces `place`. Returns False if there is no run.
+    """
+    if not (run / DATABASE_FILE).exists():
+        return False
+    if place.exists():
+        shutil.rmtree(place)
+    (place / TRACE_DIRECTORY).mkdir(parents=True)
+    # A plain copy would lack what is still in the write-ahead log.
+    with closing(sqlite3.connect(run / DATABASE_FILE)) as database:
+        database.execute("VACUUM INTO ?", (str(place / DATABASE_FILE),))
+    with closing(sqlite3.connect(place / DATABASE_FILE)) as copy:
+        for table in SECRETS:
+            copy.execute(f"DELETE FROM {table}")
+        copy.commit()
+        copy.execute("VACUUM")
+    for file in history_files(run):
+        shutil.copyfile(file, place / file.name)
+    for segment in segments(run / TRACE_DIRECTORY):
+        shutil.copyfile(segment, place / TRACE_DIRECTORY / segment.name)
+    return True
+
+
+class Laboratory:
+    """Measures every cell of a profile that `out` does not hold yet, and writes results after each.
+
+    Runs inside private namespaces.
+
+    Args:
+        time_limit: Seconds; a cell that would not end in time is skipped. 0 means no limit.
+        only: The cells to measure, as for `node.lab.plan.plan_runs`.
+    """
+
     def __init__(
-        self, profile: Profile, out: Path, time_limit: float, tell: Tell, only: Sequence[str]
+        self, profile: Profile, out: Path, *, time_limit: float, tell: Tell, only: Sequence[str] = ()
     ) -> None:
         self._profile = profile
         self._only = only
@@ -111,6 +143,10 @@ class _Laboratory:
         """Seconds from the last run's start to its first cell; 0 before the first run."""
 
     async def run(self) -> bool:
+        """Whether all cells asked for are measured.
+
+        Raises RunError for a link that is off and for a run that fails. Earlier results are kept.
+        """
         path = self._out / RESULTS_FILE
         profile = self._profile
         method = (
@@ -211,7 +247,7 @@ class _Laboratory:
 
 class _Run:
     def __init__(
-        self, lab: _Laboratory, network: Network, run: PlannedRun, results: Results, number: int
+        self, lab: Laboratory, network: Network, run: PlannedRun, results: Results, number: int
     ) -> None:
         self._lab = lab
         self._network = network

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from node import program
@@ -92,27 +93,12 @@ def find_in_private() -> list[Finding]:
 
 
 def find_outside() -> list[Finding]:
-    findings = []
-    for name in tools.PACKAGES:
-        try:
-            findings.append(Finding(name=name, works=True, detail=tools.tool(name), needed=True))
-        except UserError as error:
-            findings.append(Finding(name=name, works=False, detail=str(error), needed=True))
-    usable = all(finding.works for finding in findings)
-    for name in tools.FOR_REACH:
-        try:
-            findings.append(Finding(name=name, works=True, detail=tools.tool(name), needed=False))
-        except UserError as error:
-            findings.append(Finding(name=name, works=False, detail=str(error), needed=False))
-    if usable:
-        try:
-            flags = namespaces.working_flags()
-            how = (
-                "rootless, in a user namespace" if "--user" in flags else "as root, without a user namespace"
-            )
-            findings.append(Finding(name="namespaces", works=True, detail=how, needed=True))
-        except UserError as error:
-            findings.append(Finding(name="namespaces", works=False, detail=str(error), needed=True))
+    findings = [
+        _found(name, partial(tools.tool, name), needed=name in tools.PACKAGES)
+        for name in (*tools.PACKAGES, *tools.FOR_REACH)
+    ]
+    if all(finding.works for finding in findings if finding.needed):
+        findings.append(_found("namespaces", _namespaces, needed=True))
     try:
         import matplotlib
 
@@ -121,6 +107,18 @@ def find_outside() -> list[Finding]:
         detail = "matplotlib is missing: pip install 'thinwire[lab]'"
         findings.append(Finding(name="plots", works=False, detail=detail, needed=False))
     return findings
+
+
+def _found(name: str, look: Callable[[], str], *, needed: bool) -> Finding:
+    try:
+        return Finding(name=name, works=True, detail=look(), needed=needed)
+    except UserError as error:
+        return Finding(name=name, works=False, detail=str(error), needed=needed)
+
+
+def _namespaces() -> str:
+    rootless = "--user" in namespaces.working_flags()
+    return "rootless, in a user namespace" if rootless else "as root, without a user namespace"
 
 
 def ask_private() -> list[Finding]:

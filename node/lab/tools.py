@@ -5,8 +5,8 @@ import json
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,22 +91,13 @@ def inside(namespace: str, work: Callable[[], Result]) -> Result:
     """Run `work` on a thread inside the network namespace. Sockets that it opens stay in the namespace."""
     if namespace == LAB:
         return work()
-    results: list[Result] = []
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            _enter(namespace)
-            results.append(work())
-        except BaseException as error:  # the calling thread raises it
-            errors.append(error)
+    def run() -> Result:
+        _enter(namespace)
+        return work()
 
-    thread = threading.Thread(target=run, name=f"in {namespace}")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def _enter(namespace: str) -> None:

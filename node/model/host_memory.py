@@ -11,10 +11,12 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from wire.codecs.host_copies import Streams
 
 Copy = tuple[Tensor, Tensor]
 """Source and target, of the same shape and dtype. One is on the device, the other on the host."""
@@ -82,18 +84,6 @@ class HostMemory(ABC):
     def _give_back(self, block: Tensor) -> None:
         self.lent_bytes -= block.nbytes
         self._idle[block.nbytes].append(block)
-
-
-class Streams(Protocol):
-    """The part of `torch.cuda` that is used here. Tests replace it."""
-
-    def Stream(self, device: torch.device) -> Any: ...
-
-    def Event(self) -> Any: ...
-
-    def stream(self, stream: Any) -> Any: ...
-
-    def current_stream(self, device: torch.device) -> Any: ...
 
 
 class CudaHostMemory(HostMemory):

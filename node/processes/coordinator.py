@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import math
 import os
 import shlex
@@ -87,8 +86,6 @@ from wire.identity.authority import CertificateAuthority
 from wire.identity.enrolment import Hardware
 from wire.identity.files import write_private
 from wire.identity.names import join_address, new_run_id
-
-log = logging.getLogger(__name__)
 
 TOKEN_LIFETIME = timedelta(hours=24)
 INTERRUPTED = 130

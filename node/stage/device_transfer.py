@@ -10,15 +10,14 @@ GPU's come from torch's caching allocators, so in the steady state nothing is al
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wire.codecs import header, host_copies
+from wire.codecs import header
 from wire.codecs.base import ROW_BYTES, Codec
-from wire.codecs.host_copies import HostCopies, Mark
+from wire.codecs.host_copies import HostCopies, Mark, Streams
 from wire.errors import NonFiniteError
 from wire.spec import TensorSpec
 
@@ -75,14 +74,6 @@ class PlainTransfer(CpuTransfer):
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
         tensor, _ = super().unpack(codec, packed, spec)
         return tensor.to(self._device), None
-
-
-class Streams(host_copies.Streams, Protocol):
-    """The part of `torch.cuda` that this module uses; tests replace it."""
-
-    def Stream(self, device: torch.device) -> Any: ...
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
 
 
 class CudaTransfer(DeviceTransfer):

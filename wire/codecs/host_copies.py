@@ -4,6 +4,7 @@ Page-locked memory comes from torch's caching allocator, which reuses a block wh
 nothing is allocated in the steady state.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,13 @@ class Mark(Protocol):
 
 
 class Streams(Protocol):
-    """The part of `torch.cuda` that this module uses; tests replace it."""
+    """The part of `torch.cuda` that copies use; tests replace it."""
 
-    def Event(self, *, blocking: bool) -> Any: ...
+    def Event(self, *, blocking: bool = False) -> Any: ...
+
+    def Stream(self, device: torch.device) -> Any: ...
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
 
     def current_stream(self, device: torch.device) -> Any: ...
 

@@ -18,7 +18,6 @@ from kernels.trellis.triton.spaces import (
 )
 
 _PART_SCALE = tl.constexpr(9 * 16)
-_PEAK = tl.constexpr(at.PEAK)
 _PLAN = tl.constexpr(at.PLAN)
 _ROW_TOP = tl.constexpr(at.ROW_TOP)
 _COLUMN_TOP = tl.constexpr(at.COLUMN_TOP)

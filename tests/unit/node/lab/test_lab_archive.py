@@ -14,8 +14,7 @@ from node.cli.main import main
 from node.config.schema import RunConfig
 from node.coordinator.store import DATABASE_FILE, Store
 from node.lab import support
-from node.lab.archive import keep_run
-from node.lab.laboratory import _Run
+from node.lab.laboratory import _Run, keep_run
 from node.lab.plan import PlannedRun
 from node.lab.profile import load_profile
 from node.telemetry.history import read_history
