@@ -157,18 +157,6 @@ def make_patch(before: Fields, after: Fields) -> dict[str, Any]:
     }
 
 
-def apply_patch(before: Fields, patch: Fields) -> dict[str, Any]:
-    """Apply a patch of `make_patch`."""
-    after = dict(before)
-    for name, value in patch.items():
-        if isinstance(value, dict) and "keep" in value:
-            keep = value["keep"]
-            old = before[name]
-            value = {"stride": old["stride"], **{c: [*old[c][:keep], *value[c]] for c in COLUMNS}}
-        after[name] = value
-    return after
-
-
 def _is_curve(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"stride", *COLUMNS}
 

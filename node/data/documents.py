@@ -483,11 +483,6 @@ def _size(row: Document) -> int:
     return len(row) if isinstance(row, bytes) else 0
 
 
-def is_data(path: Path) -> bool:
-    """Whether a folder contributes this file. Raises DataError if it is damaged."""
-    return _is_text(path) or suffix_of(path) in TABLES
-
-
 def _without_cards(files: list[Path]) -> list[Path]:
     """The files without the page that describes them, if any of them hold rows."""
     if all(content_suffix(path) not in (*TABLES, *JSON_SUFFIXES) for path in files):
@@ -521,7 +516,9 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
     left_out: Counter[str] = Counter()
     every = list(files_below(path, left_out=left_out))
     caches = _caches(every)
-    chosen = _without_cards([file for file in every if file not in caches and is_data(file)])
+    chosen = _without_cards(
+        [file for file in every if file not in caches and (_is_text(file) or suffix_of(file) in TABLES)]
+    )
     tokens = [file for file in every if suffix_of(file) in TOKEN_SUFFIXES]
     if tokens and not chosen:
         chosen = tokens

@@ -134,17 +134,12 @@ def cell_figures(
             "most": max(rates),
         },
         "losses": list(losses),
-        "idle": idle_shares(phase),
+        "idle": [statistics.fmean(shares) for shares in zip(*map(idle_by_stage, phase.costs), strict=True)],
         "stage_seconds": stage_seconds(phase),
         "bits_forward": statistics.fmean(bits_per_element(step, "activation") for step in phase.costs),
         "bits_backward": statistics.fmean(bits_per_element(step, "gradient") for step in phase.costs),
         "wires": wire_figures(phase, shape, wires),
     }
-
-
-def idle_shares(phase: PhaseSteps) -> list[float]:
-    """Each stage's share of time spent waiting, averaged over the measured steps."""
-    return [statistics.fmean(shares) for shares in zip(*map(idle_by_stage, phase.costs), strict=True)]
 
 
 def stage_seconds(phase: PhaseSteps) -> list[dict[str, float]]:

@@ -311,16 +311,6 @@ def read_reach_results(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def doctor_table(values: dict[str, Any]) -> list[list[str]]:
-    """The rows of a table of what `thinwire doctor` reports in each kind of network. The first row is the
-    head."""
-    by_kind = {row["pair"][0]: row["doctor"] for row in values["pairs"] if row.get("doctor")}
-    return [
-        ["", *PATH_CHECKS],
-        *([kind, *(words.get(c, "-") for c in PATH_CHECKS)] for kind, words in by_kind.items()),
-    ]
-
-
 def reach_table(values: dict[str, Any]) -> list[list[str]]:
     """The rows of a table of the path of each pair of kinds. The first row is the head."""
     kinds = list(values["kinds"])

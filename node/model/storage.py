@@ -100,7 +100,10 @@ def storages_by_load(
         """A kind's form at each stage."""
         if PACKED.get(form, 16) >= 16:
             return [form] * len(loads)
-        return [_form(bits) for bits in stage_bits(loads, PACKED[form], widest)]
+        return [
+            next(form for form, width in PACKED.items() if width == bits)
+            for bits in stage_bits(loads, PACKED[form], widest)
+        ]
 
     norms, ffns = forms(base.norm_input), forms(base.ffn_input)
     return tuple(replace(base, norm_input=norm, ffn_input=ffn) for norm, ffn in zip(norms, ffns, strict=True))
@@ -166,7 +169,3 @@ def head_piece(tokens: int, vocab: int, *, fused: bool = False) -> int:
     equal."""
     pieces = -(-tokens * vocab // (FUSED_LOGITS if fused else HEAD_LOGITS))
     return -(-tokens // max(1, pieces))
-
-
-def _form(bits: int) -> str:
-    return next(form for form, width in PACKED.items() if width == bits)

@@ -186,16 +186,8 @@ def unit_pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryvie
         yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
 
 
-def unit_hash(tensors: Mapping[str, np.ndarray]) -> UnitHash:
-    """The hash of a unit's file, without creating the file."""
-    digest = LayerDigest(layout_of(tensors))
-    for name in digest.order:
-        digest.add(name, tensors[name])
-    return digest.hash
-
-
 def state_sums(tensors: Mapping[str, np.ndarray]) -> tuple[float, float, float]:
-    """The sums of squares in `unit_hash`: of weights, of moments, and of moments that are never negative."""
+    """The sums of squares in `UnitHash`: of weights, of moments, and of moments that are never negative."""
     sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
     for name, array in sorted(tensors.items()):
         if (kind := _summed(name, array)) is not None:

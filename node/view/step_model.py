@@ -230,7 +230,7 @@ def _slowness(
     head_first = view.head_share is not None and len(view.stages) > 1
     expected = packing_seconds(len(view.stages), chunks, elements, costs, head_first=head_first)
     return tuple(
-        max(1.0, told / should if should > 0 else 1.0) if is_cpu(stage.device) else 0.0
+        max(1.0, told / should if should > 0 else 1.0) if stage.device == CPU else 0.0
         for stage, told, should in zip(view.stages, packing, expected, strict=True)
     )
 
@@ -280,7 +280,3 @@ def packing_seconds(
             sent, received = (as_last, as_first) if forward else (as_first, as_last)
             seconds[stage] += 1e-9 * elements.get(direction, 0.0) * (sent * encode + received * decode)
     return tuple(seconds)
-
-
-def is_cpu(device: str) -> bool:
-    return device == CPU

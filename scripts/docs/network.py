@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from node.lab.reach import doctor_table, reach_table
+from node.lab.reach import PATH_CHECKS, reach_table
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
@@ -179,10 +179,11 @@ def reach() -> str:
         f"{machine['cores']} cores, kernel {machine['kernel']}, {commits}."
     )
     table = f"{markdown([(words, 'left') for words in head], rows)}\n\n{caption}"
-    head, *rows = doctor_table(report)
-    if not rows:
+    by_kind = {pair["pair"][0]: pair["doctor"] for pair in report["pairs"] if pair.get("doctor")}
+    if not by_kind:
         return table
-    said = markdown([(words, "left") for words in head], rows)
+    rows = [[kind, *(words.get(check, "-") for check in PATH_CHECKS)] for kind, words in by_kind.items()]
+    said = markdown([(words, "left") for words in ("", *PATH_CHECKS)], rows)
     return f"{table}\n\nWhat `thinwire doctor` says in each kind of network:\n\n{said}"
 
 

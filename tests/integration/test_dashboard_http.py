@@ -23,7 +23,7 @@ from node.coordinator.look_service import Looks
 from node.coordinator.ports import Ports
 from node.coordinator.store import Store
 from node.dashboard import connections, server
-from node.dashboard.feed import Feed, apply_patch
+from node.dashboard.feed import Feed
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
 from node.dashboard.pages import live_page, page_url
 from node.dashboard.server import POLICY, Page, serve_page
@@ -32,6 +32,7 @@ from node.run_file.loader import to_json
 from node.telemetry import events
 from node.view.view_builder import RunViewBuilder
 from tests.support import run_events
+from tests.support.page_feed import apply_patch
 from wire.errors import UserError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.token import JoinToken

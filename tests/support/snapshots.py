@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +13,19 @@ from node.schedule.placement import split_units
 from node.state.manifest import Manifest
 from node.state.serialization import serialize_unit
 from node.state.snapshot import SnapshotFolder
+from node.state.unit_state import LayerDigest, UnitHash, layout_of
 from node.training.optimizer import StageOptimizer
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
 CONFIG = RunConfig(model=MODEL)
+
+
+def unit_hash(tensors: Mapping[str, np.ndarray]) -> UnitHash:
+    """The hash of a unit's file, without creating the file."""
+    digest = LayerDigest(layout_of(tensors))
+    for name in digest.order:
+        digest.add(name, tensors[name])
+    return digest.hash
 
 
 def unit_states(seed: int = 0, chunks: int = 1) -> dict[str, dict[str, Tensor]]:

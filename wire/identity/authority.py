@@ -40,14 +40,11 @@ _KEY_FILE, _CERTIFICATE_FILE = "ca.key", "ca.pem"
 _CA_COMMON_NAME = "thinwire run "
 
 
-def public_key_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
-    """The key's SubjectPublicKeyInfo in DER."""
-    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-
-
 def public_key_hash(key: ec.EllipticCurvePublicKey) -> bytes:
     """SHA-256 of the key's SubjectPublicKeyInfo: 32 bytes that identify the key everywhere in thinwire."""
-    return hashlib.sha256(public_key_bytes(key)).digest()
+    return hashlib.sha256(
+        key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    ).digest()
 
 
 def certificate_pin(certificate: x509.Certificate) -> bytes:

@@ -53,7 +53,7 @@ export class Stream {
   }
 }
 
-// The same as `apply_patch` in node/dashboard/feed.py.
+// Applies a patch of `make_patch` in node/dashboard/feed.py. Tests have the same as `apply_patch`.
 export function applyPatch(before, patch) {
   const after = { ...before };
   for (const [name, value] of Object.entries(patch)) {

@@ -34,10 +34,11 @@ from node.schedule.placement import split_units, stage_units
 from node.state.manifest import LayerFile, Manifest, UnitEntry
 from node.state.serialization import deserialize_unit, serialize_unit
 from node.state.snapshot import WEIGHTS_FOLDER, Checked, SnapshotFolder, list_models, list_snapshots
-from node.state.unit_state import LayerDigest, layout_of, parameters_of, read_tensors, unit_hash
+from node.state.unit_state import LayerDigest, layout_of, parameters_of, read_tensors
 from node.state.weights import CheckpointError
 from node.training.optimizer import StageOptimizer
 from node.view.totals import snapshots_need
+from tests.support.snapshots import unit_hash
 from wire.errors import (
     DiskFullError,
     ProtocolViolationError,

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.dashboard.feed import Feed, apply_patch, make_patch
+from node.dashboard.feed import Feed, make_patch
 from node.telemetry import events
 from node.view.run_view import RunView, Series
 from node.view.view_builder import RunViewBuilder
 from tests.support import run_events
+from tests.support.page_feed import apply_patch
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

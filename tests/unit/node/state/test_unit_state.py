@@ -32,10 +32,10 @@ from node.state.unit_state import (
     has_weights_alone,
     read_tensors,
     state_sums,
-    unit_hash,
     weights_file,
 )
 from node.training.optimizer import StageOptimizer
+from tests.support.snapshots import unit_hash
 from wire.codecs.sample_cache import SampleCache
 from wire.errors import ProtocolViolationError, RunError
 
