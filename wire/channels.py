@@ -6,7 +6,7 @@ Every channel has its own sockets, because bulk data must never share one with s
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -144,6 +144,12 @@ def _to(
         certificate_chain=identity.certificate_pem,
     )
     return credentials, (*_CLIENT_OPTIONS, *proxy_options(address), *server_name_options(server_name))
+
+
+def serves(method: str, handler: "grpc.RpcMethodHandler[Any, Any]") -> grpc.GenericRpcHandler:
+    """For a server that answers the method `/SERVICE/NAME` with `handler`."""
+    _, service, name = method.split("/")
+    return grpc.method_handlers_generic_handler(service, {name: handler})
 
 
 def make_server(

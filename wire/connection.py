@@ -17,7 +17,7 @@ from dataclasses import replace
 from google.protobuf.message import DecodeError
 
 from wire.byte_stream import BulkStream, ByteStream, StreamDroppedError
-from wire.errors import LinkError, ProtocolViolationError
+from wire.errors import LinkError, ProtocolViolationError, leaves
 from wire.event_loop import on_thread
 from wire.line_meter import SPAN_SECONDS
 from wire.link_state import LinkState
@@ -448,12 +448,5 @@ async def wait_until(event: asyncio.Event, deadline: float | None) -> None:
 
 def _first(failures: BaseExceptionGroup[LinkError]) -> LinkError:
     """The error to report: a violation rather than the dropped streams that followed from it."""
-    leaves: list[LinkError] = []
-    pending: list[BaseException] = [failures]
-    while pending:
-        failure = pending.pop(0)
-        if isinstance(failure, BaseExceptionGroup):
-            pending.extend(failure.exceptions)
-        elif isinstance(failure, LinkError):
-            leaves.append(failure)
-    return next((leaf for leaf in leaves if isinstance(leaf, ProtocolViolationError)), leaves[0])
+    errors = [leaf for leaf in leaves(failures) if isinstance(leaf, LinkError)]
+    return next((leaf for leaf in errors if isinstance(leaf, ProtocolViolationError)), errors[0])

@@ -22,7 +22,7 @@ Messages say what was wrong, what was expected and what to do, in one line.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import TypeVar
@@ -196,7 +196,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
 
 
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors of a group, and of its groups; any other error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from leaves(part)
+    else:
+        yield error
+
+
 def first_error(errors: BaseExceptionGroup[ErrorT]) -> ErrorT:
-    """The first leaf of a group."""
     inner = errors.exceptions[0]
     return first_error(inner) if isinstance(inner, BaseExceptionGroup) else inner

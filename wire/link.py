@@ -140,20 +140,6 @@ class Link(ABC):
         return self._state.frames_sent, self._state.frames_received
 
     @property
-    def reconnects(self) -> int:
-        """Connections after the first."""
-        return self._state.reconnects
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of received tensors that are incomplete or not released."""
-        return self._state.receiver.held_bytes
-
-    @property
-    def peak_held_bytes(self) -> int:
-        return self._state.receiver.peak_held_bytes
-
-    @property
     def queued_bytes(self) -> int:
         """The bytes of tensors that wait to be sent or acknowledged."""
         return self._state.sender.queued_bytes

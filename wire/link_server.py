@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
 import grpc
@@ -23,6 +23,7 @@ from wire.channels import (
     bulk_name,
     make_server,
     make_threaded_server,
+    serves,
 )
 from wire.connection import NO_FRAMES, Connection, now
 from wire.descriptors import raise_limit
@@ -163,48 +164,6 @@ class AcceptedLink(Link):
                 await connection.run(bulk, control)
 
 
-class _Handlers(grpc.GenericRpcHandler):
-    """All but the bulk streams."""
-
-    def __init__(
-        self,
-        serve: Callable[[ServerContext], Awaitable[None]],
-        serve_layer: Callable[[bytes, ServerContext], Awaitable[None]],
-        serve_probe: Callable[[ServerContext], Awaitable[None]],
-    ) -> None:
-        self._serve = serve
-        self._serve_layer = serve_layer
-        self._serve_probe = serve_probe
-
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
-        method = handler_call_details.method
-        if method == LAYER_METHOD:
-            return grpc.unary_stream_rpc_method_handler(self._serve_layer)
-        serve = {CONTROL_METHOD: self._serve, PROBE_METHOD: self._serve_probe}.get(method)
-        if serve is None:
-            return None
-
-        async def handle(_requests: object, context: ServerContext) -> None:
-            await serve(context)
-
-        # No serializers: messages are bytes.
-        return grpc.stream_stream_rpc_method_handler(handle)
-
-
-class _BulkHandlers(grpc.GenericRpcHandler):
-    def __init__(self, serve: Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]) -> None:
-        self._serve = serve
-
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
-        if handler_call_details.method != BULK_METHOD:
-            return None
-        return grpc.stream_stream_rpc_method_handler(self._serve)
-
-
 class LinkServer:
     """Accepts neighbours' connections at one address, with mutual TLS, for expected links."""
 
@@ -239,11 +198,16 @@ class LinkServer:
         Raises `UserError` when the address cannot be bound.
         """
         identity, unread_bytes = self._identity, self._settings.unread_bytes
-        self._server = make_server(
-            [_Handlers(self._serve, self._serve_layer, self._serve_probe)], unread_bytes=unread_bytes
-        )
+        # No serializers: messages are bytes.
+        stream = grpc.stream_stream_rpc_method_handler
+        handlers = [
+            serves(CONTROL_METHOD, stream(self._serve)),
+            serves(PROBE_METHOD, stream(self._serve_probe)),
+            serves(LAYER_METHOD, grpc.unary_stream_rpc_method_handler(self._serve_layer)),
+        ]
+        self._server = make_server(handlers, unread_bytes=unread_bytes)
         self._bulk_server = make_threaded_server(
-            [_BulkHandlers(self._serve_bulk)],
+            [serves(BULK_METHOD, stream(self._serve_bulk))],
             BULK_THREADS,
             message_bytes=BULK_MESSAGE_BYTES,
             unread_bytes=unread_bytes,
@@ -334,7 +298,7 @@ class LinkServer:
         self._links[peer_node_id] = link
         return link
 
-    async def _serve(self, context: ServerContext) -> None:
+    async def _serve(self, _requests: object, context: ServerContext) -> None:
         try:
             link, connection = self._admit(self._front, context)
         except _NotAdmitted as refused:
@@ -387,7 +351,7 @@ class LinkServer:
         assert self._front is not None, "it has passed the connection on"
         await self.layers.serve(peer, message, context, functools.partial(self._front.end, context.peer()))
 
-    async def _serve_probe(self, context: ServerContext) -> None:
+    async def _serve_probe(self, _requests: object, context: ServerContext) -> None:
         peer = await self._member(context)
         if self.probes is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not measured", None)

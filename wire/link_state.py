@@ -102,6 +102,7 @@ class LinkState:
     frames_sent: int = 0
     frames_received: int = 0
     reconnects: int = 0
+    """Connections after the first."""
     service: Service = field(default_factory=Service)
     meter: LinkMeter = field(default_factory=LinkMeter)
     transfers: TransferLog | None = None

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,7 +47,7 @@ from node.cli import (
 )
 from node.cli.parser import Parser
 from node.display.terminal import discard, open_closed_streams, say, take_any_text
-from wire.errors import MOST_LINE, MemoryExhaustedError, ThinwireError, UserError, shortened
+from wire.errors import MOST_LINE, MemoryExhaustedError, ThinwireError, UserError, leaves, shortened
 from wire.identity.files import state_folder
 from wire.version import VERSION
 
@@ -173,21 +173,13 @@ def build_parser(command: str = "") -> Parser:
 
 def _group_exit(group: BaseExceptionGroup[BaseException]) -> int:
     """Show the first error meant for users, because tasks of a group fail together."""
-    leaves = list(_leaves(group))
-    foreseen = [error for error in leaves if isinstance(error, ThinwireError)]
-    if foreseen and all(isinstance(error, (ThinwireError, KeyboardInterrupt)) for error in leaves):
+    parts = list(leaves(group))
+    foreseen = [error for error in parts if isinstance(error, ThinwireError)]
+    if foreseen and all(isinstance(error, (ThinwireError, KeyboardInterrupt)) for error in parts):
         return _complain(f"error: {foreseen[0]}", foreseen[0].exit_code)
-    if all(isinstance(error, KeyboardInterrupt) for error in leaves):
+    if all(isinstance(error, KeyboardInterrupt) for error in parts):
         return _complain("interrupted", EXIT_INTERRUPTED)
     return _bug(group)
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error
 
 
 def _refuse_missing_directory() -> None:
@@ -236,7 +228,7 @@ def _is_out_of_room(error: BaseException) -> bool:
 
 def _bug(error: BaseException) -> int:
     """Write the traceback to a file and print one line that names it. The system's limits are not bugs."""
-    if refused := next(filter(_is_out_of_room, _leaves(error)), None):
+    if refused := next(filter(_is_out_of_room, leaves(error)), None):
         reason = " ".join(str(refused).split()) or "out of memory"
         return _complain(
             f"error: the system gives this process no more threads, memory or files ({reason}): raise its "

@@ -43,7 +43,7 @@ from node.coordinator.sessions import (
 from node.run_file.loader import from_json
 from wire import event_loop
 from wire.admission import Limits
-from wire.channels import make_server
+from wire.channels import make_server, serves
 from wire.descriptors import raise_limit
 from wire.errors import ProtocolViolationError
 from wire.front import Front, start_behind
@@ -167,7 +167,8 @@ class Gateway:
         limits = Limits.of_members(raise_limit())
         # All gateways share the places for strangers.
         self.front = Front(replace(limits, handshakes=max(8, limits.handshakes // setup["gateways"])))
-        server = make_server([_Handlers(self)])
+        # Sessions are in bytes. All other calls go to the coordinator itself.
+        server = make_server([serves(SESSION, grpc.stream_stream_rpc_method_handler(self.session))])
         credentials = setup["key"].encode(), setup["certificate"].encode()
         await start_behind(self.front, server, mutual_tls(lambda: credentials, setup["ca"].encode()))
         loop = asyncio.get_running_loop()
@@ -250,17 +251,6 @@ class Gateway:
             self._link.write(frame(Kind.WRONG, number, str(error).encode()))
             return
         session.outbox.put_nowait(_End())
-
-
-class _Handlers(grpc.GenericRpcHandler):
-    """Answers sessions, in bytes. All other calls go to the coordinator itself."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._session: grpc.RpcMethodHandler[Any, Any]
-        self._session = grpc.stream_stream_rpc_method_handler(gateway.session)
-
-    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        return self._session if details.method == SESSION else None
 
 
 async def serve(stream: socket.socket, handed: socket.socket) -> None:

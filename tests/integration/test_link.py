@@ -108,14 +108,14 @@ async def test_slow_consumer_stops_the_sender_and_bounds_memory() -> None:
         sender = pair.lower._state.sender
         await eventually(lambda: sender.unacknowledged == 0)
         assert sender.next_frame(0.0) is None
-        assert pair.upper.held_bytes == 2 * size
+        assert pair.upper._state.receiver.held_bytes == 2 * size
         assert pair.lower.queued_bytes == (count - 2) * size
         for i in range(count):
             pair.upper.release(key(i))
             await pair.upper_end.until(min(count, i + 3))
         assert pair.upper_end.arrived == [key(i) for i in range(count)]
-        assert pair.upper.held_bytes == 0
-        assert pair.upper.peak_held_bytes <= window + size
+        assert pair.upper._state.receiver.held_bytes == 0
+        assert pair.upper._state.receiver.peak_held_bytes <= window + size
 
 
 async def test_cut_connections_lose_and_repeat_nothing() -> None:
@@ -133,7 +133,7 @@ async def test_cut_connections_lose_and_repeat_nothing() -> None:
         for end in (pair.lower_end, pair.upper_end):
             assert len(end.arrived) == len(end.buffers) == count
             assert all(buffer == content(k, size) for k, buffer in end.buffers.items())
-        assert pair.lower.reconnects >= 1
+        assert pair.lower._state.reconnects >= 1
         assert len(pair.relay.connections) >= 4
 
 
@@ -161,7 +161,7 @@ async def test_cutting_one_socket_closes_the_other() -> None:
     """A link never runs on half of its connections."""
     async with make_pair(MIB) as pair:
         pair.relay.connections[1].cut()
-        await eventually(lambda: pair.lower.reconnects == 1 and pair.upper.reconnects == 1)
+        await eventually(lambda: pair.lower._state.reconnects == 1 and pair.upper._state.reconnects == 1)
         pair.lower.send(key(0), content(key(0), MIB))
         await pair.upper_end.until(1)
         assert pair.upper_end.buffers[key(0)] == content(key(0), MIB)
@@ -178,7 +178,7 @@ async def test_silent_connection_is_replaced() -> None:
         await pair.upper_end.until(1)
         assert pair.upper_end.arrived == [key(0)]
         # A tensor arrives before the end that sent it knows of the connection.
-        await eventually(lambda: pair.lower.reconnects > 0)
+        await eventually(lambda: pair.lower._state.reconnects > 0)
 
 
 async def test_a_neighbour_that_may_be_dead_is_told_of_before_its_connection_is_replaced() -> None:
@@ -208,7 +208,7 @@ async def test_a_connection_that_delivers_no_frames_is_replaced() -> None:
         pair.lower.send(key(1), content(key(1), MIB))
         await pair.upper_end.until(2)
         assert pair.upper_end.arrived == [key(0), key(1)]
-        await eventually(lambda: pair.lower.reconnects > 0)
+        await eventually(lambda: pair.lower._state.reconnects > 0)
 
 
 async def test_wrong_length_ends_both_ends_with_one_clear_line() -> None:
@@ -222,7 +222,7 @@ async def test_wrong_length_ends_both_ends_with_one_clear_line() -> None:
             assert "\n" not in str(error)
         with pytest.raises(ProtocolViolationError):
             pair.upper.send(key(1), bytes(1000))
-        assert pair.upper.peak_held_bytes == 0
+        assert pair.upper._state.receiver.peak_held_bytes == 0
 
 
 async def test_neighbour_that_stays_away_is_lost_on_both_sides() -> None:
@@ -284,7 +284,7 @@ async def test_a_closed_link_keeps_no_tensors(run: bool) -> None:
         if run:
             pair.lower.send(key(0), bytes(1000))
             await pair.upper_end.until(1)
-            assert pair.upper.held_bytes == 1000
+            assert pair.upper._state.receiver.held_bytes == 1000
             pair.relay.flowing.clear()  # what follows waits
         sent = Sent(1000)
         waiting = weakref.ref(sent)
@@ -296,7 +296,7 @@ async def test_a_closed_link_keeps_no_tensors(run: bool) -> None:
         assert waiting() is None
         receiver = pair.upper._state.receiver
         assert (receiver._held, receiver._incoming, receiver._spare) == ({}, {}, [])
-        assert pair.upper.held_bytes == pair.upper.queued_bytes == 0
+        assert pair.upper._state.receiver.held_bytes == pair.upper.queued_bytes == 0
         pair.upper.release(key(0))  # its consumer, on another thread, was not done with it
 
 
@@ -339,7 +339,7 @@ async def test_cancelling_the_owner_amid_a_transfer_ends_everything() -> None:
         owner = asyncio.gather(pair.lower.run(), pair.upper.run())
         await pair.ready()
         pair.lower.send(key(0), bytes(64 * MIB))
-        await eventually(lambda: pair.upper.held_bytes > 0)
+        await eventually(lambda: pair.upper._state.receiver.held_bytes > 0)
         owner.cancel()
         async with asyncio.timeout(SECONDS):
             with pytest.raises(asyncio.CancelledError):

@@ -80,7 +80,7 @@ async def test_a_relay_that_dies_and_comes_back_loses_nothing() -> None:
             async with relaying(port=served.port):
                 await ends.at_upper.until(7)
                 assert ends.at_upper.arrived == [key(number) for number in range(7)]
-                assert ends.lower.reconnects >= 1
+                assert ends.lower._state.reconnects >= 1
 
 
 async def test_a_direct_path_that_fails_gives_way_to_the_relay() -> None:
@@ -126,7 +126,7 @@ async def test_a_better_path_is_taken_when_nothing_is_on_its_way(monkeypatch: py
         await ends.at_lower.until(2)
         assert ends.at_upper.arrived == [key(number) for number in range(3)]
         assert ends.lower.figures.path == ends.upper.figures.path == DIRECT
-        assert ends.lower.reconnects == 0
+        assert ends.lower._state.reconnects == 0
         assert ends.lower.figures.retransmits == ends.upper.figures.retransmits == 0
 
 
