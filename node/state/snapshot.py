@@ -43,6 +43,7 @@ from node.telemetry.format import bytes_text
 from node.training.loss_scale import ScaleOf, no_scale
 from wire.descriptors import EXHAUSTED, when_there_are_some
 from wire.errors import DiskFullError, ProtocolViolationError, RunError
+from wire.identity.files import sync_directory
 
 WEIGHTS_FOLDER = "weights"
 """The folder, beside `snapshots`, that has the last snapshot's weights until that snapshot is complete."""
@@ -159,7 +160,7 @@ def set_aside(directory: Path) -> None:
     manifest = directory / MANIFEST_NAME
     try:
         manifest.rename(directory / DAMAGED_NAME)
-        _sync_directory(directory)
+        sync_directory(directory)
     except OSError as error:
         raise RunError(f"cannot rename {manifest} ({error.strerror}); check its permissions") from error
 
@@ -464,16 +465,8 @@ def _move(temporary: Path, path: Path, step: int) -> None:
     points.reach(points.Phase.SNAPSHOT, at=points.At.RENAME, step=step)
     temporary.replace(path)
     # Sync the rename, and the directory itself in case it is new.
-    _sync_directory(path.parent)
-    _sync_directory(path.parent.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_directory(path.parent)
+    sync_directory(path.parent.parent)
 
 
 @contextmanager

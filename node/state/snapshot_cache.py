@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from node.state.manifest import LayerFile, is_unit_name
 from wire.errors import RunError
+from wire.identity.files import sync_directory
 
 KEPT_STEPS = 2
 """How many steps to keep besides those that the coordinator has requested."""
@@ -268,10 +269,5 @@ class _Replacement:
         if durable:
             os.fsync(self.file.fileno())
         self._partial.replace(self._path)
-        if not durable:
-            return
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        if durable:
+            sync_directory(self._path.parent)

@@ -121,7 +121,7 @@ def write_private(path: Path, data: bytes) -> None:
     """Replace `path` (mode 0600) atomically: temporary file, fsync, rename, fsync of the directory."""
     temporary = _write_beside(path, data)
     temporary.replace(path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def create_private(path: Path, data: bytes) -> bytes:
@@ -133,7 +133,7 @@ def create_private(path: Path, data: bytes) -> bytes:
         return path.read_bytes()
     finally:
         temporary.unlink()
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     return data
 
 
@@ -151,7 +151,8 @@ def _write_beside(path: Path, data: bytes) -> Path:
     return temporary
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make the names of new and renamed files durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with _named(directory):
