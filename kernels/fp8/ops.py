@@ -1,11 +1,28 @@
 """e4m3 gradients and AdamW by device: Triton's kernels on a GPU, pieces on a CPU, and otherwise the
 reference."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from kernels.common import dispatch
-from kernels.fp8 import cpu, reference
-from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
+from kernels.common.random_bits import random_bits
+from kernels.fp8 import reference
+from kernels.fp8.layout import BLOCK, blocks
+from kernels.fp8.reference import (
+    ROUNDED_BITS,
+    AdamWStep,
+    Draw,
+    Fp8Gradient,
+    Moment,
+    pack_gradient,
+    unpack_gradient,
+)
+
+PIECE = 1 << 17
+"""The elements of a piece on a CPU. The reference allocates a dozen tensors as long as its arguments. Getting
+fresh memory from the system takes longer than the arithmetic; a piece's memory is used again for the next
+one."""
 
 
 def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None = None) -> None:
@@ -15,7 +32,13 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None
 
         triton.accumulate_gradient(gradient, addend, draw)
     elif addend.device.type == "cpu":
-        cpu.accumulate_gradient(gradient, addend, None if draw is None else draw.salt)
+        salt = None if draw is None else draw.salt
+        for where, of_blocks in _pieces(addend.numel()):
+            piece, noise = addend[where], None
+            if salt is not None:
+                noise = random_bits(piece.numel(), salt, piece.device, bits=ROUNDED_BITS, first=where.start)
+            part = Fp8Gradient(gradient.codes[where], gradient.exponents[of_blocks])
+            pack_gradient(unpack_gradient(part) + piece.float(), part, noise)
     else:
         reference.accumulate_gradient(gradient, addend, draw)
 
@@ -27,7 +50,9 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
 
         triton.sum_gradients(codes, exponents, into)
     elif codes.device.type == "cpu":
-        cpu.sum_gradients(codes, exponents, into)
+        for where, of_blocks in _pieces(into.codes.numel()):
+            part = Fp8Gradient(into.codes[where], into.exponents[of_blocks])
+            reference.sum_gradients(codes[:, where], exponents[:, of_blocks], part)
     else:
         reference.sum_gradients(codes, exponents, into)
 
@@ -53,3 +78,10 @@ def adamw_step(
         triton.adamw_step(parameter, gradient, mean, square, step)
     else:
         reference.adamw_step(parameter, gradient, mean, square, step)
+
+
+def _pieces(elements: int) -> Iterator[tuple[slice, slice]]:
+    """The elements and the blocks of each piece."""
+    for start in range(0, elements, PIECE):
+        end = min(start + PIECE, elements)
+        yield slice(start, end), slice(start // BLOCK, blocks(end))

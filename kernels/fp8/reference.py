@@ -1,7 +1,7 @@
 """e4m3 numbers in blocks of 128, in plain torch: gradients, optimizer moments, and AdamW on them.
 
-This is the reference for `kernels.fp8.ops`. `kernels.fp8.cpu` gives the same bits. `kernels.fp8.triton` does
-too, except that moments may differ in the last bits of logarithms.
+This is the reference for `kernels.fp8.ops`, which gives the same bits. `kernels.fp8.triton` does too, except
+that moments may differ in the last bits of logarithms.
 
 Gradients. A block has one exponent e, its values are code * 2**e, and its largest code is from 224 to 448.
 Scaling by a power of two is exact. So a value that an addition does not change keeps its code however often

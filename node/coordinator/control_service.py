@@ -256,12 +256,13 @@ class CallLimit:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[str, str], _Slots] = {}
+        self.slots: dict[tuple[str, str], _Slots] = {}
+        """By node and kind, of those with calls."""
 
     @asynccontextmanager
     async def turn(self, node_id: str, kind: str) -> AsyncIterator[None]:
         """Hold a slot inside the block."""
-        slots = self._slots.setdefault((node_id, kind), _Slots())
+        slots = self.slots.setdefault((node_id, kind), _Slots())
         slots.users += 1
         try:
             async with slots.free:
@@ -269,11 +270,7 @@ class CallLimit:
         finally:
             slots.users -= 1
             if slots.users == 0:
-                del self._slots[node_id, kind]
-
-    def __len__(self) -> int:
-        """The number of pairs of node and kind with calls."""
-        return len(self._slots)
+                del self.slots[node_id, kind]
 
 
 def chunks(data: bytes) -> Iterator[bytes]:

@@ -136,20 +136,11 @@ class EnrolmentService:
     def handler(self) -> grpc.GenericRpcHandler:
         # A stream of requests, of which only the first counts. On the wire that equals a single request, but
         # its arrival can have a deadline, so that empty calls do not stay open forever.
-        join = grpc.stream_unary_rpc_method_handler(
-            self._join,
-            request_deserializer=pb.JoinRequest.FromString,
-            response_serializer=pb.JoinReply.SerializeToString,
-        )
-        withdraw = grpc.stream_unary_rpc_method_handler(
-            self._withdraw,
-            request_deserializer=pb.JoinRequest.FromString,
-            response_serializer=pb.JoinReply.SerializeToString,
-        )
+        formats = pb.JoinRequest.FromString, pb.JoinReply.SerializeToString
+        join = grpc.stream_unary_rpc_method_handler(self._join, *formats)
+        withdraw = grpc.stream_unary_rpc_method_handler(self._withdraw, *formats)
         look = grpc.stream_stream_rpc_method_handler(
-            self.looks.look,
-            request_deserializer=pb.LookRequest.FromString,
-            response_serializer=pb.LookReply.SerializeToString,
+            self.looks.look, pb.LookRequest.FromString, pb.LookReply.SerializeToString
         )
         return grpc.method_handlers_generic_handler(
             "thinwire.wire.v1.Enrolment", {"Join": join, "Withdraw": withdraw, "Look": look}

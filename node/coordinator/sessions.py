@@ -340,30 +340,22 @@ class Greetings:
     """Sessions that are not open yet. Only the newest of each node continues."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, asyncio.Timeout] = {}
-
-    def __contains__(self, node_id: object) -> bool:
-        return node_id in self._newest
-
-    def __len__(self) -> int:
-        return len(self._newest)
-
-    def of(self, node_id: str) -> asyncio.Timeout | None:
-        return self._newest.get(node_id)
+        self.waiting: dict[str, asyncio.Timeout] = {}
+        """The newest session of each node that has one."""
 
     @asynccontextmanager
     async def newest(self, node_id: str) -> AsyncIterator[None]:
         """While the block runs, its session is the node's newest. The previous one gets TimeoutError."""
-        older = self._newest.get(node_id)
+        older = self.waiting.get(node_id)
         if older is not None and not older.expired():
             older.reschedule(asyncio.get_running_loop().time())
         async with asyncio.timeout(None) as turn:
-            self._newest[node_id] = turn
+            self.waiting[node_id] = turn
             try:
                 yield
             finally:
-                if self._newest.get(node_id) is turn:
-                    del self._newest[node_id]
+                if self.waiting.get(node_id) is turn:
+                    del self.waiting[node_id]
 
 
 class SessionDesk:

@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from kernels.common.random_bits import random_bits
-from kernels.fp8 import cpu, reference
+from kernels.fp8 import ops, reference
 from kernels.fp8.reference import (
     BLOCK,
     NON_FINITE,
     ROUNDED_BITS,
+    Draw,
     Fp8Gradient,
     blocks,
     pack_gradient,
@@ -35,7 +36,7 @@ def poisoned(elements: int) -> Fp8Gradient:
 def check(codes: Tensor, exponents: Tensor) -> Fp8Gradient:
     expected, found = poisoned(codes.shape[1]), poisoned(codes.shape[1])
     reference.sum_gradients(codes, exponents, expected)
-    cpu.sum_gradients(codes, exponents, found)
+    ops.sum_gradients(codes, exponents, found)
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.exponents, expected.exponents)
     return found
@@ -43,7 +44,7 @@ def check(codes: Tensor, exponents: Tensor) -> Fp8Gradient:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "PIECE", 3 * BLOCK)
+    monkeypatch.setattr(ops, "PIECE", 3 * BLOCK)
 
 
 @each("ranks", [1, 2, 5])
@@ -79,8 +80,9 @@ def test_additions_in_pieces_have_the_references_bits(elements: int, salt: int |
     found, expected = poisoned(elements), poisoned(elements)
     for gradient in found, expected:
         pack_gradient(values[0], gradient)
-    noise = None if salt is None else random_bits(elements, salt, torch.device("cpu"), bits=ROUNDED_BITS)
+    draw = None if salt is None else Draw(torch.tensor([salt]), 3)
+    noise = draw and random_bits(elements, draw.salt, torch.device("cpu"), bits=ROUNDED_BITS)
     pack_gradient(reference.unpack_gradient(expected) + values[1], expected, noise)
-    cpu.accumulate_gradient(found, values[1], salt)
+    ops.accumulate_gradient(found, values[1], draw)
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.exponents, expected.exponents)

@@ -399,7 +399,7 @@ async def test_a_call_too_many_waits_its_turn_and_idle_nodes_are_forgotten() -> 
         calls[0].cancel()
         assert await began.get() == "a get" and began.empty()
         go_on.set()
-    assert len(limit) == 0
+    assert not limit.slots
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 5])

@@ -106,9 +106,9 @@ async def test_only_the_newest_silent_session_of_a_node_waits() -> None:
     async with coordinator(handler) as (port, service), contextlib.AsyncExitStack() as stack:
 
         async def silent(node_id: str) -> Any:
-            before = service.desk.greetings.of(node_id)
+            before = service.desk.greetings.waiting.get(node_id)
             session = await stack.enter_async_context(raw_session(port, node_id))
-            await eventually(lambda: service.desk.greetings.of(node_id) not in (None, before))
+            await eventually(lambda: service.desk.greetings.waiting.get(node_id) not in (None, before))
             return session
 
         other = await silent("node-bbbbbbbbbb")
@@ -119,7 +119,7 @@ async def test_only_the_newest_silent_session_of_a_node_waits() -> None:
             await waiting.write(node_message_to_proto(hello(f"127.0.0.1:{port}")))
             assert await waiting.read() is not grpc.aio.EOF
         assert len(handler.addresses) == 2
-        await eventually(lambda: not service.desk.greetings)
+        await eventually(lambda: not service.desk.greetings.waiting)
 
 
 async def test_an_unreachable_port_differs_from_other_refusals() -> None:

@@ -142,10 +142,10 @@ async def test_a_newer_session_that_ends_first_does_not_trouble_the_older_one() 
     older = asyncio.create_task(greet())
     await asyncio.sleep(0)
     async with greetings.newest("node"):
-        assert len(greetings) == 1
+        assert len(greetings.waiting) == 1
     with pytest.raises(TimeoutError):
         await older
-    assert len(greetings) == 0
+    assert not greetings.waiting
 
 
 async def test_an_address_that_is_none_forges_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
