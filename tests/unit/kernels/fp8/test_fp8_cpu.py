@@ -81,7 +81,9 @@ def test_additions_in_pieces_have_the_references_bits(elements: int, salt: int |
     for gradient in found, expected:
         pack_gradient(values[0], gradient)
     draw = None if salt is None else Draw(torch.tensor([salt]), 3)
-    noise = draw and random_bits(elements, draw.salt, torch.device("cpu"), bits=ROUNDED_BITS)
+    noise = None
+    if draw is not None:
+        noise = random_bits(elements, draw.salt, torch.device("cpu"), bits=ROUNDED_BITS)
     pack_gradient(reference.unpack_gradient(expected) + values[1], expected, noise)
     ops.accumulate_gradient(found, values[1], draw)
     assert torch.equal(found.codes, expected.codes)
