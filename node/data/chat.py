@@ -29,6 +29,7 @@ from node.data.conversations import (
     USER,
     Conversation,
     Dropped,
+    has_zero_label,
     normalized,
     tools_of,
     words_of,
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
-CHAT_FORMAT = "11"
+CHAT_FORMAT = "12"
 """Increase this when the same rows give other tokens or labels."""
 _END_CHARACTERS = 20
 """This much of a message's end is looked for in the text."""
@@ -194,6 +195,8 @@ class ChatEncoder:
         if self._with_tools is not None and tools_of(row):
             template = self._with_tools
         conversation = normalized(row, place, template.forms)
+        if has_zero_label(row):
+            _say_zero_label(str(self._path))
         last = conversation.messages[conversation.trained[-1]]
         thinks = not template.forms.thoughts and THOUGHT_END in str(last.get("content"))
         if thinks or (not template.forms.reasoning and last.get(REASONING[0])):
@@ -293,6 +296,15 @@ def _say_no_content(tokenizer: str, whose: str) -> None:
         "it writes: look at it with `thinwire data preview`. Messages have a role and a content",
         tokenizer,
         whose,
+    )
+
+
+@cache
+def _say_zero_label(tokenizer: str) -> None:
+    """`tokenizer` only tells one data set's report from another's."""
+    logger.warning(
+        "rows have the number 0 as their label, and are trained on: if it means that people rejected the "
+        "answer, write false instead of 0, or remove these rows"
     )
 
 

@@ -54,12 +54,18 @@ SYSTEMS = ("system", "system_prompt", "system_message")
 """Columns that may hold a system prompt."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns with media that the messages are about."""
-TAGS = {"label": ("false",), "kto_tag": ("false", "0", "0.0")}
+ZEROS = ("0", "0.0")
+TAGS = {"label": ("false",), "kto_tag": ("false", *ZEROS)}
 """Columns that say that people rejected the answer (KTO's format), each with the values that say it, in lower
-case. A number as a label may be a class."""
-WEIGHTS = ("weight", "loss_weight")
-TRAINED = (*WEIGHTS, "train", "training", "loss", "loss_mask", "trainable")
-"""Keys by which a message says, with 0 or false, that it has no labels."""
+case. A number as a label may be a class, except beside a prompt and its completion (TRL's format)."""
+TRAINED = ("weight", "loss_weight", "train", "training", "loss", "loss_mask", "trainable")
+"""Keys by which a message or a row says, with 0 or false, that it has no labels."""
+MASKED = ("masked", "ignore")
+"""Keys by which a message or a row says, with 1 or true, that it has no labels."""
+MEASURED = "loss"
+"""The one of these keys that may also hold a measured number; in a row it always does."""
+ROW_MARKS = tuple(key for key in (*TRAINED, *MASKED) if key != MEASURED)
+"""Columns that say so for all messages of a row, or with a list for each."""
 DETAIL = "train_detail"
 """The key with which a message gives labels to some of its characters (axolotl's format)."""
 SETTINGS = "chat_template_kwargs"
@@ -76,7 +82,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-_NUMBERS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}
+_NUMBERS = dict.fromkeys(("true", "1", "1.0", "yes", "on"), 1) | dict.fromkeys(
+    ("false", *ZEROS, "no", "off"), 0
+)
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 
 Message = dict[str, Any]
@@ -137,10 +145,13 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     """
     if any(row.get(name) for name in MEDIA):
         raise Dropped("images, video or sound")
-    if any(str(row.get(name)).strip().lower() in rejects for name, rejects in TAGS.items()):
+    if any(str(row.get(name)).strip().lower() in rejects for name, rejects in TAGS.items()) or (
+        has_zero_label(row) and {"prompt", "completion"} <= row.keys()
+    ):
         raise Dropped("an answer that its label rejects")
     try:
         messages = [dict(message) for message in _messages_of(row, place)]
+        _spread_marks(messages, row)
         tools = _tools(row)
         documents = _clean(row.get("documents"))
         settings = _clean(row.get(SETTINGS)) or {}
@@ -178,6 +189,24 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         raise Dropped("no assistant message with a weight")
     extra = settings | {key: value for key, value in (("tools", tools), ("documents", documents)) if value}
     return Conversation(converted, tuple(answers), tuple(trained), extra)
+
+
+def has_zero_label(row: Mapping[str, Any]) -> bool:
+    """Whether the row's label is the number 0."""
+    return str(row.get("label")).strip() in ZEROS
+
+
+def _spread_marks(messages: list[Message], row: Mapping[str, Any]) -> None:
+    """Give each message its mark from the row's list of them. Raises Dropped for a row without labels."""
+    marks = {key: value for key in ROW_MARKS if (value := _clean(row.get(key))) not in (None, [], "")}
+    lists = {key: value for key, value in marks.items() if isinstance(value, list)}
+    if not _counts({key: value for key, value in marks.items() if key not in lists}):
+        raise Dropped("a row with a weight of 0")
+    for key, values in lists.items():
+        if len(values) != len(messages):  # they are for tokens
+            raise Dropped("labels for parts of a message")
+        for message, value in zip(messages, values, strict=True):
+            message.setdefault(key, value)
 
 
 def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
@@ -278,17 +307,21 @@ def _role(message: Message) -> str:
 def _counts(message: Message) -> bool:
     """Whether a message has labels. Removes the keys that say so."""
     counts = True
-    for key in TRAINED:
+    for key in (*TRAINED, *MASKED):
         value = message.get(key)
         if isinstance(value, str):
             value = _NUMBERS.get(value.strip().lower(), value)
         if value in (0, 1):
             del message[key]
-            counts = counts and bool(value)
-        elif key in WEIGHTS and value is not None:
+            counts = counts and bool(value) == (key in TRAINED)
+        elif isinstance(value, list) and value:
+            raise Dropped("labels for parts of a message")
+        elif key != MEASURED and value not in (None, [], ""):
             raise Dropped("a weight other than 0 and 1")
     if message.get(DETAIL):
         raise Dropped("labels for parts of a message")
+    if message.get("mask") in (0, 1):
+        raise Dropped("a mask that does not say what 1 means")
     return counts
 
 

@@ -34,6 +34,7 @@ from node.data.conversations import (
     MESSAGES,
     PREFERENCES,
     QUESTIONS,
+    ROW_MARKS,
     SETTINGS,
     SYSTEMS,
     TAGS,
@@ -83,9 +84,8 @@ TOKEN_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
 """Compressed files, tables, token files and row groups below this size are joined to shards."""
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
-CHAT_COLUMNS = frozenset(
-    (*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, *PREFERENCES, SETTINGS, "tools", "functions", "documents")
-)
+_BESIDE = (SETTINGS, "tools", "functions", "documents")
+CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, *PREFERENCES, *ROW_MARKS, *_BESIDE))
 """The columns that are read from tables of conversations. No other column is converted."""
 MOST_BYTES = 128 << 20
 """The most bytes of a line, a row or a document. A longer one is an error, so that a small compressed file

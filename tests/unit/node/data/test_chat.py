@@ -23,7 +23,8 @@ from node.config.schema import (
 )
 from node.data import templates
 from node.data.chat import chat_encoder, load_chat_encoder
-from node.data.conversations import Dropped
+from node.data.conversations import Dropped, Forms, normalized
+from node.data.documents import list_source, read_rows
 from node.data.samples import held_out_samples
 from node.data.shards import ShardedCorpus, load_data
 from node.model.chunk import build_chunk
@@ -399,6 +400,27 @@ def test_answers_that_end_with_no_token_of_the_tokenizer_are_reported(
         encoder = chat_encoder(replace(data, chat_template=str(tmp_path / "own.jinja")))
         assert bool(encoder.turn_ends) != reported
         assert ("<|eot|>" in caplog.text) == reported
+
+
+def test_a_label_that_may_reject_an_answer_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t", TEMPLATE)), "")
+    row = {"instruction": "a", "output": "b"}
+    encoder.encode({**row, "label": 1}, "here")
+    assert not caplog.records
+    _, mask = encoder.encode({**row, "label": 0}, "here")
+    assert mask.any() and "false instead of 0" in caplog.text
+
+
+def test_a_tables_mask_of_its_messages_is_read(tmp_path: Path) -> None:
+    messages = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table({"messages": [messages], "loss_mask": [[0, 0, 0, 1]]})
+    pyarrow.parquet.write_table(table, path)
+    data = DataSection(format="chat", path=str(path))
+    [(_, row)] = read_rows(list_source(str(path)).shards[0], data, skips=False)
+    assert isinstance(row, dict) and normalized(row, "here", Forms()).trained == (3,)
 
 
 def test_reasoning_that_the_template_leaves_out_is_reported(

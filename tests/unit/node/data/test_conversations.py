@@ -240,6 +240,33 @@ def test_messages_without_weight_have_no_labels(key: str) -> None:
     assert found.answers == (1, 3) and found.trained == (1,) and found.messages == [*TALK, *TALK]
 
 
+@pytest.mark.parametrize("mark", [{"masked": True}, {"ignore": 1}, {"train": "no"}, {"loss_mask": "Off"}])
+def test_messages_that_are_masked_have_no_labels(mark: dict[str, Any]) -> None:
+    found = normalized({"messages": [ASKED, {**ANSWERED, **mark}, *TALK]}, "", Forms())
+    assert found.trained == (3,) and found.messages == [*TALK, *TALK]
+
+
+@pytest.mark.parametrize("mark", [{"masked": False}, {"ignore": "no"}, {"train": "yes"}, {"loss": 0.25}])
+def test_messages_that_are_not_masked_have_labels(mark: dict[str, Any]) -> None:
+    assert normalized({"messages": [ASKED, {**ANSWERED, **mark}]}, "", Forms()).trained == (1,)
+
+
+@pytest.mark.parametrize("marks", [{"loss_mask": [0, 0, 0, 1]}, {"train": [True, False, True, True]}])
+def test_a_rows_mask_of_its_messages_says_which_have_labels(marks: dict[str, Any]) -> None:
+    found = normalized({"messages": [*TALK, *TALK], **marks, "system": "Be kind."}, "", Forms())
+    assert found.answers == (2, 4) and found.trained == (4,)
+
+
+@pytest.mark.timeout(10)
+def test_a_label_of_zero_rejects_an_answer_only_in_the_format_of_kto() -> None:
+    row = {"prompt": "How warm?", "completion": "Seven.", "label": 0}
+    for number in (0, 0.0, "0"):
+        with pytest.raises(Dropped, match="an answer that its label rejects"):
+            normalized({**row, "label": number}, "", Forms())
+    assert messages_of({"instruction": "How warm?", "output": "Seven.", "label": 0}) == TALK
+    assert messages_of({**row, "label": 1}) == messages_of({**row, "label": 2}) == TALK
+
+
 def test_roles_have_the_names_that_the_template_compares() -> None:
     row = {"messages": [{"role": "developer", "content": "Be kind."}, *TALK]}
     roles = lambda forms: [message["role"] for message in messages_of(row, forms)]  # noqa: E731
@@ -306,6 +333,9 @@ def test_content_has_the_form_that_the_template_writes() -> None:
             ],
             "arguments that are no object",
         ),
+        ([ASKED, {**ANSWERED, "loss_mask": [0, 1]}], "labels for parts of a message"),
+        ([ASKED, {**ANSWERED, "train": "sometimes"}], "a weight other than 0 and 1"),
+        ([ASKED, {**ANSWERED, "mask": 1}], "a mask that does not say what 1 means"),
         ([ASKED, {**ANSWERED, "train_detail": [{"train": False}]}], "labels for parts of a message"),
         ([ASKED, {"role": "assistant", "tool_calls": ["f"]}], "tool calls that are not JSON"),
         ([ASKED, {**ANSWERED, "tool_calls": 7}], "tool calls that are no objects"),
@@ -339,7 +369,12 @@ def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any],
         ({"image": "a.png"}, "images, video or sound"),
         ({"videos": ["a.mp4"]}, "images, video or sound"),
         ({"label": True}, ""),
-        ({"label": 0}, ""),  # it may be a class
+        ({"label": 1}, ""),
+        ({"weight": 0}, "a row with a weight of 0"),
+        ({"train": "false"}, "a row with a weight of 0"),
+        ({"weight": 0.5}, "a weight other than 0 and 1"),
+        ({"loss_mask": [0] * 9 + [1]}, "labels for parts of a message"),
+        ({"loss": 0.0, "weight": None, "train": []}, ""),
         ({"kto_tag": 1}, ""),
         ({"images": [], "image": None, "audio": ""}, ""),
     ],
