@@ -23,7 +23,7 @@ from node.model.families.family import FileTensor
 from node.model.units import EMBED, parameter_specs
 from node.state.families import OUTPUT, tensors
 from node.state.hub import INDEX, PIECE_BYTES, SINGLE
-from wire.errors import DataError
+from wire.errors import DataError, shortened
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 MOST_HEADER_BYTES = 16 << 20
@@ -290,7 +290,9 @@ class Checkpoint:
         where = self._files.where
         place = (await self._header(self._map[name]))[1].get(name)
         if place is None:
-            raise CheckpointError(f"{where}/{self._map[name]} lacks tensor {name}, which {INDEX} puts there")
+            raise CheckpointError(
+                f"{where}/{self._map[name]} lacks tensor {name}, which {INDEX} puts there: copy both again"
+            )
         if place.dtype not in dtypes:
             expected = f"expected {', '.join(dtypes)}: save it as one of these"
             raise CheckpointError(f"{where}: tensor {name} is {place.dtype}; {expected}")
@@ -315,8 +317,14 @@ class Checkpoint:
             data = await files.read(INDEX, 0, size)
             self._count_tensors(data.count(b".safetensors"), where)
             values = _json(data, where).get("weight_map")
-            if not isinstance(values, dict) or not all(map(_is_file_name, values.values())):
-                raise CheckpointError(f"{where} has no weight_map of tensors to files")
+            if not isinstance(values, dict):
+                raise CheckpointError(f"{where} has no weight_map of tensors to files: copy it again")
+            for file in values.values():
+                if not _is_file_name(file):
+                    raise CheckpointError(
+                        f"{where} puts a tensor into {shortened(repr(file), 100)}, but names of files beside "
+                        "it are expected: copy the whole folder again"
+                    )
             return values
         for name in PICKLED:
             if await files.size(name) is not None:
@@ -326,7 +334,8 @@ class Checkpoint:
                     "safetensors"
                 )
         raise CheckpointError(
-            f"{files.where} has neither {SINGLE} nor {INDEX}: give a folder as save_pretrained writes it"
+            f"{files.where} has neither {SINGLE} nor {INDEX}: copy what is missing, or give a folder as "
+            "save_pretrained writes it"
         )
 
     def _count_json(self, size: int, where: str) -> None:
@@ -354,16 +363,17 @@ class Checkpoint:
         where = f"{self._files.where}/{name}"
         size = await self._files.size(name)
         if size is None:
-            raise CheckpointError(f"{where} is missing")
+            raise CheckpointError(f"{where}, which {INDEX} names, is missing: copy it there")
         if size < 8:
-            raise CheckpointError(f"{where} is truncated: {size} bytes")
+            raise CheckpointError(f"{where} is truncated: {size} bytes, less than a header: copy it again")
         first = await self._files.read(name, 0, 8)
         length = int.from_bytes(first, "little")
         if not 2 <= length <= size - 8:
             if first == LFS_POINTER[:8]:
                 raise CheckpointError(f"{where} is a pointer of Git LFS; fetch the file itself: git lfs pull")
             raise CheckpointError(
-                f"{where} is truncated or not a safetensors file: a header of {length} bytes in {size}"
+                f"{where} is truncated or not a safetensors file: a header of {length} bytes in {size}: copy "
+                "it again"
             )
         self._count_json(length, where)
         text = await self._files.read(name, 8, 8 + length)
@@ -388,7 +398,9 @@ class Checkpoint:
                     f"{dtype[:20]}"
                 )
             if (last := 8 + length + end) > size:
-                raise CheckpointError(f"{where} is truncated: {tensor[:100]} ends at byte {last} of {size}")
+                raise CheckpointError(
+                    f"{where} is truncated: {tensor[:100]} ends at byte {last} of {size}: copy it again"
+                )
             places[tensor] = _Place(tensor, name, dtype, shape, 8 + length + start, last)
         ordered = sorted(places.values(), key=lambda place: (place.start, place.end))
         edges = [("its header", 8 + length), *((place.tensor[:100], place.end) for place in ordered)]
