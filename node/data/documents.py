@@ -765,8 +765,12 @@ def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
             # Decoded here, because `json` takes bytes with zeros for UTF-16.
             yield place, _DECODER.decode(line.decode("utf-8-sig", "surrogatepass"))
         except (ValueError, RecursionError) as error:
-            zeros = "; it holds zero bytes: write the file again, in UTF-8" if b"\0" in line else ""
-            raise DataError(f"{place} is not JSON ({error}); expected one object{zeros}") from error
+            advice = "repair or remove it"
+            if b"\0" in line or isinstance(error, UnicodeDecodeError):
+                advice = "write the file again, in UTF-8"
+            elif isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+                advice = "remove what follows the first value, or begin a line there"
+            raise DataError(f"{place} is not JSON ({error}); expected one object a line: {advice}") from error
 
 
 def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -815,7 +819,7 @@ def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _bad_array(path: Path, number: int, what: str) -> DataError:
     return DataError(
         f"{path} cannot be read after row {number} ({what}): an array of JSON objects is expected, each of "
-        f"at most {MOST_BYTES >> 20} MiB"
+        f"at most {MOST_BYTES >> 20} MiB: repair it there, and write the file in UTF-8"
     )
 
 
@@ -857,7 +861,10 @@ def _table(path: Path, kind: str) -> Iterator[Any]:
         with suppress(OSError), path.open("rb") as file:
             if (head := file.read(len(LFS_POINTER))) == LFS_POINTER:
                 check_kind(path, head)
-        raise DataError(f"{path} is not {kind}, or damaged ({' '.join(str(error).split())})") from error
+        raise DataError(
+            f"{path} is not {kind}, or damaged ({' '.join(str(error).split())}): copy it again, or leave it "
+            "out"
+        ) from error
 
 
 def _row_groups(path: Path) -> list[int]:

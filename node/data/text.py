@@ -460,15 +460,20 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError) as error:
-        raise DataError(f"{path} is damaged: {error}; compress it again") from error
+        raise _damaged(path, error) from error
     except OSError as error:
         if error.errno is None:  # bz2 raises this
-            raise DataError(f"{path} is damaged: {error}; compress it again") from error
+            raise _damaged(path, error) from error
         raise unreadable(path, error) from error
     except Exception as error:  # zstandard may not be installed, so its error is known by name only
         if type(error).__name__ != "ZstdError":
             raise
-        raise DataError(f"{path} is damaged: {error}; compress it again") from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    advice = "compress it again, or rename it if its suffix is wrong"
+    return DataError(f"{path} is damaged: {error}; {advice}")
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
