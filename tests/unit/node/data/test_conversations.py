@@ -251,7 +251,7 @@ def test_messages_that_are_not_masked_have_labels(mark: dict[str, Any]) -> None:
     assert normalized({"messages": [ASKED, {**ANSWERED, **mark}]}, "", Forms()).trained == (1,)
 
 
-@pytest.mark.parametrize("marks", [{"loss_mask": [0, 0, 0, 1]}, {"train": [True, False, True, True]}])
+@pytest.mark.parametrize("marks", [{"loss_mask": [0, 0, 0, 1]}, {"weights": [True, False, True, True]}])
 def test_a_rows_mask_of_its_messages_says_which_have_labels(marks: dict[str, Any]) -> None:
     found = normalized({"messages": [*TALK, *TALK], **marks, "system": "Be kind."}, "", Forms())
     assert found.answers == (2, 4) and found.trained == (4,)
