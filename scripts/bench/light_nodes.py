@@ -111,8 +111,8 @@ class LightNode:
     """The newest."""
     done: dict[int, float] = field(default_factory=dict)
     """By group of the running step: when the node is done with it."""
-    gone: set[int] = field(default_factory=set)
-    """Rows without a node of its stage."""
+    seats: list[list[int]] = field(default_factory=list)
+    """Rows without a node of its stage, and those that got one within the step."""
     handed: set[int] = field(default_factory=set)
     """Nodes of the tree of groups that it has handed over to those that its stage has now."""
     passed_on: set[int] = field(default_factory=set)
@@ -237,9 +237,13 @@ class LightNode:
                 self.done[group] = busy
         self.done = {group: self.done[group] for group in own}
         if begin.hands_over:
-            gone = {seat.row for seat in begin.absent if seat.stage == place.stage}
-            if gone != self.gone:
-                self.gone, self.handed, self.passed_on = gone, set(), set()
+            seats = [
+                [seat.row for seat in seats if seat.stage == place.stage]
+                for seats in (begin.absent, begin.late)
+            ]
+            gone = {*seats[0]}
+            if seats != self.seats:
+                self.seats, self.handed, self.passed_on = seats, set(), set()
             tree, runs = (
                 _tree(self.config.pipeline.groups),
                 [run for row, run in portions if row == place.replica],
