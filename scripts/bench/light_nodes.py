@@ -244,10 +244,8 @@ class LightNode:
             gone = {*seats[0]}
             if seats != self.seats:
                 self.seats, self.handed, self.passed_on = seats, set(), set()
-            tree, runs = (
-                _tree(self.config.pipeline.groups),
-                [run for row, run in portions if row == place.replica],
-            )
+            tree = _tree(self.config.pipeline.groups)
+            runs = [run for row, run in portions if row == place.replica]
             for top in {top for run in runs for top in tree.subtrees(run)} - self.handed:
                 self._start(self._hand_over(session, begin, top))
             kept = {group for row, groups in portions if row in gone for group in groups}
