@@ -766,7 +766,9 @@ def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
             yield place, _DECODER.decode(line.decode("utf-8-sig", "surrogatepass"))
         except (ValueError, RecursionError) as error:
             advice = "repair or remove it"
-            if b"\0" in line or isinstance(error, UnicodeDecodeError):
+            if b"\0" in line:
+                advice = "it holds zero bytes, so write the file again, in UTF-8"
+            elif isinstance(error, UnicodeDecodeError):
                 advice = "write the file again, in UTF-8"
             elif isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
                 advice = "remove what follows the first value, or begin a line there"

@@ -842,10 +842,10 @@ class Epoch:
             return []
         stage, groups = self.stage_of(node_id), set(message.groups)
         wanted = groups if stage == self.loss_stage else set()
-        if message.group_losses.keys() != wanted or not {*groups, *message.passed_on} <= set(
-            range(self._group_count)
-        ):
+        if message.group_losses.keys() != wanted:
             return RefusedVote(node_id, "it handed over groups with the losses of others")
+        if not {*groups, *message.passed_on} <= set(range(self._group_count)):
+            return RefusedVote(node_id, "it handed over groups that the run does not have")
         if message.generation > self.generation or not self._hands_over:
             return RefusedVote(node_id, "it handed over groups that nobody asked it for")
         # A node sends sums of several groups as a whole, so the others of its row have no part of one.

@@ -176,6 +176,13 @@ def test_losses_of_other_groups_are_refused() -> None:
     assert not {0, 1}.intersection(epoch.groups_of(0))
 
 
+def test_passing_on_groups_that_there_are_not_is_refused() -> None:
+    run = run_of()
+    epoch = run.epoch
+    message = HandedOver(epoch=epoch.number, step=epoch.step, generation=epoch.generation, passed_on=(0, 8))
+    assert run.machine.message("b", message, run.time), "the operator hears of it"
+
+
 def test_part_of_a_sum_is_not_handed_over() -> None:
     """The others of its row have sent only the sum of both groups: all would wait for a part in vain."""
     run, tree = run_of(), GroupTree(8)
