@@ -2,8 +2,8 @@
 
 A node reports the groups whose sums have arrived at other nodes of its stage: at those that sum up the
 pieces, and at those that would do so without the node. If it dies then, its row keeps these groups as soon as
-the row's other nodes have computed them, too. The nodes that it had given them to pass them on to those that
-would sum them up without these. Groups are lost with a node of the stage that has not done so yet.
+the row's other nodes have computed them, too. Each node that holds sums of a dead one then sends them to the
+node that would replace it, and reports that. If it dies earlier, these groups are lost.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -57,8 +57,8 @@ class HandedGroups:
         self._kept.pop(row, None)
 
     def node_lost(self, node_id: str, stage: int, column: Iterable[str], generation: int) -> dict[int, float]:
-        """A node is gone. The other nodes of its stage hand over again, and pass on again, what they had
-        given to it. Returns the losses that the node has reported.
+        """A node is gone. What the other nodes of its stage had sent to it has to be sent again, so their
+        reports count no more. Returns the losses that the node has reported.
 
         Args:
             column: the other nodes of the stage.

@@ -440,7 +440,7 @@ class SimNode:
             )
 
     def _pass_on(self, begin: Begin, absent: list[int], holders: frozenset[Holder], own: Holder) -> None:
-        """The others get what it holds of the sums of rows without a node of its stage, too."""
+        """Send the others what it holds for rows that have no node of its stage."""
         kept = {group for row, groups in begin.portions if row in absent for group in groups}
         for seat, groups, parts in self.world.handed.get((begin.epoch, begin.step), ()):
             if seat.stage == self.stage and seat.row in absent and groups <= kept:
