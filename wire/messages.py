@@ -247,6 +247,16 @@ class PeerSilent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SumsMissing:
+    """What the last node of the own stage in a row said it had handed over did not come, or is bad."""
+
+    epoch: int
+    step: int
+    replica: int
+    """The row that has no node of the stage any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     telemetry: Telemetry
     sent_at: Finite = 0.0
@@ -349,6 +359,7 @@ NodeMessage = (
     | Validated
     | StepFailed
     | PeerSilent
+    | SumsMissing
     | Heartbeat
     | Leave
     | StepSpans

@@ -62,6 +62,7 @@ from wire.messages import (
     Portion,
     Restore,
     Seat,
+    SumsMissing,
     TakeSnapshot,
     Validate,
     Validated,
@@ -860,12 +861,12 @@ class Epoch:
         runs = [groups for row, groups in self._shared.runs if row == own]
         return [self._tree.span(node) for groups in runs for node in self._tree.subtrees(groups)]
 
-    def missed(self, node_id: str, seat: Seat, now: float) -> list[Action] | None:
-        """A node lacks what the last node of a seat of its stage is to have handed over: the seat's row loses
-        what it has kept. None if no row may compute that again."""
-        row, stage = seat
-        if self.phase is not Phase.STEPPING or node_id not in self._seats or stage != self.stage_of(node_id):
+    def missed(self, node_id: str, message: SumsMissing, now: float) -> list[Action] | None:
+        """A node lacks what a row's last node of its stage is to have handed over: the row loses what it has
+        kept. None if no row may compute that again."""
+        if self.phase is not Phase.STEPPING or message.step != self.step or node_id not in self._seats:
             return []
+        row, stage = message.replica, self.stage_of(node_id)
         if not self._handed.keeps(row, stage):
             return []
         if not self._shared.can_give(self.whole_rows, self.groups_of(row)):

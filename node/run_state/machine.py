@@ -94,6 +94,7 @@ from wire.messages import (
     Seat,
     StateHashes,
     StepFailed,
+    SumsMissing,
     Validated,
     Vote,
 )
@@ -350,6 +351,8 @@ class RunMachine:
                     return self._failed(epoch, node_id, message, now)
                 case PeerSilent() if message.epoch == epoch.number:
                     return self._suspected(epoch, node_id, message, now)
+                case SumsMissing() if message.epoch == epoch.number:
+                    return self._sums_missing(epoch, node_id, message, now)
                 case _:
                     return []
         finally:
@@ -447,17 +450,21 @@ class RunMachine:
     def _suspected(self, epoch: Epoch, node_id: str, message: PeerSilent, now: float) -> list[Action]:
         """A node does not hear its neighbour. What it says is no proof: the neighbour is asked."""
         other = neighbour_at(epoch, node_id, message.stage, message.replica)
-        if self.stopped:
+        if self.stopped or other is None:
             return []
-        if other is None:
-            missed = epoch.missed(node_id, Seat(message.replica, message.stage), now - self._unseen)
-            if missed is not None:
-                return missed
-            why = f"node {node_id} lacks what row {message.replica} is to have handed over"
-            return self._end_epoch(AbortKind.LOST, why) + self._try_place(now)
         asked = self._roster.suspect(other, now)
         asks: list[Action] = [Send(node_id=other, message=AskHeartbeat())] if asked else []
         return [*asks, *self._if_silenced([other], now)]
+
+    def _sums_missing(self, epoch: Epoch, node_id: str, message: SumsMissing, now: float) -> list[Action]:
+        """A row that has lost a node is to compute its groups again, or the step ends."""
+        if self.stopped:
+            return []
+        missed = epoch.missed(node_id, message, now - self._unseen)
+        if missed is not None:
+            return missed
+        why = f"node {node_id} lacks what row {message.replica} is to have handed over"
+        return self._end_epoch(AbortKind.LOST, why) + self._try_place(now)
 
     def _if_silenced(self, nodes: Sequence[str], now: float) -> list[Action]:
         """Members that neither the coordinator nor a neighbour hears are gone, if others can do their work.

@@ -50,6 +50,7 @@ from wire.messages import (
     Ready,
     Restore,
     StepFailed,
+    SumsMissing,
     TakeSnapshot,
     Validate,
     Validated,
@@ -467,15 +468,15 @@ class EpochTask:
 
         await self._voted(attempt)
 
-    def _reports(self) -> Callable[[HandedOver | PeerSilent], None]:
+    def _reports(self) -> Callable[[HandedOver | SumsMissing], None]:
         """Posts what any thread has found out, until the epoch is over."""
         loop = asyncio.get_running_loop()
 
-        def post(message: HandedOver | PeerSilent) -> None:
+        def post(message: HandedOver | SumsMissing) -> None:
             if not self._over:
                 self._services.post(message)
 
-        def report(message: HandedOver | PeerSilent) -> None:
+        def report(message: HandedOver | SumsMissing) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is over
                 loop.call_soon_threadsafe(post, message)
 
@@ -603,7 +604,7 @@ class EpochTask:
             rows=rows,
             inbox=self._services.inbox,
             over=lambda: self._over,
-            missed=lambda row: report(PeerSilent(epoch=self.number, stage=self.stage, replica=row)),
+            missed=lambda row: report(SumsMissing(epoch=self.number, step=self._step, replica=row)),
         )
 
     def _own_and_other_rows(self) -> tuple[dict[int, Link], dict[int, Link]]:

@@ -49,6 +49,7 @@ from wire.messages import (
     Restore,
     Seat,
     StepFailed,
+    SumsMissing,
     Vote,
 )
 from wire.spec import Direction, TensorKey
@@ -114,7 +115,7 @@ class Node(FakeServices):
 
     async def hear(self, kind: type[Heard]) -> Heard:
         # A neighbour of it is dead; or, at any time after its last group, its sums have arrived.
-        while isinstance(message := await self.said.get(), PeerSilent | HandedOver):
+        while isinstance(message := await self.said.get(), PeerSilent | HandedOver | SumsMissing):
             if isinstance(message, kind):
                 return message
         assert isinstance(message, kind), message
@@ -358,9 +359,9 @@ async def test_what_a_dead_node_said_and_did_not_send_is_missed(
         while not mate.said.empty():
             mate.said.get_nowait()  # its connection has closed
         go_on(grid)
-        while not isinstance(message := await mate.said.get(), PeerSilent):
+        while not isinstance(message := await mate.said.get(), SumsMissing):
             assert isinstance(message, HandedOver)
-        assert message == PeerSilent(epoch=grid.epoch, stage=0, replica=1)
+        assert message == SumsMissing(epoch=grid.epoch, step=grid.step, replica=1)
         portions = Portion(0, (0, 1)), Portion(0, (2,)), Portion(2, (3,))
         grid.tell(replace(begin, generation=2, portions=portions))
         await grid.end_step(2)

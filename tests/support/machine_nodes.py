@@ -50,6 +50,7 @@ from wire.messages import (
     Seat,
     StateHashes,
     StepFailed,
+    SumsMissing,
     TakeSnapshot,
     UnitHash,
     Vote,
@@ -284,11 +285,13 @@ class SimNode:
         self.outbox.append(Leave(reason="asked to"))
 
     def suspect(self, other: "SimNode") -> None:
-        """It does not hear another node, or says so, which is its neighbour or is not."""
+        """It does not hear another node, or says so, which is its neighbour or is not; and that it lacks what
+        that row has handed over."""
         if self.epoch is not None and other.epoch is not None:
             place = other.epoch.placement
             number = self.epoch.placement.epoch
             self.outbox.append(PeerSilent(epoch=number, stage=place.stage, replica=place.replica))
+            self.outbox.append(SumsMissing(epoch=number, step=self.state_step, replica=place.replica))
 
     # ---- messages, as `NodeRuntime._handle` takes them
 

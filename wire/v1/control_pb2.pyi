@@ -221,6 +221,16 @@ class PeerSilent(_message.Message):
     replica: int
     def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
 
+class SumsMissing(_message.Message):
+    __slots__ = ("epoch", "step", "replica")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    replica: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
+
 class FlowFigures(_message.Message):
     __slots__ = ("direction", "codec", "bytes", "elements")
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
@@ -430,7 +440,7 @@ class PeerRate(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., round_trip: _Optional[float] = ..., up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate", "codec_times", "several", "state_hashes", "peer_silent", "handed_over")
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate", "codec_times", "several", "state_hashes", "peer_silent", "handed_over", "sums_missing")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +460,7 @@ class NodeMessage(_message.Message):
     STATE_HASHES_FIELD_NUMBER: _ClassVar[int]
     PEER_SILENT_FIELD_NUMBER: _ClassVar[int]
     HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    SUMS_MISSING_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     placed: Placed
     ready: Ready
@@ -469,7 +480,8 @@ class NodeMessage(_message.Message):
     state_hashes: StateHashes
     peer_silent: PeerSilent
     handed_over: HandedOver
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ..., codec_times: _Optional[_Union[CodecTimes, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ..., state_hashes: _Optional[_Union[StateHashes, _Mapping]] = ..., peer_silent: _Optional[_Union[PeerSilent, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ...) -> None: ...
+    sums_missing: SumsMissing
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ..., codec_times: _Optional[_Union[CodecTimes, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ..., state_hashes: _Optional[_Union[StateHashes, _Mapping]] = ..., peer_silent: _Optional[_Union[PeerSilent, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., sums_missing: _Optional[_Union[SumsMissing, _Mapping]] = ...) -> None: ...
 
 class StateHashes(_message.Message):
     __slots__ = ("epoch", "step", "units")

@@ -10,7 +10,7 @@ from node.run_state.epoch import HANDING_STEPS
 from node.schedule.gradient_groups import GroupTree
 from tests.support.machine_driver import Driver, aborts, begins, finishes, of_kind
 from tests.support.machine_world import World
-from wire.messages import HandedOver, PeerSilent, Seat
+from wire.messages import HandedOver, PeerSilent, Seat, SumsMissing
 
 SAID = 0.5
 """The loss of each group as it is handed over; votes have half of it."""
@@ -145,14 +145,28 @@ def test_what_went_to_a_dead_node_has_to_be_handed_over_again() -> None:
     assert run.epoch.groups_of(1) == (), "its report was of the time before the death"
 
 
+def test_a_closed_connection_to_a_dead_node_says_nothing_of_what_it_had_handed_over() -> None:
+    """Other rows may hear of the death after the coordinator."""
+    run = run_of()
+    hands_over(run, "cd")
+    run.die("c")
+    epoch, groups = run.epoch, run.epoch.groups_of(1)
+    closed = PeerSilent(epoch=epoch.number, stage=0, replica=1)
+    for node in "ae":
+        assert run.machine.message(node, closed, run.time) == []
+    assert groups and epoch.groups_of(1) == groups
+
+
 def test_a_node_that_lacks_what_a_dead_one_said_it_had_handed_over_says_so() -> None:
     """A lie costs the groups of its row, and nobody else anything."""
     run = run_of()
     hands_over(run, "cd")
     run.die("c")
     epoch, groups = run.epoch, run.epoch.groups_of(1)
-    news = PeerSilent(epoch=epoch.number, stage=0, replica=1)
+    news = SumsMissing(epoch=epoch.number, step=epoch.step, replica=1)
     assert run.machine.message("b", news, run.time) == [], "a node of another stage cannot know"
+    of_another_step = replace(news, step=epoch.step - 1)
+    assert run.machine.message("a", of_another_step, run.time) == [] and epoch.groups_of(1) == groups
     actions = run.machine.message("a", news, run.time)
     assert begins(actions, "a") and epoch.groups_of(1) == ()
     given = {group for row in (0, 2) for group in epoch.groups_of(row)}
