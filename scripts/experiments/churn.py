@@ -233,7 +233,8 @@ class Churn:
         if (epoch := self.machine.epoch) is not None and epoch.has(node.name):
             stage, row = epoch.stage_of(node.name), epoch.replica_of(node.name)
             news = PeerSilent(epoch=epoch.number, stage=stage, replica=row)
-            for near in {epoch.row(row)[one] for one in epoch.neighbours(node.name)} - {""}:
+            beside = {epoch.row(row)[one] for one in epoch.neighbours(node.name)}
+            for near in {*beside, *epoch.column(stage)} - {""}:
                 self._say(self.nodes[near], news)
         self.at(self.now + self.case.back, partial(self._return, node))
 
