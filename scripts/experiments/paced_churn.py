@@ -56,7 +56,7 @@ from wire.identity.credentials import NodeIdentity
 OUT = RESULTS / "paced_churn.json"
 REAL_STEP_SECONDS, REAL_BACK_SECONDS = 20.0, 10.0
 """Of a step, and from a death until the node is there again."""
-START_SECONDS, STEP_SECONDS = 120.0, 90.0
+START_SECONDS, STEP_SECONDS = 300.0, 90.0
 LAST_SECONDS = 30.0
 """For the step that is under way at the end of a cell."""
 SETTLE_STEPS = 2
