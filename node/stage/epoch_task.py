@@ -449,11 +449,9 @@ class EpochTask:
         if not change.work.groups:
             io.leave_row()
 
-        hand_over = self._reports()
-
         def attempt() -> Vote | None:
             try:
-                executor.hand_over = hand_over if begin.hands_over else None
+                executor.hand_over = change.hand_over
                 executor.use_windows(begin.link_windows, begin.audited, change.work.groups)
                 executor.wants_digests = begin.digests
                 return executor.run_step(self.number, step, io, samples, begin.loss_scale, change)
@@ -539,7 +537,13 @@ class EpochTask:
         is_broken = any(row == self.placement.replica for row, _ in begin.absent)
         if (has_lost or is_broken) and self._io is not None:
             self._io.leave_row()
-        return StepChange(generation=begin.generation, work=work, audited=begin.audited, has_lost=has_lost)
+        return StepChange(
+            generation=begin.generation,
+            work=work,
+            audited=begin.audited,
+            hand_over=self._reports() if begin.hands_over else None,
+            has_lost=has_lost,
+        )
 
     def _work(self, begin: Begin) -> StepWork:
         """Raises ValueError if the groups are not shared among the rows."""

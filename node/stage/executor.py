@@ -122,8 +122,8 @@ class StageExecutor:
         self.keep_sums: KeepSums | None = None
         """Receives each step's packed gradient sums, for nodes that follow the run."""
         self.hand_over: Callable[[HandedOver], None] | None = None
-        """Receives, on any thread, the groups of the next step that have arrived at other rows, in steps in
-        which these are reported."""
+        """Receives, on any thread, the groups of the next step that have arrived at other rows; None: nobody
+        asks as it begins."""
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""
@@ -320,7 +320,8 @@ class StageExecutor:
                 work=passes.work,
                 keep=self.keep_sums,
                 digests=self._digests,
-                hand_over=None if self.hand_over is None else (passes.handed_over, passes.passed_on),
+                told=(passes.handed_over, passes.passed_on),
+                hands_over=self.hand_over is not None,
                 generation=passes.generation,
             )
         self._running = passes

@@ -173,9 +173,10 @@ class GradientSync:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._sum_digests: dict[str, Future[bytes]] = {}
         self._digests: StepDigests | None = None
-        self._deliveries: tuple[Deliveries, Deliveries] | None = None
+        self._deliveries: tuple[Deliveries, Deliveries]
         """Of what the row has computed and hands over, and of what rows without a node had handed over to it,
-        which it passes on. None in steps without."""
+        which it passes on."""
+        self._hands_over = False
 
     def begin(
         self,
@@ -187,7 +188,8 @@ class GradientSync:
         work: StepWork,
         keep: KeepSums | None = None,
         digests: StepDigests | None = None,
-        hand_over: tuple[Arrived, Arrived] | None = None,
+        told: tuple[Arrived, Arrived],
+        hands_over: bool = False,
         generation: int = 0,
     ) -> None:
         """Begin a step; nothing of an earlier step remains.
@@ -195,9 +197,9 @@ class GradientSync:
         Args:
             keep: receives the sums that `finish` unpacks.
             digests: records groups' packed gradients.
-            hand_over: called on any thread when groups of the own row, or of rows without a node, have
-                arrived. With it, the own row's part of pieces that it owns is also sent to another row, and
-                so are those of rows without a node.
+            told: called on any thread when groups of the own row, or of rows without a node, have arrived.
+            hands_over: whether they are. The own row's part of pieces that it owns is then also sent to
+                another row, and so are those of rows without a node.
             generation: of `work`.
         """
         self._forget()
@@ -210,24 +212,24 @@ class GradientSync:
         self._folds = {batch[0].number: self._sums.fold(batch) for batch in batches}
         self._held = {number: {} for number in plan.sizes}
         self._spare = {number: {} for number in self._folds}
-        self._deliveries = None
-        if hand_over is not None:
-            span, (computed, passed_on) = plan.share.tree.span, hand_over
-            self._deliveries = (
-                Deliveries(lambda generation, node: computed(generation, span(node))),
-                Deliveries(lambda generation, node: passed_on(generation, span(node))),
-            )
+        span, (computed, passed_on) = plan.share.tree.span, told
+        self._deliveries = (
+            Deliveries(lambda generation, node: computed(generation, span(node))),
+            Deliveries(lambda generation, node: passed_on(generation, span(node))),
+        )
+        self._hands_over = hands_over
+        if hands_over:
             self._expect(generation, anew=True)
             self._submit(self._pass_on)
 
-    def use(self, work: StepWork, generation: int) -> None:
+    def use(self, work: StepWork, generation: int, *, hands_over: bool = False) -> None:
         """Change which rows compute the step's groups. What `finish` has returned stays valid unless `again`
-        follows."""
+        follows. `hands_over`: as for `begin`, from now on."""
         self.drain()
 
         def change() -> None:
-            is_other = work.seats != self._work.seats
-            self._work = work
+            is_other = work.seats != self._work.seats or not self._hands_over
+            self._work, self._hands_over = work, hands_over
             self._expect(generation, anew=is_other)
             for unit in self._plan.units:
                 for batch in self._batches[unit]:
@@ -360,13 +362,13 @@ class GradientSync:
 
     def _receiver(self, piece: Piece) -> int:
         """The row that gets the own row's subtrees of a piece."""
-        if self._deliveries is None:
+        if not self._hands_over:
             return self._owner(piece)
         return self._work.heir(self._plan.share.replica, self._plan.owners[piece.number], piece.number)
 
     def _expect(self, generation: int, *, anew: bool) -> None:
         """Look out for the arrival of the own row's subtrees at their present receivers."""
-        if self._deliveries is None:
+        if not self._hands_over:
             return
         computed, passed_on = self._deliveries
         pieces = [piece for unit in self._plan.units for piece in self._plan.pieces[unit]]
@@ -393,7 +395,7 @@ class GradientSync:
         node, too."""
         own, orphans = self._plan.share.replica, self._orphans
         pieces = [piece for unit in self._plan.units for piece in self._plan.pieces[unit]]
-        for piece in pieces if self._deliveries is not None and orphans else ():
+        for piece in pieces if self._hands_over and orphans else ():
             if not self._is_own(piece) or (heir := self._receiver(piece)) == own:
                 continue
             held = self._held[piece.number]
@@ -415,7 +417,7 @@ class GradientSync:
         if (sent := (piece.number, node, direction, self._io.link_to_row(row))) not in self._sent:
             self._sent.add(sent)
             arrived = None
-            if self._deliveries is not None and direction is Direction.SYNC_SHARE:
+            if direction is Direction.SYNC_SHARE:
                 arrived = partial(_arrived, self._deliveries, (piece.number, node, sent[-1]))
             self._io.send_to_row(row, self._key(piece, node, direction), packed, piece.elements, arrived)
 
@@ -424,7 +426,7 @@ class GradientSync:
         work, own = self._work, self._plan.share.replica
         pieces = [piece for piece in self._plan.pieces[unit] if self._is_own(piece)]
         unsummed = [piece for piece in pieces if piece.number not in self._sums_of]
-        kept = work.sources if self._deliveries is not None else ()  # the heir may change
+        kept = work.sources if self._hands_over else ()  # the heir may change
         for batch in self._sums.batches(unsummed):
             fold = self._sums.fold(batch)
             # The own row's come first, because they are here already.

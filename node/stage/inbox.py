@@ -20,6 +20,7 @@ from node.schedule.gradient_groups import StepWork
 from node.schedule.routing import source_stage, target_stage
 from wire.errors import LinkClosedError, LinkError, LinkLostError
 from wire.link import Link
+from wire.messages import HandedOver
 from wire.spec import TensorKey
 
 STALL_SECONDS = 600.0
@@ -50,6 +51,8 @@ class StepChange:
     work: StepWork
     audited: tuple[int, ...] = ()
     """Groups of another row that this row computes too, only for their digests."""
+    hand_over: Callable[[HandedOver], None] | None = None
+    """As for `StepPasses`, from now on."""
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
     """The samples of each group that the row also has to compute, by part."""
     has_lost: bool = False

@@ -95,8 +95,7 @@ class StepPasses:
     """The weight for `StageModel.begin_step`."""
     scale: float = 1.0
     hand_over: Callable[[HandedOver], None] | None = None
-    """Receives, on any thread, the groups that do not depend on this node any more. None: the step goes
-    without."""
+    """Receives, on any thread, the groups that do not depend on this node any more. None: nobody asks."""
     generation: int = 0
     """The generation in `wire.messages.Begin`."""
     audited: tuple[int, ...] = ()
@@ -151,7 +150,8 @@ class StepPasses:
                 self._given.setdefault(part, {}).update(zip(numbers, self.cut(part, batch), strict=True))
         if change.has_lost:
             self._drop()
-        self.sync.use(change.work, change.generation)
+        self.hand_over = change.hand_over
+        self.sync.use(change.work, change.generation, hands_over=self.hand_over is not None)
         if more and self._has_sums:
             # Further passes add to gradients, which start at 0.
             self.model.begin_step(self.loss_weight)
@@ -368,7 +368,7 @@ class StepPasses:
 
     def _group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
         assert self.sync is not None, "only a run with gradient groups has several"
-        if self.hand_over is not None and group in self.losses:
+        if self.work.others and group in self.losses:
             # The device is idle, and the group's sums may arrive elsewhere at any time from now on.
             self._said_losses[group] = self.loss_of(group)
         self.sync.group_done(group, gradients)

@@ -46,6 +46,7 @@ class Deaths:
         follows: int | None = None,
         waiting: tuple[int, ...] = (),
         keeps: bool = False,
+        from_death: bool = False,
     ) -> None:
         """
         Args:
@@ -54,7 +55,9 @@ class Deaths:
             follows: a place whose node dies, and that another node has before anyone hears of the death.
             waiting: groups that no row has until then.
             keeps: rows keep what they have handed over.
+            from_death: they begin to hand over at the first change of the step.
         """
+        self.from_death = from_death
         self.keeps, self.handed, self.said = keeps, HandedGroups(), SimpleQueue[tuple[int, HandedOver]]()
         self.losses: dict[int, float] = {}
         """From nodes that are gone, by group."""
@@ -105,7 +108,13 @@ class Deaths:
         has_lost = not set(self.told[place]).issubset(work.groups)
         self.told[place] = work.groups
         samples = self.samples(place, work.groups)
-        return StepChange(generation=self.generation, work=work, samples=samples, has_lost=has_lost)
+        return StepChange(
+            generation=self.generation,
+            work=work,
+            samples=samples,
+            hand_over=(lambda message: self.said.put((place, message))) if self.keeps else None,
+            has_lost=has_lost,
+        )
 
     def die(self, place: int) -> None:
         """It is gone: its row's groups go to rows that are whole, and all others hear of it."""
@@ -210,7 +219,8 @@ class Deaths:
         executor, row = self.stages.executors[place], place // STAGES
         groups = self.rows[row] if change is None else change.work.groups
         executor.use_windows((), self.audited.get(row, ()), groups)
-        executor.hand_over = (lambda message: self.said.put((place, message))) if self.keeps else None
+        said = change.hand_over if change is not None else lambda message: self.said.put((place, message))
+        executor.hand_over = said if self.keeps and not (self.from_death and change is None) else None
         executor.wants_digests = bool(self.audited)
         parts = self.samples(place, tuple(range(CONFIG.pipeline.groups)) if change is None else groups)
         whole = {part: numpy_joined(found) for part, found in parts.items() if found}
@@ -401,15 +411,17 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", ["nothing", "all", "from the first death on"])
 @pytest.mark.parametrize("seed", range(12))
-def test_deaths_at_any_instants_of_a_step_change_no_bit(seed: int, keeps: bool) -> None:
+def test_deaths_at_any_instants_of_a_step_change_no_bit(seed: int, keeps: str) -> None:
     """Up to three nodes, one row of which is left; also of one row, and while others take over its groups."""
     chance = random.Random(seed)
     rows = chance.choice((3, 4))
     config = changed(**VARIANTS[seed % len(VARIANTS)])
     with MemoryPipeline(config, rows=ROWS[rows]) as stages:
-        deaths = Deaths(stages, ROWS[rows], keeps=keeps)
+        deaths = Deaths(
+            stages, ROWS[rows], keeps=keeps != "nothing", from_death=keeps == "from the first death on"
+        )
         spared = chance.randrange(rows)
         places = [place for place in range(rows * STAGES) if place // STAGES != spared]
         doomed = chance.sample(places, chance.choice((2, 3)))
@@ -543,3 +555,32 @@ def test_a_row_that_has_handed_over_its_sums_loses_nothing_with_a_node(
         broken = {place // STAGES for place in doomed}
         assert {row for row in broken if deaths.shared.of(row) == rows[row]} == kept
         assert deaths.generation == len(doomed)
+
+
+def test_rows_hand_over_what_they_computed_before_the_first_death_of_the_step() -> None:
+    """A second one loses nothing."""
+    config, rows = changed(pipeline={"sync_codec": "fixed-8"}), ROWS[3]
+    with MemoryPipeline(config, rows=rows) as stages:
+        deaths = Deaths(stages, rows, keeps=True, from_death=True)
+        slow, send, holds = stages.ios[0], stages.ios[0].send, threading.Event()
+        first, second = STAGES, 2 * STAGES
+        last = config.pipeline.groups - 1
+        is_done = seen(
+            stages, second, lambda key: key.direction is Direction.SYNC_SHARE and key.microbatch >= last
+        )
+
+        def held_up(key: TensorKey, packed: Tensor, elements: int) -> None:
+            holds.wait(60)
+            send(key, packed, elements)
+
+        def heard() -> None:
+            if not deaths.dead and is_done.done():
+                assert not deaths.kept(second)
+                stages.inboxes[first].interrupt("dead", DeadError())
+            elif deaths.dead == {first} and {*rows[2]} <= deaths.kept(second):
+                stages.inboxes[second].interrupt("dead", DeadError())
+
+        slow.send = held_up  # type: ignore[method-assign]
+        deaths.heard, deaths.on_death = heard, lambda: holds.set() if len(deaths.dead) == 2 else None
+        assert ended(stages, deaths) == once(config)
+        assert deaths.dead == {first, second} and {*rows[2]} <= {*deaths.shared.of(2)}
