@@ -11,8 +11,9 @@ BURST_SECONDS = 0.05
 LEAST_PIECE = 16 * 1024
 """The least bytes of a piece, however slow the line is."""
 
-YIELD_SECONDS = 0.25
-"""The longest that a piece of other traffic waits while training traffic is queued."""
+YIELD_SECONDS, YIELD_TIMES = 0.25, 5
+"""A piece of other traffic waits at most so long, and at most so many times its own time on the line, while
+training traffic is queued."""
 _LOOK_SECONDS = 0.01
 
 KEEP_ALIVE = b"\0"
@@ -66,7 +67,8 @@ class BesideTraining:
     """Passes other traffic than training's tensors, such as layers of snapshots. Tensors go first.
 
     With a bandwidth limit, one small piece at a time takes its share of the rate. A tensor that comes then
-    waits for no more than that piece, however many transfers there are.
+    waits for no more than that piece, however many transfers there are. On a busy line, these have at most a
+    sixth of the rate.
     """
 
     def __init__(self, pacer: Pacer | None, busy: Callable[[], bool]) -> None:
@@ -81,17 +83,17 @@ class BesideTraining:
     async def pass_through(self, size: int) -> None:
         """Wait until `size` bytes may be sent."""
         if self._pacer is None:
-            return await self._yield()
+            return await self._yield(YIELD_SECONDS)
         while size > 0:
             piece = min(size, self._pacer.piece)
             async with self._turn:
-                await self._yield()
+                await self._yield(max(YIELD_SECONDS, YIELD_TIMES * piece / self._pacer.rate))
                 await self._pacer.pass_through(piece)
             size -= piece
 
-    async def _yield(self) -> None:
+    async def _yield(self, most: float) -> None:
         """Wait for training traffic, but not for long: a transfer continues on busy links too."""
-        for _ in range(int(YIELD_SECONDS / _LOOK_SECONDS)):
+        for _ in range(int(most / _LOOK_SECONDS)):
             if not self._busy():
                 return
             await asyncio.sleep(_LOOK_SECONDS)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from wire.pacing import BURST_SECONDS, YIELD_SECONDS, BesideTraining, Pacer
+from wire.pacing import BURST_SECONDS, LEAST_PIECE, YIELD_SECONDS, BesideTraining, Pacer
 
 
 def test_the_rate_holds_for_any_sender() -> None:
@@ -55,3 +55,12 @@ async def test_other_traffic_yields_to_tensors_but_not_for_ever() -> None:
     async with asyncio.timeout(20.0):
         await beside.pass_through(1)
     assert time.monotonic() - began >= 0.9 * YIELD_SECONDS
+
+
+async def test_on_a_slow_line_a_piece_waits_several_times_as_long_as_it_takes() -> None:
+    began, busy_for = time.monotonic(), 3 * YIELD_SECONDS
+    slow = Pacer(LEAST_PIECE / YIELD_SECONDS)
+    beside = BesideTraining(slow, lambda: time.monotonic() - began < busy_for)
+    async with asyncio.timeout(20.0):
+        await beside.pass_through(LEAST_PIECE)
+    assert time.monotonic() - began >= busy_for
