@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
-CHAT_FORMAT = "12"
+CHAT_FORMAT = "13"
 """Increase this when the same rows give other tokens or labels."""
 _END_CHARACTERS = 20
 """This much of a message's end is looked for in the text."""
@@ -192,7 +192,7 @@ class ChatEncoder:
         if self._marker is not None:
             row = self._marker.conversation(row, place)
         template = self._template
-        if self._with_tools is not None and tools_of(row):
+        if self._with_tools is not None and tools_of(row, place):
             template = self._with_tools
         conversation = normalized(row, place, template.forms)
         if has_zero_label(row):

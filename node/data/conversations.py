@@ -66,6 +66,9 @@ MEASURED = "loss"
 """The one of these keys that may also hold a measured number; in a row it always does."""
 ROW_MARKS = tuple(key for key in (*TRAINED, *MASKED) if key != MEASURED)
 """Columns that say so for all messages of a row, or with a list for each."""
+MASK = "mask"
+"""The key with which a row names the roles whose messages have no labels; all others have some (NeMo's
+format)."""
 DETAIL = "train_detail"
 """The key with which a message gives labels to some of its characters (axolotl's format)."""
 SETTINGS = "chat_template_kwargs"
@@ -81,6 +84,7 @@ THOUGHT, THOUGHT_END = "<think>", "</think>"
 TEXT_PARTS = ("text", "input_text", "output_text")
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
+_UNCLEAR_MASK = "a mask that does not say what 1 means"
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _NUMBERS = dict.fromkeys(("true", "1", "1.0", "yes", "on"), 1) | dict.fromkeys(
     ("false", *ZEROS, "no", "off"), 0
@@ -152,7 +156,9 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     try:
         messages = [dict(message) for message in _messages_of(row, place)]
         _spread_marks(messages, row)
-        tools = _tools(row)
+        tools = _tools(row, messages)
+        if "tools" in messages[0]:
+            messages[0]["tools"] = tools
         documents = _clean(row.get("documents"))
         settings = _clean(row.get(SETTINGS)) or {}
         prompts = (row.get(key) for key in SYSTEMS)
@@ -200,6 +206,13 @@ def _spread_marks(messages: list[Message], row: Mapping[str, Any]) -> None:
     """Give each message its mark from the row's list of them. Raises Dropped for a row without labels."""
     marks = {key: value for key in ROW_MARKS if (value := _clean(row.get(key))) not in (None, [], "")}
     lists = {key: value for key, value in marks.items() if isinstance(value, list)}
+    masked = _clean(row.get(MASK))
+    if isinstance(masked, str) and masked.strip():
+        roles = {_ROLE_OF.get(name.strip().lower()) for name in masked.split(",")}
+        if USER not in roles or ASSISTANT in roles:
+            raise Dropped("a mask of other roles than the user's")
+    elif masked not in (None, [], ""):
+        raise Dropped(_UNCLEAR_MASK)
     if not _counts({key: value for key, value in marks.items() if key not in lists}):
         raise Dropped("a row with a weight of 0")
     for key, values in lists.items():
@@ -320,8 +333,8 @@ def _counts(message: Message) -> bool:
             raise Dropped("a weight other than 0 and 1")
     if message.get(DETAIL):
         raise Dropped("labels for parts of a message")
-    if message.get("mask") in (0, 1):
-        raise Dropped("a mask that does not say what 1 means")
+    if message.get(MASK) in (0, 1):
+        raise Dropped(_UNCLEAR_MASK)
     return counts
 
 
@@ -494,25 +507,29 @@ def _shorten_ids(messages: Sequence[Message], results: Sequence[int]) -> None:
             message["tool_call_id"] = known.get(str(message.get("tool_call_id", "")), name)
 
 
-def tools_of(row: Mapping[str, Any]) -> list[Any]:
-    """The tools of a row. Raises Dropped."""
+def tools_of(row: Mapping[str, Any], place: str) -> list[Any]:
+    """The tools of a row. Raises Dropped, and DataError if the row is no conversation."""
     try:
-        return _tools(row)
+        return _tools(row, _messages_of(row, place))
     except RecursionError as error:
         raise Dropped("deeply nested messages") from error
 
 
-def _tools(row: Mapping[str, Any]) -> list[Any]:
+def _tools(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Any]:
     """The tools as a list of objects. Any of them may be given as JSON text."""
-    tools = _clean(row.get("tools"))
-    if isinstance(tools, str):
-        tools = _json(tools, "tools that are not JSON") if tools.strip() else None
+    tools = _from_json(row.get("tools"))
     if not tools:
-        functions = _clean(row.get("functions"))
-        if isinstance(functions, str):
-            functions = _json(functions, "tools that are not JSON") if functions.strip() else None
+        functions = _from_json(row.get("functions"))
         tools = [{"type": "function", "function": function} for function in _listed(functions)]
-    return [_tool(tool) for tool in _listed(tools)]
+    # GLM-4's data has them in its system message.
+    return [_tool(tool) for tool in _listed(tools or _from_json(messages[0].get("tools")))]
+
+
+def _from_json(tools: Any) -> Any:
+    tools = _clean(tools)
+    if isinstance(tools, str):
+        return _json(tools, "tools that are not JSON") if tools.strip() else None
+    return tools
 
 
 def _tool(tool: Any) -> Message:

@@ -358,6 +358,7 @@ def test_conversations_with_tools_have_the_template_that_transformers_takes(
     encoder = load_chat_encoder(str(folder), "")
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    inside = [{**messages[0], "tools": tools}, messages[1]]
     rows = [{"messages": messages}, {"messages": messages, "tools": tools}, {"messages": messages}]
     expected = [
         theirs.apply_chat_template(messages, tools=row.get("tools"), return_dict=True)["input_ids"]
@@ -367,6 +368,7 @@ def test_conversations_with_tools_have_the_template_that_transformers_takes(
     assert [encoder.encode(row, "here")[0].tolist() for row in rows] == expected
     found = encoder.encode_all([("here", row) for row in rows])
     assert [ids.tolist() for ids, _ in found] == expected
+    assert encoder.encode({"messages": inside}, "here")[0].tolist() == expected[1]
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     own = load_chat_encoder(str(folder), str(tmp_path / "own.jinja"))
     assert own.encode(rows[1], "here")[0].tolist() == expected[0]
@@ -416,11 +418,12 @@ def test_a_label_that_may_reject_an_answer_is_reported(
 def test_a_tables_mask_of_its_messages_is_read(tmp_path: Path) -> None:
     messages = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
     path = tmp_path / "rows.parquet"
-    table = pyarrow.table({"messages": [messages], "loss_mask": [[0, 0, 0, 1]]})
+    table = pyarrow.table({"messages": [messages], "loss_mask": [[0, 0, 0, 1]], "mask": ["User"]})
     pyarrow.parquet.write_table(table, path)
     data = DataSection(format="chat", path=str(path))
     [(_, row)] = read_rows(list_source(str(path)).shards[0], data, skips=False)
     assert isinstance(row, dict) and normalized(row, "here", Forms()).trained == (3,)
+    assert row["mask"] == "User"
 
 
 def test_reasoning_that_the_template_leaves_out_is_reported(

@@ -134,6 +134,15 @@ def test_tools_are_objects(tools: Any) -> None:
     assert normalized({"messages": TALK, "tools": tools}, "", Forms()).extra == {"tools": [TOOL]}
 
 
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+@pytest.mark.timeout(10)
+def test_tools_of_a_system_message_are_the_rows(tools: Any) -> None:
+    """As GLM-4's data has them. Its own template reads them there, others read those of the row."""
+    system = {"role": "system", "content": "", "tools": tools}
+    found = normalized({"messages": [system, *TALK]}, "", Forms())
+    assert found.extra == {"tools": [TOOL]} and found.messages[0]["tools"] == [TOOL]
+
+
 def test_times_are_as_a_template_writes_them() -> None:
     at = datetime(2023, 4, 1, tzinfo=UTC)
     assert messages_of({"messages": [{**ASKED, "at": at}, ANSWERED]})[0]["at"] == str(at)
@@ -374,6 +383,10 @@ def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any],
         ({"train": "false"}, "a row with a weight of 0"),
         ({"weight": 0.5}, "a weight other than 0 and 1"),
         ({"loss_mask": [0] * 9 + [1]}, "labels for parts of a message"),
+        ({"mask": "User"}, ""),
+        ({"mask": "user, System", "type": None}, ""),
+        *(({"mask": names}, "a mask of other roles") for names in ("Assistant", "gpt,User", "System")),
+        ({"mask": [0, 1]}, "a mask that does not say what 1 means"),
         ({"loss": 0.0, "weight": None, "train": []}, ""),
         ({"kto_tag": 1}, ""),
         ({"images": [], "image": None, "audio": ""}, ""),
