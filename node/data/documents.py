@@ -67,6 +67,7 @@ from node.data.text import (
     kinds_of,
     listed,
     open_content,
+    read_ends,
     report_skipped,
     standard_library_files,
     suffix_of,
@@ -129,7 +130,6 @@ _KINDS: dict[type, str] = {
     dict: "an object",
     type(None): "null",
 }
-_END_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 20
 _TABLE_ROWS = 8
 """The rows that are converted at a time. A dictionary-encoded column may repeat a long text in every row."""
@@ -205,10 +205,7 @@ def list_source(name: str) -> Source:
         try:
             size = check_regular(path)
             times[path] = path.stat().st_mtime_ns
-            with path.open("rb") as file:
-                ends = file.read(_END_BYTES)
-                file.seek(max(0, size - _END_BYTES))
-                ends += file.read(_END_BYTES)
+            ends = read_ends(path, size)
         except OSError as error:
             raise unreadable(path, error) from error
         total += size

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from node.data.text import (
     TABLES,
     TOKEN_SUFFIXES,
     content_suffix,
+    read_ends,
     read_file,
     suffix_of,
     unreadable,
@@ -46,7 +48,7 @@ _ENTRY = re.compile(r"\s*(?:- +)*(?:(config_name|split|path|data_files|data_dir)
 
 def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> None:
     """Refuse several splits or configurations of a data set in one folder. Warn if some of its files are
-    missing.
+    missing, or copies of others.
 
     The data card, `dataset_dict.json`, `dataset_info.json`, or names that differ in nothing else tell them.
 
@@ -105,6 +107,30 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
             logger.warning(
                 "%s holds %d of the %d files of %s: the others are missing", beside, count, total, stem
             )
+    _report_copies(folder, data)
+
+
+def _report_copies(folder: Path, data: Sequence[Path]) -> None:
+    """Warn if files have the same content, by their sizes and ends."""
+    copies: list[tuple[Path, Path]] = []
+    first: dict[tuple[int, bytes], Path] = {}
+    try:
+        sizes = {path: path.stat().st_size for path in data}
+        several = Counter(sizes.values())
+        for path, size in sizes.items():
+            if size and several[size] > 1:
+                original = first.setdefault((size, sha256(read_ends(path, size)).digest()), path)
+                copies += [(path, original)] if original is not path else []
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    if copies:
+        logger.warning(
+            "%d of the %d files in %s are copies of others, such as %s of %s: their text is read twice",
+            len(copies),
+            len(data),
+            folder,
+            *(path.relative_to(folder) for path in copies[0]),
+        )
 
 
 def _check_one(folder: Path, kind: str, names: Iterable[str], where: str = "") -> None:

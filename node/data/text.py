@@ -47,6 +47,7 @@ SURE_BYTES = 64 << 20
 MOST_FILE_BYTES = 256 << 20
 """The most bytes of a settings file."""
 _READ_BYTES = 1 << 16
+_END_BYTES = 1 << 16
 _ZSTD_READ_BYTES = 1 << 10
 """All that is read is decompressed at once, to up to 32 MiB."""
 _ZSTD_WINDOW_BYTES = 1 << 31
@@ -100,7 +101,8 @@ def files_below(
 
     Args:
         skipped: names of folders not to enter.
-        left_out: counts what is skipped: links that leave the folder, pipes, devices and the like.
+        left_out: counts what is skipped: hidden files and folders, links that leave the folder, pipes,
+            devices and the like.
         links: include files that are links to somewhere else.
 
     Raises:
@@ -111,7 +113,10 @@ def files_below(
     waiting = _entries(folder)
     while waiting:
         path = waiting.pop()
-        if path.name.startswith(".") or path.name in skipped:
+        if path.name in skipped:
+            continue
+        if path.name.startswith("."):
+            left_out["hidden"] += 1
             continue
         mode, is_link = _mode(path), path.is_symlink()
         if stat.S_ISDIR(mode):
@@ -230,6 +235,14 @@ def check_regular(path: Path) -> int:
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a device or the like"
         raise DataError(f"{path} is {kind}: a regular file is expected")
     return status.st_size
+
+
+def read_ends(path: Path, size: int) -> bytes:
+    """The beginning and the end of a file of `size` bytes. Raises OSError."""
+    with path.open("rb") as file:
+        ends = file.read(_END_BYTES)
+        file.seek(max(0, size - _END_BYTES))
+        return ends + file.read(_END_BYTES)
 
 
 def read_file(path: Path, most: int = MOST_FILE_BYTES) -> bytes:

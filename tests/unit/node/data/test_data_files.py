@@ -194,11 +194,13 @@ def test_links_and_special_files_of_a_folder(tmp_path: Path, caplog: pytest.LogC
     (folder / "in.txt").symlink_to("deep/a.txt")
     (folder / "out.txt").symlink_to("../secret.txt")
     (folder / "deep" / "loop").symlink_to("..")
+    (folder / ".hidden.txt").write_text("hidden")
     (folder / "self.txt").symlink_to("self.txt")
     os.mkfifo(folder / "pipe.txt")
     assert texts_of(folder) == [b"one", b"one"]
     assert read_text(DataSection(path=str(folder))) == b"one\0one"
-    assert "1 x link out of the folder" in caplog.text and "2 x no regular file" in caplog.text
+    for skipped in ("1 x link out of the folder", "2 x no regular file", "1 x hidden"):
+        assert skipped in caplog.text
     # A link that the user names is what the user means; a pipe is not opened.
     assert texts_of(folder / "out.txt") == [b"secret"]
     for path in (folder / "pipe.txt", Path("/dev/zero"), folder / "self.txt"):
@@ -209,6 +211,18 @@ def test_links_and_special_files_of_a_folder(tmp_path: Path, caplog: pytest.LogC
             read_file(path)
     # The kernel's files have no size, and some never end.
     assert read_file(Path("/proc/self/status")) == b"" == open_content(Path("/proc/self/status")).read()
+
+
+@pytest.mark.parametrize("order", ["auto", "shards"])
+@pytest.mark.timeout(20)
+def test_copies_of_a_file_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, order: str) -> None:
+    for name, content in (("a", WORDS), ("b", WORDS[::-1]), ("c", ""), ("d", "")):
+        (tmp_path / f"{name}.txt").write_text(content * 40)
+    load_data(config_of(tmp_path, order=order))
+    assert "copies" not in caplog.text
+    (tmp_path / "e.txt").write_text(WORDS * 40)
+    load_data(config_of(tmp_path, order=order))
+    assert "1 of the 5 files" in caplog.text and "e.txt of a.txt" in caplog.text
 
 
 def test_a_snapshot_in_the_hub_s_cache_links_to_its_files(tmp_path: Path) -> None:
