@@ -487,7 +487,7 @@ def _around(bpe: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ..
 def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
     """The ids that end a text, from the tokenizer's and the model's files in `folder`. Raises DataError."""
     named = bpe.token_to_id(special_tokens(folder).get("eos_token", ""))
-    ends = [] if named is None else [named]
+    ends: list[Any] = [] if named is None else [named]
     rows = 1 << 32
     for file in (_CONFIG, "generation_config.json"):
         values = json_object(folder / file)
@@ -496,9 +496,14 @@ def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
             if type(size := level.get("vocab_size")) is int:
                 rows = min(rows, size)
             ids = level.get("eos_token_id")
-            listed = ids[:MOST_ENDS] if isinstance(ids, list) else [ids]
-            ends += [end for end in listed if type(end) is int]
-    return [end for end in dict.fromkeys(ends) if 0 <= end < rows and bpe.id_to_token(end) is not None]
+            ends += ids[:MOST_ENDS] if isinstance(ids, list) else [] if ids is None else [ids]
+    known = []
+    for end in ends:
+        if type(end) is int and 0 <= end < rows and bpe.id_to_token(end) is not None:
+            known.append(end)
+        else:
+            _say_unknown_end(str(folder), str(end)[:50])
+    return list(dict.fromkeys(known))
 
 
 def _template_text(folder: Path) -> str:
@@ -518,15 +523,28 @@ def _say_no_end(folder: str) -> None:
     )
 
 
+@cache
+def _say_unknown_end(folder: str, end: str) -> None:
+    logger.warning(
+        "the files in %s name %s as an eos_token_id, which is no token of theirs: it is ignored; correct it "
+        "in config.json and generation_config.json",
+        folder,
+        end,
+    )
+
+
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file. Raises DataError if it cannot be read."""
+    """The object in a file; empty if there is no file. Raises DataError if it cannot be read, or holds
+    another value."""
     if not path.exists():
         return {}
     try:
         raw = json.loads(read_bounded(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); copy it again") from error
-    return raw if isinstance(raw, dict) else {}
+    if not isinstance(raw, dict):
+        raise DataError(f"{path} holds no JSON object, as is expected there; copy it again")
+    return raw
 
 
 def read_bounded(path: Path) -> bytes:

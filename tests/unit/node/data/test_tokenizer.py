@@ -412,6 +412,27 @@ def test_the_end_of_text_is_what_the_files_say(
     assert found.encode([SEPARATOR])[0].tolist() == [between] and found.ends == ends
 
 
+@pytest.mark.parametrize("end", [-1, 1 << 20, "1", 1.0, True, [END, -1]])
+@pytest.mark.timeout(20)
+def test_an_end_of_text_that_is_no_token_is_reported(
+    tables: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, end: object
+) -> None:
+    for name, value, reported in (("a", END, False), ("b", None, False), ("c", end, True)):
+        files = {"generation_config.json": {"eos_token_id": value}}
+        assert load_tokenizer(str(write_special(tmp_path / name, tables, files))).ends == {END}
+        assert ("eos_token_id" in caplog.text) == reported
+
+
+@pytest.mark.parametrize("value", [[], None, 7, "a"])
+@pytest.mark.timeout(20)
+def test_settings_that_are_no_object_are_refused(tables: Path, tmp_path: Path, value: object) -> None:
+    for number, name in enumerate(("tokenizer_config.json", "added_tokens.json", "generation_config.json")):
+        folder = write_special(tmp_path / f"{number}", tables, {})
+        (folder / name).write_text(json.dumps(value))
+        with pytest.raises(DataError, match=name):
+            load_tokenizer(str(folder))
+
+
 @pytest.mark.parametrize(
     ("settings", "adds", "begin"),
     [
