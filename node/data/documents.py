@@ -96,6 +96,8 @@ MOST_BLANK_BYTES = 4 << 20
 """The most bytes of empty lines in a file."""
 LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
+TOKEN_IDS = "input_ids"
+"""The column of rows that were tokenized, as transformers has it."""
 FIELD_KEYS = "data.jsonl_field; --field of `thinwire data tokenizer`"
 """Where the field with the text is named."""
 _ROW_BYTES = 100
@@ -435,7 +437,7 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
             )
             raise DataError(
                 f"{place} has no text in field {field!r} ({actual}): repair or remove that row, or name the "
-                f"field that holds the text ({FIELD_KEYS}){_chat_advice(row)}"
+                f"field that holds the text ({FIELD_KEYS}){_advice(row)}"
             )
         # Escapes may encode zero bytes and unpaired surrogates, which a text file cannot contain.
         text = without_marks(utf8(value).replace(SEPARATOR, b" "))
@@ -446,14 +448,26 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
     return text
 
 
-def _chat_advice(names: Iterable[str]) -> str:
-    """Advice for rows with these fields or columns, if they look like conversations; else empty."""
+def _advice(names: Iterable[str]) -> str:
+    """Advice for rows with these fields or columns, if they look like conversations or tokens; else empty."""
     known = set(names)
     if known & {*MESSAGES} or (known & {*QUESTIONS} and known & {*ANSWERS}):
         return (
             '; or, if rows are conversations, set data.format to "chat" (--chat of `thinwire data tokenizer`)'
         )
+    if TOKEN_IDS in known:
+        return "; or write token ids, of which each is a label, to a .npy file"
     return ""
+
+
+@cache
+def _say_tokens(path: Path) -> None:
+    logger.warning(
+        "%s has %s and labels, which are not read: tokens and labels are made from the text or the messages "
+        "of its rows",
+        path,
+        TOKEN_IDS,
+    )
 
 
 def _names(names: Iterable[Any]) -> str:
@@ -742,6 +756,8 @@ def _json_rows(extent: Extent) -> Iterator[tuple[str, Document]]:
         if row is None:
             yield place, Dropped("null")
         elif isinstance(row, dict):
+            if TOKEN_IDS in row and "labels" in row:
+                _say_tokens(extent.path)
             yield place, row
         else:
             raise DataError(f"{place} is not a JSON object but {_KINDS[type(row)]}: repair or remove it")
@@ -906,6 +922,8 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
         DataError: no column can hold what is wanted.
     """
     names = [str(name) for name in schema.names]
+    if {TOKEN_IDS, "labels"} <= {*names}:
+        _say_tokens(path)
     if data.format == "chat" and not data.response_marker:
         if {*names}.isdisjoint((*MESSAGES, *ANSWERS)):
             refuse_preferences(names, str(path))
@@ -941,7 +959,7 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
             if texts
             else f"no column holds text, only {_names(names)}: name other data"
         )
-        + _chat_advice(names)
+        + _advice(names)
     )
 
 

@@ -651,6 +651,29 @@ def test_json_of_arrows_own_type_is_what_it_says(tmp_path: Path, name: str) -> N
     assert [turn["content"] for turn in row["messages"]] == ["a", parts] and row["tools"] == [{"name": "f"}]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.timeout(20)
+def test_tokens_and_labels_of_rows_are_not_passed_over_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    tokens = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+
+    def write(row: dict[str, Any]) -> Path:
+        rows = [row] * 9
+        if name == "a.jsonl":
+            (tmp_path / name).write_bytes(jsonl(rows))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+        return tmp_path / name
+
+    assert texts_of(write({"text": WORDS, "labels": [0, 3]})) == [WORDS.encode()] * 9
+    assert "labels" not in caplog.text, "classes of a text"
+    assert texts_of(write({"text": WORDS, **tokens})) == [WORDS.encode()] * 9
+    assert "input_ids and labels" in caplog.text
+    with pytest.raises(DataError, match=r"\.npy"):
+        texts_of(write(tokens))
+
+
 def test_pictures_are_looked_at_and_not_read(tmp_path: Path) -> None:
     talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 3
     images = [[{"bytes": b"\xff\0", "path": None}], [], None]
