@@ -131,7 +131,8 @@ def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
 
 
 def download(repository: Repository, name: str, *, required: bool = True) -> Path | None:
-    """The cached path of a small file, downloaded if necessary. Raises DataError if `required`, else None."""
+    """The cached path of a small file, downloaded if necessary; None if it cannot be had and is not
+    `required`. Raises DataError, and HubUnreachableError also for a file that is not required."""
     hub = _library()
     cached = hub.try_to_load_from_cache(repository.name, name, revision=repository.revision)
     if isinstance(cached, str):
@@ -149,8 +150,8 @@ def download(repository: Repository, name: str, *, required: bool = True) -> Pat
                     local_files_only=repository.cached,
                 )
             )
-    except DataError:
-        if required:
+    except DataError as error:
+        if required or isinstance(error, HubUnreachableError):
             raise
         return None
 

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,16 @@ from node.data.text import expanded, read_small
 from node.data.tokenizer import MOST_TABLES_BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_files
 from node.model.units import unit_names
 from node.state.families import read_config
-from node.state.hub import NOT_GGUF, PREFIX, Repository, cached_file, download, hub_files, resolve
+from node.state.hub import (
+    NOT_GGUF,
+    PREFIX,
+    HubUnreachableError,
+    Repository,
+    cached_file,
+    download,
+    hub_files,
+    resolve,
+)
 from node.state.unit_state import weights_file
 from node.state.weights import Checkpoint, CheckpointError, FolderFiles, Weights
 from wire.errors import ConfigError, DataError, shortened
@@ -69,12 +78,7 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
     if name.startswith(PREFIX):
         repository = resolve(Repository.parse(name))
         name = str(repository)
-        adapters = download(repository, ADAPTER_CONFIG, required=False)
-        path = adapters or download(repository, CONFIG)
-        tables = download(repository, TOKENIZER, required=False)
-        for other in (SENTENCEPIECE, *OTHER_FILES, *(OTHER_TABLES if tables is None else ())):
-            download(repository, other, required=False)
-        assert path is not None, "a required file"
+        path = _download(repository)
     else:
         path = _folder(name) / CONFIG
         _refuse_gguf(path.parent)
@@ -97,6 +101,36 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
                 f"model.{key} is {value!r}, but {path} says {keys[key]!r}: leave it out of the run file"
             )
     return Source(name=name, model=keys, tokenizer=_tokenizer(path.parent, keys["vocab"]))
+
+
+def _download(repository: Repository) -> Path:
+    """Download the small files of a repository. Returns the path of one of them.
+
+    Once the hub does not answer, only the cache is read, and a warning names the files that it lacks.
+
+    Raises:
+        DataError: there is neither `CONFIG` nor `ADAPTER_CONFIG`.
+    """
+    paths: dict[str, Path] = {}
+    lacking: list[str] = []
+    failure: HubUnreachableError | None = None
+    for name in (ADAPTER_CONFIG, CONFIG, TOKENIZER, SENTENCEPIECE, *OTHER_FILES, *OTHER_TABLES):
+        if (name == CONFIG and paths) or (name in OTHER_TABLES and TOKENIZER in paths):
+            continue
+        try:
+            if (path := download(repository, name, required=name == CONFIG)) is not None:
+                paths[name] = path
+        except HubUnreachableError as error:
+            failure = failure or error
+            if name == CONFIG:
+                raise failure from None
+            repository = replace(repository, cached=True)
+            lacking.append(name)
+    if failure is not None:
+        log.warning(
+            "%s; these files are not in the cache and count as absent: %s", failure, ", ".join(lacking)
+        )
+    return next(iter(paths.values()))
 
 
 def _refuse_gguf(path: Path) -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 from aiohttp import web
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from node.config.schema import ModelSection
 from node.model.units import unit_names
@@ -290,6 +292,27 @@ async def test_a_hub_that_does_not_answer_is_not_missed_where_all_is_in_the_cach
     for unit in units:
         assert found[unit].keys() == expected[unit].keys()
         assert all(np.array_equal(array, found[unit][name]) for name, array in expected[unit].items())
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_for_all_files(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_in_cache(hub, tmp_path / "cache")
+    asked = []
+
+    def fetch(*args: str, local_files_only: bool, **options: object) -> str:
+        if not local_files_only:  # the library tries for half a minute
+            asked.append(args)
+            raise LocalEntryNotFoundError("no connection")
+        return fetch_cached(*args, local_files_only=local_files_only, **options)
+
+    fetch_cached = huggingface_hub.hf_hub_download
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    source = open_source(f"hf://{NAME}@{COMMIT}", {"sequence": 64})
+    assert source.name == f"hf://{NAME}@{COMMIT}" and len(asked) == 1
+    assert "count as absent: adapter_config.json, tokenizer.json" in caplog.text
+    with pytest.raises(DataError, match="no connection"):
+        open_source(f"hf://{NAME}@{COMMIT[1:]}b", {})
 
 
 @each(
