@@ -439,6 +439,8 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
                 f"{place} has no text in field {field!r} ({actual}): repair or remove that row, or name the "
                 f"field that holds the text ({FIELD_KEYS}){_advice(row)}"
             )
+        if not value.strip():  # spaces of other scripts too
+            raise Dropped("empty")
         # Escapes may encode zero bytes and unpaired surrogates, which a text file cannot contain.
         text = without_marks(utf8(value).replace(SEPARATOR, b" "))
     if len(text) > MOST_BYTES:

@@ -14,6 +14,7 @@ from node.data.text import (
     COMPRESSED,
     JSON_SUFFIXES,
     TABLES,
+    TEXT_SUFFIXES,
     TOKEN_SUFFIXES,
     content_suffix,
     read_ends,
@@ -48,7 +49,7 @@ _ENTRY = re.compile(r"\s*(?:- +)*(?:(config_name|split|path|data_files|data_dir)
 
 def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> None:
     """Refuse several splits or configurations of a data set in one folder. Warn if some of its files are
-    missing, or copies of others.
+    missing, empty, or copies of others.
 
     The data card, `dataset_dict.json`, `dataset_info.json`, or names that differ in nothing else tell them.
 
@@ -107,11 +108,12 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
             logger.warning(
                 "%s holds %d of the %d files of %s: the others are missing", beside, count, total, stem
             )
-    _report_copies(folder, data)
+    _report_contents(folder, data)
 
 
-def _report_copies(folder: Path, data: Sequence[Path]) -> None:
-    """Warn if files have the same content, by their sizes and ends."""
+def _report_contents(folder: Path, data: Sequence[Path]) -> None:
+    """Warn if files of rows or tokens are empty, or if files have the same content, by their sizes and
+    ends."""
     copies: list[tuple[Path, Path]] = []
     first: dict[tuple[int, bytes], Path] = {}
     try:
@@ -123,6 +125,15 @@ def _report_copies(folder: Path, data: Sequence[Path]) -> None:
                 copies += [(path, original)] if original is not path else []
     except OSError as error:
         raise unreadable(folder, error) from error
+    empty = [path for path, size in sizes.items() if not size and content_suffix(path) not in TEXT_SUFFIXES]
+    if empty:
+        logger.warning(
+            "%d of the %d files in %s are empty, such as %s: copy them again if they should not be",
+            len(empty),
+            len(data),
+            folder,
+            empty[0].relative_to(folder),
+        )
     if copies:
         logger.warning(
             "%d of the %d files in %s are copies of others, such as %s of %s: their text is read twice",

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 COUNTS, BEGINS = 1, 2
 """The bits of a mask: the token counts as a label; the token begins a document."""
-FORMAT = "7"
+FORMAT = "8"
 """Increase this when files are read, cut or rendered in another way."""
 _LLM_C = (20240520, 20240801)
 """The first numbers of token files of llm.c, for GPT-2 and for Llama 3."""

@@ -215,7 +215,9 @@ def test_links_and_special_files_of_a_folder(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize("order", ["auto", "shards"])
 @pytest.mark.timeout(20)
-def test_copies_of_a_file_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, order: str) -> None:
+def test_copies_of_a_file_and_empty_files_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, order: str
+) -> None:
     for name, content in (("a", WORDS), ("b", WORDS[::-1]), ("c", ""), ("d", "")):
         (tmp_path / f"{name}.txt").write_text(content * 40)
     load_data(config_of(tmp_path, order=order))
@@ -223,6 +225,10 @@ def test_copies_of_a_file_are_reported(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "e.txt").write_text(WORDS * 40)
     load_data(config_of(tmp_path, order=order))
     assert "1 of the 5 files" in caplog.text and "e.txt of a.txt" in caplog.text
+    (tmp_path / "f.jsonl").write_text("")
+    assert "empty" not in caplog.text, "texts may be"
+    load_data(config_of(tmp_path, order=order))
+    assert "1 of the 6 files" in caplog.text and "empty, such as f.jsonl" in caplog.text
 
 
 def test_a_snapshot_in_the_hub_s_cache_links_to_its_files(tmp_path: Path) -> None:
@@ -729,16 +735,16 @@ def test_only_the_columns_that_are_needed_are_read(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    rows = [*ROWS, {"text": None}, {"text": " "}, None, {"text": ""}]
+    rows = [*ROWS, {"text": None}, {"text": " "}, None, {"text": ""}, {"text": "\u00a0\u2003"}]
     (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
-    expected = {"null": 2, "empty": 2}
+    expected = {"null": 2, "empty": 3}
     for order in ("whole", "shards"):
         corpus = load_data(config_of(tmp_path / "a.jsonl", order=order))
         assert corpus.dropped == expected
         corpus.close()
     (tmp_path / "b.jsonl").write_bytes(jsonl(rows[5:]))
     for order in ("whole", "shards"):
-        with pytest.raises(DataError, match="2 x null, 2 x empty"):
+        with pytest.raises(DataError, match="3 x empty, 2 x null"):
             load_data(config_of(tmp_path / "b.jsonl", order=order))
 
 
