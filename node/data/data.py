@@ -6,9 +6,11 @@ the last, its labels all but the first. The windows of one pass start `sequence`
 token is a label at most once in a pass.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from types import MappingProxyType
 
@@ -22,11 +24,15 @@ from node.data.token_cache import cache_folder, tokens_of
 from node.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from wire.errors import ConfigError, DataError
 
+logger = logging.getLogger(__name__)
+
 VALIDATION_SHARE = 100
 """One token in this many, at the end of the text, is held out from training."""
 VALIDATION_WINDOWS = 16
 """At least this many windows are held out, but never more than a tenth of the text."""
 
+MOST_PADDING = 1.1
+"""A checkpoint has at most this many times the tokens of its own tokenizer."""
 SEARCH_TOKENS = 4 << 20
 """The tokens in which windows are searched for at a time."""
 
@@ -225,7 +231,7 @@ def check_vocabulary(tokenizer: Tokenizer, data: DataSection, vocab: int, fixed:
     """Check that a model with `vocab` tokens can have this tokenizer.
 
     With `fixed` this is not checked, because checkpoints lack rows for some tokens, such as those of images.
-    Then the text's tokens are checked.
+    Then the text's tokens are checked, and a tokenizer with far fewer tokens is reported, once.
 
     Raises:
         ConfigError: the tokenizer has more tokens.
@@ -235,6 +241,19 @@ def check_vocabulary(tokenizer: Tokenizer, data: DataSection, vocab: int, fixed:
             f"model.vocab is {vocab}, but the tokenizer in {data.tokenizer} has {tokenizer.vocabulary} "
             f"tokens: set model.vocab to {tokenizer.vocabulary} or more"
         )
+    if fixed and vocab > MOST_PADDING * tokenizer.vocabulary:
+        _say_another(data.tokenizer, tokenizer.vocabulary, vocab)
+
+
+@cache
+def _say_another(tokenizer: str, tokens: int, vocab: int) -> None:
+    logger.warning(
+        "the tokenizer in data.tokenizer (%s) has %d tokens, and the checkpoint has %d: with a tokenizer other "
+        "than its own, a model starts from nothing",
+        tokenizer,
+        tokens,
+        vocab,
+    )
 
 
 def check_tokens(ids: np.ndarray, vocab: int, tokenizer: Tokenizer | None, place: str) -> None:

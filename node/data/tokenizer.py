@@ -502,7 +502,7 @@ def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
         if type(end) is int and 0 <= end < rows and bpe.id_to_token(end) is not None:
             known.append(end)
         else:
-            _say_unknown_end(str(folder), str(end)[:50])
+            _say_unknown_end(str(folder), repr(end)[:50])
     return list(dict.fromkeys(known))
 
 

@@ -19,8 +19,10 @@ from node.data.tokenizer import MOST_TABLES_BYTES, SENTENCEPIECE, load_tokenizer
 from node.model.units import unit_names
 from node.state.families import read_config
 from node.state.hub import (
+    INDEX,
     NOT_GGUF,
     PREFIX,
+    SINGLE,
     HubUnreachableError,
     Repository,
     cached_file,
@@ -87,6 +89,8 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
             f"{name} contains adapters ({ADAPTER_CONFIG}), which transformers loads onto another model: "
             "merge them and save the whole model (merge_and_unload), or remove that file"
         )
+    if all((path.parent / file).exists() for file in (SINGLE, INDEX)):
+        log.warning("%s has both %s and %s: the first is read, as transformers does", name, SINGLE, INDEX)
     keys = read_config(_read_json(path), str(path), given.get("sequence"))
     if keys["tied"] and _heads_differ(ModelSection(**keys, from_=name)):
         log.warning(

@@ -143,3 +143,14 @@ def test_any_order_of_questions_gives_the_same_answers(steps: tuple[int, ...]) -
         fresh = SampleOrder(windows=7, global_batch=5, seed=1)
         assert asked.samples(step) == fresh.samples(step)
         assert asked.known(step, 0) == fresh.known(step, 0)
+
+
+@pytest.mark.timeout(10)
+def test_another_tokenizer_than_a_checkpoints_own_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("The ferry leaves at seven. " * 9)
+    data = DataSection(path=str(tmp_path / "a.txt"))
+    for vocab, fixed, reported in ((270, True, False), (4096, False, False), (4096, True, True)):
+        Corpus.load(data, sequence=SEQUENCE, global_batch=1, seed=0, vocab=vocab, fixed=fixed)
+        assert ("(bytes) has 256 tokens" in caplog.text) == reported

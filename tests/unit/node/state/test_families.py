@@ -498,6 +498,18 @@ def test_damaged_files_are_one_line(folder: Path, spoil: Callable[[Path], None],
     assert str(late.value) == str(early.value) and "\n" not in str(early.value)
 
 
+def test_weights_in_two_forms_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    section(folder)
+    assert "both" not in caplog.text
+    weights = (folder / "model.safetensors").read_bytes()
+    index(folder, "model-0.safetensors")
+    section(folder)
+    assert "both" not in caplog.text
+    (folder / "model.safetensors").write_bytes(weights)
+    section(folder)
+    assert "has both model.safetensors and model.safetensors.index.json" in caplog.text
+
+
 def test_tensors_that_no_model_has_are_reported_and_one_in_two_files_is_refused(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
