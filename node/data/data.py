@@ -248,8 +248,8 @@ def check_vocabulary(tokenizer: Tokenizer, data: DataSection, vocab: int, fixed:
 @cache
 def _say_another(tokenizer: str, tokens: int, vocab: int) -> None:
     logger.warning(
-        "the tokenizer in data.tokenizer (%s) has %d tokens, and the checkpoint has %d: with a tokenizer other "
-        "than its own, a model starts from nothing",
+        "the tokenizer in data.tokenizer (%s) has %d tokens, and the checkpoint has %d: with a tokenizer "
+        "other than its own, a model starts from nothing",
         tokenizer,
         tokens,
         vocab,
