@@ -20,7 +20,7 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from node.config.schema import Every, RunConfig, Window
+from node.config.schema import DataSection, Every, RunConfig, Window
 from node.data.text import expanded
 from node.run_file.validate import problems, together, validate
 from node.telemetry.format import parse_duration
@@ -101,6 +101,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if read.wrong:
         more = _further_problems(read, overrides) if len(read.wrong) < MOST_WRONG else []
         raise ConfigError(f"{path}: {together([*read.wrong, *more])}")
+    if not any(read.values.values()):
+        log.warning("%s sets nothing: all values are defaults, and %s is trained on", path, DataSection.path)
+    for (section, key), tokens in LENGTHS.items():
+        given = read.values.get(section, {})
+        if key in given and given.get(tokens, 0) > 0:
+            log.warning(
+                "%s: %s.%s = %d counts, and not %s = %d",
+                path,
+                section,
+                tokens,
+                given[tokens],
+                key,
+                given[key],
+            )
     return _overridden(read.values, overrides, where=str(path))
 
 

@@ -340,6 +340,18 @@ def test_a_length_in_steps_after_the_command_counts_before_one_in_tokens_in_the_
     assert from_json(to_json(config)) == config
 
 
+@pytest.mark.timeout(10)
+def test_a_file_that_sets_nothing_or_one_length_twice_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_config(write(tmp_path, "[run]\ntokens = 9_000_000\n[training]\nwarmup_steps = 4"))
+    assert not caplog.records
+    load_config(write(tmp_path, "[run]\nsteps = 40\ntokens = 9_000_000"))
+    assert "run.tokens = 9000000 counts, and not steps = 40" in caplog.text
+    assert load_config(write(tmp_path, "# [run]\n")) == default_config([])
+    assert "sets nothing" in caplog.text
+
+
 def test_paths_of_sources_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = with_absolute_paths(default_config(["data.sources=a.jsonl,b", "data.weights=0.3,0.7"]))
