@@ -49,9 +49,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import asyncio
+
     from node.data.tokenizer import load_tokenizer
     from node.display.explain import explanation_json, explanation_text
     from node.run_file.loader import load_config
+    from node.state.hub import PREFIX
+    from node.state.start import check_weights
     from node.view.explain import explain, text_plan
     from node.view.machines import machines_for, parse_machine
     from wire.errors import DataError
@@ -73,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     if explanation.text is not None and explanation.text.problem:
         raise DataError(explanation.text.problem)
+    if config.model.from_ and not config.model.from_.startswith(PREFIX):
+        asyncio.run(check_weights(config.model))
     return 0
 
 

@@ -494,8 +494,8 @@ def unreadable(path: Path, error: OSError) -> DataError:
         if _ADDRESS.match(str(path)):
             return DataError(f"{path} is an address: download the data to this machine first")
         return DataError(
-            f"no file or folder {path}; name text, or {STDLIB}. In a run file it is data.path, and "
-            "data.path=PATH after the command overrides it"
+            f"no file or folder {path}; name text, or {STDLIB}. In a run file it is data.path, data.sources "
+            "or data.valid, and data.path=PATH after the command overrides it"
         )
     return DataError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions")
 

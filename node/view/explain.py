@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import ceil, prod
 
 from node.config.schema import RunConfig
+from node.data.samples import held_out_samples
 from node.data.shards import ShardedCorpus, load_data
 from node.model.storage import Storage, stored_bytes
 from node.model.units import unit_parameters
@@ -249,7 +250,7 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
 
 
 def text_plan(config: RunConfig, tell: Callable[[str], None]) -> TextPlan:
-    """Read the run's text, if it is on this machine.
+    """Read the run's text and its held-out text, if they are on this machine.
 
     Raises:
         ConfigError: it has tokens beyond the vocabulary.
@@ -257,6 +258,7 @@ def text_plan(config: RunConfig, tell: Callable[[str], None]) -> TextPlan:
     training = config.training
     try:
         corpus = load_data(config, tell)
+        held_out_samples(config, corpus)
     except DataError as error:
         return TextPlan(problem=str(error))
     if isinstance(corpus, ShardedCorpus):

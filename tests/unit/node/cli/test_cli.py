@@ -146,6 +146,23 @@ def test_overrides_may_stand_after_options(capsys: Capture) -> None:
     assert (config["model"]["layers"], config["run"]["seed"], config["run"]["steps"]) == (5, 7, 50)
 
 
+@pytest.mark.timeout(60)
+def test_a_run_file_is_explained_with_its_held_out_text_and_its_checkpoint(capsys: Capture) -> None:
+    Path("text.txt").write_text("The ferry leaves at seven. " * 99)
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    config = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 2, **sizes}
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(config))
+    data = '[data]\npath = "text.txt"\ntokenizer = "bytes"\n'
+    for more, words in (
+        ('valid = "absent.txt"\nvalid_every = 9\n[model]\nsequence = 32\n', "no file or folder absent.txt"),
+        ('[model]\nfrom = "model"\nsequence = 32\n', "model has neither model.safetensors"),
+    ):
+        Path("run.toml").write_text(data + more)
+        assert main(["config", "explain", "run.toml"]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_bad_text_ends_in_one_line_and_leaves_no_run_behind() -> None:
     Path("run.toml").write_text('[data]\npath = "absent"\n[coordinator]\nlisten = "127.0.0.1:0"\n')
     done = program("coordinator", "run.toml", "--run-dir", "new")
