@@ -37,6 +37,7 @@ from node.data.conversations import (
 from node.data.templates import ChatTemplate, Rendered
 from node.data.text import expanded
 from node.data.tokenizer import (
+    SpecialTokens,
     json_object,
     one_line,
     parsed_tokenizer,
@@ -134,6 +135,7 @@ class ChatEncoder:
         self._template = template
         self._with_tools = with_tools
         self._marker = marker
+        self._special = SpecialTokens(bpe)
         self.fingerprint = fingerprint
         """A fingerprint of the tokenizer, the template and the special tokens. It is the same with every
         version."""
@@ -184,6 +186,10 @@ class ChatEncoder:
                     raise result
                 for whose in _left_out(conversation, result.text):
                     _say_no_content(str(self._path), whose)
+                contents = (words_of(message.get("content")) for message in conversation.messages)
+                # The text before a marker is that of a whole conversation.
+                if self._marker is None and (token := self._special.found_in(contents)):
+                    _say_special(str(self._path), token)
                 yield self._tokens(result)
             except Dropped as reason:
                 yield reason
@@ -296,6 +302,16 @@ def _say_no_content(tokenizer: str, whose: str) -> None:
         "it writes: look at it with `thinwire data preview`. Messages have a role and a content",
         tokenizer,
         whose,
+    )
+
+
+@cache
+def _say_special(tokenizer: str, token: str) -> None:
+    logger.warning(
+        "messages have %s in their content, which is a special token of %s and counts as that token: remove "
+        "it if the template writes it too",
+        token,
+        tokenizer,
     )
 
 

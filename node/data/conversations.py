@@ -58,7 +58,10 @@ ZEROS = ("0", "0.0")
 TAGS = {"label": ("false",), "kto_tag": ("false", *ZEROS)}
 """Columns that say that people rejected the answer (KTO's format), each with the values that say it, in lower
 case. A number as a label may be a class, except beside a prompt and its completion (TRL's format)."""
-TRAINED = ("weight", "weights", "loss_weight", "train", "training", "loss", "loss_mask", "trainable")
+TRAINED = (
+    *("weight", "weights", "loss_weight", "loss", "loss_mask"),
+    *("train", "training", "train_on_turn", "trainable"),
+)
 """Keys by which a message or a row says, with 0 or false, that it has no labels."""
 MASKED = ("masked", "ignore")
 """Keys by which a message or a row says, with 1 or true, that it has no labels."""

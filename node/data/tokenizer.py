@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
@@ -118,6 +118,27 @@ class ByteTokenizer(Tokenizer):
         return ids[ids < self.vocabulary].astype(np.uint8).tobytes().decode(errors="replace")
 
 
+class SpecialTokens:
+    """Finds the characters of a tokenizer's special tokens in text."""
+
+    def __init__(self, bpe: "tokenizers.Tokenizer") -> None:
+        added = bpe.get_added_tokens_decoder().values()
+        special = [re.escape(token.content) for token in added if token.special and token.content]
+        self._pattern = re.compile("|".join(special)) if special else None
+        self._searched = 0
+
+    def found_in(self, texts: Iterable[str]) -> str:
+        """The first special token, once; otherwise empty, also after `MOST_SEARCHED` characters."""
+        for text in texts:
+            if self._pattern is None or self._searched > MOST_SEARCHED:
+                break
+            self._searched += len(text)
+            if match := self._pattern.search(text):
+                self._pattern = None
+                return match[0][:50]
+        return ""
+
+
 class BpeTokenizer(Tokenizer):
     """Byte-pair encoding. Text that looks like a special token is encoded as ordinary text."""
 
@@ -136,10 +157,7 @@ class BpeTokenizer(Tokenizer):
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
-        added = bpe.get_added_tokens_decoder().values()
-        special = [re.escape(token.content) for token in added if token.special and token.content]
-        self._special = re.compile("|".join(special)) if special else None
-        self._searched = 0
+        self._special = SpecialTokens(bpe)
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
         self.begin, behind = _around(bpe)
         if (largest := max(*self.begin, *behind, 0, 0)) >= self.vocabulary:
@@ -171,28 +189,19 @@ class BpeTokenizer(Tokenizer):
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         texts = [piece.decode() for piece in pieces if piece != SEPARATOR]
-        self._report_special(texts)
+        if token := self._special.found_in(texts):
+            logger.warning(
+                "the text has %s, a special token of %s: in text it counts as ordinary characters. Write "
+                'documents as rows of JSONL, and set data.format to "chat" for conversations',
+                token,
+                self._folder,
+            )
         with one_line(self._folder, "cannot encode this text"):
             encoded = iter(self._bpe.encode_batch_fast(texts, add_special_tokens=False))
         return [
             self._between if piece == SEPARATOR else np.array(next(encoded).ids, dtype=self.dtype)
             for piece in pieces
         ]
-
-    def _report_special(self, texts: Sequence[str]) -> None:
-        """Warn, once, if a text has the characters of a special token."""
-        for text in texts:
-            if self._special is None or self._searched > MOST_SEARCHED:
-                return
-            self._searched += len(text)
-            if match := self._special.search(text):
-                logger.warning(
-                    "the text has %s, a special token of %s: in text it counts as ordinary characters. Write "
-                    'documents as rows of JSONL, and set data.format to "chat" for conversations',
-                    match[0][:50],
-                    self._folder,
-                )
-                self._special = None
 
     def prompt(self, text: str) -> list[int]:
         self._bpe.encode_special_tokens = False

@@ -22,7 +22,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.data import templates
-from node.data.chat import chat_encoder, load_chat_encoder
+from node.data.chat import Marker, chat_encoder, load_chat_encoder
 from node.data.conversations import Dropped, Forms, normalized
 from node.data.documents import list_source, read_rows
 from node.data.samples import held_out_samples
@@ -413,6 +413,21 @@ def test_a_label_that_may_reject_an_answer_is_reported(
     assert not caplog.records
     _, mask = encoder.encode({**row, "label": 0}, "here")
     assert mask.any() and "false instead of 0" in caplog.text
+
+
+@pytest.mark.timeout(20)
+def test_special_tokens_in_the_content_of_messages_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = str(write_tokenizer(tmp_path / "t", TEMPLATE))
+    for end, reported in (("", False), ("<|im_end|>", True)):
+        row = {"instruction": "a", "output": f"b{end}"}
+        list(load_chat_encoder(folder, "").encode_all([("here", row)]))
+        assert ("messages have <|im_end|> in their content" in caplog.text) == reported
+    caplog.clear()
+    marked = {"text": "<|im_start|>a->b"}
+    list(load_chat_encoder(folder, "", Marker("->", "text")).encode_all([("here", marked)]))
+    assert not caplog.records
 
 
 def test_a_tables_mask_of_its_messages_is_read(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_a_prompts_answers_have_no_labels() -> None:
     assert found.messages == [*TALK, *TALK] and found.answers == (1, 3) and found.trained == (3,)
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask", "loss_weight"])
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask", "loss_weight", "train_on_turn"])
 def test_messages_without_weight_have_no_labels(key: str) -> None:
     row = {"messages": [*TALK, ASKED, {**ANSWERED, key: 0}]}
     found = normalized(row, "", Forms())
