@@ -112,8 +112,16 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
 
 
 def _report_contents(folder: Path, data: Sequence[Path]) -> None:
-    """Warn if files of rows or tokens are empty, or if files have the same content, by their sizes and
-    ends."""
+    """Warn if files of rows or tokens are empty, or if files have the same content, by their sizes and ends,
+    or perhaps the same rows, by their names."""
+    named: dict[str, Path] = {}
+    for path in data:
+        if (suffix := content_suffix(path)) in _ROWS:
+            other = named.setdefault(str(path.relative_to(folder)).lower().rpartition(suffix)[0], path)
+            if other is not path:
+                logger.warning(
+                    "%s and %s are both read: take one out if they hold the same rows", other, path
+                )
     copies: list[tuple[Path, Path]] = []
     first: dict[tuple[int, bytes], Path] = {}
     try:

@@ -46,7 +46,7 @@ from node.data.documents import (
     text_of,
 )
 from node.data.order import Mixture
-from node.data.text import SEPARATOR, STDLIB, check_kind, expanded, listed, suffix_of
+from node.data.text import SEPARATOR, STDLIB, check_kind, expanded, listed, read_ends, suffix_of
 from node.data.token_cache import BATCH_PIECES, cache_folder, replace_json, sole_writer
 from node.data.tokenizer import Tokenizer, load_tokenizer, pieces_of
 from node.model.labels import IGNORED
@@ -697,16 +697,23 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
 
 
 def _report_repeated(sources: Sequence[str]) -> None:
-    """Report sources that are named twice, directly or by a folder around them."""
+    """Report sources that are named twice, directly, by a folder around them, or as copies."""
     paths = [expanded(name, "data.sources").resolve() for name in sources]
     for (name, first), (other, second) in combinations(zip(sources, paths, strict=True), 2):
-        if first.is_relative_to(second) or second.is_relative_to(first):
+        if first.is_relative_to(second) or second.is_relative_to(first) or _is_copy(first, second):
             logger.warning(
                 "%s and %s of data.sources have the same files, which are read twice: data.weights gives a "
                 "larger share",
                 name,
                 other,
             )
+
+
+def _is_copy(path: Path, other: Path) -> bool:
+    """Whether these are files of the same size with the same ends."""
+    if not (path.is_file() and other.is_file()) or (size := path.stat().st_size) != other.stat().st_size:
+        return False
+    return read_ends(path, size) == read_ends(other, size)
 
 
 def _header_of(head: bytes) -> str:

@@ -229,6 +229,10 @@ def test_copies_of_a_file_and_empty_files_are_reported(
     assert "empty" not in caplog.text, "texts may be"
     load_data(config_of(tmp_path, order=order))
     assert "1 of the 6 files" in caplog.text and "empty, such as f.jsonl" in caplog.text
+    assert "both read" not in caplog.text
+    (tmp_path / "f.json").write_text(json.dumps(ROWS))
+    load_data(config_of(tmp_path, order=order))
+    assert "f.jsonl are both read" in caplog.text
 
 
 def test_a_snapshot_in_the_hub_s_cache_links_to_its_files(tmp_path: Path) -> None:
@@ -580,7 +584,9 @@ def test_held_out_text_that_is_trained_on_is_named(
     assert (" text that is known" in caplog.text) == bool(told) and told in caplog.text
 
 
-@pytest.mark.parametrize(("other", "told"), [("a.txt", 1), (".", 1), ("b/../a.txt", 1), ("b", 0)])
+@pytest.mark.parametrize(
+    ("other", "told"), [("a.txt", 1), (".", 1), ("b/../a.txt", 1), ("b", 0), ("b/c.txt", 1)]
+)
 def test_sources_that_are_named_twice_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str, told: int
 ) -> None:
