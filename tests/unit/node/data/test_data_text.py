@@ -54,7 +54,8 @@ def test_a_folder_is_read_in_order_of_names(tmp_path: Path, caplog: pytest.LogCa
         assert read(tmp_path) == b"one\0two\0three\0four"
     skipped = [record.getMessage() for record in caplog.records]
     assert len(skipped) == 3
-    assert skipped[0].startswith("training on 7 of 8 files in ") and skipped[0].endswith("skipped: 1 x .png")
+    assert skipped[0].startswith("training on 7 of 9 files in ")
+    assert skipped[0].endswith("skipped: 1 x hidden, 1 x .png")
     assert "latin.txt is not UTF-8 text" in skipped[1] and "(byte 2)" in skipped[1]
     assert "zeros.txt holds zero bytes" in skipped[2]
 
