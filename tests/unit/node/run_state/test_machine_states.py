@@ -30,16 +30,13 @@ from tests.support.machine_driver import REGROUP, Driver, of_kind, placement_of,
 from tests.support.state_attacks import STATE_LIES, attack_state
 from wire.messages import StateHashes, UnitHash
 
-SEEDS = 2
-
 
 @pytest.mark.parametrize("audits", [False, True])
 @pytest.mark.parametrize("rows", [2, 3, 4])
 @pytest.mark.parametrize("lie", STATE_LIES)
 def test_no_state_but_the_runs_is_stored(lie: str, rows: int, *, audits: bool) -> None:
-    for seed in range(SEEDS):
-        seen = attack_state(lie, rows, audits=audits, seed=seed)
-        assert seen.good, (lie, rows, audits, seed, seen)
+    seen = attack_state(lie, rows, audits=audits, seed=int(audits))
+    assert seen.good, (lie, rows, audits, seen)
 
 
 # ---- one holder of a layer: what the run has to compare it with
