@@ -179,7 +179,8 @@ TIED = ("llama3", "qwen2", "smollm3", "gemma3", "gpt2")
 @pytest.mark.parametrize(
     ("family", "spoil"),
     [
-        *((family, None) for family in CONFIGS),
+        # `test_import_then_export_gives_the_same_bytes` has every family.
+        *((family, None) for family in ("llama2", "olmo2", "gpt_oss")),
         *((family, with_own_head) for family in ("qwen2", "gemma3", "gpt2")),
         ("qwen2", with_same_head),
         ("smollm3", with_head_alone),
