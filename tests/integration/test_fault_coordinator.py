@@ -35,25 +35,17 @@ def killed(phase: Phase, *, step: int = STEP, skip: int = 0) -> Fault:
     return Fault(kind=Kind.COORDINATOR_KILL, phase=phase, step=step, skip=skip)
 
 
-KILLS = {
-    "last-layer": (killed(Phase.SNAPSHOT, step=SNAPSHOT, skip=UNITS - 1),),
+def test_a_killed_coordinator_finds_its_nodes_again(tmp_path: Path, prefork: Prefork) -> None:
+    """Every stage is where it was: no step that was recorded is done again, none is lost."""
     # Between two batches, votes or answers of one step: some nodes have it, some do not.
-    "in-steps": (
+    kills = (
         killed(Phase.FORWARD, step=3, skip=1),
         killed(Phase.VOTING, step=4),
         killed(Phase.VOTING, step=5, skip=2),
         killed(Phase.COMMIT_APPLY, step=6),
         killed(Phase.APPLY, step=7),
         killed(Phase.APPLY, step=8, skip=2),
-    ),
-}
-
-
-@pytest.mark.parametrize("kills", KILLS.values(), ids=KILLS.keys())
-def test_a_killed_coordinator_finds_its_nodes_again(
-    kills: tuple[Fault, ...], tmp_path: Path, prefork: Prefork
-) -> None:
-    """Every stage is where it was: no step that was recorded is done again, none is lost."""
+    )
     with FaultRun(tmp_path, small(steps=5 + len(kills)), kills, launch=prefork.popen) as run:
         run.start()
         nodes = run.add_nodes(3)
