@@ -12,7 +12,7 @@ from tests.support.fault_prefork import Prefork
 from tests.support.strangers import SIEGES, Siege, besiege
 
 SHORT = [
-    replace(siege, calm_seconds=0.2, seconds=1.5, joins_a_second=siege.joins_a_second // 2)
+    replace(siege, calm_seconds=0.2, seconds=1.5, joins_a_second=siege.joins_a_second // 4)
     for siege in SIEGES
     if siege.name != "idle-join"
 ]
