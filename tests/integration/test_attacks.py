@@ -21,7 +21,6 @@ SAYS = {
     "layer-of-another": "of step",
     "late-layer-of-another": "of step",
     "stored-layer-of-another": "of step",
-    "no-applied": "it did not end step",
     "idle": "it did nothing in step",
     "withhold-layers": "it did not hand in its layers of step",
 }
