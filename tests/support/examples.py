@@ -10,5 +10,5 @@ FUZZ = int(os.environ.get("THINWIRE_FUZZ", "0"))
 
 
 def examples(count: int) -> int:
-    """Half of `count` in `make test`, and FUZZ times `count` in `make fuzz`."""
-    return count * FUZZ if FUZZ else -(-count // 2)
+    """A third of `count` in `make test`, and FUZZ times `count` in `make fuzz`."""
+    return count * FUZZ if FUZZ else -(-count // 3)
