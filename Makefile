@@ -5,7 +5,7 @@
 #   make test-gpu                           tests that need one
 #   make check                              lint, types, generated code
 #   make bench [BENCH_ARGS=...]             codec speeds
-#   make fuzz [FUZZ=20]                     properties on other examples, twice FUZZ times as many as in make test
+#   make fuzz [FUZZ=20]                     properties on other examples, 3 × FUZZ times as many as in make test
 #   make soak [SOAK_ARGS=...]               random deaths of one row and of several, results compared bit for bit
 #   make attack [ATTACK_ARGS=...]           members that lie and strangers at the ports, at full size
 #   make proto                              generate wire/v1 from proto/
