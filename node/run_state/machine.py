@@ -1172,7 +1172,7 @@ class RunMachine:
         return [Released(node_id=node_id, reason=reason), *lost]
 
     def _unassign(self, node_id: str, reason: str, now: float) -> list[Action]:
-        actions = self._newcomers.lost(node_id)
+        actions = self._newcomers.lost(node_id, self.epoch)
         if self.epoch is not None:
             actions += self.epoch.drop_entrant(node_id)
         findings = self._states.lost(node_id)

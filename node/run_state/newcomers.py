@@ -17,7 +17,7 @@ from itertools import product
 
 from node.run_state.actions import Action, Announce, Send
 from node.run_state.epoch import Epoch, Phase
-from node.run_state.failures import Blame
+from node.run_state.failures import MAX_RETRIES, Blame
 from node.run_state.membership import Roster
 from node.run_state.stage_assignment import Candidate, StageAssigner
 from node.run_state.votes import UnitNumbers
@@ -89,7 +89,9 @@ class Newcomers:
         self._moving: dict[str, Seat] = {}
         """Nodes that held a seat in the step that runs, and are to have another one in it."""
         self._slow: set[str] = set()
-        """Nodes that could not keep up with the run."""
+        """Nodes whose process could not keep up with the run, or failed as it entered."""
+        self._failed: Counter[str] = Counter()
+        """How often each node failed to get a seat, since it had one last. Others come first."""
         self._refused: set[str] = set()
         """Nodes that held another state than the run's."""
 
@@ -212,11 +214,13 @@ class Newcomers:
     def _fillers(self, epoch: Epoch, candidates: Sequence[Candidate]) -> dict[str, Seat]:
         """Nodes for empty seats, and for those of rows that could be added. Seats of the row that lacks
         fewest nodes are filled first. A node that had the stage before comes first, as its files may still be
-        there; a node that ends too often comes last."""
+        there; a node that ends too often, or has failed to get a seat, comes last."""
         if not self._follows or not (vacant := epoch.vacant + self._addable(epoch, candidates)):
             return {}
         known = {} if self._entry is None else self._entry.seats
         last = self._blame.unsteady(self._roster.candidates())
+        last += [one for one in candidates if one not in last and self._failed[one.node_id]]
+        last.sort(key=lambda candidate: self._failed[candidate.node_id])
         usual = [candidate for candidate in candidates if candidate not in last]
         lacking = Counter(seat.row for seat in vacant)
         taken = {*known.values(), *map(epoch.entering_seat, epoch.entering)}
@@ -281,7 +285,7 @@ class Newcomers:
         entry = self._entry
         others = [] if entry is None else [node for node, wanted in entry.seats.items() if wanted == seat]
         why = "the node that had the seat is back"
-        return [action for node in others for action in self.fails(node, why, is_fault=False)]
+        return [action for node in others if entry is not None for action in self._dropped(entry, node, why)]
 
     def _swap(self, seat: Seat, other: Seat) -> None:
         """A node that follows the run to have a seat is to have another one of the same stage."""
@@ -342,6 +346,7 @@ class Newcomers:
         nodes = [node for node in epoch.linked if self._has_caught_up(entry, node, step)]
         for node in nodes:
             self._forget(entry, node)
+            self._failed.pop(node, None)
         return nodes
 
     def holding(self, epoch: Epoch) -> list[str]:
@@ -359,6 +364,7 @@ class Newcomers:
         ]
         for node in nodes:
             self._moving.pop(node, None)
+            self._failed.pop(node, None)
             if self._entry is not None:
                 self._forget(self._entry, node)
         return nodes
@@ -392,12 +398,17 @@ class Newcomers:
         return actions
 
     def fails(self, node_id: str, why: str, *, is_fault: bool = True) -> list[Action]:
-        """A node that enters cannot; if it `is_fault` of its own, it does not try again."""
-        if is_fault:
-            self._slow.add(node_id)
+        """A node that enters cannot; if it `is_fault` of its own, this process does not try again.
+
+        Failures that others may have caused count as its own when there are `MAX_RETRIES` of them.
+        """
         self._moving.pop(node_id, None)
-        entry = self._entry
-        return [] if entry is None or node_id not in entry.seats else self._dropped(entry, node_id, why)
+        entry = self._entry if self.follows(node_id) else None
+        if is_fault or entry is not None:
+            self._failed[node_id] += 1
+        if is_fault or self._failed[node_id] >= MAX_RETRIES:
+            self._slow.add(node_id)
+        return [] if entry is None else self._dropped(entry, node_id, why)
 
     def not_stored(self, step: int) -> list[Action]:
         """There will be no snapshot of this step."""
@@ -502,13 +513,18 @@ class Newcomers:
             return []
         return self._told(entry, node_id)
 
-    def lost(self, node_id: str) -> list[Action]:
-        """The node, or what it held, is gone."""
-        self._slow.discard(node_id)
+    def lost(self, node_id: str, epoch: Epoch | None) -> list[Action]:
+        """The node, or what it held, is gone. If it has failed as it entered, or had yet to enter, it would
+        do so again and again: it is set back."""
+        actions = self.fails(node_id, "it is gone") if self.follows(node_id) else []
         self._moving.pop(node_id, None)
-        if self._entry is None or node_id not in self._entry.orders:
-            return []
-        return self._dropped(self._entry, node_id, "it is gone")
+        if node_id not in self._slow:
+            return actions
+        self._slow.discard(node_id)
+        if epoch is not None and (steps := self._blame.set_back(node_id, epoch.step, ended=True)):
+            line = f"node {node_id} failed as it entered: for {steps} steps others get a seat first"
+            actions.append(Announce(text=line, about=node_id))
+        return actions
 
     def epoch_over(self) -> list[Action]:
         """The epoch that they follow is over. So is their attempt, unless the next one has rows for them."""

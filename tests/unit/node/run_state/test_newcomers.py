@@ -14,7 +14,7 @@ from node.run_state.actions import (
     Send,
 )
 from node.run_state.epoch import Phase
-from node.run_state.failures import LEAST_ENDS
+from node.run_state.failures import LEAST_ENDS, MEMORY_STEPS
 from node.run_state.grid import LEAST_STEPS
 from node.run_state.newcomers import MOST_STEPS, OPEN_STEPS
 from tests.support.machine_driver import (
@@ -29,16 +29,16 @@ from tests.support.machine_driver import (
     unit_numbers,
 )
 from tests.support.machine_world import World
-from wire.messages import Follow, FollowStep, Placed, PlacedStage, Placement, Seat, Vote
+from wire.messages import FailureKind, Follow, FollowStep, Placed, PlacedStage, Placement, Seat, Vote
 
 SEEDS = 12
 EVERY = 50
 SOURCES = {0: (PlacedStage(node_id="a", address="a:1"),), 1: (PlacedStage(node_id="b", address="b:1"),)}
 
 
-def grid(steps: int = 1, *, nodes: str = "ab", groups: int = 4) -> Driver:
+def grid(steps: int = 1, *, nodes: str = "ab", groups: int = 4, total: int = 200) -> Driver:
     """A row of two stages in step `steps`; the next snapshot that is due is far away."""
-    return Driver(stages=2, groups=groups, every=EVERY, steps=200, follows=True).started(nodes, steps)
+    return Driver(stages=2, groups=groups, every=EVERY, steps=total, follows=True).started(nodes, steps)
 
 
 def keeps_sums(actions: list[Action]) -> set[bool]:
@@ -413,6 +413,59 @@ def test_who_ended_too_often_gets_a_seat_that_nobody_else_takes_and_not_after_on
     assert stood_out == [False] * (LEAST_ENDS - 1) + [True, False], "it is said once"
     run.hello("x")
     assert [*follows(run.hello("x"))] == ["x"], "another node has the seat"
+
+
+FAILS = ["in its first step", "as it opens links", "as it follows", "by its end as it follows", "over a link"]
+
+
+def tries(run: Driver, how: str) -> bool:
+    """A step passes. If "x" is to have a seat, it fails, and starts again."""
+    for asked in of_kind(run.step(), OpenSnapshot):
+        run.stored(asked.step)
+    order = next(
+        (one for one in follows(run.hello("x")).get("x", ()) if isinstance(one, Follow) and one.sources), None
+    )
+    if order is None:
+        return False
+    step = run.epoch.step
+    match how:
+        case "by its end as it follows":
+            pass
+        case "as it follows":
+            run.following("x", order.step, 0, failed="no room")
+        case _:
+            run.following("x", order.step, step)
+            run.placed("x", step)
+            if how == "in its first step":
+                run.ready("x")
+                run.step()
+                assert run.epoch.has("x")
+            run.failed("x", FailureKind.LINK if how == "over a link" else FailureKind.INTERNAL)
+    assert not run.epoch.has("x")
+    if how != "over a link":
+        run.hello("x", again=True)
+    return True
+
+
+@pytest.mark.parametrize("how", FAILS)
+def test_a_newcomer_that_fails_as_it_enters_waits_longer_each_time(how: str) -> None:
+    run = grid(nodes="abcdef", total=2000)
+    run.die("f")
+    failed = [run.epoch.step for _ in range(6 * MEMORY_STEPS) if tries(run, how)]
+    assert 1 < len(failed) <= 6 and run.epoch.step > 5 * MEMORY_STEPS
+
+
+@pytest.mark.parametrize("how", FAILS)
+def test_others_have_the_seat_before_a_newcomer_that_failed(how: str) -> None:
+    """Though it had the stage before, so that its files may still be there."""
+    run = grid(nodes="abcdef")
+    run.die("f")
+    assert any(tries(run, how) for _ in range(3))
+    run.machine.lost("x", "it ends", run.time)
+    run.steps(OPEN_STEPS + 1)
+    run.join("xy")
+    told = [action for _ in range(2) for action in (*run.step(), *run.stored(run.epoch.step))]
+    assert {*follows(told)} == {"y"}
 
 
 def test_a_word_of_where_it_was_does_not_keep_a_node_that_moves_from_its_seat() -> None:
