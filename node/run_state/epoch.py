@@ -77,7 +77,8 @@ PREPARING_SECONDS = 300.0
 """The same for a node that has just joined, and says that it compiles kernels, tests its device or measures
 a block of a large model."""
 ENTERING_SECONDS = 120.0
-"""A node that does not open the links of its seat within this time does not get it."""
+"""A node that does not open the links of its seat within this time does not get it, even if no other node
+could have it."""
 HANDING_STEPS = 30
 """Nodes hand over what they have computed in this many steps after a seat was lost. It costs traffic."""
 PROOF_STEPS = 3
@@ -193,7 +194,7 @@ class Epoch:
         """The node of each seat, row after row; "" for an empty seat."""
         self.entering: dict[str, int] = {}
         """Nodes that open the links of a seat. They get the seat when they hold the run's state."""
-        self._entering_since: dict[str, float] = {}
+        self.entering_since: dict[str, float] = {}
         self._linked: set[str] = set()
         """The entering nodes whose links are open."""
         self._unheard: dict[str, tuple[int, int]] = {}
@@ -506,7 +507,7 @@ class Epoch:
         at = seat.row * self.stages + seat.stage
         assert not self.grid[at] and at not in self.entering.values(), "the seat is empty"
         self.entering[node_id] = at
-        self._entering_since[node_id] = now
+        self.entering_since[node_id] = now
         self.placed_nodes[at], self.addresses[at], self.kinds[at] = node_id, address, kind
         self.__dict__.pop("_rows", None)
         # Also those that enter: they have begun to open links to whoever had the seat.
@@ -549,11 +550,11 @@ class Epoch:
         """A node that enters has taken its place: it is to open its links."""
         return [Send(node_id=node_id, message=replace(self._restore, step=self.step, missed=None))]
 
-    def late_entrants(self, now: float) -> list[str]:
-        """The nodes that have had enough time to open their links."""
-        since = self._entering_since
+    def late_entrants(self, now: float, seconds: float = ENTERING_SECONDS) -> list[str]:
+        """The nodes that have had this time to open their links, and have not."""
+        since = self.entering_since
         waits = [node for node in self.entering if node not in self._linked]
-        return [node for node in waits if now - since[node] > ENTERING_SECONDS]
+        return [node for node in waits if now - since[node] > seconds]
 
     def entrant_linked(self, node_id: str) -> None:
         """The links of a node that enters are open."""

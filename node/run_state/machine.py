@@ -149,7 +149,12 @@ class RunMachine:
         self._stragglers = Stragglers([past_step.seconds for past_step in past.newest])
         self._wrong = WrongValues(self._assigner, self._roster, self._blame, auditor)
         self._newcomers = Newcomers(
-            self._assigner, self._roster, self._blame, plan.unit_numbers, follows=plan.follows
+            self._assigner,
+            self._roster,
+            self._blame,
+            plan.unit_numbers,
+            plan.state_bytes,
+            follows=plan.follows,
         )
         self._ending = Ending()
         self._next_split = past.next_split
@@ -262,9 +267,8 @@ class RunMachine:
         overdue = self._roster.overdue(now)
         actions = [action for node, reason in overdue.items() for action in self._unheard(node, reason, now)]
         actions += self._if_silenced([*self.members], now)
-        for node in self.epoch.late_entrants(now - self._unseen) if self.epoch is not None else ():
-            actions += self._no_entrant(node, "its links did not open")
         seen = now - self._unseen
+        actions += self._late_newcomers(seen)
         loading = loading_seconds(self.epoch, self._roster, self.plan.state_bytes)
         late = self._stragglers.look(self.epoch, seen, loading)
         unsaved, slow = self._snapshots.overdue(seen)
@@ -330,7 +334,7 @@ class RunMachine:
             if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
                 return self._complaint(ended, node_id, message, now)
             if epoch is not None and node_id in epoch.entering:
-                return [*self._entering(epoch, node_id, message), *self._take_seats(epoch, now)]
+                return [*self._entering(epoch, node_id, message, now), *self._take_seats(epoch, now)]
             if self.stopped or epoch is None or not epoch.has(node_id):
                 actions = self._newcomers.message(node_id, message)
                 return actions if self.stopped or epoch is None else actions + self._enter(epoch, now)
@@ -855,7 +859,7 @@ class RunMachine:
         address, kind = self.members[node_id].address, self._roster.kinds([node_id])[0]
         return epoch.enter(node_id, seat, address, kind, now - self._unseen)
 
-    def _entering(self, epoch: Epoch, node_id: str, message: NodeMessage) -> list[Action]:
+    def _entering(self, epoch: Epoch, node_id: str, message: NodeMessage, now: float) -> list[Action]:
         """Handle a message of a node that opens the links of its seat."""
         match message:
             case Placed() if message.epoch == epoch.number:
@@ -865,6 +869,8 @@ class RunMachine:
                     return self._no_entrant(node_id, why, is_fault=False)
                 return epoch.entrant_placed(node_id)
             case Ready() if message.epoch == epoch.number:
+                if node_id not in epoch.linked:
+                    self._newcomers.opened(now - self._unseen - epoch.entering_since[node_id])
                 epoch.entrant_linked(node_id)
                 return []
             case StepFailed() if message.epoch == epoch.number:
@@ -885,6 +891,19 @@ class RunMachine:
         emptied = epoch.drop_entrant(node_id)
         over = epoch_over([node_id], epoch.number, f"it does not enter: {why}")
         return [*over, *emptied, *self._newcomers.fails(node_id, why, is_fault=is_fault)]
+
+    def _late_newcomers(self, now: float) -> list[Action]:
+        """Newcomers that do not progress do not get their seats. Others that could have them begin now."""
+        epoch, actions = self.epoch, list[Action]()
+        if epoch is None or not (epoch.entering or self._newcomers.follow):
+            return []
+        for node in epoch.late_entrants(now):
+            actions += self._no_entrant(node, "its links did not open")
+        for node, why in self._newcomers.idle(epoch, self._candidates(), now).items():
+            actions += self._no_entrant(node, why, is_fault=False) or self._newcomers.fails(
+                node, why, is_fault=False
+            )
+        return actions + self._newcomers.extend(epoch, self._candidates()) if actions else []
 
     def _leaves_seat(self, epoch: Epoch, node_id: str, why: str, now: float) -> list[Action]:
         """A node that has just entered fails: the others go on without it."""

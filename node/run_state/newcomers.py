@@ -10,14 +10,15 @@ the next epoch begins with that row, whose seats are empty, and they take them.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from statistics import median
 
 from node.run_state.actions import Action, Announce, Send
 from node.run_state.epoch import Epoch, Phase
-from node.run_state.failures import MAX_RETRIES, Blame
+from node.run_state.failures import MAX_RETRIES, Blame, transfer_seconds
 from node.run_state.membership import Roster
 from node.run_state.stage_assignment import Candidate, StageAssigner
 from node.run_state.votes import UnitNumbers
@@ -30,6 +31,11 @@ OPEN_STEPS = 8
 new one."""
 EARLY_SECONDS = 60.0
 """Before the first step is done, newcomers enter at once for this long after the first of them."""
+OPENED = 8
+"""The newest newcomers by whose links others are judged."""
+LATE_SECONDS, LATE_TIMES = 30.0, 4.0
+"""Where another node could have its seat, a newcomer's links may take this long, or this multiple of what
+links took before. Its state may take this long beyond the time for its bytes."""
 MOST_STEPS = 64
 """A newcomer with this many steps to apply is too slow. It enters at a snapshot for which the others wait."""
 
@@ -46,6 +52,8 @@ class _Entry:
     """The order for each newcomer."""
     held: dict[str, int] = field(default_factory=dict)
     """The step whose state each newcomer holds, once it holds one."""
+    since: dict[str, float] = field(default_factory=dict)
+    """When each newcomer that holds none was seen first."""
     is_stored: bool = False
     steps: list[FollowStep] = field(default_factory=list)
     """The steps committed since the snapshot, with the norms of all stages."""
@@ -65,14 +73,23 @@ class Newcomers:
     """The newcomers of one run; at most one attempt to enter at a time."""
 
     def __init__(
-        self, assigner: StageAssigner, roster: Roster, blame: Blame, units: UnitNumbers, *, follows: bool
+        self,
+        assigner: StageAssigner,
+        roster: Roster,
+        blame: Blame,
+        units: UnitNumbers,
+        sizes: Callable[[int], Sequence[int]],
+        *,
+        follows: bool,
     ) -> None:
         """
         Args:
             units: number of stages -> the numbers of each stage's layer units.
+            sizes: number of stages -> the bytes of each stage's state.
             follows: whether summed gradients alone lead from a stage's state to the next.
         """
         self._units = units
+        self._sizes = sizes
         self._assigner = assigner
         self._roster = roster
         self._blame = blame
@@ -90,6 +107,8 @@ class Newcomers:
         """Nodes that held a seat in the step that runs, and are to have another one in it."""
         self._slow: set[str] = set()
         """Nodes whose process could not keep up with the run, or failed as it entered."""
+        self._opened: deque[float] = deque(maxlen=OPENED)
+        """The seconds that the links of the newest newcomers took to open."""
         self._failed: Counter[str] = Counter()
         """How often each node failed to get a seat, since it had one last. Others come first."""
         self._refused: set[str] = set()
@@ -246,6 +265,36 @@ class Newcomers:
                     taken.add(seat)
         return fillers
 
+    def opened(self, seconds: float) -> None:
+        """A newcomer's links are open, after so many seconds."""
+        self._opened.append(seconds)
+
+    def idle(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> dict[str, str]:
+        """Newcomers that do not progress as others did, with a line for each, where another node that has not
+        failed more often could have the seat. Call it often."""
+        entry = self._entry
+        if entry is None:
+            return {}
+        links = max(LATE_SECONDS, LATE_TIMES * median(self._opened)) if self._opened else math.inf
+        late = dict.fromkeys(epoch.late_entrants(now, links), "its links open too slowly")
+        for node, order in entry.orders.items() if entry.is_stored else ():
+            size, rate = self._sizes(order.stages)[order.stage], self._roster.members[node].rate
+            waited = now - entry.since.setdefault(node, now)
+            if node not in entry.held and waited > LATE_SECONDS + transfer_seconds(size, rate):
+                late[node] = "it does not say that its state is here"
+        busy = {*epoch.hosts, *epoch.entering, *self._slow, *entry.seats}
+        free = [candidate for candidate in candidates if candidate.node_id not in busy]
+        return {
+            node: f"{why}, and another node could have the seat"
+            for node, why in late.items()
+            if node in entry.seats
+            and any(
+                self._failed[rival.node_id] <= self._failed[node]
+                and self._assigner.fits(rival, entry.seats[node].stage, epoch.stages)
+                for rival in free
+            )
+        }
+
     def move(self, epoch: Epoch) -> dict[str, Seat]:
         """The hosts of broken rows that move to complete another row, and their new seats.
 
@@ -384,7 +433,7 @@ class Newcomers:
         return is_near and self._roster.connected([node])
 
     def _forget(self, entry: _Entry, node: str) -> None:
-        for known in (entry.orders, entry.seats, entry.held):
+        for known in (entry.orders, entry.seats, entry.held, entry.since):
             known.pop(node, None)
         if not entry.orders and not entry.is_open:
             self._entry = None
@@ -453,6 +502,7 @@ class Newcomers:
         if entry is None or entry.is_stored or step < entry.snapshot:
             return []
         entry.is_stored, entry.snapshot = True, step
+        entry.since.clear()
         entry.orders = {node: replace(order, step=step) for node, order in entry.orders.items()}
         entry.steps = [replace(later, snapshot=step) for later in entry.steps if later.step >= step]
         return [action for node in entry.orders for action in self._told(entry, node)]

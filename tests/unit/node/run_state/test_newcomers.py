@@ -13,7 +13,7 @@ from node.run_state.actions import (
     SeatLost,
     Send,
 )
-from node.run_state.epoch import Phase
+from node.run_state.epoch import ENTERING_SECONDS, Phase
 from node.run_state.failures import LEAST_ENDS, MEMORY_STEPS
 from node.run_state.grid import LEAST_STEPS
 from node.run_state.newcomers import MOST_STEPS, OPEN_STEPS
@@ -466,6 +466,68 @@ def test_others_have_the_seat_before_a_newcomer_that_failed(how: str) -> None:
     run.join("xy")
     told = [action for _ in range(2) for action in (*run.step(), *run.stored(run.epoch.step))]
     assert {*follows(told)} == {"y"}
+
+
+def one_seat(links: float | None = None) -> Driver:
+    """x is to have the seat of f, which is gone; y is here, too. If `links` are given, those of another node
+    took as many seconds to open."""
+    run = grid(nodes="abcdef")
+    for node in "f" if links is None else "df":
+        run.die(node)
+    run.step()
+    run.stored(2)
+    if links is not None:
+        run.join("z")
+        run.following("z", 2, run.epoch.step)
+        run.placed("z", run.epoch.step)
+        run.tick(links)
+        run.ready("z")
+        run.step()
+        assert run.epoch.has("z")
+    run.join("xy")
+    return run
+
+
+def opens(run: Driver, node: str) -> None:
+    """It holds the state, and begins to open its links."""
+    run.following(node, 2, run.epoch.step)
+    run.placed(node, run.epoch.step)
+    assert [*run.epoch.entering] == [node]
+
+
+def seconds_until(run: Driver, node: str) -> int:
+    """After how many seconds another node is to have the seat."""
+    for seconds in range(2 * int(ENTERING_SECONDS)):
+        if node in follows(run.tick(1.0)):
+            return seconds
+    return -1
+
+
+@pytest.mark.parametrize("how", ["says nothing", "opens no links"])
+def test_a_newcomer_without_progress_does_not_keep_the_seat_from_another(how: str) -> None:
+    run = one_seat(links=2.0)
+    if how == "opens no links":
+        opens(run, "x")
+    assert 0 < seconds_until(run, "y") < ENTERING_SECONDS / 2
+    opens(run, "y")
+    assert seconds_until(run, "x") >= ENTERING_SECONDS, "it has failed more often than y"
+
+
+def test_links_may_take_a_few_times_as_long_as_those_of_others() -> None:
+    run = one_seat(links=15.0)
+    opens(run, "x")
+    assert ENTERING_SECONDS / 3 < seconds_until(run, "y") < ENTERING_SECONDS
+
+
+def test_a_newcomer_without_a_rival_has_all_the_time() -> None:
+    run = one_seat(links=2.0)
+    run.machine.lost("y", "it ends", run.time)
+    opens(run, "x")
+    for _ in range(int(ENTERING_SECONDS)):
+        run.tick(1.0)
+    assert [*run.epoch.entering] == ["x"]
+    run.tick(1.0)
+    assert [*run.epoch.entering] == []
 
 
 def test_a_word_of_where_it_was_does_not_keep_a_node_that_moves_from_its_seat() -> None:
