@@ -39,6 +39,7 @@ from node.run_state.votes import (
     NonFinite,
     NotReproduced,
     Outcome,
+    Overflow,
     RefusedVote,
     VoteHistory,
     disagreement,
@@ -1103,9 +1104,13 @@ class Epoch:
         return self._rules.scales is not None and self._rules.scales.overflows(self.step)
 
     def _commit_step(self, *, anyway: bool = False, confirmed: bool = False) -> Outcome:
-        finite = all(0.0 <= norm < math.inf for vote in self.votes.values() for norm in vote.norms.values())
-        if not finite and self._may_overflow:
-            return self._skip_step()
+        odd_nodes = [
+            node
+            for node, vote in self.votes.items()
+            if not all(0.0 <= norm < math.inf for norm in vote.norms.values())
+        ]
+        if odd_nodes and self._may_overflow:
+            return Overflow(tuple(odd_nodes))
         columns = [self.column(stage) for stage in range(self.stages)]
         if (odd := disagreement(self.votes, columns) or self._audit_step()) is not None:
             return odd
@@ -1142,8 +1147,9 @@ class Epoch:
         record = self._committed(loss, grad_norm, clip / factor, lr, norms)
         return [record] if line is None else [record, Announce(text=line)]
 
-    def _skip_step(self) -> list[Action]:
-        """Commit the step as skipped: no stage applies it, because the loss's scale was too large."""
+    def skip_step(self) -> list[Action]:
+        """After an `Overflow`, commit the step as skipped: no stage applies it, because the loss's scale was
+        too large."""
         loss = self._step_loss()
         self._rules.history.committed(self.step, {}, loss, confirmed=False)
         _, lr = self._rules.plan(self.step, 0.0)

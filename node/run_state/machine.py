@@ -76,6 +76,7 @@ from node.run_state.votes import (
     NonFinite,
     NotReproduced,
     Outcome,
+    Overflow,
     RefusedVote,
     VoteHistory,
 )
@@ -653,6 +654,10 @@ class RunMachine:
                 return outcome  # others have not voted yet
             case NonFinite():
                 return self._not_finite(epoch, outcome.node_id, outcome.what, now)
+            case Overflow():
+                if not self._ending.due and (again := self._wrong.overflow(epoch, outcome.nodes, now)):
+                    return self._after_failure(epoch, again, now)
+                return self._voted(epoch, epoch.skip_step(), now)
             case FiniteUncompressed():
                 return self._after_failure(epoch, self._finite_uncompressed(epoch, now), now)
             case RefusedVote():

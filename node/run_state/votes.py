@@ -29,6 +29,13 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
+class Overflow:
+    """All have voted, and gradients of the scaled loss overflow at these nodes."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class FiniteUncompressed:
     """A step that was not finite with the run's codecs is finite without them."""
 
@@ -75,6 +82,7 @@ class Disagreement:
 Outcome = (
     list[Action]
     | NonFinite
+    | Overflow
     | NotReproduced
     | FiniteUncompressed
     | Implausible

@@ -20,6 +20,9 @@ from node.run_state.membership import Roster
 from node.run_state.stage_assignment import StageAssigner
 from node.run_state.votes import Disagreement
 
+LONE_OVERFLOWS = 3
+"""This many times, a node that alone finds that gradients overflow is believed. Then it is checked."""
+
 
 @dataclass
 class _Doubt:
@@ -152,6 +155,10 @@ class WrongValues:
         self._blame = blame
         self._auditor = auditor
         self._doubt: _Doubt | None = None
+        self._lone_overflows: Counter[str] = Counter()
+        """How often each node alone found an overflow, since another one confirmed that."""
+        self._overflow: tuple[int, str] = (-1, "")
+        """A step that runs again without the node at which its gradients overflow."""
         self._told: set[frozenset[str]] = set()
         """Pairs of nodes that differ and were reported to the operator."""
 
@@ -194,6 +201,32 @@ class WrongValues:
                 )
                 return RunAgain(kind=AbortKind.NOT_FINITE, reason=what, note=note)
         return None
+
+    def overflow(self, epoch: Epoch, nodes: Sequence[str], now: float) -> RunAgain | None:
+        """Gradients overflow at these nodes. None: the step is skipped.
+
+        A node that alone finds that again and again may only say so, which would keep the loss's scale down.
+        So others compute the step without it, once.
+        """
+        step, checked = self._overflow
+        if step == epoch.step:
+            self._overflow = (-1, "")
+            self._lone_overflows.pop(checked, None)
+            self._blame.exonerate(checked)
+            return None
+        first, *others = nodes
+        self._lone_overflows[first] += not others
+        if others or self._lone_overflows[first] <= LONE_OVERFLOWS:
+            return None
+        what = f"gradients overflow at {epoch.place_of(first)}"
+        if not self._leave_out(first, epoch.step, now):
+            return None
+        self._overflow = epoch.step, first
+        note = (
+            f"step {epoch.step + 1} is not committed: {what}, as node {first} alone finds once more; it runs "
+            "again without that node"
+        )
+        return RunAgain(kind=AbortKind.NOT_FINITE, reason=what, note=note)
 
     def rows_differ(
         self,
@@ -383,8 +416,14 @@ class WrongValues:
         From the next epoch on, other nodes have their stages, if there are any.
         """
         doubt, step = self._doubt, epoch.step
+        results: list[Refuted | Alone] = []
+        if self._overflow[0] == step:
+            (_, node), self._overflow = self._overflow, (-1, "")
+            self._blame.set_back(node, step)
+            why = f"gradients of step {step + 1} do not overflow without it"
+            results.append(Refuted(node_id=node, why=why, at_fault=False))
         if doubt is None or doubt.step != step:
-            return []
+            return results
         self._doubt = self._auditor.doubted = None
         if doubt.computed:
             doubt.note_computed(self._auditor.agreed)
@@ -404,7 +443,7 @@ class WrongValues:
             and (wrong or odd)
         ):
             self._blame.exonerate(doubt.third_for)
-        results: list[Refuted | Alone] = [
+        results += [
             # With several rows, others may have sent it a part of what it gave.
             Refuted(node_id=node, why=why, at_fault=node in doubt.wrong or epoch.rows == 1)
             for node, why in wrong.items()

@@ -5,15 +5,25 @@ import math
 import pytest
 
 from node.config.schema import TrainingSection
-from node.run_state.actions import Aborted, AbortKind, Action, Announce, RecordCommit, Stop
+from node.run_state.actions import (
+    Aborted,
+    AbortKind,
+    Action,
+    Announce,
+    OpenSnapshot,
+    RecordCommit,
+    Stop,
+)
 from node.run_state.epoch import Phase
 from node.run_state.failures import MAX_STRIKES
 from node.run_state.run_plan import Past
+from node.run_state.wrong_values import LONE_OVERFLOWS
 from node.training.loss_scale import LEAST, loss_scales
 from tests.support.machine_driver import (
     Driver,
     begins,
     finishes,
+    follows,
     of_kind,
     placement_of,
     restore_of,
@@ -142,6 +152,65 @@ def test_at_the_least_factor_the_cause_is_looked_for() -> None:
 def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
     run = Driver(stages=2, past=in_float16(8.0)).started("ab")
     assert [one.kind for one in of_kind(run.vote("b", loss=math.inf), Aborted)] == [AbortKind.NOT_FINITE]
+
+
+def overflowing(rows: int) -> Driver:
+    """Gradients overflow in each step at the first node, as it alone says, until it has no stage any more."""
+    past = in_float16(2.0**16)
+    run = Driver(stages=2, every=1, groups=rows, past=past, steps=400, follows=rows > 1)
+    run.started("abcd"[: 2 * rows])
+    run.join("" if rows > 1 else "xy")
+    while run.epoch.has("a"):
+        assert run.epoch.step <= LONE_OVERFLOWS
+        overflow(run, "a")
+    assert run.epoch.step == LONE_OVERFLOWS
+    return run
+
+
+def overflow(run: Driver, where: str) -> list[Action]:
+    """The step ends. Gradients overflow at one node."""
+    actions = [
+        action for node in run.epoch.hosts for action in run.vote(node, math.inf if node == where else 1.0)
+    ]
+    if run.machine.epoch is not None and run.epoch.has(where):
+        for asked in of_kind(run.all_applied(), OpenSnapshot):
+            run.stored(asked.step)
+    return actions
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_overflow_that_one_node_alone_finds_again_and_again_is_checked(rows: int) -> None:
+    run = overflowing(rows)
+    (factor,) = {begin.loss_scale for begin in begins(run.restored(LONE_OVERFLOWS))}
+    assert factor == 2.0 ** (16 - LONE_OVERFLOWS)
+    actions = run.all_vote()
+    (record,) = of_kind(actions, RecordCommit)
+    assert (record.step, record.grad_norm) == (LONE_OVERFLOWS, pytest.approx(math.sqrt(2) / factor))
+    assert [one.about for one in of_kind(actions, Announce) if one.about] == ["a"]
+    assert run.machine.quarantined == {}, "what its neighbours sent may have been wrong"
+    run.steps(1)
+    assert not run.epoch.has("a")
+
+
+def test_an_overflow_that_another_node_finds_too_is_skipped_and_nobody_is_blamed() -> None:
+    run = overflowing(2)
+    run.restored(LONE_OVERFLOWS)
+    actions = overflow(run, "c")
+    (record,) = of_kind(actions, RecordCommit)
+    assert (record.step, record.clip_coefficient) == (LONE_OVERFLOWS, 0.0)
+    assert [one.about for one in of_kind(actions, Announce) if one.about] == []
+    told: list[Action] = []
+    for _ in range(3):
+        told += run.step()
+        told += run.stored(run.epoch.step)
+    assert {*follows(told)} == {"a"}, "it may enter again"
+
+
+def test_an_overflow_that_nobody_can_check_is_skipped() -> None:
+    run = Driver(stages=2, past=in_float16(2.0**16)).started("ab")
+    for step in range(2 * LONE_OVERFLOWS):
+        (record,) = of_kind(overflow(run, "a"), RecordCommit)
+        assert (record.step, record.clip_coefficient) == (step, 0.0)
 
 
 # ---- with spares: first the node, then the codecs, then divergence
