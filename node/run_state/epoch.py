@@ -933,8 +933,8 @@ class Epoch:
     def _lost_with(self, node_id: str) -> dict[int, list[int]]:
         """The groups of the step that are lost with a node, by row. Its own row is among these."""
         row, stage = self.replica_of(node_id), self.stage_of(node_id)
-        may_keep = self._may_keep(row) and not self._handed.keeps(row, stage)
-        kept = self._kept_without(node_id) if may_keep else set()
+        keeps = not self._handed.keeps(row, stage)
+        kept = self._kept_without(node_id) - self._to_compare(node_id) if keeps else set()
         at_risk = self._handed.at_risk(node_id, stage, self.groups_of)
         lost = {other: [*self.groups_of(other)] for other in at_risk}
         return {**lost, row: [group for group in self.groups_of(row) if group not in kept]}
@@ -944,11 +944,22 @@ class Epoch:
         mates = [mate for mate in self.row(row) if mate not in ("", node_id)]
         return self._handed.kept_without(node_id, mates, self.groups_of(row))
 
-    def _may_keep(self, row: int) -> bool:
-        """Whether what a row has computed counts although its audit is not completed."""
-        if self.audit is None or row not in self.audit.rows:
-            return True
-        return not self._rules.auditor.is_on and row in self.proven_rows
+    def _to_compare(self, node_id: str) -> set[int]:
+        """The groups of a node's row that do not count without the row's audit, which its death ends.
+
+        They are the sum with the group that would have been compared. Other groups of the row count as they
+        do in steps without an audit, unless its nodes are new, or the step runs again because of a
+        difference.
+        """
+        row, audit, auditor = self.replica_of(node_id), self.audit, self._rules.auditor
+        if audit is None or row not in audit.rows:
+            return set()
+        is_doubted = auditor.doubted is not None and auditor.doubted[0] == self.step
+        if row not in self.proven_rows or is_doubted:
+            return set(self.groups_of(row))
+        if not auditor.is_on or row != audit.rows[0]:
+            return set()
+        return {group for span in self._sent_as_one(node_id) if audit.group in span for group in span}
 
     def loses_groups(self, node_id: str) -> bool:
         """Whether groups of the step have to be computed again if a node leaves its seat."""

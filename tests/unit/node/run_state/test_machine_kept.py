@@ -225,7 +225,48 @@ def test_nothing_is_handed_over_unasked() -> None:
     assert run.epoch.groups_of(1) == ()
 
 
-def test_rows_keep_groups_whatever_happens() -> None:
+def audited_run() -> Driver:
+    """Four rows of two stages with four groups each. Two of them have an audit, and one has lost a node."""
+    run = Driver(stages=2, groups=16, every=50, steps=200, follows=True)
+    run.plan = replace(run.plan, audit_rate=1.0, audit_secret=b"secret", most_rows=4)
+    run.restart()
+    run.started("abcdefgh")
+    audit = run.epoch.audit
+    assert audit is not None
+    other = next(row for row in range(4) if row not in audit.rows)
+    run.die(run.epoch.row(other)[0])
+    while run.epoch.waits:
+        run.tick(1.0)
+    assert run.epoch.audit == audit
+    hands_over(run, "".join(node for row in audit.rows for node in run.epoch.row(row)))
+    return run
+
+
+@pytest.mark.parametrize("is_doubted", [False, True])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_row_with_an_audit_keeps_what_would_not_have_been_compared(which: int, is_doubted: bool) -> None:
+    """If a value was different before, the row may be wrong in all groups."""
+    run = audited_run()
+    audit = run.epoch.audit
+    assert audit is not None
+    row, tree = audit.rows[which], GroupTree(16)
+    if is_doubted:
+        run.machine._epochs._rules.auditor.doubted = run.epoch.step, audit.group
+    before = run.epoch.groups_of(row)
+    runs = [groups for of, groups in run.epoch.portions if of == row]
+    spans = [tree.span(node) for groups in runs for node in tree.subtrees(groups)]
+    lost = {group for span in spans if audit.group in span for group in span}
+    assert bool(lost) is (which == 0)
+    run.die(run.epoch.row(row)[1])
+    kept = [] if is_doubted else [group for group in before if group not in lost]
+    assert run.epoch.groups_of(row) == tuple(kept) and run.epoch.audit is None
+    waits = {group for of, groups in run.epoch.portions if of == 4 for group in groups}
+    given = {group for of in run.epoch.whole_rows for group in run.epoch.groups_of(of)}
+    assert waits | given == {*range(16)} - {*kept}
+
+
+@pytest.mark.parametrize("audit_rate", [0.0, 1.0])
+def test_rows_keep_groups_whatever_happens(audit_rate: float) -> None:
     """Nodes die and come back; each commit has each group once, at each stage (`World`)."""
     kept = 0
     for seed in range(SEEDS):
@@ -233,10 +274,11 @@ def test_rows_keep_groups_whatever_happens() -> None:
         world = World(
             stages=chance.choice((1, 2, 3)),
             total_steps=12,
-            groups=4,
+            groups=8 if audit_rate else 4,
             most_rows=chance.choice((2, 3, 4)),
             follows=True,
             group_seconds=chance.choice((0.0, 3.0)),
+            audit_rate=audit_rate,
         )
         for _ in range(world.plan.stages * world.plan.most_rows + chance.choice((0, 1, 2))):
             world.add_node()
