@@ -11,7 +11,7 @@ from functools import cache
 from statistics import median
 
 from node.schedule.gradient_groups import GroupTree
-from node.tuning.decisions import GAIN, pays
+from node.tuning.decisions import GAIN, WATCHED, WORSE, pays
 
 Groups = tuple[tuple[int, ...], ...]
 """The gradient groups of each row."""
@@ -248,7 +248,11 @@ def _known_seconds(seconds: Mapping[int, float | None]) -> dict[int, float]:
 
 
 class GroupSharing:
-    """Decides which groups each row computes, from the measured speed of its nodes."""
+    """Decides which groups each row computes, from the speed that its nodes report.
+
+    Reports may be false. If steps take longer after groups moved, they move back: then rows that got more
+    count as taking the whole step for them, for a while.
+    """
 
     def __init__(self, groups: int) -> None:
         self._times: dict[str, deque[float]] = {}
@@ -262,6 +266,13 @@ class GroupSharing:
         self._current: Groups | None = None
         self._hosts: tuple[str, ...] = ()
         self._wait = SHARED_STEPS
+        self._before: tuple[Groups, float, float] | None = None
+        """The sharing before the newest move, the usual seconds of its steps, and those that its slowest row
+        needed; None once steps are compared."""
+        self._reverts = False
+        """Whether the newest move is to be undone."""
+        self._least: dict[str, float] = {}
+        """Seconds for a group of nodes that had reported less, as steps showed."""
         self._found: tuple[Sequence[str], Groups, tuple[Groups, float]] | None = None
         """Hosts, sharing and `_better` of them, from what is measured so far."""
         self._began: float | None = None
@@ -279,11 +290,37 @@ class GroupSharing:
         self._steps.append(step_seconds)
         for node, took in seconds.items():
             self._times.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(took)
+        if self._before is not None and len(self._steps) == WATCHED:
+            self._compare(*self._before)
+
+    def _row_times(self, groups: Groups) -> list[float]:
+        """The seconds that each row needs for its groups, by the newest reports of its nodes."""
+        newest = {node: median([*times][-WATCHED:]) for node, times in self._times.items()}
+        each = row_seconds(self._hosts, len(groups), newest)
+        return [len(run) * (took or 0.0) for run, took in zip(groups, each, strict=True)]
+
+    def _compare(self, before: Groups, usual: float, needed: float) -> None:
+        """Groups have moved: see whether steps take longer than before, and rows that got none do not say
+        that they need that time. `usual` are the seconds of a step before, and `needed` of its slowest
+        row."""
+        self._before, took, margin = None, median(self._steps), WORSE * usual
+        if self._current is None or took <= usual + margin:
+            return
+        got = [len(groups) > len(was) for was, groups in zip(before, self._current, strict=True)]
+        rows = zip(self._row_times(self._current), got, strict=True)
+        if max((seconds for seconds, more in rows if not more), default=0.0) > needed + margin:
+            return
+        self._reverts = True
+        stages = len(self._hosts) // len(before)
+        for row, groups in enumerate(self._current):
+            if got[row]:
+                nodes = self._hosts[row * stages : (row + 1) * stages]
+                self._least.update(dict.fromkeys(nodes, took / len(groups)))
 
     def seconds(self, node: str) -> float | None:
         """The seconds that a node usually takes per group; None if they are not known yet."""
         times = self._times.get(node, ())
-        return median(times) if len(times) >= LEAST_STEPS else None
+        return max(median(times), self._least.get(node, 0.0)) if len(times) >= LEAST_STEPS else None
 
     def measured_unevenly(self, seconds: Mapping[str, float]) -> None:
         """Record what some nodes took per group in a step in which rows computed other groups than placed."""
@@ -301,6 +338,7 @@ class GroupSharing:
         """The sharing for the epoch that begins; as before while another gains little."""
         before, same = self._current, tuple(hosts) == self._hosts
         self._hosts, self._began = tuple(hosts), now
+        self._before, self._reverts = None, False
         if same and before is not None and len(before) == rows:
             self._current = self._better(hosts, before)[0]
         else:
@@ -308,6 +346,9 @@ class GroupSharing:
             self._current = share_groups(self._groups, row_seconds(hosts, rows, seconds), before)
         if before is not None and len(before) == rows and before != self._current:
             self._wait = min(2 * self._wait, MOST_SHARED_STEPS)
+            if same and self._steps:
+                usual = median(self._steps)
+                self._before = before, usual, max(self._row_times(before))
         if not same or before != self._current:
             self._steps.clear()
             self._found = None
@@ -315,8 +356,11 @@ class GroupSharing:
 
     def may_gain(self, hosts: Sequence[str], groups: Groups, *, steps: int, left: int) -> bool:
         """Whether it pays to move groups of this grid, which has done `steps` and has so many `left`."""
-        if len(groups) == 1 or steps < self._wait:
+        if len(groups) == 1 or (steps < self._wait and not self._reverts):
             return False
+        if self._least and steps >= self._wait:
+            self._least.clear()
+            self._found, self._reverts = None, False
         saved = self._better(hosts, groups)[1]
         return pays(saved, 0.0, cost=self._change_seconds, steps_left=left)
 
@@ -328,7 +372,10 @@ class GroupSharing:
         return self._found[2]
 
     def _look(self, hosts: Sequence[str], current: Groups) -> tuple[Groups, float]:
-        times = {node: sorted(self._times.get(node, ())) for node in hosts}
+        times = {
+            node: sorted(max(took, self._least.get(node, 0.0)) for took in self._times.get(node, ()))
+            for node in hosts
+        }
         if len(self._steps) < LEAST_STEPS or any(len(taken) < REMEMBERED_STEPS for taken in times.values()):
             return current, 0.0
 

@@ -161,6 +161,63 @@ def test_a_move_pays_for_its_epoch() -> None:
     assert moves(speeds, groups=8, noise=0.05, change=50.0, left=2) == 0
 
 
+def run_of(
+    speeds: Sequence[float],
+    said: Sequence[float],
+    *,
+    groups: int,
+    steps: int = 600,
+    admits: bool = False,
+) -> list[float]:
+    """The seconds of each step of rows with one node each, which say that they take other times. If it
+    `admits` that, a row with more than four groups says what it takes."""
+    hosts = [f"n{row}" for row in range(len(speeds))]
+    sharing, took, since = GroupSharing(groups), list[float](), 0
+    current = sharing.groups_for(hosts, rows=len(hosts), now=0.0)
+    for step in range(steps):
+        took.append(max(len(run) * one for run, one in zip(current, speeds, strict=True)))
+        told = [
+            true if admits and len(run) > 4 else one
+            for true, one, run in zip(speeds, said, current, strict=True)
+        ]
+        sharing.measured(dict(zip(hosts, told, strict=True)), took[-1], sum(took))
+        since += 1
+        if sharing.may_gain(hosts, current, steps=since, left=steps - step):
+            current, since = sharing.groups_for(hosts, rows=len(hosts), now=sum(took)), 0
+    return took
+
+
+@each("rows", [2, 4, 8])
+@each("said", [0.0, 0.01, 0.5])
+@each("admits", [False, True])
+def test_a_row_that_says_that_it_is_fast_and_is_not_gets_no_more_groups_for_long(
+    said: float, rows: int, admits: bool
+) -> None:
+    honest = run_of([1.0] * rows, [1.0] * rows, groups=4 * rows)
+    told = [said, *[1.0] * (rows - 1)]
+    took = run_of([1.0] * rows, told, groups=4 * rows, admits=admits)
+    slow = [at for at, one in enumerate(took) if one > honest[at]]
+    assert len(slow) <= 0.05 * len(took)
+    assert took[-1] == honest[-1] == 4.0
+
+
+def test_a_row_that_was_slow_for_a_while_after_a_move_gets_more_groups_later() -> None:
+    """Nodes say what is true. Some steps take long for another reason."""
+    speeds, hosts = [0.5, 1.0, 1.0], ["a", "b", "c"]
+    sharing, current, since = GroupSharing(8), ((0, 1, 2), (3, 4, 5), (6, 7)), 0
+    assert sharing.groups_for(hosts, rows=3, now=0.0) == current
+    counts = []
+    for step in range(300):
+        hiccup = 3.0 if 30 <= step < 40 else 0.0
+        took = max(len(run) * one for run, one in zip(current, speeds, strict=True)) + hiccup
+        sharing.measured(dict(zip(hosts, speeds, strict=True)), took, 5.0 * step)
+        since += 1
+        if sharing.may_gain(hosts, current, steps=since, left=300):
+            current, since = sharing.groups_for(hosts, rows=3, now=5.0 * step), 0
+        counts.append(len(current[0]))
+    assert (counts[35], counts[45], counts[-1]) == (4, 2, 4)
+
+
 # ---- who is in which row
 
 

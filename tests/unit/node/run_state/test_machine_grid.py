@@ -420,10 +420,10 @@ def test_groups_go_to_the_faster_row_once_it_is_known_to_be() -> None:
     run.restored(SHARED_STEPS)
     assert run.epoch.groups == ((0, 1, 2), (3,))
     # One slow step changes nothing, and what changes for good has to last twice as long now.
-    run.machine.row_speeds(fast, 10.0, run.time)
+    run.machine.row_speeds(fast, 7.0, run.time)
     assert of_kind(run.steps(SHARED_STEPS), RecordPlacement) == []
     for _ in range(REMEMBERED_STEPS):
-        run.machine.row_speeds(fast, 10.0, run.time)
+        run.machine.row_speeds(fast, 7.0, run.time)
     assert of_kind(run.steps(SHARED_STEPS - 1), RecordPlacement) == []
     assert groups_of(run.steps(1)) == ((0,), (1, 2, 3))
 
