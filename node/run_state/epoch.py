@@ -158,6 +158,8 @@ class StepRules:
     """Steps without labels: the loss that nodes report for them does not count."""
     group_seconds: Callable[[str], float | None] = lambda _: None
     """The seconds that a node usually takes for a gradient group; None if they are not known."""
+    handed_over: Callable[[str, float], object] = lambda *_: None
+    """Called with a node and the seconds per gradient group after which it had handed over all of its row."""
 
 
 class Epoch:
@@ -839,7 +841,7 @@ class Epoch:
             return []
         return self._commit_step()
 
-    def handed_over(self, node_id: str, message: HandedOver) -> Outcome:
+    def handed_over(self, node_id: str, message: HandedOver, now: float) -> Outcome:
         """A node does not need to be there any more for these groups of its row."""
         if self.phase is not Phase.STEPPING or message.step != self.step or node_id not in self._seats:
             return []
@@ -855,6 +857,10 @@ class Epoch:
         if any(0 < len(groups.intersection(span)) < len(span) for span in self._sent_as_one(node_id)):
             return RefusedVote(node_id, "it handed over part of a sum")
         self._handed.said(node_id, stage, message)
+        own = self.groups_of(self.replica_of(node_id))
+        if own and groups and self._handed.kept_without(node_id, (), own) >= set(own):
+            since = self.given_at(node_id) or self.opened_at
+            self._rules.handed_over(node_id, (now - since) / len(own))
         return []
 
     def _sent_as_one(self, node_id: str) -> list[range]:

@@ -31,6 +31,8 @@ next."""
 PROMPT_SECONDS = 2.0
 """A row holds as many groups as take `HELD_GROUPS` times this long, because messages about shorter work would
 cost more than they save."""
+HANDED_TIMES = 2.0
+"""A node counts as taking at least the time to its hand-over divided by this: its sums must also be sent."""
 LEAST_SECONDS = 0.001
 """No row takes less than this for a group. It counts, too, where no row's time is known, so that no group
 waits."""
@@ -260,6 +262,8 @@ class GroupSharing:
         self._uneven: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         """Seconds for a group in the newest steps in which rows computed other groups than they were placed
         with; the median of all nodes."""
+        self._handed: dict[str, deque[float]] = {}
+        """Seconds per group after which each node had handed over its groups, in the newest steps."""
         self._steps: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         """Seconds of the newest steps with the current sharing."""
         self._groups = groups
@@ -327,12 +331,18 @@ class GroupSharing:
         if seconds:
             self._uneven.append(median(seconds.values()))
 
+    def handed_over(self, node: str, seconds: float) -> None:
+        """A node has handed over all groups of its row, after so many seconds for each."""
+        self._handed.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(seconds)
+
     def estimate(self, node: str) -> float | None:
         """As `seconds`, or what nodes take in uneven steps. Where seats change in nearly every step, nothing
-        else may be known."""
-        if (own := self.seconds(node)) is not None or not self._uneven:
-            return own
-        return median(self._uneven)
+        else may be known. It is no less than its hand-overs show."""
+        own = self.seconds(node)
+        if own is None and self._uneven:
+            own = median(self._uneven)
+        handed = self._handed.get(node)
+        return own if own is None or not handed else max(own, median(handed) / HANDED_TIMES)
 
     def groups_for(self, hosts: Sequence[str], *, rows: int, now: float) -> Groups:
         """The sharing for the epoch that begins; as before while another gains little."""

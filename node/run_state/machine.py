@@ -130,6 +130,7 @@ class RunMachine:
             scales=past.scales,
             unlabelled=plan.unlabelled,
             group_seconds=self._sharing.estimate,
+            handed_over=self._sharing.handed_over,
         )
         self._epochs = EpochSeries(rules, last_number=past.last_epoch, committed=past.committed)
         self._storages = plan.storages(past.storages, plan.stage_bytes)
@@ -347,7 +348,8 @@ class RunMachine:
                 case Vote() if message.epoch == epoch.number:
                     return self._voted(epoch, epoch.vote(node_id, message), now)
                 case HandedOver() if message.epoch == epoch.number:
-                    return self._voted(epoch, epoch.handed_over(node_id, message), now)
+                    outcome = epoch.handed_over(node_id, message, now - self._unseen)
+                    return self._voted(epoch, outcome, now)
                 case Applied() if message.epoch == epoch.number:
                     return self._progress(epoch, epoch.applied(node_id, message.step), now)
                 case Validated() if message.epoch == epoch.number:

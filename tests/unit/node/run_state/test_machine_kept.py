@@ -7,6 +7,7 @@ import pytest
 
 from node.run_state.actions import Action, RecordCommit, SeatLost
 from node.run_state.epoch import HANDING_STEPS
+from node.run_state.grid import LEAST_STEPS
 from node.schedule.gradient_groups import GroupTree
 from tests.support.machine_driver import Driver, aborts, begins, finishes, of_kind
 from tests.support.machine_world import World
@@ -38,7 +39,7 @@ def hands_over(run: Driver, nodes: str, *, generation: int | None = None) -> lis
             step=epoch.step,
             generation=epoch.generation if generation is None else generation,
             groups=groups,
-            group_losses=dict.fromkeys(groups, SAID) if epoch.stage_of(node) == 1 else {},
+            group_losses=dict.fromkeys(groups, SAID) if epoch.stage_of(node) == epoch.stages - 1 else {},
         )
         actions += run.machine.message(node, message, run.time)
     return actions
@@ -223,6 +224,30 @@ def test_nothing_is_handed_over_unasked() -> None:
     hands_over(run, "d")
     run.die("c")
     assert run.epoch.groups_of(1) == ()
+
+
+@pytest.mark.parametrize("takes", [1.0, 6.0])
+def test_who_says_that_groups_take_no_time_gets_no_more_once_it_has_handed_some_over(takes: float) -> None:
+    """Every node takes this long for a group."""
+    run = Driver(stages=1, groups=24, every=50, steps=200, follows=True).started("abcd", 1)
+    for _ in range(LEAST_STEPS):
+        run.machine.row_speeds({"a": 0.0, **dict.fromkeys("bcd", takes)}, 6 * takes, run.time)
+    run.die("d")
+    had: list[int] = []
+    for _ in range(3):
+        began, done = run.time, dict.fromkeys(run.epoch.hosts, 0)
+        while run.epoch.waits or any(
+            done[node] < len(run.epoch.groups_of("abc".index(node))) for node in done
+        ):
+            run.tick(0.5)
+            for node in done:
+                groups = run.epoch.groups_of("abc".index(node))
+                if done[node] < len(groups) <= (run.time - began) / takes:
+                    hands_over(run, node)
+                    done[node] = len(groups)
+        had.append(len(run.epoch.groups_of(0)))
+        run.step()
+    assert had[1:] == [12, 14]
 
 
 def audited_run() -> Driver:
