@@ -310,6 +310,8 @@ class Blame:
         """The step at which each node's complaint made a neighbour give up its stage."""
         self._own: dict[str, list[int]] = {}
         """The steps at which each node failed by itself."""
+        self._links: dict[str, list[int]] = {}
+        """The steps at which each node reported a neighbour or the link to it."""
         self._named: Counter[str] = Counter()
         """The number of failures in which each node was involved since the newest change of hosts."""
         self._at_work: frozenset[str] = frozenset()
@@ -319,8 +321,9 @@ class Blame:
         """These nodes have completed a step."""
         self._at_work = frozenset(nodes)
         self._named.clear()
-        for node, steps in list(self._own.items()):
-            self._own[node] = [at for at in steps if step - at <= MEMORY_STEPS]
+        for reports in (self._own, self._links):
+            for node, steps in list(reports.items()):
+                reports[node] = [at for at in steps if step - at <= MEMORY_STEPS]
         self._replaced = {node: until for node, until in self._replaced.items() if step <= until}
         self._unsteady &= self._replaced.keys()
         self._heeded = {node: at for node, at in self._heeded.items() if step - at <= MEMORY_STEPS}
@@ -333,8 +336,8 @@ class Blame:
         other = other_end(epoch, node_id, failure)
         ends = [node_id] if other is None else [other, node_id]
         self._named.update(ends)
+        (self._own if other is None else self._links).setdefault(node_id, []).append(epoch.step)
         if other is None:
-            self._own.setdefault(node_id, []).append(epoch.step)
             self._unsteady.discard(node_id)
         return sorted(
             ends, key=lambda node: (node not in self._heeded, node in self._at_work, -self._named[node])
@@ -344,6 +347,8 @@ class Blame:
         """The node gives up its stage because of a report by `by`."""
         self._replaced[culprit] = max(step + MEMORY_STEPS, self._replaced.get(culprit, 0))
         self._own.pop(culprit, None)
+        for node in (culprit, by):
+            self._links.pop(node, None)
         self._unsteady.discard(culprit)
         if by != culprit:
             self._heeded[by] = step
@@ -383,8 +388,10 @@ class Blame:
         self._faults[node_id] = self._faults.pop(before, [])
 
     def keeps_failing(self, node_id: str) -> bool:
-        """Whether it has recently failed by itself often, although each step was completed."""
-        return len(self._own.get(node_id, ())) >= 2 * MAX_RETRIES
+        """Whether it has recently failed by itself often, or reported its links often, although each step was
+        completed."""
+        most = max(len(reports.get(node_id, ())) for reports in (self._own, self._links))
+        return most >= 2 * MAX_RETRIES
 
     def exonerate(self, node_id: str) -> None:
         """Another node in its place had the same result, so it is not at fault."""

@@ -170,3 +170,18 @@ def test_a_split_of_fewer_stages_changes_hands_too() -> None:
     assert len(of_kind(actions, Aborted)) == MAX_RETRIES + 1
     run.all_ready()
     assert run.epoch.phase is Phase.STEPPING, "no epoch is ended for a third stage on the node that failed"
+
+
+@pytest.mark.parametrize("kind", [FailureKind.LINK, INTERNAL])
+def test_a_node_that_fails_a_few_times_in_each_step_is_replaced(kind: FailureKind) -> None:
+    """Of a link its other end is tried first. If it breaks again, the one that reports it is next."""
+    run, aborted = with_spares("xy"), 0
+    while run.epoch.has("a"):
+        assert aborted <= 4 * MAX_RETRIES
+        for _ in range(MAX_RETRIES - 1):
+            if run.epoch.has("a"):
+                run.failed("a", kind, peer=1 if kind is FailureKind.LINK else -1)
+                run.restored(run.epoch.step)
+                aborted += 1
+        run.steps(1)
+    assert run.machine.quarantined == {}
