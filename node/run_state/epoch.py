@@ -422,6 +422,11 @@ class Epoch:
         """Whether the epoch waits for this node to load the state of `step`."""
         return self.phase is Phase.RESTORING and step == self.step and node_id in self._seats
 
+    def loads(self, node_id: str) -> bool:
+        """Whether a host has to fetch the state that all restore. It does not if it said that it holds it."""
+        placed = self._placed.get(node_id)
+        return placed is None or (self.step, self.lineage) not in self._reachable(placed)
+
     def _extra(self, node_id: str) -> tuple[int, ...]:
         """The groups of another row that this node computes in the step that runs."""
         return () if self.audit is None else self.audit.extra(self.replica_of(node_id))

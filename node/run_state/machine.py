@@ -246,7 +246,7 @@ class RunMachine:
         """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says.
         `preparing`: it cannot take a place yet, as it tests its device, measures or compiles."""
         self._roster.heard(node_id, now)
-        if preparing and node_id in self.members:
+        if preparing and node_id in self.members and not self.members[node_id].has_placed:
             self.members[node_id].prepared_at = now - self._unseen
         if kind is not None:
             self._stragglers.says(node_id, kind, now - self._unseen)
@@ -629,6 +629,7 @@ class RunMachine:
     # ---- inside: steps
 
     def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
+        self.members[node_id].has_placed = True
         if epoch.phase is not Phase.PLACING:
             return []  # said again
         return self._state_chosen(epoch, now) if epoch.placed(node_id, message) else []

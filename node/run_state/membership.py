@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from node.run_state.actions import Action, Send
-from node.run_state.epoch import Epoch
+from node.run_state.epoch import Epoch, Phase
 from node.run_state.failures import transfer_seconds
 from node.run_state.grid import spare_stages
 from node.run_state.stage_assignment import Candidate, prefetch_order
@@ -39,7 +39,9 @@ class Member:
     """When it may be asked again: answers beyond a rate would count against it."""
     leaving: bool = False
     prepared_at: float = -inf
-    """When it last reported that it cannot take a place yet."""
+    """When it last reported that it cannot take a place yet, before it had one."""
+    has_placed: bool = False
+    """Whether it has taken a place."""
 
 
 class Roster:
@@ -156,15 +158,19 @@ class Roster:
 def loading_seconds(
     epoch: Epoch | None, roster: Roster, sizes: Callable[[int], Sequence[int]]
 ) -> dict[str, float]:
-    """The seconds that each host of the epoch may take to fetch its state.
+    """The seconds that each host of the epoch may take to fetch its state, if it has to.
 
     Args:
         sizes: number of stages -> bytes of each stage's state.
     """
-    if epoch is None:
+    if epoch is None or epoch.phase is not Phase.RESTORING:
         return {}
     stages, members = sizes(epoch.stages), roster.members
-    return {node: transfer_seconds(stages[epoch.stage_of(node)], members[node].rate) for node in epoch.hosts}
+    return {
+        node: transfer_seconds(stages[epoch.stage_of(node)], members[node].rate)
+        for node in epoch.hosts
+        if epoch.loads(node)
+    }
 
 
 def prefetch_first(nodes: Iterable[str], roster: Roster, units: Sequence[Sequence[str]]) -> list[Action]:

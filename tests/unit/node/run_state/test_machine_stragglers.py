@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,32 @@ def test_a_node_that_says_that_it_prepares_has_longer_to_take_its_stage() -> Non
     actions = run.tick(1.0)
     assert f"within {PREPARING_SECONDS:g} s" in finishes(actions)["b"]
     assert placement_of(actions) == ("a", "c")
+
+
+def test_a_node_that_had_a_place_does_not_prepare_for_the_next() -> None:
+    run = Driver(stages=2).started("ab")
+    run.join("c")
+    run.failed("b")
+    run.placed("a", 0)
+    for _ in range(int(PLACING_SECONDS)):
+        run.machine.heard("b", run.time, "", preparing=True)
+        run.tick(1.0)
+    run.machine.heard("b", run.time, "", preparing=True)
+    assert "b" in finishes(run.tick(1.0))
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_only_who_has_to_fetch_its_state_has_time_for_its_bytes(holds: bool) -> None:
+    run = Driver(stages=2, every=2)
+    run.plan = replace(run.plan, state_bytes=lambda stages: (10**9,) * stages)
+    run.restart()
+    run.started("ab", 2)
+    run.join("c")
+    run.failed("b")
+    for node in "ab":
+        run.placed(node, 2, lineage=1 if holds else 99)
+    run.ready("a")
+    assert ("b" in finishes(wait(run, FIRST_PATIENCE + 15))) is holds
 
 
 @pytest.mark.parametrize("until", [20.0, PLACING_SECONDS + 50])
