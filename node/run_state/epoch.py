@@ -1083,11 +1083,13 @@ class Epoch:
         self.steps_done += 1
         return [StepDone(epoch=self.number, step=step, nodes=self.hosts)]
 
-    def validated(self, node_id: str, message: Validated) -> list[Action]:
+    def validated(self, node_id: str, message: Validated) -> list[Action] | RefusedVote:
         """A pass is done: begins the next one, or ends with `RecordHeldOut`."""
         current = self._validate() if self.phase is Phase.VALIDATING else None
         if current is None or (message.step, message.number) != (current.step, current.number):
             return []
+        if message.loss is not None and message.loss < 0:
+            return RefusedVote(node_id, "it measured a held-out loss below 0")
         if message.loss is not None and node_id == self.speakers[self.loss_stage]:
             self._loss = message.loss
         if not self._all_answered(node_id, Phase.VALIDATING):

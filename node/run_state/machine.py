@@ -746,8 +746,10 @@ class RunMachine:
         self._states.expect(epoch)
         return actions
 
-    def _held_out(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
+    def _held_out(self, epoch: Epoch, actions: list[Action] | RefusedVote, now: float) -> list[Action]:
         """After a pass over held-out samples, and once all are done, record the loss and continue."""
+        if isinstance(actions, RefusedVote):
+            return self._voted(epoch, actions, now)
         if not actions or not isinstance(record := actions[-1], RecordHeldOut):
             return actions
         best = self._measurements.record(epoch.step, record.uncompressed)

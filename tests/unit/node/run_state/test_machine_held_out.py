@@ -5,6 +5,7 @@ import math
 from node.config.schema import DataSection, PipelineSection, RunConfig, TrainingSection
 from node.run_state.actions import OpenSnapshot, RecordHeldOut, StepDone
 from node.run_state.epoch import Phase
+from node.run_state.failures import MAX_STRIKES
 from node.run_state.held_out import HeldOutPass, held_out_passes
 from node.run_state.run_plan import Past
 from tests.support.machine_driver import Driver, of_kind, sent, stop_of
@@ -39,6 +40,21 @@ def test_every_pass_is_run_by_all_stages_before_the_next_step_begins() -> None:
     assert sent(actions, "a") == [TakeSnapshot(epoch=1, step=2), Begin(epoch=1, step=2)]
     run.steps(1)
     assert run.epoch.phase is Phase.STEPPING, "the next is not due"
+
+
+def test_a_loss_that_cannot_be_is_refused_and_is_never_the_best() -> None:
+    """Else no other state would be the best again, and with `keep_best` none would be kept."""
+    run = measuring().started("ab", 1)
+    run.steps(1)
+    run.validated("a")
+    for _ in range(MAX_STRIKES - 1):
+        actions = run.validated("b", -5.0)
+        assert of_kind(actions, RecordHeldOut) == [] and len(sent(actions, "b")) == 1, "it is asked again"
+    assert record_of(run.validated("b", 3.0)).uncompressed == 3.0
+    run.steps(2)
+    assert run.epoch.phase is Phase.VALIDATING
+    run.validated("b", -5.0)
+    assert run.machine.quarantined.keys() == {"b"}
 
 
 def test_batches_of_unlike_size_count_by_their_samples() -> None:
