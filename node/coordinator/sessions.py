@@ -28,7 +28,7 @@ from node.model.units import unit_names
 from node.run_state.stage_assignment import Candidate
 from node.telemetry.events import NodeJoined
 from node.telemetry.trace_files import TracedSteps
-from node.tuning.device_memory import devices_of
+from node.tuning.device_memory import Devices, devices_of
 from wire.dialing import knock
 from wire.errors import ProtocolViolationError, RefusalCode, without_folders
 from wire.front import Front
@@ -211,6 +211,9 @@ SPANS_A_SECOND, SPANS_AT_ONCE = 20_000.0, 50_000.0
 SPAN_BYTES = 64
 """A message counts as a span for each of this many bytes, because its names take room too."""
 CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE = 0.5, 20.0
+DEVICES_A_SECOND, DEVICES_AT_ONCE = 1 / 60, 4.0
+"""The rate and burst at which a node may come with other devices. To estimate what a large model's stages
+need on them takes the coordinator seconds."""
 CALLS = {
     "renew": (0.2, 10.0),
     "hold layers": (50.0, 500.0),
@@ -253,6 +256,9 @@ class MessageLimits:
 
     def __init__(self, config: RunConfig) -> None:
         self.connections = RateLimit(CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE)
+        self._changes = RateLimit(DEVICES_A_SECOND, DEVICES_AT_ONCE)
+        self._devices: Devices | None = None
+        """Those with which the node came last."""
         self._traced = TracedSteps.parse(config.telemetry.trace)
         ends = 1 + 4 * (config.pipeline.chunks + 1)
         digests = DIGEST_BYTES * ends * config.pipeline.groups if config.pipeline.groups > 1 else 0
@@ -285,6 +291,13 @@ class MessageLimits:
         else:
             taken = self._others.take(now, max(1.0, size / PART_BYTES))
         return None if taken else f"more {kind} messages than a node has reason to send"
+
+    def accepts(self, devices: Devices, now: float) -> bool:
+        """Whether the node may come with these devices at `now`, or has to wait."""
+        if devices != self._devices and not self._changes.take(now):
+            return False
+        self._devices = devices
+        return True
 
     def serves(self, kind: str, size: int, now: float) -> bool:
         """Whether a call may be answered at `now` or has to wait. `size`: calls, or a probe's bytes."""
@@ -403,7 +416,8 @@ class SessionDesk:
 
         Raises:
             ProtocolViolationError: the first message is not a hello.
-            TimeoutError: the node may retry: no hello arrived, a newer session did, or it connects too often.
+            TimeoutError: the node may retry: no hello arrived, a newer session did, or it connects, or comes
+                with other devices, too often.
         """
         async with self.greetings.newest(node_id):
             limits = self.limits_of(node_id)
@@ -411,6 +425,9 @@ class SessionDesk:
                 await asyncio.sleep(RECONNECT_SECONDS)
                 raise TimeoutError
             hello = await receive_hello()
+            if limits is not None and not limits.accepts(devices_of(hello.hardware), time.monotonic()):
+                await asyncio.sleep(RECONNECT_SECONDS)
+                raise TimeoutError
             place = await self._look_at(node_id, hello, source)
         return place if isinstance(place, Refusal) else make(node_id, hello, place)
 

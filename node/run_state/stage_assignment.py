@@ -19,7 +19,9 @@ Sharing = Callable[[Devices], str | None]
 Remedies = Callable[[int, Devices, int], Sequence[str]]
 """(stages, a node's devices, bytes of each) -> settings of the run file with which they can host a stage."""
 ONE = Devices()
-_KINDS_REMEMBERED = 64
+_KINDS_REMEMBERED = 4096
+"""The most needs that are remembered, by split and kind of devices: those of all nodes are asked for at every
+placement, and a large model's take a tenth of a second each."""
 
 
 def stage_needs(config: RunConfig, windows: int) -> StageBytes:

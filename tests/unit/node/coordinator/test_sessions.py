@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from node.coordinator import sessions
 from node.coordinator.sessions import (
     CALLS,
     HEARTBEATS_KEPT,
@@ -21,6 +22,7 @@ from node.coordinator.sessions import (
     measured,
 )
 from node.run_file.loader import default_config
+from node.tuning.device_memory import GIB
 from tests.support.control_handler import NobodyAsks
 from tests.support.pki import hello
 from wire.figures import LinkFigures
@@ -120,6 +122,29 @@ def test_connections_are_held_up_when_they_come_too_often() -> None:
     limits = MessageLimits(CONFIG)
     taken = [limits.connections.take(0.1 * at) for at in range(100)]
     assert 20 <= sum(taken) <= 30
+
+
+async def test_a_node_that_comes_with_other_devices_each_time_has_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a large model's stages need on them takes the coordinator seconds to estimate."""
+    monkeypatch.setattr(sessions, "RECONNECT_SECONDS", 0.0)
+    desk = SessionDesk(NobodyAsks(), lambda: MessageLimits(CONFIG), relays=True)
+    first = hello("")
+
+    async def comes(node_id: str, host_bytes: int) -> bool:
+        async def say() -> Hello:
+            return replace(first, hardware=replace(first.hardware, host_bytes=host_bytes))
+
+        try:
+            return isinstance(await desk.greet(node_id, "127.0.0.1", say), ControlSession)
+        except TimeoutError:
+            return False
+
+    assert all([await comes("node-a", 0) for _ in range(10)])
+    came = [await comes("node-b", GIB * number) for number in range(8)]
+    assert came == [True] * 4 + [False] * 4
+    assert await comes("node-b", 3 * GIB), "as it came last"
 
 
 @pytest.mark.parametrize("kind", CALLS)
