@@ -591,7 +591,8 @@ class Late:
     note: str | None = None
     """A line for the operator."""
     deadlock: tuple[str, StepFailed] | None = None
-    """A node and its neighbour report that each waits for the other, so one of them is wrong."""
+    """A node and its neighbour report that each waits for the other, or that the other has all that it needs.
+    So one of them is wrong. If nobody can take the place of either, the `nodes` are late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -834,7 +835,7 @@ class Stragglers:
             late = now - self._last
             if late > self._patience(epoch, usual) + extra:
                 line = f"it did not {work} within {late:.0f} s after all others did: start it again"
-                return Late(nodes={missing[0]: line})
+                return Late(nodes={missing[0]: line}, deadlock=self._withheld(epoch, missing[0]))
         elif epoch.phase is not Phase.RESTORING:
             late = now - self._first
             if late > max(LATE_SECONDS, LATE_TIMES * (self._first - phase.began)):
@@ -843,6 +844,22 @@ class Stragglers:
         if beyond > SLOW_SECONDS + extra and not self._is_told:
             return self._tell(epoch, missing, beyond)
         return Late()
+
+    def _withheld(self, epoch: Epoch, node: str) -> tuple[str, StepFailed] | None:
+        """The dispute if the last node reports that it waits for others. They have answered, but one of them
+        may have kept what it needs."""
+        at, kind = self._does.get(node, (0.0, ""))
+        if epoch.phase is not Phase.STEPPING or at <= self._began:
+            return None
+        other = self._waits_for(epoch, node)
+        if kind == TimeKind.SYNC:
+            column = [peer for peer in epoch.column(epoch.stage_of(node)) if peer != node]
+            if len(column) > 1:
+                return node, _deadlock(epoch, None)
+            other = column[0] if column else None
+        if other is None:
+            return None
+        return node, _deadlock(epoch, other)
 
     def _tell(self, epoch: Epoch, nodes: Sequence[str], beyond: float) -> Late:
         self._is_told = True
@@ -932,14 +949,20 @@ def _early(answers: Sequence[float], count: int) -> float:
     return sorted(answers)[min((count - 1) // 3, len(answers) - 1)] if answers else 0.0
 
 
-def _deadlock(epoch: Epoch, other: str) -> StepFailed:
-    """The report of a node that waits for a neighbour which waits for the node."""
-    stage = epoch.stage_of(other)
+def _deadlock(epoch: Epoch, other: str | None) -> StepFailed:
+    """The report of a node that waits for a neighbour which has voted, or which waits for the node. None: for
+    one of several."""
+    if other is None:
+        what = "it waits for other rows, which have voted"
+    elif other in epoch.answered:
+        what = f"it waits for {epoch.place_of(other)}, which has voted"
+    else:
+        what = f"it and {epoch.place_of(other)} say that each waits for the other"
     return StepFailed(
         epoch=epoch.number,
         step=epoch.step,
         kind=FailureKind.PEER,
-        message=f"it and stage {stage} say that each waits for the other",
-        peer_stage=stage,
-        peer_replica=epoch.replica_of(other),
+        message=what,
+        peer_stage=-1 if other is None else epoch.stage_of(other),
+        peer_replica=0 if other is None else epoch.replica_of(other),
     )

@@ -44,6 +44,7 @@ from node.run_state.failures import (
     Ending,
     Failures,
     GiveUp,
+    Late,
     Quarantine,
     RunAgain,
     Slow,
@@ -272,7 +273,7 @@ class RunMachine:
         seen = now - self._unseen
         actions += self._late_newcomers(seen)
         loading = loading_seconds(self.epoch, self._roster, self.plan.state_bytes)
-        late = self._stragglers.look(self.epoch, seen, loading)
+        late = self._disputed(self._stragglers.look(self.epoch, seen, loading))
         unsaved, slow = self._snapshots.overdue(seen)
         actions += [Announce(text=text) for text in (late.note, slow) if text is not None]
         prepared = {node: member.prepared_at for node, member in self.members.items()}
@@ -1120,6 +1121,17 @@ class RunMachine:
         if self._quarantine.strike(node_id, line):
             return self._shut_out(node_id, now)
         return self._put_out(node_id, f"node {node_id} is replaced: {line}", line, now)
+
+    def _disputed(self, late: Late) -> Late:
+        """If one of two nodes is wrong, one gives up its stage, if others can take it. Else who is late is to
+        start again."""
+        if self.epoch is None or late.deadlock is None or not late.nodes:
+            return late
+        node, failure = late.deadlock
+        two, able = {node, other_end(self.epoch, node, failure) or node}, self._candidates()
+        if any(self._assigner.can_hand_over(one, able) for one in two):
+            return replace(late, nodes={})
+        return replace(late, deadlock=None)
 
     def _replaceable(self, late: Mapping[str, str]) -> dict[str, str]:
         """The late nodes that are to be replaced, each with a line. If the run waits for a single node, that

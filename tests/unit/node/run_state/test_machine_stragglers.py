@@ -233,6 +233,35 @@ def test_one_of_two_nodes_that_wait_for_each_other_gives_up_its_stage() -> None:
     assert "it and stage 1 say that each waits for the other: a spare takes stage" in note.text
 
 
+@pytest.mark.parametrize(
+    ("rows", "kind", "gives_up"),
+    [(1, "wait_downstream", "b"), (2, "wait_downstream", "b"), (2, "sync", "c"), (3, "sync", "a")],
+)
+def test_who_waits_for_a_node_that_has_voted_is_not_shut_out_for_it(
+    rows: int, kind: str, gives_up: str
+) -> None:
+    """A node can vote and keep what a neighbour needs. Of gradients from several rows nobody can say whose is
+    missing."""
+    run = Driver(stages=2, groups=rows, every=1, steps=40, follows=rows > 1).started("abcdef"[: 2 * rows], 4)
+    run.join("xy" if rows == 1 else "")
+    measured(run)
+    for node in run.epoch.hosts:
+        if node != "a":
+            run.vote(node)
+    epoch = run.epoch
+    assert finishes(says(run, int(STEP_PATIENCE) - 2, a=kind)) == {}
+    assert finishes(says(run, 5, a=kind)) == {}
+    assert run.epoch is not epoch and not run.epoch.has(gives_up)
+    kept = {"a", "b", "c"} & {*epoch.hosts} - {gives_up}
+    assert all(map(run.epoch.has, kept))
+
+
+def test_without_another_node_who_waits_for_one_that_has_voted_is_to_start_again() -> None:
+    run = measured(Driver(stages=2, every=2).started("ab", 1))
+    run.vote("b")
+    assert finishes(says(run, int(STEP_PATIENCE) + 5, a="wait_downstream")).keys() == {"a"}
+
+
 def test_only_an_idle_node_is_called_stuck_in_a_step_of_unknown_length() -> None:
     run = Driver(stages=3).started("abc")
     kinds = {"a": "wait_downstream", "b": "forward", "c": "wait_upstream"}
