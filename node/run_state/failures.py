@@ -846,10 +846,10 @@ class Stragglers:
         return Late()
 
     def _withheld(self, epoch: Epoch, node: str) -> tuple[str, StepFailed] | None:
-        """The dispute if the last node reports that it waits for others. They have answered, but one of them
-        may have kept what it needs."""
+        """The dispute if a node reports that it waits for others which have answered. One of them may have
+        kept what it needs."""
         at, kind = self._does.get(node, (0.0, ""))
-        if epoch.phase is not Phase.STEPPING or at <= self._began:
+        if epoch.phase not in (Phase.STEPPING, Phase.VALIDATING) or at <= self._began:
             return None
         other = self._waits_for(epoch, node)
         if kind == TimeKind.SYNC:
@@ -857,9 +857,7 @@ class Stragglers:
             if len(column) > 1:
                 return node, _deadlock(epoch, None)
             other = column[0] if column else None
-        if other is None:
-            return None
-        return node, _deadlock(epoch, other)
+        return None if other is None else (node, _deadlock(epoch, other))
 
     def _tell(self, epoch: Epoch, nodes: Sequence[str], beyond: float) -> Late:
         self._is_told = True
@@ -902,7 +900,9 @@ class Stragglers:
             # Before a step is measured, its usual time is unknown.
             if stuck:
                 line = f"step {epoch.step + 1} waits for it {late:.0f} s beyond what is usual: start it again"
-                return Late(nodes=dict.fromkeys((node for node in stuck if lates[node] > limit), line))
+                nodes = dict.fromkeys((node for node in stuck if lates[node] > limit), line)
+                disputes = (self._withheld(epoch, node) for node in nodes)
+                return Late(nodes=nodes, deadlock=next(filter(None, disputes), None))
             for node, other in waits.items():
                 if other is not None and waits.get(other) == node:
                     return Late(deadlock=(node, _deadlock(epoch, other)))
@@ -950,12 +950,12 @@ def _early(answers: Sequence[float], count: int) -> float:
 
 
 def _deadlock(epoch: Epoch, other: str | None) -> StepFailed:
-    """The report of a node that waits for a neighbour which has voted, or which waits for the node. None: for
-    one of several."""
+    """The report of a node that waits for a neighbour which has answered, or which waits for the node. None:
+    for one of several."""
     if other is None:
-        what = "it waits for other rows, which have voted"
+        what = "it waits for other rows, which have answered"
     elif other in epoch.answered:
-        what = f"it waits for {epoch.place_of(other)}, which has voted"
+        what = f"it waits for {epoch.place_of(other)}, which has answered"
     else:
         what = f"it and {epoch.place_of(other)} say that each waits for the other"
     return StepFailed(

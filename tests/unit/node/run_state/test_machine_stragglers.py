@@ -256,6 +256,18 @@ def test_who_waits_for_a_node_that_has_voted_is_not_shut_out_for_it(
     assert all(map(run.epoch.has, kept))
 
 
+@pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.VALIDATING])
+def test_stages_that_wait_for_one_that_has_answered_are_not_put_out(phase: Phase) -> None:
+    run = measured(Driver(stages=3, every=100, steps=3).started("abc", 1)).into(phase)
+    run.join("x")
+    answer = run.vote if phase is Phase.STEPPING else run.validated
+    answer("c")
+    seconds = int(2 * (STEP_PATIENCE if phase is Phase.STEPPING else FIRST_PATIENCE)) + 20
+    actions = says(run, seconds, a="wait_downstream", b="wait_downstream")
+    assert finishes(actions) == {}
+    assert not run.epoch.has("c") and run.epoch.has("b")
+
+
 def test_without_another_node_who_waits_for_one_that_has_voted_is_to_start_again() -> None:
     run = measured(Driver(stages=2, every=2).started("ab", 1))
     run.vote("b")
