@@ -460,7 +460,7 @@ class RunMachine:
         other = neighbour_at(epoch, node_id, message.stage, message.replica)
         if self.stopped or other is None:
             return []
-        asked = self._roster.suspect(other, now)
+        asked = self._roster.suspect(other, now, by=node_id)
         asks: list[Action] = [Send(node_id=other, message=AskHeartbeat())] if asked else []
         return [*asks, *self._if_silenced([other], now)]
 

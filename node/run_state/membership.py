@@ -1,8 +1,9 @@
 """The nodes of the run: connected ones, and those that may still reconnect. Pure."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from node.run_state.actions import Action, Send
@@ -14,6 +15,9 @@ from wire.messages import Prefetch
 
 ANSWER_SECONDS = 2.0
 """The seconds to answer, beside its longest recent silence, for a node that a neighbour does not hear."""
+MOST_ALARMS, ALARM_SECONDS = 8, 600.0
+"""A node's reports that a neighbour is silent do not count while so many of them were wrong in this time.
+Else one member could have each neighbour lost that is slow to answer for a moment."""
 PACE_KEPT = 0.98
 """The factor by which a node's longest silence shrinks after each further message."""
 
@@ -35,6 +39,10 @@ class Member:
     """When a neighbour last did not hear it."""
     asked_at: float | None = None
     """When it was asked whether it is alive; None if it has sent something since."""
+    asked_by: str = ""
+    """The node that did not hear it."""
+    alarms: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_ALARMS))
+    """When the newest nodes answered that this one had reported as silent."""
     ask_from: float = -math.inf
     """When it may be asked again: answers beyond a rate would count against it."""
     leaving: bool = False
@@ -68,16 +76,20 @@ class Roster:
 
     def heard(self, node_id: str, now: float) -> None:
         if (member := self.members.get(node_id)) is not None:
+            if member.asked_at is not None and (reporter := self.members.get(member.asked_by)) is not None:
+                reporter.alarms.append(now)
             member.pace = max(now - member.last_heard, PACE_KEPT * member.pace)
             member.last_heard, member.asked_at = now, None
 
-    def suspect(self, node_id: str, now: float) -> bool:
+    def suspect(self, node_id: str, now: float, *, by: str) -> bool:
         """A neighbour does not hear a member. Returns whether to ask the member if it is alive."""
-        member = self.members[node_id]
+        member, alarms = self.members[node_id], self.members[by].alarms
+        if len(alarms) == MOST_ALARMS and now - alarms[0] <= ALARM_SECONDS:
+            return False
         member.suspected_at = now
         if member.disconnected_at is not None or member.asked_at is not None or now < member.ask_from:
             return False
-        member.asked_at, member.ask_from = now, now + ANSWER_SECONDS
+        member.asked_at, member.asked_by, member.ask_from = now, by, now + ANSWER_SECONDS
         return True
 
     def silenced(self, node_id: str, now: float) -> str | None:

@@ -9,7 +9,7 @@ from node.run_file.loader import default_config
 from node.run_state.actions import Action, RecordPlacement, Released, SeatFilled, SeatLost
 from node.run_state.epoch import Phase
 from node.run_state.machine import RunMachine
-from node.run_state.membership import ANSWER_SECONDS
+from node.run_state.membership import ALARM_SECONDS, ANSWER_SECONDS, MOST_ALARMS
 from tests.support.machine_driver import (
     RECONNECT,
     SILENT,
@@ -53,10 +53,32 @@ def gone(actions: list[Action]) -> list[str]:
 
 def test_a_node_that_answers_is_not_lost_whatever_its_neighbours_say() -> None:
     run = grid()
-    for _ in range(20):
+    for _ in range(MOST_ALARMS):
         assert sent(suspects(run, "b", 0), "a") == [AskHeartbeat()]
         assert suspects(run, "c", 0) == [], "it was asked already"
         assert gone(pass_time(run, ANSWER_SECONDS)) == []
+
+
+def test_who_often_says_so_of_a_node_that_lives_is_not_believed_for_a_while() -> None:
+    """Else each neighbour would be lost that is slow to answer once."""
+    run = grid()
+    for _ in range(MOST_ALARMS):
+        suspects(run, "b", 0)
+        pass_time(run, ANSWER_SECONDS)
+    assert suspects(run, "b", 0) == []
+    assert gone(pass_time(run, 2 * ANSWER_SECONDS, without="a")) == []
+    pass_time(run, ALARM_SECONDS)
+    suspects(run, "b", 0)
+    assert gone(pass_time(run, 2 * ANSWER_SECONDS + 1, without="a")) == ["a"]
+
+
+def test_others_are_believed_who_said_so_of_no_node_that_lives() -> None:
+    run = grid()
+    for _ in range(MOST_ALARMS):
+        suspects(run, "b", 0)
+        pass_time(run, ANSWER_SECONDS)
+    suspects(run, "c", 0)
+    assert gone(pass_time(run, 2 * ANSWER_SECONDS, without="a")) == ["a"]
 
 
 def test_false_reports_do_not_bring_a_node_over_the_limit_of_its_messages() -> None:
