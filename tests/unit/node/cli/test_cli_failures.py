@@ -181,7 +181,7 @@ def test_a_working_directory_that_was_deleted_is_one_line(
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:
-    Path("run.toml").write_text("")
+    Path("run.toml").write_text('[run]\nname = "small"\n')
     shell = f"{sys.executable} -m node.cli.main config explain run.toml | head -n 1"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=150)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
