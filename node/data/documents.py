@@ -458,7 +458,7 @@ def _advice(names: Iterable[str]) -> str:
             '; or, if rows are conversations, set data.format to "chat" (--chat of `thinwire data tokenizer`)'
         )
     if TOKEN_IDS in known:
-        return "; or write token ids, of which each is a label, to a .npy file"
+        return "; or write the token ids to a .npy file, where each is a label, too"
     return ""
 
 

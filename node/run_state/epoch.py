@@ -875,8 +875,8 @@ class Epoch:
         return [self._tree.span(node) for groups in runs for node in self._tree.subtrees(groups)]
 
     def missed(self, node_id: str, message: SumsMissing, now: float) -> list[Action] | None:
-        """A node lacks what a row's last node of its stage is to have handed over: the row loses what it has
-        kept. None if no row may compute that again."""
+        """A node did not get sums that a row's last node of its stage had handed over, so the row loses the
+        groups that it has kept. None if no row may compute them again."""
         if self.phase is not Phase.STEPPING or message.step != self.step or node_id not in self._seats:
             return []
         row, stage = message.replica, self.stage_of(node_id)
@@ -944,8 +944,9 @@ class Epoch:
     def _lost_with(self, node_id: str) -> dict[int, list[int]]:
         """The groups of the step that are lost with a node, by row. Its own row is among these."""
         row, stage = self.replica_of(node_id), self.stage_of(node_id)
-        keeps = not self._handed.keeps(row, stage)
-        kept = self._kept_without(node_id) - self._to_compare(node_id) if keeps else set()
+        kept = set[int]()
+        if not self._handed.keeps(row, stage):
+            kept = self._kept_without(node_id) - self._to_compare(node_id)
         at_risk = self._handed.at_risk(node_id, stage, self.groups_of)
         lost = {other: [*self.groups_of(other)] for other in at_risk}
         return {**lost, row: [group for group in self.groups_of(row) if group not in kept]}

@@ -592,7 +592,7 @@ class Late:
     """A line for the operator."""
     deadlock: tuple[str, StepFailed] | None = None
     """A node and its neighbour report that each waits for the other, or that the other has all that it needs.
-    So one of them is wrong. If nobody can take the place of either, the `nodes` are late."""
+    So one of them is wrong. If no other node can take either place, the `nodes` count as late."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -564,8 +564,8 @@ class Newcomers:
         return self._told(entry, node_id)
 
     def lost(self, node_id: str, epoch: Epoch | None) -> list[Action]:
-        """The node, or what it held, is gone. If it has failed as it entered, or had yet to enter, it would
-        do so again and again: it is set back."""
+        """The node is gone, or its state is. A node that failed as it entered, or had not entered yet, is set
+        back, because it might do the same again and again."""
         actions = self.fails(node_id, "it is gone") if self.follows(node_id) else []
         self._moving.pop(node_id, None)
         if node_id not in self._slow:

@@ -122,8 +122,8 @@ class StageExecutor:
         self.keep_sums: KeepSums | None = None
         """Receives each step's packed gradient sums, for nodes that follow the run."""
         self.hand_over: Callable[[HandedOver], None] | None = None
-        """Receives, on any thread, the groups of the next step that have arrived at other rows; None: nobody
-        asks as it begins."""
+        """Called on any thread with groups of the next step that have arrived at other rows. None if the step
+        begins without hand-overs."""
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""

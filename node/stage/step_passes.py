@@ -95,7 +95,8 @@ class StepPasses:
     """The weight for `StageModel.begin_step`."""
     scale: float = 1.0
     hand_over: Callable[[HandedOver], None] | None = None
-    """Receives, on any thread, the groups that do not depend on this node any more. None: nobody asks."""
+    """Called on any thread with groups that no longer depend on this node. None while nothing is handed
+    over."""
     generation: int = 0
     """The generation in `wire.messages.Begin`."""
     audited: tuple[int, ...] = ()

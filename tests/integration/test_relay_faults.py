@@ -41,7 +41,7 @@ def linked(
 async def failing(
     fault: str, left: Callable[[str], None] | None = None
 ) -> AsyncIterator[tuple[Ends, Faulty]]:
-    """A ready link over two relays, the first of which has this fault."""
+    """A ready link over two relays. The first one has this fault."""
     async with (
         relay_of(0) as first,
         relay_of(1) as second,

@@ -276,6 +276,19 @@ def seen(stages: MemoryPipeline, place: int, when: Callable[[TensorKey], bool]) 
     return found
 
 
+def held_up(stages: MemoryPipeline, place: int) -> threading.Event:
+    """The node at a place sends nothing along its row before this is set."""
+    io, goes_on = stages.ios[place], threading.Event()
+    send = io.send
+
+    def late(key: TensorKey, packed: Tensor, elements: int) -> None:
+        goes_on.wait(60)
+        send(key, packed, elements)
+
+    io.send = late  # type: ignore[method-assign]
+    return goes_on
+
+
 def ended(stages: MemoryPipeline, deaths: Deaths) -> str:
     """The hash of the weights after one step of the survivors, which all are the same."""
     votes = deaths.run()
@@ -527,11 +540,7 @@ def test_a_row_that_has_handed_over_its_sums_loses_nothing_with_a_node(
     rows = ROWS[max(3, len(doomed) + 1)]
     with MemoryPipeline(config, rows=rows) as stages:
         deaths = Deaths(stages, rows, keeps=True)
-        slow, send, left, holds = stages.ios[0], stages.ios[0].send, [*doomed], threading.Event()
-
-        def held_up(key: TensorKey, packed: Tensor, elements: int) -> None:
-            holds.wait(60)
-            send(key, packed, elements)
+        left, goes_on = [*doomed], held_up(stages, 0)
 
         def heard() -> None:
             """The next node dies once its stage has handed over all; the first row computes when all have."""
@@ -545,11 +554,10 @@ def test_a_row_that_has_handed_over_its_sums_loses_nothing_with_a_node(
             if all({*deaths.shared.of(place // STAGES)} == deaths.kept(place) for place in alive):
                 stages.inboxes[left.pop(0)].interrupt("dead", DeadError())
 
-        slow.send = held_up  # type: ignore[method-assign]
         if not passes_on:
             stages.ios[doomed[1]].take_of_gone = lambda row, key: None  # type: ignore[method-assign]
         deaths.heard = heard
-        deaths.on_death = lambda: None if left else holds.set()
+        deaths.on_death = lambda: None if left else goes_on.set()
         assert ended(stages, deaths) == once(config)
         assert deaths.dead == {*doomed}
         broken = {place // STAGES for place in doomed}
@@ -562,16 +570,12 @@ def test_rows_hand_over_what_they_computed_before_the_first_death_of_the_step() 
     config, rows = changed(pipeline={"sync_codec": "fixed-8"}), ROWS[3]
     with MemoryPipeline(config, rows=rows) as stages:
         deaths = Deaths(stages, rows, keeps=True, from_death=True)
-        slow, send, holds = stages.ios[0], stages.ios[0].send, threading.Event()
+        goes_on = held_up(stages, 0)
         first, second = STAGES, 2 * STAGES
         last = config.pipeline.groups - 1
         is_done = seen(
             stages, second, lambda key: key.direction is Direction.SYNC_SHARE and key.microbatch >= last
         )
-
-        def held_up(key: TensorKey, packed: Tensor, elements: int) -> None:
-            holds.wait(60)
-            send(key, packed, elements)
 
         def heard() -> None:
             if not deaths.dead and is_done.done():
@@ -580,7 +584,6 @@ def test_rows_hand_over_what_they_computed_before_the_first_death_of_the_step() 
             elif deaths.dead == {first} and {*rows[2]} <= deaths.kept(second):
                 stages.inboxes[second].interrupt("dead", DeadError())
 
-        slow.send = held_up  # type: ignore[method-assign]
-        deaths.heard, deaths.on_death = heard, lambda: holds.set() if len(deaths.dead) == 2 else None
+        deaths.heard, deaths.on_death = heard, lambda: goes_on.set() if len(deaths.dead) == 2 else None
         assert ended(stages, deaths) == once(config)
         assert deaths.dead == {first, second} and {*rows[2]} <= {*deaths.shared.of(2)}
