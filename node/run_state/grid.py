@@ -210,17 +210,18 @@ class StepGroups:
             any(group not in self._had.get(row, ()) for row in rows) for group in (*self.waiting, *lost)
         )
 
-    def give(self, seconds: Mapping[int, float | None], now: float) -> bool:
+    def give(self, seconds: Mapping[int, float | None], now: float, audited: Collection[int] = ()) -> bool:
         """Give groups that wait to the rows that are done with them soonest, once these need them; whether
         any row got some.
 
         Args:
             seconds: what a group takes, for each row that may get some; None where that is not known.
+            audited: the rows that compute a group of another row, too.
         """
         known, left = _known_seconds(seconds), list[int]()
         given: dict[int, list[int]] = {}
         done = {
-            row: max(now, self._free_at.get(row, self._began + len(self.of(row)) * each))
+            row: max(now, self._free_at.get(row, self._began + (len(self.of(row)) + (row in audited)) * each))
             for row, each in known.items()
         }
         # Where times are not known, those that have the fewest.

@@ -742,6 +742,19 @@ class RunMachine:
             return began + self._take_snapshot(epoch, now, await_it=False)
         return began
 
+    def _follow_within(self, epoch: Epoch, now: float) -> list[Action]:
+        """Within a step that has lost a node, let nodes for empty seats follow from the state that the step
+        began with. They need not wait for its end."""
+        if self.epoch is not epoch or epoch.phase is not Phase.STEPPING or not epoch.keeps_sums:
+            return []
+        step, able = epoch.step, self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
+        began = self._newcomers.begin(epoch, self._candidates(), able=able, due=False)
+        if self._snapshots.newest == step:
+            return began + self._newcomers.stored(step)
+        if self._newcomers.need(step) and self._snapshots.room(step):
+            return began + self._take_snapshot(epoch, now, await_it=False)
+        return began
+
     def _take_snapshot(self, epoch: Epoch, now: float, *, await_it: bool) -> list[Action]:
         actions = self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=await_it)
         self._states.expect(epoch)
@@ -1246,7 +1259,8 @@ class RunMachine:
         match phase:
             case Phase.STEPPING if epoch.phase is Phase.STEPPING and isinstance(outcome, list):
                 actions += outcome + self._complete_rows(epoch, now)
-                return actions + self._take_seats(epoch, now)
+                actions += self._take_seats(epoch, now)
+                return actions + self._follow_within(epoch, now)
             case Phase.STEPPING:
                 return actions + self._voted(epoch, outcome, now)
         assert isinstance(outcome, list), "only votes have another outcome"

@@ -1,9 +1,10 @@
 """Newcomers follow the run's steps while it goes on, and fill empty seats of the grid. Pure.
 
-When nodes are here for empty seats, a snapshot is taken. Each newcomer loads its stage from it, then applies
-the steps that the run commits meanwhile, from the summed gradients that the stage's nodes keep. Its links
-are opened while it follows. It has its seat once it is at most `MOST_BEHIND` steps behind, and no other node
-waits for it. A node of another broken row already holds the state, so it moves at once, within the step.
+When nodes are here for empty seats, or a seat has just become empty, a snapshot is taken. Each newcomer
+loads its stage from it, then applies the steps that the run commits meanwhile, from the summed gradients that
+the stage's nodes keep. Its links are opened while it follows. It has its seat once it is at most
+`MOST_BEHIND` steps behind, and no other node waits for it. A node of another broken row already holds the
+state, so it moves at once, within the step.
 
 When nodes without a seat could form another row, they follow the run, too. Once all of them have caught up,
 the next epoch begins with that row, whose seats are empty, and they take them.
@@ -46,6 +47,8 @@ class _Entry:
 
     snapshot: int
     """The step whose state the newcomers load."""
+    open_until: int
+    """The attempt goes on until this step although nobody is in it."""
     seats: dict[str, Seat] = field(default_factory=dict)
     """The seat that each newcomer is to have: an empty one, or one of a row that is not in the grid yet."""
     orders: dict[str, Follow] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class _Entry:
     @property
     def is_open(self) -> bool:
         """Whether the attempt goes on although nobody is in it."""
-        return len(self.steps) < OPEN_STEPS
+        return self.snapshot + len(self.steps) < self.open_until
 
     @property
     def may_extend(self) -> bool:
@@ -138,7 +141,8 @@ class Newcomers:
         return [node for node in nodes if self._entry is None or node not in self._entry.orders]
 
     def begin(self, epoch: Epoch, candidates: Sequence[Candidate], *, able: bool, due: bool) -> list[Action]:
-        """Between two steps: begin an attempt with the state of `epoch.step`, if there are nodes for it.
+        """Begin an attempt with the state of `epoch.step`, if there are nodes for it. Call between two steps, or
+        within one whose sums are kept.
 
         Call `stored` once the snapshot of this step is complete. Where nodes that could enter cannot follow,
         they are `awaited` at a snapshot that is due.
@@ -155,7 +159,7 @@ class Newcomers:
         if able and (seats or (self._expects and epoch.vacant)):
             # Who comes a little later follows from the same state.
             self._expects = False
-            self._entry = _Entry(snapshot=epoch.step)
+            self._entry = _Entry(snapshot=epoch.step, open_until=epoch.step + OPEN_STEPS)
             return self._fill(self._entry, epoch, seats)
         if due and not epoch.vacant:
             present = candidates if self._roster.connected(epoch.hosts) else ()
@@ -497,9 +501,9 @@ class Newcomers:
 
     def stored(self, step: int) -> list[Action]:
         """The snapshot of `step` is complete. If newcomers wait for an older one, which never will be, they
-        follow from this one."""
+        follow from this one; so do those that come later, as its files may be on their disks."""
         entry = self._entry
-        if entry is None or entry.is_stored or step < entry.snapshot:
+        if entry is None or (entry.is_stored and entry.orders) or step < entry.snapshot:
             return []
         entry.is_stored, entry.snapshot = True, step
         entry.since.clear()

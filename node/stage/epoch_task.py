@@ -175,6 +175,8 @@ class EpochTask:
         """Whether a node that enters a running epoch has begun its first step."""
         self._failure: StepFailed | None = None
         self._snapshot = (-1, 0)
+        self._snapshot_asked: TakeSnapshot | None = None
+        """A snapshot that was asked for within the running step."""
         self._other_end = Peer(placement.replica, -1)
         """The neighbour whose link was lost first, or the neighbour at fault."""
         self._over = False
@@ -193,6 +195,10 @@ class EpochTask:
                 if begin.generation != self._generation:  # otherwise it was sent again
                     self._news.set()
                 return  # its vote answers this
+        if isinstance(command, TakeSnapshot) and command.step == self._running:
+            self._snapshot_asked = command
+            self._news.set()
+            return
         self._commands.put_nowait(command)
 
     def update(self, placement: Placement) -> None:
@@ -502,15 +508,21 @@ class EpochTask:
                     break
                 self._news.clear()
                 news = asyncio.ensure_future(self._news.wait())
-                assert self._newest is not None, "_news is set with _newest"
-                change = await self._with_samples(self._change(self._newest))
-                services.inbox.announce(change)
+                newest, take = self._newest, self._snapshot_asked
+                if newest is not None and newest.generation != self._generation:
+                    services.inbox.announce(await self._with_samples(self._change(newest)))
+                if take is not None and services.executor.copies_within_step:
+                    self._snapshot_asked = None
+                    await self._take_snapshot(take, within=True)
         finally:
             if not computing.done():  # the epoch is over, and the computation ends soon
                 computing.add_done_callback(lambda done: done.cancelled() or done.exception())
             news.cancel()
             self._running = -1
             self._news.clear()
+            if (take := self._snapshot_asked) is not None:  # before the commit
+                self._snapshot_asked = None
+                self._commands.put_nowait(take)
         vote = computing.result()
         late = services.inbox.take_change()  # `_newest` has the same change
         if vote is None:
@@ -526,6 +538,8 @@ class EpochTask:
     def _change(self, begin: Begin) -> StepChange:
         """Which row computes which groups in a step."""
         self._generation = begin.generation
+        if begin.keep_sums:  # otherwise also of other steps
+            self._services.keep_sums(wanted=True)
         try:
             work = self._work(begin)
         except ValueError as error:
@@ -541,6 +555,7 @@ class EpochTask:
             generation=begin.generation,
             work=work,
             audited=begin.audited,
+            keep=self._services.executor.keep_sums,
             hand_over=self._reports() if begin.hands_over else None,
             has_lost=has_lost,
         )
@@ -661,14 +676,16 @@ class EpochTask:
             return
         services.post(Applied(epoch=self.number, step=commit.step, telemetry=services.telemetry()))
 
-    async def _take_snapshot(self, take: TakeSnapshot) -> None:
+    async def _take_snapshot(self, take: TakeSnapshot, *, within: bool = False) -> None:
+        """`within`: while the passes of a step run, which do not change the state."""
         services, executor, step = self._services, self._services.executor, take.step
         asked = step, take.attempt
         if executor.state_step != step or (self._snapshot == asked and services.uploading(step)):
             return
         if take.only_hashes and self._snapshot >= asked:
             return
-        state = await services.compute(executor.copy_state)
+        copy = executor.copy_state
+        state = await (asyncio.to_thread(copy) if within else services.compute(copy))
         self._snapshot = asked
         services.take(self.number, take, state)
 

@@ -21,7 +21,7 @@ from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
 from node.stage.give_way import GiveWay
-from node.stage.gradient_sync import GradientSync, KeepSums, SyncPlan
+from node.stage.gradient_sync import GradientSync, SyncPlan
 from node.stage.group import StageCompute
 from node.stage.inbox import LinksIO, StepChange, StepInterrupted
 from node.stage.packing_meter import packing_meter
@@ -35,6 +35,7 @@ from node.stage.step_passes import (
     sum_own_tie,
     tied_spec,
 )
+from node.stage.sums_kept import KeepSums
 from node.stage.tensor_transfer import TensorTransfer, example_tensor
 from node.state.serialization import cache_of, without_cache
 from node.state.unit_state import has_weights_alone, has_weights_first
@@ -246,8 +247,13 @@ class StageExecutor:
         self.state_step = -1
         self.voted = False
 
+    @property
+    def copies_within_step(self) -> bool:
+        """Whether `copy_state` may be called on any thread while the passes of a step run."""
+        return self._caches is None and self.model.state_stays
+
     def copy_state(self) -> StateCopy:
-        """A copy of every unit's state for a snapshot. It is read during the next step."""
+        """A copy of every unit's state for a snapshot. It is read until the state changes."""
         caches = self._caches
         boundaries = self._cached_boundaries().items()
         of_caches = {} if caches is None else {unit: caches.state(boundary) for boundary, unit in boundaries}

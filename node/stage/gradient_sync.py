@@ -31,6 +31,7 @@ from node.stage.deliveries import Deliveries, Sent
 from node.stage.device_transfer import CudaTransfer
 from node.stage.digests import StepDigests
 from node.stage.inbox import LinksIO, StepInterrupted
+from node.stage.sums_kept import KeepSums
 from node.stage.tensor_transfer import BadTensorError
 from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums
 from wire.codecs.base import Codec
@@ -41,8 +42,6 @@ from wire.spec import Direction, TensorKey, TensorSpec
 
 Arrived = Callable[[int, Sequence[int]], None]
 """Takes (generation, groups that have arrived where others can sum them up)."""
-KeepSums = Callable[[int, str, Sequence[Tensor]], None]
-"""Takes (step, unit, the packed sum over all groups of each of the unit's pieces, uint8 on the CPU)."""
 
 
 class DevicePacking:
@@ -222,10 +221,17 @@ class GradientSync:
             self._expect(generation, anew=True)
             self._submit(self._pass_on)
 
-    def use(self, work: StepWork, generation: int, *, hands_over: bool = False) -> None:
+    def use(
+        self, work: StepWork, generation: int, *, keep: KeepSums | None = None, hands_over: bool = False
+    ) -> None:
         """Change which rows compute the step's groups. What `finish` has returned stays valid unless `again`
-        follows. `hands_over`: as for `begin`, from now on."""
+        follows.
+
+        `keep`, `hands_over`: as for `begin`, from now on. Sums that `finish` has returned are kept too, once
+        it is called again.
+        """
         self.drain()
+        self._keep = keep
 
         def change() -> None:
             is_other = work.seats != self._work.seats or not self._hands_over
@@ -272,7 +278,8 @@ class GradientSync:
             self._roots[unit] = self._submit(partial(self._sum_up, unit))
         for unit in plan.units:
             self._roots[unit].result()
-            if unit in self._joined_units:
+            keep = self._keep if unit not in self._kept_units else None
+            if unit in self._joined_units and keep is None:
                 continue
             pieces = plan.pieces[unit]
             roots = [self._root(piece) for piece in pieces]
@@ -281,11 +288,12 @@ class GradientSync:
                 self._sum_digests[unit] = self._hashing.submit(
                     digest_of_sum, [part.numpy().data for part in roots]
                 )
-            if self._keep is not None and roots and unit not in self._kept_units:
-                self._keep(self._place[1], unit, roots)
+            if keep is not None and roots:
+                keep(self._place[1], unit, roots)
                 self._kept_units.add(unit)
-            yield unit, self._joined.join(pieces, roots)
-            self._joined_units.add(unit)
+            if unit not in self._joined_units:
+                yield unit, self._joined.join(pieces, roots)
+                self._joined_units.add(unit)
         self.drain()
 
     def digests_of_sums(self) -> dict[str, bytes]:

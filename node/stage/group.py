@@ -250,6 +250,11 @@ class Leader:
         self._ranks.lead(Op.STATE, self._units.index(unit))
         return self._model.unit_state(unit)
 
+    @property
+    def state_stays(self) -> bool:
+        """No: what leads the ranks may not come between the passes of a step."""
+        return False
+
     def copy_state(
         self, extra: Mapping[str, Mapping[str, Tensor]], *, weights_alone: bool = False
     ) -> StateCopy:

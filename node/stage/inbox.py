@@ -18,6 +18,7 @@ from torch import Tensor
 from node.model.labels import BatchPart
 from node.schedule.gradient_groups import StepWork
 from node.schedule.routing import source_stage, target_stage
+from node.stage.sums_kept import KeepSums
 from wire.errors import LinkClosedError, LinkError, LinkLostError
 from wire.link import Link
 from wire.messages import HandedOver
@@ -53,6 +54,8 @@ class StepChange:
     """Groups of another row that this row computes too, only for their digests."""
     hand_over: Callable[[HandedOver], None] | None = None
     """As for `StepPasses`, from now on."""
+    keep: KeepSums | None = None
+    """As for `GradientSync.begin`, from now on."""
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)
     """The samples of each group that the row also has to compute, by part."""
     has_lost: bool = False

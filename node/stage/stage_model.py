@@ -5,6 +5,7 @@ It knows no schedule and no network: the executor decides what runs. `StageModel
 """
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -100,6 +101,8 @@ class StageModel:
         """How this stage of the run stores activations."""
         self._captured = False
         self._copy: StateCopy | None = None
+        self._moving = threading.RLock()
+        """Held while state moves, or a copy of it begins."""
         """The copy of the state that was given out and is still read, if any."""
 
     def build(self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True) -> None:
@@ -249,14 +252,15 @@ class StageModel:
 
     def _move_state(self, plan: MemoryPlan) -> None:
         """Between two steps, move state to the host or the device as planned."""
-        if plan.state.weights or plan.state.moments:
-            self._settle()
         optimizer, blocks = self.optimizer, [unit for unit in self.optimizer.units if is_block(unit)]
-        optimizer.move_moments(self._host if plan.state.moments else None)
-        if self._host is not None:
-            optimizer.move_weights(self._host, moved_blocks(blocks, plan.state.weights))
-            optimizer.move_gradients(self._host, moved_blocks(blocks, plan.state.gradients))
-            optimizer.move_codes(self._host, moved_blocks(blocks, plan.state.codes))
+        with self._moving:
+            if plan.state.weights or plan.state.moments:
+                self._settle()
+            optimizer.move_moments(self._host if plan.state.moments else None)
+            if self._host is not None:
+                optimizer.move_weights(self._host, moved_blocks(blocks, plan.state.weights))
+                optimizer.move_gradients(self._host, moved_blocks(blocks, plan.state.gradients))
+                optimizer.move_codes(self._host, moved_blocks(blocks, plan.state.codes))
 
     def _store(self, plan: MemoryPlan) -> None:
         """Let blocks store as planned, from their next forward on."""
@@ -301,7 +305,6 @@ class StageModel:
     ) -> StateCopy:
         """The state of all units with `extra` tensors of some, or only their weights, to be read during the
         next step."""
-        self._settle()
         optimizer = self.optimizer
 
         def units() -> Iterator[tuple[str, dict[str, StateTensor]]]:
@@ -312,16 +315,23 @@ class StageModel:
                 }
                 yield unit, weights_of(state) if weights_alone else state
 
+        with self._moving:
+            self._settle()
+            self._copy = StateCopy(units(), stays=self.state_stays)
+            return self._copy
+
+    @property
+    def state_stays(self) -> bool:
+        """Whether the whole state is in place, and does not change, until a step's commit."""
         # Rounds change weights before the vote, and restore them.
-        stays = optimizer.stays_in_place and self.config.sync.every == 1
-        self._copy = StateCopy(units(), stays=stays)
-        return self._copy
+        return self.optimizer.stays_in_place and self.config.sync.every == 1
 
     def _settle(self) -> None:
         """Prepare for a change or move of the state."""
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.settle()
+        with self._moving:
+            copy, self._copy = self._copy, None
+            if copy is not None:
+                copy.settle()
 
     # ---- a step
 

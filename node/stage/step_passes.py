@@ -152,7 +152,7 @@ class StepPasses:
         if change.has_lost:
             self._drop()
         self.hand_over = change.hand_over
-        self.sync.use(change.work, change.generation, hands_over=self.hand_over is not None)
+        self.sync.use(change.work, change.generation, keep=change.keep, hands_over=self.hand_over is not None)
         if more and self._has_sums:
             # Further passes add to gradients, which start at 0.
             self.model.begin_step(self.loss_weight)

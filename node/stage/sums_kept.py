@@ -6,13 +6,16 @@ of them it needs what every replica of the stage has after sync: the packed sum 
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
 
 from node.state.manifest import is_unit_name
+
+KeepSums = Callable[[int, str, Sequence[Tensor]], None]
+"""Takes (step, unit, the packed sum over all groups of each of the unit's pieces, uint8 on the CPU)."""
 
 
 class SumsKept:

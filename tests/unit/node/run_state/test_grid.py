@@ -333,6 +333,14 @@ def test_groups_of_rows_that_die_one_after_another_go_to_different_rows_where_ti
     assert [shared.of(row) for row in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
+@each("audited", [(), (0,)])
+def test_a_row_that_also_checks_another_is_done_later(audited: tuple[int, ...]) -> None:
+    shared = StepGroups({0: (0, 1), 1: (2, 3), 2: (4,)}, 0.0)
+    shared.lose(2)
+    assert shared.give({0: 1.0, 1: 1.0}, 2.0, audited)
+    assert shared.of(1 if audited else 0)[-1] == 4
+
+
 @each("seconds", [0.1, 1.0, 1.5, 6.0])
 def test_groups_that_take_less_than_a_moment_are_held_and_given_several_at_a_time(seconds: float) -> None:
     """Until the clock is asked again, no row is without work."""

@@ -360,10 +360,42 @@ def test_where_seats_change_in_every_step_groups_wait_by_what_uneven_steps_took(
     run.all_vote()
     assert epoch.was_uneven(1) and epoch.computed(1) == (0, 6, 6)
     assert run.machine.uneven_speeds({"c": 6.0, "d": 7.0, "e": 6.0, "f": 6.0}) == []
-    run.all_applied()
-    assert epoch.step == 2 and epoch.whole_rows == [1, 2]
+    run.all_vote()
+    assert epoch.step == 3 and epoch.whole_rows == [1, 2]
     assert (epoch.groups_of(1), epoch.groups_of(2)) == ((0, 1), (6, 7)) and epoch.waits
     assert epoch.computed(7) == (), "it has not been"
+
+
+def test_who_comes_for_a_seat_that_has_just_become_empty_follows_within_the_step() -> None:
+    run = grid(nodes="abcdef")
+    told = run.die("a")
+    assert of_kind(told, OpenSnapshot) == [OpenSnapshot(step=1)] and keeps_sums(told) == {True}
+    assert follows(run.hello("x")) == {}
+    (order,) = follows(run.stored(1))["x"]
+    assert isinstance(order, Follow) and (order.step, run.epoch.step) == (1, 1)
+    run.following("x", 1, 1)
+    run.placed("x", 1)
+    run.ready("x")
+    assert run.step() and run.epoch.has("x")
+
+
+def test_who_comes_after_another_snapshot_follows_from_that_one() -> None:
+    run = Driver(stages=2, groups=4, every=3, steps=200, follows=True).started("abcdef", 1)
+    run.die("a")
+    run.stored(1)
+    run.steps(3)
+    run.stored(3)
+    order, *steps = follows(run.hello("x"))["x"]
+    assert isinstance(order, Follow) and order.step == 3
+    assert [(step.snapshot, step.step) for step in steps if isinstance(step, FollowStep)] == [(3, 3)]
+
+
+def test_a_snapshot_within_a_step_is_taken_again_from_another_row_if_a_node_of_the_first_dies() -> None:
+    run = grid(nodes="abcdef")
+    run.die("a")
+    maker = run.epoch.snapshot_nodes[1]
+    told = run.die(maker)
+    assert OpenSnapshot(step=1) in told and maker not in run.epoch.snapshot_nodes
 
 
 def test_an_epoch_begins_with_the_empty_seats_of_broken_rows() -> None:
@@ -393,7 +425,7 @@ def dies_and_returns(run: Driver, node: str) -> tuple[bool, list[Action]]:
     """A host dies, and a new process of it comes in the next step: whether it is to have its seat again; it
     takes it then. Gives what its death did, too."""
     told = run.die(node)
-    for asked in of_kind(run.step(), OpenSnapshot):
+    for asked in of_kind([*told, *run.step()], OpenSnapshot):
         run.stored(asked.step)
     orders = [one for one in follows(run.hello(node, again=True)).get(node, ()) if isinstance(one, Follow)]
     step = run.epoch.step
@@ -450,7 +482,8 @@ def tries(run: Driver, how: str) -> bool:
 @pytest.mark.parametrize("how", FAILS)
 def test_a_newcomer_that_fails_as_it_enters_waits_longer_each_time(how: str) -> None:
     run = grid(nodes="abcdef", total=2000)
-    run.die("f")
+    for asked in of_kind(run.die("f"), OpenSnapshot):
+        run.stored(asked.step)
     failed = [run.epoch.step for _ in range(6 * MEMORY_STEPS) if tries(run, how)]
     assert 1 < len(failed) <= 6 and run.epoch.step > 5 * MEMORY_STEPS
 
@@ -459,7 +492,8 @@ def test_a_newcomer_that_fails_as_it_enters_waits_longer_each_time(how: str) -> 
 def test_others_have_the_seat_before_a_newcomer_that_failed(how: str) -> None:
     """Though it had the stage before, so that its files may still be there."""
     run = grid(nodes="abcdef")
-    run.die("f")
+    for asked in of_kind(run.die("f"), OpenSnapshot):
+        run.stored(asked.step)
     assert any(tries(run, how) for _ in range(3))
     run.machine.lost("x", "it ends", run.time)
     run.steps(OPEN_STEPS + 1)

@@ -146,6 +146,8 @@ class Stage:
         self.voted = False
 
     wants_digests = False
+    keep_sums = None
+    copies_within_step = True
 
     def copy_state(self) -> StateCopy:
         self.log.append("copy")
@@ -433,6 +435,35 @@ async def test_a_snapshot_that_did_not_arrive_is_sent_when_it_is_asked_for_again
             await talk.ask(Begin(epoch=4, step=1))
             assert len(talk.node.uploads) == uploads
             talk.node.arrives = arrives
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["in place", "rounds change weights"])
+async def test_a_snapshot_that_is_asked_for_within_a_step_is_of_the_state_before_it(within: bool) -> None:
+    """For a newcomer, who need not wait for the step's end."""
+    go_on, begun, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+    stage, taken = Stage(), asyncio.Event()
+    stage.copies_within_step = within
+    run_step = stage.run_step
+
+    def slow(*arguments: Any) -> Vote:
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(SECONDS)
+        return run_step(*arguments)
+
+    stage.run_step = slow  # type: ignore[method-assign]
+    async with epoch(stage) as talk:
+        talk.node.take = lambda *arguments: taken.set()  # type: ignore[method-assign]
+        await talk.begun()
+        talk.task.submit(Begin(epoch=4, step=0))
+        await begun.wait()
+        talk.task.submit(TakeSnapshot(epoch=4, step=0))
+        if within:
+            await taken.wait()
+        go_on.set()
+        assert isinstance(await talk.hear(), Vote)
+        await talk.ask(Commit(epoch=4, step=0, clip_coefficient=0.5, lr=0.25))
+        order = ["copy", ("step", 0)] if within else [("step", 0), "copy"]
+        assert stage.log[-3:] == [*order, ("apply", 0.25, 0.5)]
 
 
 async def test_a_snapshot_that_is_taken_again_is_handed_in_again() -> None:

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import cache
@@ -80,6 +80,8 @@ class Deaths:
             self.shared.hold_back(dict.fromkeys(self.whole(), 2.0))
             self.shared.waiting += [group for place in comes for group in rows[place // STAGES]]
         self.votes: dict[int, Vote] = {}
+        self.sums: dict[int, dict[str, bytes]] = {}
+        """What each node has kept of the step for newcomers, once it heard of a death."""
         self.running: dict[Future[Vote], int] = {}
         self.shares = [RowShare(stages.config, row, rows) for row in range(len(rows))]
         self._data = corpus(stages.config)
@@ -108,10 +110,17 @@ class Deaths:
         has_lost = not set(self.told[place]).issubset(work.groups)
         self.told[place] = work.groups
         samples = self.samples(place, work.groups)
+        sums = self.sums.setdefault(place, {})
+
+        def keep(step: int, unit: str, parts: Sequence[Tensor]) -> None:
+            assert step == self.stages.step and unit not in sums
+            sums[unit] = b"".join(part.numpy().tobytes() for part in parts)
+
         return StepChange(
             generation=self.generation,
             work=work,
             samples=samples,
+            keep=keep,
             hand_over=(lambda message: self.said.put((place, message))) if self.keeps else None,
             has_lost=has_lost,
         )
@@ -222,6 +231,7 @@ class Deaths:
         said = change.hand_over if change is not None else lambda message: self.said.put((place, message))
         executor.hand_over = said if self.keeps and not (self.from_death and change is None) else None
         executor.wants_digests = bool(self.audited)
+        executor.keep_sums = None if change is None else change.keep
         parts = self.samples(place, tuple(range(CONFIG.pipeline.groups)) if change is None else groups)
         whole = {part: numpy_joined(found) for part, found in parts.items() if found}
         return executor.run_step(1, self.stages.step, self.stages.ios[place], whole, change=change)
@@ -300,6 +310,13 @@ def ended(stages: MemoryPipeline, deaths: Deaths) -> str:
     by_stage: dict[int, list[StageExecutor]] = {}
     for executor in executors:
         by_stage.setdefault(executor.stage, []).append(executor)
+    sums = {stages.executors[at].stage: deaths.sums.get(place) for at, place in enumerate(alive)}
+    for at, place in enumerate(alive):
+        executor = executors[at]
+        assert deaths.sums.get(place) == sums[executor.stage], "all have kept the same sums"
+        assert {unit: len(data) for unit, data in deaths.sums.get(place, {}).items()} == {
+            unit: executor.sum_bytes(unit) for unit in executor.units if deaths.sums
+        }
     for column in by_stage.values():
         ours, *others = (executor.copy_state() for executor in column)
         for other in others:
