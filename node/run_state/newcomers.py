@@ -141,8 +141,8 @@ class Newcomers:
         return [node for node in nodes if self._entry is None or node not in self._entry.orders]
 
     def begin(self, epoch: Epoch, candidates: Sequence[Candidate], *, able: bool, due: bool) -> list[Action]:
-        """Begin an attempt with the state of `epoch.step`, if there are nodes for it. Call between two steps, or
-        within one whose sums are kept.
+        """Begin an attempt with the state of `epoch.step`, if there are nodes for it. Call between two
+        steps, or within one whose sums are kept.
 
         Call `stored` once the snapshot of this step is complete. Where nodes that could enter cannot follow,
         they are `awaited` at a snapshot that is due.
