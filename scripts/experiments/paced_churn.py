@@ -214,10 +214,14 @@ async def started(
             line = await run.until(events.JoinLine, START_SECONDS)
             for _ in range(stages * rows):
                 await paced.add_node(line.line.split()[-1], arguments.mbit, relayed=False)
-            while True:
-                placed = await run.until(events.PlacementMade, START_SECONDS)
-                if len(placed.nodes) == stages * rows and "" not in placed.nodes:
-                    break
+            # Nodes that start late take the seats of a row that is added without them.
+            seated: set[str] = set()
+            while len(seated) < stages * rows:
+                told = await run.until((events.PlacementMade, events.SeatFilled), START_SECONDS)
+                if isinstance(told, events.PlacementMade):
+                    seated = {node for node in told.nodes if node}
+                else:
+                    seated.add(told.node_id)
             try:
                 yield Grid(run, stages, rows)
             except BaseException:

@@ -80,7 +80,7 @@ class Running:
     token: str = ""
     told: list[tuple[float, Any]] = field(default_factory=list)
 
-    async def until(self, kind: type[Any], seconds: float) -> Any:
+    async def until(self, kind: type[Any] | tuple[type[Any], ...], seconds: float) -> Any:
         """The next event of this kind."""
         assert self.run.coordinator.stdout is not None
         async with asyncio.timeout(seconds):
