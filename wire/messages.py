@@ -616,6 +616,8 @@ class FollowStep:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeSnapshot:
+    """Hand in the state that `step` begins with: between two steps, or within this one, before its commit."""
+
     epoch: int
     step: int
     place: Text = ""
