@@ -669,8 +669,8 @@ class Epoch:
         return [Send(node_id=node_id, message=message) for message in self.outstanding(node_id)]
 
     def take_snapshot(self, replica: int = 0) -> list[Action]:
-        """Ask one row for the state of `step`, and all others what theirs is. Call in `IDLE` or `STEPPING` only:
-        then every stage holds it, or applies the commit that leads to it."""
+        """Ask one row for the state of `step`, and all others what theirs is. Call in `IDLE` or `STEPPING`
+        only: then every stage holds it, or applies the commit that leads to it."""
         before = self._snapshot
         attempt = before.attempt + 1 if before is not None and before.step == self.step else 0
         self._snapshot = TakeSnapshot(epoch=self.number, step=self.step, attempt=attempt)
