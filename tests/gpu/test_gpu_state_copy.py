@@ -13,9 +13,10 @@ from node.training.optimizer import StateTensor
 UNITS = ("embed", "block.0000", "block.0001", "head")
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["between steps", "on another thread"])
 @pytest.mark.parametrize("patience", [0.0, 20.0])
 def test_a_state_that_changes_as_soon_as_it_may_is_read_as_it_was(
-    patience: float, monkeypatch: pytest.MonkeyPatch
+    patience: float, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_copy, "AT_ONCE_BYTES", 0)
     monkeypatch.setattr(state_copy, "SLICE", 1 << 20)
@@ -34,9 +35,15 @@ def test_a_state_that_changes_as_soon_as_it_may_is_read_as_it_was(
     for unit in UNITS:
         for one in tensors[unit].values():
             one.add_(slow.flatten()[: one.numel()].to(one.dtype))
-    state = StateCopy(
-        (unit, {name: StateTensor(one, saved[name]) for name, one in tensors[unit].items()}) for unit in UNITS
-    )
+
+    def begin() -> StateCopy:
+        return StateCopy(
+            (unit, {name: StateTensor(one, saved[name]) for name, one in tensors[unit].items()})
+            for unit in UNITS
+        )
+
+    with ThreadPoolExecutor(1) as other:
+        state = other.submit(begin).result() if elsewhere else begin()
     torch.cuda.synchronize()
     expected = {
         unit: serialize_unit({name: one.to("cpu", saved[name]) for name, one in tensors[unit].items()})
