@@ -175,8 +175,14 @@ class Connection:
                 with state.lock:
                     state.count(bytes=len(data))
                 continue
-            if settings.pacer is not None and not self._pass(settings.pacer.reserve(len(data), now())):
-                return
+            if settings.pacer is not None:
+                # What other rows get may wait for what neighbours get: their stages stand still without it.
+                if state.is_between_rows:
+                    seconds = settings.pacer.reserve_behind(len(data), self._pass)
+                else:
+                    seconds = settings.pacer.reserve(len(data), now())
+                if seconds is None or not self._pass(seconds):
+                    return
             with state.lock:
                 state.delivery.written(again=again, now=now())
                 state.service.written(len(data), now())

@@ -123,6 +123,11 @@ class LinkState:
     def __post_init__(self) -> None:
         self.bulk_wake = threading.Condition(self.lock)
 
+    @property
+    def is_between_rows(self) -> bool:
+        """Whether the other end has the same stage, in another row."""
+        return self.stage == self.peer_stage
+
     @classmethod
     def create(
         cls,

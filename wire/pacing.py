@@ -12,8 +12,8 @@ LEAST_PIECE = 16 * 1024
 """The least bytes of a piece, however slow the line is."""
 
 YIELD_SECONDS, YIELD_TIMES = 0.25, 5
-"""A piece of other traffic waits at most so long, and at most so many times its own time on the line, while
-training traffic is queued."""
+"""What may wait does so at most so long, and at most so many times its own time on the line, while other
+traffic is queued."""
 _LOOK_SECONDS = 0.01
 
 KEEP_ALIVE = b"\0"
@@ -43,6 +43,8 @@ class Pacer:
         self._ahead = ahead
         self._free_at = 0.0
         self._lock = threading.Lock()
+        self._behind = threading.Lock()
+        """Held by the one that waits for an idle line."""
 
     @property
     def piece(self) -> int:
@@ -55,6 +57,26 @@ class Pacer:
             start = max(self._free_at, now - self._ahead)
             self._free_at = start + size / self.rate
         return max(0.0, start - now)
+
+    def reserve_behind(self, size: int, wait: Callable[[float], bool]) -> float | None:
+        """Reserve bytes that may wait for others', on any thread. One caller at a time does so, once the line
+        is idle or after `YIELD_TIMES` as long as they take. So other bytes wait for those of one caller only,
+        however many there are.
+
+        `wait` takes seconds, and returns False to give up. Returns the seconds to wait first, or None.
+        """
+        own = size / self.rate
+        while not self._behind.acquire(timeout=own):
+            if not wait(0.0):
+                return None
+        try:
+            latest = time.monotonic() + YIELD_TIMES * own
+            while (busy := min(self._free_at, latest) - time.monotonic()) > 0:
+                if not wait(busy):
+                    return None
+            return self.reserve(size, time.monotonic())
+        finally:
+            self._behind.release()
 
     async def pass_through(self, size: int) -> None:
         """Wait until `size` bytes may be sent."""

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from wire.pacing import BURST_SECONDS, LEAST_PIECE, YIELD_SECONDS, BesideTraining, Pacer
+from wire.pacing import BURST_SECONDS, LEAST_PIECE, YIELD_SECONDS, YIELD_TIMES, BesideTraining, Pacer
 
 
 def test_the_rate_holds_for_any_sender() -> None:
@@ -34,6 +35,44 @@ def test_one_message_larger_than_a_burst_passes_and_is_paid_for_afterwards() -> 
     pacer = Pacer(rate=1000.0)
     assert pacer.reserve(5000, 10.0) == 0.0
     assert pacer.reserve(1, 10.0) == pytest.approx(5.0 - BURST_SECONDS)
+
+
+def test_of_many_that_may_wait_others_wait_for_one() -> None:
+    pacer, own = Pacer(1e6), 0.05
+    ends, waited = time.monotonic() + 1.0, list[float]()
+
+    def wait(seconds: float) -> bool:
+        time.sleep(seconds)
+        return time.monotonic() < ends
+
+    def sends() -> int:
+        sent = 0
+        while (seconds := pacer.reserve_behind(int(own * pacer.rate), wait)) is not None:
+            sent += wait(seconds)
+        return sent
+
+    with ThreadPoolExecutor(4) as pool:
+        several = [pool.submit(sends) for _ in range(4)]
+        while time.monotonic() < ends - 0.2:
+            time.sleep(0.03)
+            waited.append(pacer.reserve(1, time.monotonic()))
+        sent = sum(one.result() for one in several)
+    assert max(waited) <= own
+    assert sent >= 4, "they take turns"
+
+
+def test_what_may_wait_gets_a_part_of_a_busy_line_and_gives_up_when_it_is_told() -> None:
+    pacer, own = Pacer(1e6), 0.02
+    size, began = int(own * pacer.rate), time.monotonic()
+    pacer.reserve(1000 * size, began)
+
+    def wait(seconds: float) -> bool:
+        time.sleep(seconds)
+        return True
+
+    left = pacer.reserve_behind(size, wait)
+    assert left is not None and left > own and time.monotonic() - began >= YIELD_TIMES * own
+    assert pacer.reserve_behind(size, lambda seconds: False) is None
 
 
 async def test_a_tensor_waits_for_one_small_piece_of_other_traffic_however_many_transfers_there_are() -> None:
