@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
-CHAT_FORMAT = "13"
+CHAT_FORMAT = "14"
 """Increase this when the same rows give other tokens or labels."""
 _END_CHARACTERS = 20
 """This much of a message's end is looked for in the text."""
@@ -203,6 +203,8 @@ class ChatEncoder:
         conversation = normalized(row, place, template.forms)
         if has_zero_label(row):
             _say_zero_label(str(self._path))
+        if conversation.others:
+            _say_others(str(self._path))
         last = conversation.messages[conversation.trained[-1]]
         thinks = not template.forms.thoughts and THOUGHT_END in str(last.get("content"))
         if thinks or (not template.forms.reasoning and last.get(REASONING[0])):
@@ -321,6 +323,15 @@ def _say_zero_label(tokenizer: str) -> None:
     logger.warning(
         "rows have the number 0 as their label, and are trained on: if it means that people rejected the "
         "answer, write false instead of 0, or remove these rows"
+    )
+
+
+@cache
+def _say_others(tokenizer: str) -> None:
+    """`tokenizer` only tells one data set's report from another's."""
+    logger.warning(
+        "messages that the assistant did not write are marked to be trained on (`train`, or a weight of 1): "
+        "they have no labels all the same; give them the assistant's role if they shall have some"
     )
 
 

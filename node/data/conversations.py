@@ -72,6 +72,9 @@ ROW_MARKS = tuple(key for key in (*TRAINED, *MASKED) if key != MEASURED)
 MASK = "mask"
 """The key with which a row names the roles whose messages have no labels; all others have some (NeMo's
 format)."""
+KIND, ATTRIBUTES = "type", ("VALUE_TO_TEXT", "TEXT_TO_VALUE")
+"""The key of a row, and its values that say that turns have attributes, which the answer follows or the model
+predicts (NeMo's format)."""
 DETAIL = "train_detail"
 """The key with which a message gives labels to some of its characters (axolotl's format)."""
 SETTINGS = "chat_template_kwargs"
@@ -87,6 +90,7 @@ THOUGHT, THOUGHT_END = "<think>", "</think>"
 TEXT_PARTS = ("text", "input_text", "output_text")
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
+_PARTLY = "labels for parts of a message"
 _UNCLEAR_MASK = "a mask that does not say what 1 means"
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _NUMBERS = dict.fromkeys(("true", "1", "1.0", "yes", "on"), 1) | dict.fromkeys(
@@ -136,6 +140,8 @@ class Conversation:
     """The indices of the assistant's messages."""
     trained: tuple[int, ...]
     """The indices of those messages that have labels."""
+    others: bool
+    """Whether a message of somebody else is marked as one to train on."""
     extra: dict[str, Any]
     """Variables of the template: the row's own ones, `tools` and `documents`, if it has them."""
 
@@ -156,6 +162,8 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         has_zero_label(row) and {"prompt", "completion"} <= row.keys()
     ):
         raise Dropped("an answer that its label rejects")
+    if row.get(KIND) in ATTRIBUTES:
+        raise Dropped("attributes of turns")
     try:
         messages = [dict(message) for message in _messages_of(row, place)]
         _spread_marks(messages, row)
@@ -178,6 +186,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         messages.insert(0, {"role": SYSTEM, "content": _text(system)})
     converted: list[Message] = []
     answers, trained, results = [], [], []
+    others = False
     waiting: list[str] = []
     for message in messages:
         role = _role(message)
@@ -186,8 +195,10 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         counts = _counts(message)
         if role == ASSISTANT:
             answers.append(len(converted))
-            if counts:
+            if counts is not False:
                 trained.append(len(converted))
+        else:
+            others = others or counts is True
         converted.append(_message(message, role, forms, waiting))
     order_results(converted, results)
     if forms.short_ids:
@@ -197,7 +208,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     if not trained:
         raise Dropped("no assistant message with a weight")
     extra = settings | {key: value for key, value in (("tools", tools), ("documents", documents)) if value}
-    return Conversation(converted, tuple(answers), tuple(trained), extra)
+    return Conversation(converted, tuple(answers), tuple(trained), others, extra)
 
 
 def has_zero_label(row: Mapping[str, Any]) -> bool:
@@ -216,11 +227,11 @@ def _spread_marks(messages: list[Message], row: Mapping[str, Any]) -> None:
             raise Dropped("a mask of other roles than the user's")
     elif masked not in (None, [], ""):
         raise Dropped(_UNCLEAR_MASK)
-    if not _counts({key: value for key, value in marks.items() if key not in lists}):
+    if _counts({key: value for key, value in marks.items() if key not in lists}) is False:
         raise Dropped("a row with a weight of 0")
     for key, values in lists.items():
         if len(values) != len(messages):  # they are for tokens
-            raise Dropped("labels for parts of a message")
+            raise Dropped(_PARTLY)
         for message, value in zip(messages, values, strict=True):
             message.setdefault(key, value)
 
@@ -320,22 +331,25 @@ def _role(message: Message) -> str:
     return ASSISTANT if name in CALLS else _ROLE_OF.get(name, given)
 
 
-def _counts(message: Message) -> bool:
-    """Whether a message has labels. Removes the keys that say so."""
-    counts = True
+def _counts(message: Message) -> bool | None:
+    """Whether a message or a part of one has labels; None if it does not say so. Removes the keys that do."""
+    counts: bool | None = None
     for key in (*TRAINED, *MASKED):
         value = message.get(key)
         if isinstance(value, str):
             value = _NUMBERS.get(value.strip().lower(), value)
         if value in (0, 1):
             del message[key]
-            counts = counts and bool(value) == (key in TRAINED)
+            if bool(value) != (key in TRAINED):
+                counts = False
+            elif key in TRAINED and counts is None:
+                counts = True
         elif isinstance(value, list) and value:
-            raise Dropped("labels for parts of a message")
+            raise Dropped(_PARTLY)
         elif key != MEASURED and value not in (None, [], ""):
             raise Dropped("a weight other than 0 and 1")
     if message.get(DETAIL):
-        raise Dropped("labels for parts of a message")
+        raise Dropped(_PARTLY)
     if message.get(MASK) in (0, 1):
         raise Dropped(_UNCLEAR_MASK)
     return counts
@@ -397,6 +411,8 @@ def _content(content: Any, role: str, forms: Forms) -> Any:
         content = [content]
     if isinstance(content, list) and (role != TOOL or all(map(_is_part, content))):
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
+        if role == ASSISTANT and any(_counts(part) is False for part in parts):
+            raise Dropped(_PARTLY)
         texts = [part.get("text", "") for part in parts if _is_text(part)]
         if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
             raise Dropped("content other than text")

@@ -326,9 +326,12 @@ class Template:
             if place >= 0:
                 start = place + len(opening)
             elif header is not None and first is not None:
-                # The prompt may say that there are no thoughts.
-                floor += _shared(whole.text[floor:first], header)
+                # The prompt may begin a thought, or say that there are none.
+                shared = _shared(whole.text[floor:first], header)
+                floor += shared
                 start = _thought_start(whole.text, floor, first, conversation.messages[index])
+                thinks = header[:shared].endswith(THOUGHT) or header.startswith(THOUGHT, shared)
+                start = floor if start == first and thinks else start
         if start is None or start > anchor:
             raise Dropped(_LOST)
 

@@ -441,6 +441,17 @@ def test_a_tables_mask_of_its_messages_is_read(tmp_path: Path) -> None:
     assert row["mask"] == "User"
 
 
+def test_marks_that_ask_for_labels_on_what_others_wrote_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t")), "")
+    asked, answered = {"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes."}
+    encoder.encode({"messages": [{**asked, "train": False}, {**answered, "train": True}]}, "here")
+    assert not caplog.records
+    encoder.encode({"messages": [{**asked, "train": True}, answered]}, "here")
+    assert "marked to be trained on" in caplog.text
+
+
 def test_reasoning_that_the_template_leaves_out_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -266,6 +266,24 @@ def test_a_rows_mask_of_its_messages_says_which_have_labels(marks: dict[str, Any
     assert found.answers == (2, 4) and found.trained == (4,)
 
 
+@pytest.mark.parametrize(
+    ("row", "others"),
+    [
+        ({"messages": [{**ASKED, "train": True}, ANSWERED]}, True),
+        ({"messages": [{"role": "system", "content": "Be kind.", "weight": 1.0}, *TALK]}, True),
+        ({"messages": TALK, "loss_mask": [1, 1]}, True),
+        ({"messages": [{**ASKED, "train": False, "weight": 1}, ANSWERED]}, False),
+        ({"messages": [{**ASKED, "masked": False}, {**ANSWERED, "train": True}]}, False),
+        ({"messages": [{**ASKED, "content": [{"text": "How warm?", "weight": 0}]}, ANSWERED]}, False),
+        ({"messages": TALK, "weight": 1}, False),
+    ],
+)
+def test_a_mark_that_asks_for_labels_on_what_others_wrote_is_seen(row: dict[str, Any], others: bool) -> None:
+    found = normalized(row, "", Forms())
+    assert found.others == others and len(found.trained) == 1
+    assert all(message.keys() == {"role", "content"} for message in found.messages)
+
+
 @pytest.mark.timeout(10)
 def test_a_label_of_zero_rejects_an_answer_only_in_the_format_of_kto() -> None:
     row = {"prompt": "How warm?", "completion": "Seven.", "label": 0}
@@ -346,6 +364,10 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ([ASKED, {**ANSWERED, "train": "sometimes"}], "a weight other than 0 and 1"),
         ([ASKED, {**ANSWERED, "mask": 1}], "a mask that does not say what 1 means"),
         ([ASKED, {**ANSWERED, "train_detail": [{"train": False}]}], "labels for parts of a message"),
+        *(
+            ([ASKED, {**ANSWERED, "content": ["Well: ", part]}], "labels for parts of a message")
+            for part in ({"text": "7.", "train": False}, {"type": "text", "text": "7.", "weight": 0.0})
+        ),
         ([ASKED, {"role": "assistant", "tool_calls": ["f"]}], "tool calls that are not JSON"),
         ([ASKED, {**ANSWERED, "tool_calls": 7}], "tool calls that are no objects"),
         ([ASKED, {**ANSWERED, "train": "false"}], "no assistant message with a weight"),
@@ -387,6 +409,8 @@ def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any],
         ({"mask": "user, System", "type": None}, ""),
         *(({"mask": names}, "a mask of other roles") for names in ("Assistant", "gpt,User", "System")),
         ({"mask": [0, 1]}, "a mask that does not say what 1 means"),
+        *(({"type": kind}, "attributes of turns") for kind in ("VALUE_TO_TEXT", "TEXT_TO_VALUE")),
+        ({"type": "chat"}, ""),
         ({"loss": 0.0, "weight": None, "train": []}, ""),
         ({"kto_tag": 1}, ""),
         ({"images": [], "image": None, "audio": ""}, ""),

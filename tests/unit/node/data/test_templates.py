@@ -53,6 +53,21 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
             [TWO[2], TWO[3], TWO[2], TWO[3]],
             "<s>user<m>And?<e><s>assistant[[<m>Two.<e>]]<s>user<m>And?<e><s>assistant[[<m>Two.<return>]]",
         ),
+        # A call without a thought, where the prompt begins one, as DeepSeek's R1 and Nemotron have it.
+        *(
+            (
+                HEAD + "<s>{{ m.role }}\n" + before + "{{ m.content }}{% for c in m.tool_calls or [] %}"
+                "<call>{{ c.function | tojson }}{% endfor %}<e>\n{% endfor %}"
+                "{% if add_generation_prompt %}<s>assistant\n<think>\n{% endif %}",
+                [TWO[2], {"role": "assistant", "tool_calls": [CALL]}],
+                f"<s>user\nAnd?<e>\n<s>assistant\n{written}<call>"
+                '{"name": "weather", "arguments": {"city": "Oslo"}}<e>\n]]',
+            )
+            for before, written in (
+                ("", "[["),
+                ("{{ '<think></think>' if m.role == 'assistant' }}", "<think>[[</think>"),
+            )
+        ),
         # Thoughts, where the prompt says that there are none, as Qwen3.5's small models have it.
         *(
             (
@@ -173,7 +188,8 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
         ),
     ],
     ids=[
-        *("thoughts", "moved", "end", "return", "silent", "tags", "bot", "parts", "arguments", "repeated"),
+        *("thoughts", "moved", "end", "return", "begun", "closed", "silent", "tags", "bot", "parts"),
+        *("arguments", "repeated"),
         *("space", "null", "earlier", "nine", "tool", "thought"),
     ],
 )
