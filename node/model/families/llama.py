@@ -234,10 +234,11 @@ class Llama(Family):
             **({"hidden_activation": "gelu_pytorch_tanh"} if kind == GEMMA else {"hidden_act": "silu"}),
         }
         if rest is not None:
-            return {**rest, **common, **sizes}
+            # transformers before 5 and other programs do not read `rope_parameters`, and would take defaults.
+            older = dict(written_rope(model)) if "rope_parameters" in rest else {}
+            return {**rest, **common, **sizes, **older}
         extra: dict[str, Any] = {
             "max_position_embeddings": model.sequence,
-            "rope_theta": model.rope_theta,
             "attention_bias": False,
             **dict(written_rope(model)),
         }
@@ -248,7 +249,6 @@ class Llama(Family):
                 "layer_types": [
                     FULL if index in model.no_window else SLIDING for index in range(model.layers)
                 ],
-                "rope_local_base_freq": model.window_theta,
                 "query_pre_attn_scalar": model.query_scale or model.width,
             }
         if kind == "smollm3":
@@ -427,6 +427,9 @@ def _rope_type(given: ConfigReader) -> Any:
 
 
 def written_rope(model: ModelSection) -> Iterator[tuple[str, Any]]:
+    yield "rope_theta", model.rope_theta
+    if model.window_theta:
+        yield "rope_local_base_freq", model.window_theta
     if model.rope_scaling == "none":
         return
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}

@@ -512,7 +512,7 @@ def test_an_export_of_what_nodes_hold_finds_the_files_of_the_run_file(tmp_path: 
     write_tokenizer(source)
     settings = json.loads((source / "tokenizer_config.json").read_text()) | {"name_or_path": str(source)}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    nulls = json.loads((source / "config.json").read_text()) | {"rope_theta": None, "max_window_layers": None}
+    nulls = json.loads((source / "config.json").read_text()) | {"rope_scaling": None, "max_window_layers": None}
     (source / "config.json").write_text(json.dumps(nulls | {"architectures": ["Kept"], "mine": 7}))
     config = RunConfig(model=section(source, 64), data=DataSection(tokenizer=str(source)))
     run = tmp_path / "run"
@@ -522,7 +522,7 @@ def test_an_export_of_what_nodes_hold_finds_the_files_of_the_run_file(tmp_path: 
     path.write_text(path.read_text().replace(f"{source}", "source"))
     export(run, tmp_path / "out")
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert exported["mine"] == 7 and not {"rope_theta", "max_window_layers"} & exported.keys()
+    assert exported["mine"] == 7 and not {"rope_scaling", "max_window_layers"} & exported.keys()
     assert load_tokenizer(str(tmp_path / "out")).fingerprint == load_tokenizer(str(source)).fingerprint
     files = [path for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"]
     assert len(files) > 3 and not [path for path in files if str(tmp_path) in path.read_text()]

@@ -26,7 +26,7 @@ from node.model.llama_block import rotary_frequencies
 from node.model.units import block_name, unit_names
 from node.stage.executor import StageExecutor
 from node.stage.stage_model import StageModel
-from node.state.families import read_config
+from node.state.families import read_config, write_config
 from node.state.start import check_weights, open_source, read_units
 from node.state.unit_state import weights_file
 from node.state.weights import Checkpoint, CheckpointError, FolderFiles
@@ -219,6 +219,17 @@ def test_gemmas_rotary_values_are_those_of_transformers(rope: dict[str, Any]) ->
     theirs = Gemma3RotaryEmbedding(Gemma3TextConfig(**deepcopy(config)))
     torch.testing.assert_close(rotary_frequencies(ours), theirs.full_attention_inv_freq)
     torch.testing.assert_close(rotary_frequencies(ours, windowed=True), theirs.sliding_attention_inv_freq)
+
+
+def test_an_export_says_rotary_values_as_older_programs_read_them_too(saved: tuple[Any, Path]) -> None:
+    model, folder = saved
+    original = json.loads((folder / "config.json").read_text())
+    written = write_config(section(folder), "float32", original)
+    older = {key: value for key, value in written.items() if key != "rope_parameters"}
+    assert ("rope_theta" in older) == ("rope_parameters" in original)
+    assert read_config(older, "", LENGTH) == read_config(original, "", LENGTH)
+    theirs = type(model.config).from_dict(deepcopy(written))
+    assert read_config(theirs.to_dict(), "", LENGTH) == read_config(original, "", LENGTH)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
