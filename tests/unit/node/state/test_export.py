@@ -512,7 +512,10 @@ def test_an_export_of_what_nodes_hold_finds_the_files_of_the_run_file(tmp_path: 
     write_tokenizer(source)
     settings = json.loads((source / "tokenizer_config.json").read_text()) | {"name_or_path": str(source)}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    nulls = json.loads((source / "config.json").read_text()) | {"rope_scaling": None, "max_window_layers": None}
+    nulls = json.loads((source / "config.json").read_text()) | {
+        "rope_scaling": None,
+        "max_window_layers": None,
+    }
     (source / "config.json").write_text(json.dumps(nulls | {"architectures": ["Kept"], "mine": 7}))
     config = RunConfig(model=section(source, 64), data=DataSection(tokenizer=str(source)))
     run = tmp_path / "run"
