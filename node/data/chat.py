@@ -21,7 +21,6 @@ import numpy as np
 from node.config.schema import DataSection
 from node.data.conversations import (
     ASSISTANT,
-    REASONING,
     ROLES,
     SYSTEM,
     THOUGHT_END,
@@ -31,6 +30,7 @@ from node.data.conversations import (
     Dropped,
     has_zero_label,
     normalized,
+    thoughts_of,
     tools_of,
     words_of,
 )
@@ -149,8 +149,10 @@ class ChatEncoder:
             Dropped: the conversation cannot be trained on.
             DataError: the row is no conversation.
         """
-        conversation, template = self._conversation(row, place)
-        return self._tokens(template.render(conversation))
+        (encoded,) = self.encode_all([(place, row)])
+        if isinstance(encoded, Dropped):
+            raise encoded
+        return encoded
 
     def encode_all(
         self, rows: Iterable[tuple[str, Mapping[str, Any] | bytes | Dropped]]
@@ -186,6 +188,10 @@ class ChatEncoder:
                     raise result
                 for whose in _left_out(conversation, result.text):
                     _say_no_content(str(self._path), whose)
+                for index in conversation.trained:
+                    thoughts = thoughts_of(conversation.messages[index])
+                    if any(thought not in result.text for thought in thoughts):
+                        _say_no_thoughts(str(self._path), index == conversation.trained[-1])
                 contents = (words_of(message.get("content")) for message in conversation.messages)
                 # The text before a marker is that of a whole conversation.
                 if self._marker is None and (token := self._special.found_in(contents)):
@@ -205,10 +211,6 @@ class ChatEncoder:
             _say_zero_label(str(self._path))
         if conversation.others:
             _say_others(str(self._path))
-        last = conversation.messages[conversation.trained[-1]]
-        thinks = not template.forms.thoughts and THOUGHT_END in str(last.get("content"))
-        if thinks or (not template.forms.reasoning and last.get(REASONING[0])):
-            _say_no_thoughts(str(self._path))
         return conversation, template
 
     def _tokens(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
@@ -336,11 +338,13 @@ def _say_others(tokenizer: str) -> None:
 
 
 @cache
-def _say_no_thoughts(tokenizer: str) -> None:
+def _say_no_thoughts(tokenizer: str, last: bool) -> None:
     logger.warning(
-        "the chat template for %s leaves out the reasoning of answers, so it is not trained on: set "
-        "data.chat_template to one that writes it",
+        "the chat template for %s leaves out the reasoning of %s: set data.chat_template to one that writes "
+        "it%s",
         tokenizer,
+        "answers, so it is not trained on" if last else "earlier answers, so the model learns not to think",
+        "" if last else ", or mark these answers with `train: false`",
     )
 
 

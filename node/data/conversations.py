@@ -121,10 +121,6 @@ class Forms:
     """It accepts null as the content of a message with tool calls."""
     short_ids: bool = False
     """It refuses identities of calls that have not nine letters or digits, as Mistral's does."""
-    thoughts: bool = True
-    """It renders what stands before `</think>` in the last answer."""
-    reasoning: bool = True
-    """It renders the last answer's reasoning (`REASONING`)."""
     plain: bool = True
     """It renders content given as text."""
     parts: bool = False
@@ -481,6 +477,12 @@ def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
 def words_of(content: str | Sequence[Message] | None) -> str:
     """The text of a message's content, which may be in parts."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
+def thoughts_of(message: Message) -> list[str]:
+    """The thoughts of a message, which stand in its content or beside it."""
+    said = words_of(message.get("content")).rpartition(THOUGHT_END)[0].rpartition(THOUGHT)[2]
+    return [text.strip() for text in (said, str(message.get(REASONING[0]) or "")) if text.strip()]
 
 
 def _arguments_key(call: Message) -> str:

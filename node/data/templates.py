@@ -29,7 +29,6 @@ from node import program
 from node.data.conversations import (
     ASSISTANT,
     LEFT_OUT,
-    REASONING,
     SYSTEM,
     THOUGHT,
     THOUGHT_END,
@@ -39,7 +38,7 @@ from node.data.conversations import (
     Dropped,
     Forms,
     Message,
-    words_of,
+    thoughts_of,
 )
 from wire.errors import DataError
 
@@ -393,8 +392,6 @@ class Template:
         lasts = {content for given, content in works if call(given, content, answered=True) is not None}
         plain = written(answer("probe2")) or ""
         parts = written(answer([{"type": "text", "text": "probe2"}])) or ""
-        thought = written(answer("<think>\nprobe7\n</think>\n\nprobe2")) or ""
-        reasoned = written(answer("probe2", thinking="probe7", reasoning_content="probe7")) or ""
         forms = Forms(
             roles=self._roles,
             # A form that is refused here may work with other messages.
@@ -405,8 +402,6 @@ class Template:
             and (null or "").count("None") == (empty or "").count("None")
             and lasts != {""},
             short_ids=bool(works) and call(*works[0], "call_probe6") is None,
-            thoughts="probe7" in thought or "probe2" not in thought,
-            reasoning="probe7" in reasoned or "probe2" not in reasoned,
             plain="probe2" in plain or "probe2" not in parts,
             parts="probe2" in parts and "'text'" not in parts and '"text"' not in parts,
         )
@@ -514,9 +509,8 @@ def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
 def _thought_start(text: str, floor: int, first: int, message: Message) -> int:
     """Where the thought of an answer begins in this part of the text, whose words begin at `first`; `first`
     if it is not there."""
-    said = words_of(message.get("content")).rpartition(THOUGHT_END)[0].rpartition(THOUGHT)[2]
-    for thought in filter(str.strip, (said, str(message.get(REASONING[0]) or ""))):
-        place = text.rfind(thought.strip(), floor, first)
+    for thought in thoughts_of(message):
+        place = text.rfind(thought, floor, first)
         if place >= 0:
             before = text[:place].rstrip()
             return len(before.removesuffix(THOUGHT)) if before.endswith(THOUGHT) else place

@@ -457,19 +457,33 @@ def test_reasoning_that_the_template_leaves_out_is_reported(
 ) -> None:
     folder = write_tokenizer(tmp_path / "t", TEMPLATE)
     cut = TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
+    cut_earlier = TEMPLATE.replace(
+        "message['content']",
+        "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
+    )
     thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
+    earlier = {"role": "assistant", "content": "<think>Well.</think>No."}
     reasoned = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
-    asked = {"role": "user", "content": "So?"}
-    for number, (template, answer, reported) in enumerate(
-        [(TEMPLATE, thought, False), (cut, thought, True), (TEMPLATE, reasoned, True), (cut, asked, False)]
-    ):
+    empty = {"role": "assistant", "content": "<think>\n\n</think>\n\nYes."}
+    asked, no = {"role": "user", "content": "So?"}, {"role": "assistant", "content": "No."}
+    cases: list[tuple[str, list[dict[str, Any]], str]] = [
+        (TEMPLATE, [asked, no, asked, thought], ""),
+        (cut, [asked, no, asked, thought], "of answers"),
+        (TEMPLATE, [asked, no, asked, reasoned], "of answers"),
+        (cut, [asked, no, asked, asked], ""),
+        (cut, [asked, empty], ""),
+        # The model would learn to answer without thinking, as Qwen3's template has it.
+        (cut_earlier, [asked, earlier, asked, thought], "of earlier answers"),
+        (cut_earlier, [asked, {**earlier, "train": False}, asked, thought], ""),
+    ]
+    for number, (template, messages, reported) in enumerate(cases):
         (tmp_path / f"{number}").mkdir()
         own = shutil.copytree(folder, tmp_path / f"{number}" / "t")
         (own / "chat_template.jinja").write_text(template)
         caplog.clear()
-        encoder = load_chat_encoder(str(own), "")
-        encoder.encode({"messages": [asked, {"role": "assistant", "content": "No."}, asked, answer]}, "here")
-        assert ("reasoning" in caplog.text) == reported
+        load_chat_encoder(str(own), "").encode({"messages": messages}, "here")
+        lines = [line.getMessage() for line in caplog.records if "the reasoning" in line.getMessage()]
+        assert len(lines) == bool(reported) and all(f"the reasoning {reported}" in line for line in lines)
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
