@@ -22,7 +22,6 @@ from node.config.schema import DataSection
 from node.data.conversations import (
     ASSISTANT,
     ROLES,
-    SYSTEM,
     THOUGHT_END,
     TOOL,
     USER,
@@ -30,6 +29,7 @@ from node.data.conversations import (
     Dropped,
     has_zero_label,
     normalized,
+    question,
     thoughts_of,
     tools_of,
     words_of,
@@ -247,8 +247,7 @@ class ChatEncoder:
         if self._marker is not None:
             text = self._marker.question(text)
         try:
-            before = [{"role": SYSTEM, "content": system}] if system else []
-            rendered = self._template.prompt([*before, {"role": USER, "content": text}])
+            rendered = self._template.prompt(question(text, system, self._template.forms))
         except Dropped as error:
             raise DataError(f"the chat template cannot render the prompt: {error}") from error
         return list(self._encoded(rendered).ids)

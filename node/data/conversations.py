@@ -212,6 +212,12 @@ def has_zero_label(row: Mapping[str, Any]) -> bool:
     return str(row.get("label")).strip() in ZEROS
 
 
+def question(text: str, system: str, forms: Forms) -> list[Message]:
+    """The user's message `text`, after that of the `system` unless it is empty."""
+    messages = [*([(SYSTEM, system)] if system else []), (USER, text)]
+    return [_message({"role": role, "content": content}, role, forms, []) for role, content in messages]
+
+
 def _spread_marks(messages: list[Message], row: Mapping[str, Any]) -> None:
     """Give each message its mark from the row's list of them. Raises Dropped for a row without labels."""
     marks = {key: value for key in ROW_MARKS if (value := _clean(row.get(key))) not in (None, [], "")}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,6 +108,14 @@ def test_a_question_is_encoded_up_to_the_answer(tmp_path: Path) -> None:
     refusing = write_tokenizer(tmp_path / "refusing", "{{ raise_exception('no system message') }}")
     with pytest.raises(DataError, match="no system"):
         load_chat_encoder(str(refusing), "").question("why?")
+    # Roles and contents have the form that the template reads, as in training.
+    parts = write_tokenizer(
+        tmp_path / "parts",
+        "{% for m in messages %}{{ 'U:' if m.role == 'human' else m.role }}{% for part in m.content %}"
+        "{{ part.text }}{% endfor %}{% endfor %}",
+    )
+    asked = load_chat_encoder(str(parts), "").question("why?", "Be kind.")
+    assert tokenizers.Tokenizer.from_file(f"{parts}/tokenizer.json").decode(asked) == "systemBe kind.U:why?"
 
 
 def _answer(family: str, message: dict[str, Any], *, last: bool) -> str:
