@@ -423,7 +423,7 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
             data = original_file(start, file)
         if data is not None:
             (out / file).parent.mkdir(exist_ok=True)
-            (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
+            (out / file).write_bytes(_written_settings(data) if file == SETTINGS else data)
     if (pieces := _sentencepiece(path, start)) is not None:
         (out / SENTENCEPIECE).write_bytes(pieces)
     if not (out / TOKENIZER).exists():
@@ -465,13 +465,16 @@ def _object(data: bytes) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _without_paths(data: bytes) -> bytes:
-    """The settings of a tokenizer without the paths of the machine that saved it."""
+def _written_settings(data: bytes) -> bytes:
+    """The settings of a tokenizer without the paths of the machine that saved it, and with the names that
+    transformers 5 has changed as all versions read them."""
     values = _object(data)
-    if not values.keys() & PATH_KEYS:
-        return data
     kept = {key: value for key, value in values.items() if key not in PATH_KEYS}
-    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+    if kept.get("tokenizer_class") == "TokenizersBackend":
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(kept.get("extra_special_tokens"), list):
+        kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
+    return data if kept == values else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _write_ends(config: RunConfig, path: Path) -> None:

@@ -510,7 +510,10 @@ def test_an_export_of_what_nodes_hold_finds_the_files_of_the_run_file(tmp_path: 
     source = tmp_path / "source"
     make("qwen2").save_pretrained(source)
     write_tokenizer(source)
-    settings = json.loads((source / "tokenizer_config.json").read_text()) | {"name_or_path": str(source)}
+    settings = json.loads((source / "tokenizer_config.json").read_text()) | {
+        **{"name_or_path": str(source), "tokenizer_class": "TokenizersBackend"},
+        "extra_special_tokens": ["<|im_start|>"],
+    }
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     nulls = json.loads((source / "config.json").read_text()) | {
         "rope_scaling": None,
@@ -527,6 +530,10 @@ def test_an_export_of_what_nodes_hold_finds_the_files_of_the_run_file(tmp_path: 
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert exported["mine"] == 7 and not {"rope_scaling", "max_window_layers"} & exported.keys()
     assert load_tokenizer(str(tmp_path / "out")).fingerprint == load_tokenizer(str(source)).fingerprint
+    # transformers 5 wrote what older versions cannot read.
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in written
+    assert written["additional_special_tokens"] == ["<|im_start|>"]
     files = [path for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"]
     assert len(files) > 3 and not [path for path in files if str(tmp_path) in path.read_text()]
 
