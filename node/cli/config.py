@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from node.display.explain import explanation_json, explanation_text
     from node.run_file.loader import load_config
     from node.state.hub import PREFIX
-    from node.state.start import check_weights
+    from node.state.start import check_weights, frozen_ends
     from node.view.explain import explain, text_plan
     from node.view.machines import machines_for, parse_machine
     from wire.errors import DataError
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if explanation.text is not None and explanation.text.problem:
         raise DataError(explanation.text.problem)
     if config.model.from_ and not config.model.from_.startswith(PREFIX):
-        asyncio.run(check_weights(config.model))
+        asyncio.run(check_weights(config.model, frozen_ends(config)))
     return 0
 
 

@@ -69,7 +69,7 @@ from node.state.snapshot import (
     set_damaged_aside,
     snapshot_directory,
 )
-from node.state.start import check_weights, original_config
+from node.state.start import check_weights, frozen_ends, original_config
 from node.state.unit_state import has_weights_alone
 from node.telemetry import events, points
 from node.telemetry.history import highest_step, history_size, last_start
@@ -128,7 +128,7 @@ def run_coordinator(
             config = _with_split(config, run.past)
         else:
             if config.model.from_:
-                event_loop.run(check_weights(config.model))
+                event_loop.run(check_weights(config.model, frozen_ends(config)))
             corpus = _load_corpus(config, tell)
             # After all checks, so that a failed start leaves no run behind.
             held.enter_context(run_lock(run_dir))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from node.config.schema import ModelSection
-from node.data.chat import TOOL_TEMPLATE
+from node.config.schema import ModelSection, RunConfig
+from node.data.chat import TOOL_TEMPLATE, chat_encoder
 from node.data.text import expanded, read_small
 from node.data.tokenizer import MOST_TABLES_BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_files
 from node.model.units import unit_names
@@ -252,10 +252,18 @@ def check_first(model: ModelSection, unit: str, digest: str, known: Mapping[str,
         )
 
 
-async def check_weights(model: ModelSection) -> None:
+def frozen_ends(config: RunConfig) -> frozenset[int]:
+    """The tokens that end answers, if a run on conversations trains adapters alone. Raises DataError."""
+    if not config.lora.rank or config.data.format != "chat":
+        return frozenset()
+    return chat_encoder(config.data).turn_ends
+
+
+async def check_weights(model: ModelSection, ends: Iterable[int] = ()) -> None:
     """Check by headers alone that `model.from_` has every tensor of the model, with its shape and complete.
 
-    Logs tensors that the model does not need. Raises DataError with one line.
+    Logs tensors that the model does not need, and the tokens of `frozen_ends` that it does not know. Raises
+    DataError with one line.
     """
     async with _opened(model) as checkpoint:
         if left := await checkpoint.check(model, unit_names(model)):
@@ -265,6 +273,14 @@ async def check_weights(model: ModelSection) -> None:
                 len(left),
                 CONFIG,
                 ", ".join(left[:3]) + (", ..." if len(left) > 3 else ""),
+            )
+        for token in await checkpoint.untrained(model, ends):
+            log.warning(
+                "%s was never trained on token %d, which ends answers, and adapters do not train its row: "
+                "the model would not learn to stop. Start from a chat model, set data.chat_template to one "
+                "with tokens that the model knows, or train the whole model (lora.rank = 0)",
+                model.from_,
+                token,
             )
 
 

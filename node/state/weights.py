@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -20,7 +20,7 @@ import numpy as np
 from node.config.schema import ModelSection
 from node.data.text import LFS_POINTER, check_link
 from node.model.families.family import FileTensor
-from node.model.units import EMBED, parameter_specs
+from node.model.units import EMBED, HEAD, parameter_specs
 from node.state.families import OUTPUT, tensors
 from node.state.hub import INDEX, PIECE_BYTES, SINGLE
 from wire.errors import DataError, shortened
@@ -54,6 +54,9 @@ _QUANTIZED = (
 """Suffixes of tensors of quantized weights. The weights without these are other weights."""
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Suffixes of tensors that older versions saved although they follow from the configuration."""
+
+_TINY = 1e-16
+"""The largest value in a row that was never trained: Llama 3's reserved tokens have 1e-24."""
 
 Weights = dict[str, dict[str, np.ndarray]]
 """Parameters by unit and name, in float32, or as the bits of bfloat16 if requested as stored."""
@@ -241,6 +244,20 @@ class Checkpoint:
             if embed_bytes != head_bytes:
                 return True
         return False
+
+    async def untrained(self, model: ModelSection, tokens: Iterable[int]) -> list[int]:
+        """The tokens whose rows of the head are as good as zero. Raises the errors of `read`."""
+        (embed,) = tensors(model, EMBED)["tokens.weight"]
+        (place,) = await self._find(model, HEAD, replace(embed, name=OUTPUT))
+        found = []
+        width = (place.end - place.start) // place.shape[0]
+        for token in (token for token in tokens if token < place.shape[0]):
+            start = place.start + token * width
+            data = await self._files.read(place.file, start, start + width)
+            row = _float32(_as_stored(memoryview(data), replace(place, shape=place.shape[1:])))
+            if np.abs(row).max() <= _TINY:
+                found.append(token)
+        return found
 
     async def _find(self, model: ModelSection, unit: str, tensor: FileTensor) -> _Stored:
         self._map = self._map or await self._weight_map()

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.config.schema import DataSection, LoraSection, ModelSection, PipelineSection, RunConfig
 from node.data.text import LFS_POINTER
 from node.data.tokenizer import special_tokens
 from node.model.chunk import Chunk, build_chunk
@@ -27,10 +27,11 @@ from node.model.units import block_name, unit_names
 from node.stage.executor import StageExecutor
 from node.stage.stage_model import StageModel
 from node.state.families import read_config, write_config
-from node.state.start import check_weights, open_source, read_units
+from node.state.start import check_weights, frozen_ends, open_source, read_units
 from node.state.unit_state import weights_file
 from node.state.weights import Checkpoint, CheckpointError, FolderFiles
 from node.telemetry.clock import StageClock
+from tests.support.chat_data import write_tokenizer
 from wire.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -549,6 +550,31 @@ def test_tensors_that_no_model_has_are_reported_and_one_in_two_files_is_refused(
     (folder / "model.safetensors.index.json").write_text(json.dumps(values))
     with pytest.raises(DataError, match=r"tensor .* in model-\d.safetensors and in model-\d.safetensors"):
         asyncio.run(check_weights(section(folder)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_end_of_answers_that_was_never_trained_and_will_not_be_is_reported(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, tied: bool
+) -> None:
+    """As a base model's file has it, where adapters are trained on conversations."""
+    chat = DataSection(tokenizer=str(write_tokenizer(tmp_path / "chat")), format="chat")
+    config = replace(RunConfig(), data=chat, lora=LoraSection(rank=4))
+    ends = frozen_ends(config)
+    assert ends == {2} and not frozen_ends(replace(config, lora=LoraSection()))
+    assert not frozen_ends(replace(config, data=DataSection()))
+    if tied:
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors.pop("lm_head.weight").bfloat16()
+    matrix = tensors["model.embed_tokens.weight"] if tied else head
+    for value, reported in ((1e-3, False), (1e-24, True), (0.0, True)):
+        matrix[2] = value
+        own = {} if tied else {"lm_head.weight": matrix}
+        save_file({**tensors, **own}, folder / "model.safetensors", {"format": "pt"})
+        caplog.clear()
+        asyncio.run(check_weights(section(folder), {*ends, 1000}))  # the text may have no such token
+        assert ("token 2, which ends answers" in caplog.text) == reported
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
