@@ -83,6 +83,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that may hold a message's reasoning. Templates read the first."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Keys that may hold a call's arguments: OpenAI's, and those of Llama, LangChain and Anthropic."""
+TOOLS = ("tools", "tool_defs")
+"""Columns that may hold the tools. The first one that does is read."""
 PREFERENCES = ("chosen", "rejected")
 """The columns of a better and a worse answer."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
@@ -181,21 +183,27 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     if system and _role(messages[0]) != SYSTEM:
         messages.insert(0, {"role": SYSTEM, "content": _text(system)})
     converted: list[Message] = []
-    answers, trained, results = [], [], []
+    answers, trained, results = list[int](), list[int](), list[int]()
     others = False
     waiting: list[str] = []
     for message in messages:
-        role = _role(message)
+        role, calls = _role(message), _name(message) in CALLS
+        counts = _counts(message)
+        made = _message(message, role, forms, waiting)
+        if calls and answers and answers[-1] == len(converted) - 1:  # it calls in the same turn
+            if (counts is not False) != (answers[-1] in trained):
+                raise Dropped(_PARTLY)
+            converted[-1]["tool_calls"] = [*converted[-1].get("tool_calls", ()), *made["tool_calls"]]
+            continue
         if role == TOOL:
             results.append(len(converted))
-        counts = _counts(message)
         if role == ASSISTANT:
             answers.append(len(converted))
             if counts is not False:
                 trained.append(len(converted))
         else:
             others = others or counts is True
-        converted.append(_message(message, role, forms, waiting))
+        converted.append(made)
     order_results(converted, results)
     if forms.short_ids:
         _shorten_ids(converted, results)
@@ -326,11 +334,15 @@ def _earlier(pairs: Any) -> Iterator[Message]:
 
 def _role(message: Message) -> str:
     """The template's role for a message, or the role's name unchanged if it is unknown."""
-    given = message.get("role", message.get("from"))
-    if not isinstance(given, str) or not given.strip():
+    if not (name := _name(message)):
         raise Dropped("a message without a role")
-    name = given.strip().lower()
-    return ASSISTANT if name in CALLS else _ROLE_OF.get(name, given)
+    return ASSISTANT if name in CALLS else _ROLE_OF.get(name) or str(message.get("role", message.get("from")))
+
+
+def _name(message: Message) -> str:
+    """The name of a message's role in lower case; empty if it has none."""
+    given = message.get("role", message.get("from"))
+    return given.strip().lower() if isinstance(given, str) else ""
 
 
 def _counts(message: Message) -> bool | None:
@@ -544,7 +556,7 @@ def tools_of(row: Mapping[str, Any], place: str) -> list[Any]:
 
 def _tools(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Any]:
     """The tools as a list of objects. Any of them may be given as JSON text."""
-    tools = _from_json(row.get("tools"))
+    tools = next(filter(None, (_from_json(row.get(key)) for key in TOOLS)), None)
     if not tools:
         functions = _from_json(row.get("functions"))
         tools = [{"type": "function", "function": function} for function in _listed(functions)]
@@ -559,16 +571,26 @@ def _from_json(tools: Any) -> Any:
     return tools
 
 
-def _tool(tool: Any) -> Message:
-    if isinstance(tool, str):
-        tool = _json(tool, "tools that are not JSON")
-    if not isinstance(tool, dict):
-        raise Dropped("tools that are no objects")
+def _tool(given: Any) -> Message:
+    """A tool in OpenAI's form, in which servers give it to templates. Some read no other."""
+    tool = _tool_object(given)
     if isinstance(tool.get("function"), dict | str):
-        return {**tool, "function": _tool(tool["function"])}
-    if isinstance(tool.get("parameters"), str):
-        return {**tool, "parameters": _json(tool["parameters"], "tools that are not JSON")}
-    return tool
+        inner = _tool_object(tool["function"])
+    elif "name" in tool and tool.get("type", "function") == "function":
+        inner = {key: value for key, value in tool.items() if key != "type"}
+        tool = {"type": "function"}
+    else:
+        return tool
+    if isinstance(inner.get("parameters"), str):
+        inner = {**inner, "parameters": _json(inner["parameters"], "tools that are not JSON")}
+    return {**tool, "function": inner}
+
+
+def _tool_object(tool: Any) -> Message:
+    found = _json(tool, "tools that are not JSON") if isinstance(tool, str) else tool
+    if not isinstance(found, dict):
+        raise Dropped("tools that are no objects")
+    return found
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -40,6 +40,7 @@ from node.data.conversations import (
     SETTINGS,
     SYSTEMS,
     TAGS,
+    TOOLS,
     Dropped,
     refuse_preferences,
 )
@@ -87,7 +88,7 @@ TOKEN_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
 """Compressed files, tables, token files and row groups below this size are joined to shards."""
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
-_BESIDE = (SETTINGS, MASK, KIND, "tools", "functions", "documents")
+_BESIDE = (SETTINGS, MASK, KIND, *TOOLS, "functions", "documents")
 CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, *PREFERENCES, *ROW_MARKS, *_BESIDE))
 """The columns that are read from tables of conversations. No other column is converted."""
 MOST_BYTES = 128 << 20

@@ -127,11 +127,17 @@ def test_null_in_arguments_is_kept_where_it_was_written() -> None:
         [json.dumps(TOOL)],
         TOOL,
         [{**TOOL, "function": {**TOOL["function"], "parameters": '{"type": "object"}', "strict": None}}],
+        # As servers pass them on to templates, some of which read nothing else.
+        [TOOL["function"]],
+        json.dumps([{"type": "function", **TOOL["function"]}]),
     ],
-    ids=["list", "json", "list-of-json", "one", "parameters"],
+    ids=["list", "json", "list-of-json", "one", "parameters", "flat", "flat-typed"],
 )
 def test_tools_are_objects(tools: Any) -> None:
-    assert normalized({"messages": TALK, "tools": tools}, "", Forms()).extra == {"tools": [TOOL]}
+    for key in ("tools", "tool_defs"):
+        assert normalized({"messages": TALK, key: tools}, "", Forms()).extra == {"tools": [TOOL]}
+    other = {"type": "web_search", "name": "web"}
+    assert normalized({"messages": TALK, "tools": [other]}, "", Forms()).extra == {"tools": [other]}
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
@@ -181,6 +187,23 @@ def test_legacy_calls_become_tool_calls_with_identities() -> None:
             found.messages[2].items() >= {"role": "tool", "content": "7", "tool_call_id": "call00000"}.items()
         )
         assert found.answers == (1, 3) and found.extra == {"tools": [TOOL]}
+
+
+def test_calls_that_follow_an_answer_or_another_call_are_of_one_turn() -> None:
+    """As ms-swift has parallel calls."""
+    calls = [{"role": "tool_call", "content": json.dumps(CALL)}] * 2
+    results = [{"role": "tool_response", "content": text} for text in "78"]
+    for said in ([], [{"role": "assistant", "content": "I look."}]):
+        found = normalized({"messages": [ASKED, *said, *calls, *results, ANSWERED]}, "", Forms())
+        called = found.messages[1]
+        assert called["content"] == ("I look." if said else "") and found.answers == found.trained == (1, 4)
+        assert [call["id"] for call in called["tool_calls"]] == ["call00000", "call00001"]
+        assert [result["tool_call_id"] for result in found.messages[2:4]] == ["call00000", "call00001"]
+    unlike = [calls[0], {**calls[0], "train": False}]
+    with pytest.raises(Dropped, match="labels for parts"):
+        normalized({"messages": [ASKED, *unlike, *results, ANSWERED]}, "", Forms())
+    alike = [{**call, "train": False} for call in calls]
+    assert normalized({"messages": [ASKED, *alike, *results, ANSWERED]}, "", Forms()).trained == (4,)
 
 
 @pytest.mark.parametrize(
