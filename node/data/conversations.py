@@ -452,7 +452,7 @@ def _is_text(part: Message) -> bool:
 
 
 def _call(call: Any, forms: Forms) -> Message:
-    """A tool call whose arguments the template can render."""
+    """A tool call in OpenAI's form, whose arguments the template can render."""
     if isinstance(call, str):
         call = _json(call, "tool calls that are not JSON")
     if not isinstance(call, dict):
@@ -474,7 +474,11 @@ def _call(call: Any, forms: Forms) -> Message:
     if not isinstance(arguments, str) and not forms.objects:
         arguments = json.dumps(arguments, ensure_ascii=False)
     changed = {**inner, "arguments": arguments}
-    return {**call, "function": changed} if "function" in call else changed
+    if "function" in call:
+        return {"type": "function", **call, "function": changed}
+    beside = {"id": changed.pop("id")} if "id" in changed else {}
+    changed.pop("type", None)
+    return {**beside, "type": "function", "function": changed}
 
 
 def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:

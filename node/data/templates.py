@@ -530,14 +530,13 @@ def _words(comparison: Any) -> list[str]:
 def _called(conversation: Conversation, index: int) -> Iterator[str]:
     """The last word of the name in each of a message's tool calls."""
     for call in conversation.messages[index].get("tool_calls", ()):
-        yield from re.findall(r"\w+", call.get("function", call)["name"])[-1:]
+        yield from re.findall(r"\w+", call["function"]["name"])[-1:]
 
 
 def _renamed(call: Message, before: str, after: str) -> Message:
     """A tool call with text added before and after its name."""
-    inner = call.get("function", call)
-    changed = {**inner, "name": f"{before}{inner['name']}{after}"}
-    return {**call, "function": changed} if "function" in call else changed
+    inner = call["function"]
+    return {**call, "function": {**inner, "name": f"{before}{inner['name']}{after}"}}
 
 
 def _shared(text: str, tail: str) -> int:

@@ -86,7 +86,8 @@ def test_every_form_becomes_the_same(row: dict[str, Any]) -> None:
 def test_arguments_have_the_form_that_the_template_writes(calls: list[Any], as_json: bool) -> None:
     def inner(message: dict[str, Any]) -> dict[str, Any]:
         (call,) = message["tool_calls"]
-        return call.get("function", call)
+        assert call.keys() - {"id"} == {"type", "function"}, "some templates read no other form"
+        return call["function"]
 
     if as_json:
         calls = json.loads(json.dumps(calls).replace('{"city": "Oslo"}', json.dumps('{"city": "Oslo"}')))
@@ -115,8 +116,11 @@ def test_null_in_arguments_is_kept_where_it_was_written() -> None:
     assert one["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
     text = json.dumps([{"name": "weather", "arguments": None}])
     (bare,) = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": text}]})[1]["tool_calls"]
-    assert bare == {"name": "weather", "arguments": {}}
-    assert made["tool_calls"][0].keys() == {"function"}
+    assert bare == {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    assert made["tool_calls"][0].keys() == {"type", "function"}
+    flat = {"id": "a", "type": "tool_call", "name": "weather", "args": {}}
+    (one,) = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": [flat]}]})[1]["tool_calls"]
+    assert one == {**bare, "id": "a"}
 
 
 @pytest.mark.parametrize(
