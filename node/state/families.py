@@ -49,9 +49,9 @@ def read_config(config: Mapping[str, Any], where: str, sequence: int | None = No
     reader = ConfigReader(config, where)
     if reader.get("vision_config") is not None:
         raise reader.refused("vision_config", "text models only")
-    quantized = reader.object("quantization_config").get("quant_method")
-    if reader.get("quantization_config") is not None and quantized != "mxfp4":
-        raise reader.refused("quantization_config", "weights in safetensors, unquantized or in mxfp4")
+    for key in ("quantization_config", "quantization"):  # the latter is MLX's
+        if reader.get(key) is not None and reader.object(key).get("quant_method") != "mxfp4":
+            raise reader.refused(key, "weights in safetensors, unquantized or in mxfp4")
     reader.must_be("transformers_weights", SINGLE)
     if config.get("is_causal", True) is not True:
         raise reader.refused("is_causal", "true or a missing key")

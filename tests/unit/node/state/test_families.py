@@ -394,6 +394,7 @@ def read(folder: Path) -> None:
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ({"vision_config": {}}, "vision_config is {}"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config is {'bits': 4}"),
+        ({"quantization": {"bits": 4}}, r"quantization is {'bits': 4}"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"is_causal": False}, "is_causal is False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
