@@ -65,6 +65,14 @@ _QWEN_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Qwen's tokenizers cut text where no `tokenizer.json` says it."""
+_MISTRAL_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Mistral's tokenizers of bytes cut text. Many a `tokenizer.json` of theirs says it otherwise."""
+_MISTRAL_LEAST = 100_000
+"""Those have more tokens than this; Mistral's older ones, of SentencePiece, have fewer."""
 _TABLES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _EXTRA = 'pip install "thinwire[bpe]"'
 
@@ -286,14 +294,13 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
                 bpe.model.dropout = None  # with dropout the same text gives other ids each time
             if (around := bpe.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
                 raise DataError(f"{files[0]} puts {around:,} tokens around a text: copy it again")
+            tables += _mended(bpe, folder)
         else:
             bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
             bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
             bpe.decoder = tokenizers.decoders.ByteLevel()
             if _is_of_qwen(folder):
-                words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_QWEN_WORDS), "isolated")
-                letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-                bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, letters])
+                bpe.pre_tokenizer = _words(_QWEN_WORDS)
                 bpe.normalizer = tokenizers.normalizers.NFC()
                 tables.append(_QWEN_WORDS.encode())
         changed = _add_tokens(bpe, folder, flags=files[0].suffix != ".model")
@@ -326,6 +333,39 @@ def _is_of_qwen(folder: Path) -> bool:
         json_object(folder / _CONFIG).get("model_type"),
     )
     return any(str(kind).lower().startswith("qwen") for kind in kinds)
+
+
+def _words(pattern: str) -> "tokenizers.pre_tokenizers.PreTokenizer":
+    from tokenizers import Regex, pre_tokenizers
+
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), letters])
+
+
+def _mended(bpe: "tokenizers.Tokenizer", folder: Path) -> list[bytes]:
+    """Let a tokenizer of Mistral cut text as its vocabulary was made, if `fix_mistral_regex` says so.
+
+    Returns:
+        What changed the ids.
+
+    Raises:
+        DataError: settings beside it cannot be read.
+    """
+    config = json_object(folder / _CONFIG)
+    # Transformers heeds the setting only beside what its older versions wrote.
+    is_old = re.match(r"[0-4]\.", str(config.get("transformers_version") or "4."))
+    is_mistral = config.get("model_type") == "mistral" and bpe.get_vocab_size() > _MISTRAL_LEAST
+    if not (is_old and is_mistral and bpe.pre_tokenizer):
+        return []
+    given = bpe.pre_tokenizer.__getstate__()
+    fixes = json_object(folder / _SETTINGS).get("fix_mistral_regex")
+    if fixes is True:
+        bpe.pre_tokenizer = _words(_MISTRAL_WORDS)
+        return [] if bpe.pre_tokenizer.__getstate__() == given else [_MISTRAL_WORDS.encode()]
+    # The vocabulary has no number of two digits, which this pattern keeps together.
+    if fixes is None and b"{1,3}" in given and bpe.token_to_id("10") is None:
+        _say_other_words(str(folder))
+    return []
 
 
 def _growth(rules: Mapping[str, Any]) -> float:
@@ -528,6 +568,15 @@ def _say_no_end(folder: str) -> None:
     logger.warning(
         "the tokenizer in %s names no end of text: a zero byte stands between documents; eos_token in "
         "tokenizer_config.json would name one",
+        folder,
+    )
+
+
+@cache
+def _say_other_words(folder: str) -> None:
+    logger.warning(
+        "the tokenizer.json in %s cuts words otherwise than Mistral's models learned: set fix_mistral_regex "
+        "to true in tokenizer_config.json, as transformers advises, or to false to keep it so",
         folder,
     )
 

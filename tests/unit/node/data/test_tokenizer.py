@@ -531,6 +531,50 @@ def test_settings_beside_the_tables_give_the_ids_of_transformers(
     assert ours.vocabulary == len(theirs)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "config", "fixed", "cut", "reports"),
+    [
+        (100_001, {"model_type": "mistral"}, True, 2, 0),
+        (100_001, {"model_type": "mistral"}, False, 1, 0),
+        (100_001, {"model_type": "mistral", "transformers_version": "4.57.6"}, None, 1, 1),
+        (100_001, {"model_type": "mistral", "transformers_version": "5.0.0"}, True, 1, 0),
+        (100_001, {"model_type": "llama"}, True, 1, 0),
+        (300, {"model_type": "mistral"}, True, 1, 0),
+    ],
+)
+def test_words_are_cut_as_mistral_s_settings_say(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    tokens: int,
+    config: dict[str, str],
+    fixed: bool | None,
+    cut: int,
+    reports: int,
+) -> None:
+    """Many a `tokenizer.json` of Mistral has the pattern of GPT-4. A setting of transformers mends it."""
+    import transformers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*letters, "eB", *map("~{}".format, range(tokens))])}
+    tables = Tokenizer(models.BPE(vocabulary, [("e", "B")]))
+    tables.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|\s+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tables.decoder = decoders.ByteLevel()
+    tables.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "~1", "fix_mistral_regex": fixed}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = load_tokenizer(str(tmp_path))
+    assert (len(ours.prompt("eB")), len(caplog.records)) == (cut, reports)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.prompt("an eBay 12") == theirs("an eBay 12")["input_ids"]
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_sentencepiece_model_gives_its_own_ids(tmp_path: Path, kind: str) -> None:
     golden = json.loads((Path(__file__).parents[3] / "golden" / "sentencepiece.json").read_text())[kind]
