@@ -256,6 +256,16 @@ class SumsMissing:
     """The row that has no node of the stage any more."""
 
 
+class AwaitedSums(NamedTuple):
+    """Summed gradients of the own stage that a node waits for."""
+
+    row: int
+    """The row that is to send them."""
+    is_total: bool
+    """Whether they are over all groups. Else they are over groups of that row, which it sends without waiting
+    for other rows."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     telemetry: Telemetry
@@ -263,6 +273,8 @@ class Heartbeat:
     """The time on the node's monotonic clock."""
     preparing: bool = False
     """The node tests its device, measures or compiles, and takes no place before that is done."""
+    awaited: AwaitedSums | None = None
+    """What it waits for, after its own passes of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

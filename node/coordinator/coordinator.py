@@ -629,7 +629,8 @@ class Coordinator:
                     self._emit(events.Notice(text=text))
             case Heartbeat():
                 session.answer(self._sessions.reply(message.sent_at))
-                self._machine.heard(node_id, time.monotonic(), longest, preparing=message.preparing)
+                prepares, awaited = message.preparing, message.awaited
+                self._machine.heard(node_id, time.monotonic(), longest, preparing=prepares, awaited=awaited)
             case Leave(failed=True):
                 # Immediately: the node does not return, so there is nothing to wait for.
                 why = f"it ended: {message.reason}" if message.reason else "it ended without a reason"

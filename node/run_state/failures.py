@@ -18,6 +18,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median
 
 from node.run_state.actions import AbortKind
@@ -27,6 +28,7 @@ from node.run_state.votes import Implausible
 from node.telemetry.clock import WAITS, TimeKind
 from wire.messages import (
     Applied,
+    AwaitedSums,
     FailureKind,
     NodeMessage,
     Placed,
@@ -654,9 +656,9 @@ class Stragglers:
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
         """`seconds`: the times of an earlier coordinator's newest steps."""
-        self._does: dict[str, tuple[float, str]] = {}
-        """What each node recently spent most time on (a `TimeKind`; "" for nothing), and when it reported
-        that."""
+        self._does: dict[str, tuple[float, str, AwaitedSums | None]] = {}
+        """When each node reported what it does, what it recently spent most time on (a `TimeKind`; "" for
+        nothing), and which sums it waited for."""
         self._phase: _Phase | None = None
         self._first = self._last = 0.0
         self._answered = 0
@@ -797,9 +799,9 @@ class Stragglers:
             return self._before
         return (pace.reference if slowly else median(pace.newest)) * epoch.most_groups
 
-    def says(self, node_id: str, kind: str, now: float) -> None:
-        """The node reported what it spends its time on."""
-        self._does[node_id] = (now, kind)
+    def says(self, node_id: str, kind: str, now: float, awaited: AwaitedSums | None = None) -> None:
+        """The node reported what it spends its time on, and which sums it waits for."""
+        self._does[node_id] = (now, kind, awaited)
 
     def look(self, epoch: Epoch | None, now: float, loading: Mapping[str, float]) -> Late:
         """Find nodes that are late. Call it often.
@@ -848,11 +850,10 @@ class Stragglers:
     def _withheld(self, epoch: Epoch, node: str) -> tuple[str, StepFailed] | None:
         """The dispute if a node reports that it waits for others which have answered. One of them may have
         kept what it needs."""
-        at, kind = self._does.get(node, (0.0, ""))
-        if epoch.phase not in (Phase.STEPPING, Phase.VALIDATING) or at <= self._began:
+        if epoch.phase not in (Phase.STEPPING, Phase.VALIDATING):
             return None
         other = self._waits_for(epoch, node)
-        if kind == TimeKind.SYNC:
+        if other is None and self._doing(node) == TimeKind.SYNC:
             column = [peer for peer in epoch.column(epoch.stage_of(node)) if peer != node]
             if len(column) > 1:
                 return node, _deadlock(epoch, None)
@@ -888,7 +889,7 @@ class Stragglers:
         is_usual = epoch.steps_done and epoch.phase is Phase.STEPPING
         least = STEP_PATIENCE if is_usual else FIRST_PATIENCE
         kinds = _IDLE.union(WAITS) if is_alone else _IDLE  # a node alone has nobody to wait for
-        idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in kinds]
+        idle = [node for node in stuck if self._does.get(node, (0.0, "", None))[1] in kinds]
         lates = {node: now - self._busy_since(epoch, node) - usual for node in missing}
         over = [node for node in idle if lates[node] > max(least, PATIENCE_TIMES * usual)]
         if over:
@@ -903,12 +904,38 @@ class Stragglers:
                 nodes = dict.fromkeys((node for node in stuck if lates[node] > limit), line)
                 disputes = (self._withheld(epoch, node) for node in nodes)
                 return Late(nodes=nodes, deadlock=next(filter(None, disputes), None))
-            for node, other in waits.items():
-                if other is not None and waits.get(other) == node:
-                    return Late(deadlock=(node, _deadlock(epoch, other)))
+            if (deadlock := self._contradiction(epoch, waits)) is not None:
+                return Late(deadlock=deadlock)
         if stuck and (usual or idle) and late > SLOW_SECONDS and not self._is_told:
             return self._tell(epoch, stuck, late)
         return None
+
+    def _contradiction(self, epoch: Epoch, waits: Mapping[str, str | None]) -> tuple[str, StepFailed] | None:
+        """A node and its neighbour that cannot both be right about what they wait for. The neighbour is the
+        one that contradicts most others.
+
+        A node that waits for sums has sent all sums over its own groups. It may lack those of other rows, and
+        then it has no sum over all groups to send.
+        """
+        pairs = []
+        for node, other in waits.items():
+            if other is None or (then := waits.get(other)) is None:
+                continue
+            needs, lacks = self._does[node][2], self._does[other][2]
+            is_for_sums = TimeKind.SYNC == self._doing(node) == self._doing(other)
+            is_excused = needs is None or (needs.is_total and lacks is not None and not lacks.is_total)
+            if not is_excused if is_for_sums else then == node:
+                pairs.append((node, other))
+        if not pairs:
+            return None
+        named = Counter(chain.from_iterable(pairs))
+        node, other = max(pairs, key=lambda pair: named[pair[1]])
+        return node, _deadlock(epoch, other, is_mutual=waits[other] == node)
+
+    def _doing(self, node: str) -> str:
+        """What a node spends its time on in this step, as it reports; "" for nothing."""
+        at, kind, _ = self._does.get(node, (0.0, "", None))
+        return kind if at > self._began else ""
 
     @property
     def _began(self) -> float:
@@ -926,13 +953,17 @@ class Stragglers:
 
     def _is_alone(self, epoch: Epoch, node: str, awaited: str | None) -> bool:
         """Whether a node reports, in this step, that it waits for no node that has not answered."""
-        at, kind = self._does.get(node, (0.0, ""))
-        return at > self._began and kind != TimeKind.SYNC and (awaited is None or awaited in epoch.answered)
+        at, kind, _ = self._does.get(node, (0.0, "", None))
+        return at > self._began and (kind != TimeKind.SYNC if awaited is None else awaited in epoch.answered)
 
     def _waits_for(self, epoch: Epoch, node: str) -> str | None:
         """The neighbour for which this node reports that it waits in this step."""
-        at, kind = self._does.get(node, (0.0, ""))
-        if kind not in _WAITS or at <= self._began:
+        at, kind, awaited = self._does.get(node, (0.0, "", None))
+        if at <= self._began:
+            return None
+        if kind == TimeKind.SYNC and awaited is not None:
+            return neighbour_at(epoch, node, epoch.stage_of(node), awaited.row)
+        if kind not in _WAITS:
             return None
         stage = epoch.stage_of(node) + _WAITS[TimeKind(kind)]
         return epoch.row(epoch.replica_of(node))[stage % epoch.stages]
@@ -949,15 +980,17 @@ def _early(answers: Sequence[float], count: int) -> float:
     return sorted(answers)[min((count - 1) // 3, len(answers) - 1)] if answers else 0.0
 
 
-def _deadlock(epoch: Epoch, other: str | None) -> StepFailed:
-    """The report of a node that waits for a neighbour which has answered, or which waits for the node. None:
-    for one of several."""
+def _deadlock(epoch: Epoch, other: str | None, *, is_mutual: bool = True) -> StepFailed:
+    """The report of a node that waits for a neighbour which has answered, or which waits too: for the node if
+    `is_mutual`. None: for one of several."""
     if other is None:
         what = "it waits for other rows, which have answered"
     elif other in epoch.answered:
         what = f"it waits for {epoch.place_of(other)}, which has answered"
-    else:
+    elif is_mutual:
         what = f"it and {epoch.place_of(other)} say that each waits for the other"
+    else:
+        what = f"it waits for gradients from {epoch.place_of(other)}, which says that it waits for others"
     return StepFailed(
         epoch=epoch.number,
         step=epoch.step,

@@ -86,6 +86,7 @@ from node.telemetry.events import QUARANTINED
 from wire.messages import (
     Applied,
     AskHeartbeat,
+    AwaitedSums,
     FailureKind,
     Following,
     HandedOver,
@@ -243,14 +244,23 @@ class RunMachine:
         repeated = [] if extended else self._newcomers.arrived(node_id)
         return [*actions, *extended, *self._prefetch([node_id]), *repeated]
 
-    def heard(self, node_id: str, now: float, kind: str | None = None, *, preparing: bool = False) -> None:
+    def heard(
+        self,
+        node_id: str,
+        now: float,
+        kind: str | None = None,
+        *,
+        preparing: bool = False,
+        awaited: AwaitedSums | None = None,
+    ) -> None:
         """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says.
-        `preparing`: it cannot take a place yet, as it tests its device, measures or compiles."""
+        `preparing`: it cannot take a place yet, as it tests its device, measures or compiles. `awaited`: sums
+        that it waits for."""
         self._roster.heard(node_id, now)
         if preparing and node_id in self.members and not self.members[node_id].has_placed:
             self.members[node_id].prepared_at = now - self._unseen
         if kind is not None:
-            self._stragglers.says(node_id, kind, now - self._unseen)
+            self._stragglers.says(node_id, kind, now - self._unseen, awaited)
 
     def disconnected(self, node_id: str, now: float) -> list[Action]:
         """The control connection broke. Death is declared by `tick` if the node does not come back, and at

@@ -19,7 +19,7 @@ from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.early_tensors import Early, EarlyTensors
 from node.stage.following import StateServices, load_state
-from node.stage.inbox import Inbox, LinksIO, RegroupedError, StepChange, StepInterrupted
+from node.stage.inbox import Inbox, LinksIO, RegroupedError, RowStuckError, StepChange, StepInterrupted
 from node.stage.out_of_memory import ran_out
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
@@ -304,7 +304,7 @@ class EpochTask:
                 if isinstance(interruption.cause, Refused):
                     # The other end reports what is wrong here, and its report should be first.
                     await asyncio.sleep(REFUSED_SECONDS)
-                self._fail(FailureKind.LINK, str(interruption))
+                self._fail_by_link(interruption.cause)
         except NonFiniteError as error:
             self._fail(FailureKind.NON_FINITE, str(error))
         except BadTensorError as error:
@@ -312,7 +312,7 @@ class EpochTask:
             self._other_end = own if error.row is None else Peer(error.row, self.stage)
             self._fail(FailureKind.PEER, str(error))
         except LinkError as error:
-            self._fail(FailureKind.LINK, str(error))
+            self._fail_by_link(error)
         except DeviceLostError:
             raise
         except CacheMismatchError as error:
@@ -688,6 +688,11 @@ class EpochTask:
         state = await (asyncio.to_thread(copy) if within else services.compute(copy))
         self._snapshot = asked
         services.take(self.number, take, state)
+
+    def _fail_by_link(self, error: Exception) -> None:
+        if isinstance(error, RowStuckError):
+            self._other_end = Peer(error.row, self.stage)
+        self._fail(FailureKind.LINK, str(error))
 
     def _fail(self, kind: FailureKind, message: str) -> None:
         """Report the epoch's first failure. Later ones are consequences of it."""

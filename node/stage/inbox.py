@@ -21,8 +21,8 @@ from node.schedule.routing import source_stage, target_stage
 from node.stage.sums_kept import KeepSums
 from wire.errors import LinkClosedError, LinkError, LinkLostError
 from wire.link import Link
-from wire.messages import HandedOver
-from wire.spec import TensorKey
+from wire.messages import AwaitedSums, HandedOver
+from wire.spec import Direction, TensorKey
 
 STALL_SECONDS = 600.0
 """A neighbour that answers pings but sends no tensor for this long counts as stuck."""
@@ -39,6 +39,14 @@ class StepInterrupted(Exception):
     def __init__(self, reason: str, cause: Exception | None = None) -> None:
         super().__init__(reason)
         self.cause = cause
+
+
+class RowStuckError(LinkLostError):
+    """Another row's node of the own stage does not send the gradients that it should."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 class RegroupedError(StepInterrupted):
@@ -79,6 +87,8 @@ class Inbox:
         self._buffers: dict[tuple[int, TensorKey], bytearray] = {}
         """Tensors by row (`OWN_ROW` for this row) and key."""
         self._watched: dict[TensorKey, Callable[[bytearray], None]] = {}
+        self._awaited: dict[Direction, int] = {}
+        """The rows for whose gradients threads wait."""
         self._arrived = threading.Condition()
         self._interruption: StepInterrupted | None = None
         self._change: StepChange | None = None
@@ -113,8 +123,21 @@ class Inbox:
     def take(self, key: TensorKey, timeout: float = STALL_SECONDS, row: int = OWN_ROW) -> bytearray:
         """Wait for a tensor and remove it. Raises as `wait_any`."""
         with self._arrived:
-            self.wait_any((key,), timeout, row)
+            if row != OWN_ROW:
+                self._awaited[key.direction] = row
+            try:
+                self.wait_any((key,), timeout, row)
+            finally:
+                self._awaited.pop(key.direction, None)
             return self._buffers.pop((row, key))
+
+    @property
+    def awaited(self) -> AwaitedSums | None:
+        """What is waited for from another row; of several, what that row can send at once."""
+        with self._arrived:
+            known = self._awaited.items()
+            sums = [AwaitedSums(row, of is Direction.SYNC_SUM) for of, row in known]
+            return min(sums, key=lambda awaited: awaited.is_total, default=None)
 
     def comes(
         self, keys: Sequence[TensorKey], timeout: float, row: int = OWN_ROW, *, or_change: bool = False
@@ -149,6 +172,8 @@ class Inbox:
         """
         if not self.comes(keys, timeout, row, or_change=or_change):
             key = keys[0]
+            if row != OWN_ROW:
+                raise RowStuckError(row, f"no {key.direction.words} came from row {row} within {timeout:g} s")
             raise LinkLostError(
                 f"no {key.direction.words} of microbatch {key.microbatch} came over boundary "
                 f"{key.boundary} within {timeout:g} s: the neighbour's stage is stuck"

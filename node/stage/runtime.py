@@ -535,6 +535,7 @@ class NodeRuntime:
             telemetry=self._telemetry(),
             sent_at=time.monotonic(),
             preparing=self._joining is not None and not self._joining.done(),
+            awaited=None if self._member is None else self._member.inbox.awaited,
         )
         self._session.post(beat)
 

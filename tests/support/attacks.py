@@ -158,6 +158,10 @@ MEMBERS = tuple(
         ("next-place", "says that it holds the state of the next step, and fails in each step"),
         ("no-tensors", "sends no tensors"),
         ("random-frames", "sends frames of random bytes"),
+        ("kept-gradients", "votes, and keeps the gradients that its neighbour needs"),
+        ("some-links-fail", "says twice in each step that a neighbour's link failed"),
+        ("never-places", "never takes its place, and says that it prepares"),
+        ("never-loads", "never loads its state"),
     )
 ) + tuple(
     Attack(name=name, what=what, lie=flaw, rows=2, spares=spares)
@@ -165,6 +169,13 @@ MEMBERS = tuple(
         ("wrong-activations", "wrong-activations", 2, "computes activations that are finite and wrong"),
         ("wrong-gradients", "wrong-gradients", 2, "computes gradients that are finite and wrong"),
         ("wrong-no-spare", "wrong-gradients", 0, "computes wrong gradients, in a run without spares"),
+    )
+)
+SUMS = tuple(
+    Attack(name=flaw, what=what, lie=flaw, rows=3, audits=False)
+    for flaw, what in (
+        ("kept-parts", "keeps its part of gradients that another row sums up"),
+        ("kept-sums", "votes, and keeps the sums of gradients that it makes for other rows"),
     )
 )
 STATES = tuple(
@@ -230,11 +241,12 @@ FLOODS = tuple(
     for lie, what in (
         ("flood-spans", "sends spans that nobody asked for"),
         ("flood-hashes", "reports hashes of 500 layers of states that nobody asked for"),
+        ("false-alarms", "says a hundred times a second that it does not hear a neighbour"),
         ("flood-times", "reports times of 2,000 relays that it was not told of"),
     )
 )
 """They take three faults, and fast steps are over before."""
-MEMBERS = (*MEMBERS, *FLOODS, _AT_A_GATEWAY, *STATES, STORED, *SLOWLY)
+MEMBERS = (*MEMBERS, *FLOODS, _AT_A_GATEWAY, *SUMS, *STATES, STORED, *SLOWLY)
 
 
 # ---- members that lie

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,15 +47,17 @@ from wire.messages import (
     Heartbeat,
     Hello,
     NodeMessage,
+    PeerSilent,
     Placed,
     Placement,
+    Ready,
     RelayTimes,
     StateHashes,
     StepFailed,
     UnitHash,
     Vote,
 )
-from wire.spec import TensorKey
+from wire.spec import Direction, TensorKey
 from wire.stream_sender import Payload, StreamSender
 from wire.telemetry import Span, StepSpans, Telemetry
 
@@ -89,6 +91,8 @@ class Liar:
         self.marker = marker
         self.placement: Placement | None = None
         self.begin: Begin | None = None
+        self.tries: Counter[int] = Counter()
+        """What it has done in each step."""
 
     @property
     def lying(self) -> bool:
@@ -237,6 +241,28 @@ def _norms(value: Callable[[float], float]) -> Lie:
     return _votes(
         lambda _, vote: [replace(vote, norms={unit: value(norm) for unit, norm in vote.norms.items()})]
     )
+
+
+def _some_links_fail(liar: Liar, vote: Vote) -> list[NodeMessage]:
+    """Two failures in each step, which is then done."""
+    if (tries := liar.tries[vote.step]) < 2:
+        liar.tries[vote.step] = tries + 1
+        return [liar.failed(FailureKind.LINK, "no frame came", liar.stage - 1 if liar.stage else 1)]
+    return [vote]
+
+
+def _never(kind: type[NodeMessage]) -> Lie:
+    """Fail once, and never give this answer in the next epoch."""
+
+    def alter(liar: Liar, message: NodeMessage) -> list[NodeMessage]:
+        if isinstance(message, Vote) and not liar.tries:
+            liar.tries[message.step] = 1
+            return [liar.failed(FailureKind.INTERNAL, "once")]
+        if isinstance(message, Heartbeat):
+            return [replace(message, preparing=kind is Placed)]
+        return [] if liar.tries and isinstance(message, kind) else [message]
+
+    return alter
 
 
 def _instead(kind: FailureKind, text: str) -> Lie:
@@ -463,6 +489,21 @@ def _tensors(change: Callable[[bytes], Sequence[bytes]]) -> Callable[[Liar], Non
     return install
 
 
+def _kept(*directions: Direction) -> Callable[[Liar], None]:
+    """Keep the tensors of these directions."""
+
+    def install(liar: Liar) -> None:
+        send = Link.send
+
+        def most(link: Link, key: TensorKey, payload: Payload, elements: int = 0) -> None:
+            if key.direction not in directions or not liar.lying:
+                send(link, key, payload, elements)
+
+        Link.send = most  # type: ignore[method-assign]
+
+    return install
+
+
 def _frames(change: Callable[[bytes], bytes]) -> Callable[[Liar], None]:
     def install(liar: Liar) -> None:
         next_frame = StreamSender.next_frame
@@ -489,6 +530,9 @@ def _late_tensors(liar: Liar) -> None:
 
 FLAWS |= {
     "no-tensors": _tensors(lambda _: []),
+    "kept-gradients": _kept(Direction.GRADIENT),
+    "kept-parts": _kept(Direction.SYNC_SHARE),
+    "kept-sums": _kept(Direction.SYNC_SUM),
     "ones-tensors": _tensors(lambda data: [b"\xff" * len(data)]),
     "short-tensors": _tensors(lambda data: [data[:-8]]),
     "long-tensors": _tensors(lambda data: [data + bytes(2**20)]),
@@ -511,6 +555,10 @@ def _placed(claimed: Callable[[int], int]) -> Lie:
 
 LIES |= {
     "false-place": _placed(lambda _: 10**6),
+    "some-links-fail": _votes(_some_links_fail),
+    "never-places": _never(Placed),
+    "never-loads": _never(Ready),
+    "false-alarms": _honest,
     "next-place": _placed(lambda held: held + 1),
     "flood-hashes": _honest,
     "flood-times": _honest,
@@ -528,6 +576,9 @@ FLOODS |= {
         epoch=_begun(liar).epoch,
         step=next(_turn),
         units={unit: UnitHash("ab" * 32, 1.0, 1.0, 1.0) for unit in range(500)},
+    ),
+    "false-alarms": lambda liar: PeerSilent(
+        epoch=_begun(liar).epoch, stage=liar.stage - 1 if liar.stage else 1, replica=0
     ),
     "flood-times": lambda liar: RelayTimes(times={f"node-{number:010}": 0.0 for number in range(2000)}),
 }

@@ -330,14 +330,24 @@ class Telemetry(_message.Message):
     def __init__(self, seconds: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkFigures, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ..., relayed_bytes: _Optional[int] = ..., relay_pairs: _Optional[int] = ..., relay_refused: _Optional[int] = ..., line_up: _Optional[float] = ..., line_down: _Optional[float] = ..., expert_load: _Optional[float] = ..., dead_experts: _Optional[int] = ..., without_kernels: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("telemetry", "sent_at", "preparing")
+    __slots__ = ("telemetry", "sent_at", "preparing", "awaited")
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     SENT_AT_FIELD_NUMBER: _ClassVar[int]
     PREPARING_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     telemetry: Telemetry
     sent_at: float
     preparing: bool
-    def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., sent_at: _Optional[float] = ..., preparing: bool = ...) -> None: ...
+    awaited: AwaitedSums
+    def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., sent_at: _Optional[float] = ..., preparing: bool = ..., awaited: _Optional[_Union[AwaitedSums, _Mapping]] = ...) -> None: ...
+
+class AwaitedSums(_message.Message):
+    __slots__ = ("row", "is_total")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    IS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    is_total: bool
+    def __init__(self, row: _Optional[int] = ..., is_total: bool = ...) -> None: ...
 
 class StepSpans(_message.Message):
     __slots__ = ("epoch", "step", "stage", "clock_offset", "clock_error", "dropped", "names", "kinds", "starts", "lengths", "directions", "microbatches", "boundaries", "steps", "peers")

@@ -20,7 +20,7 @@ from tests.support.machine_driver import (
     stop_of,
     units_of,
 )
-from wire.messages import Placed
+from wire.messages import AwaitedSums, Placed
 
 
 def wait(run: Driver, seconds: float) -> list[Action]:
@@ -144,11 +144,13 @@ def test_all_late_nodes_are_restarted() -> None:
 
 
 def says(run: Driver, seconds: int, **kinds: str) -> list[Action]:
-    """Let time pass while nodes tell what they spend it on."""
+    """Let time pass while nodes tell what they spend it on; as "sync 1 sum", of which row they await sums."""
     actions: list[Action] = []
     for _ in range(seconds):
-        for node, kind in kinds.items():
-            run.machine.heard(node, run.time, kind.replace("_", "-"))
+        for node, said in kinds.items():
+            kind, *sums = said.split(" ")
+            awaited = AwaitedSums(int(sums[0]), sums[1] == "sum") if sums else None
+            run.machine.heard(node, run.time, kind.replace("_", "-"), awaited=awaited)
         actions += run.tick(1.0)
     return actions
 
@@ -235,13 +237,20 @@ def test_one_of_two_nodes_that_wait_for_each_other_gives_up_its_stage() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "kind", "gives_up"),
-    [(1, "wait_downstream", "b"), (2, "wait_downstream", "b"), (2, "sync", "c"), (3, "sync", "a")],
+    [
+        (1, "wait_downstream", "b"),
+        (2, "wait_downstream", "b"),
+        (2, "sync", "c"),
+        (3, "sync", "a"),
+        (3, "sync 1 share", "c"),
+        (3, "sync 2 sum", "e"),
+    ],
 )
 def test_who_waits_for_a_node_that_has_voted_is_not_shut_out_for_it(
     rows: int, kind: str, gives_up: str
 ) -> None:
-    """A node can vote and keep what a neighbour needs. Of gradients from several rows nobody can say whose is
-    missing."""
+    """A node can vote and keep what a neighbour needs. Of gradients from several rows only the one that waits
+    can say whose is missing."""
     run = Driver(stages=2, groups=rows, every=1, steps=40, follows=rows > 1).started("abcdef"[: 2 * rows], 4)
     run.join("xy" if rows == 1 else "")
     measured(run)
@@ -252,8 +261,46 @@ def test_who_waits_for_a_node_that_has_voted_is_not_shut_out_for_it(
     assert finishes(says(run, int(STEP_PATIENCE) - 2, a=kind)) == {}
     assert finishes(says(run, 5, a=kind)) == {}
     assert run.epoch is not epoch and not run.epoch.has(gives_up)
-    kept = {"a", "b", "c"} & {*epoch.hosts} - {gives_up}
+    kept = {"a", "b", "c", "e"} & {*epoch.hosts} - {gives_up}
     assert all(map(run.epoch.has, kept))
+
+
+@pytest.mark.parametrize(
+    ("says_c", "says_a", "says_e", "pair"),
+    [
+        ("sync 0 sum", "sync 1 sum", "sync 1 sum", "c"),
+        ("sync 2 share", "sync 1 share", "sync 0 sum", "c"),
+        ("sync 0 share", "sync 1 sum", "sync 1 sum", "ca"),
+        ("sync 2 sum", "sync 1 share", "sync 0 sum", "c"),
+        ("sync", "sync 1 share", "sync 0 sum", "c"),
+        ("sync 7 sum", "sync 1 share", "sync 0 sum", "c"),
+        ("voted", "sync 1 sum", "sync 1 sum", "c"),
+        ("voted", "sync 1 share", "sync 0 sum", "ca"),
+    ],
+)
+def test_a_node_that_keeps_sums_of_gradients_holds_up_a_step_for_a_minute(
+    says_c: str, says_a: str, says_e: str, pair: str
+) -> None:
+    """c keeps what a, or a and e need, and says what it likes. Where it contradicts several, it gives up its
+    stage, else one of two."""
+    run = measured(Driver(stages=2, groups=6, every=100, steps=200, follows=True).started("abcdef", 1))
+    for node in "bdfc" if says_c == "voted" else "bdf":
+        run.vote(node)
+    told = {"a": says_a, "e": says_e, **({} if says_c == "voted" else {"c": says_c})}
+    epoch = run.epoch
+    says(run, int(2 * STEP_PATIENCE) - 5, **told)
+    assert run.epoch is epoch and len(epoch.hosts) == 6
+    actions = says(run, 15, **told)
+    gone = {*"abcdef"} - {*run.epoch.hosts}
+    assert gone in [{node} for node in pair]
+    assert finishes(actions).keys() <= {"c"}
+
+
+def test_rows_of_one_stage_do_not_wait_without_end_for_one_that_says_it_computes() -> None:
+    run = measured(Driver(stages=1, groups=6, every=100, steps=200, follows=True).started("abc", 1))
+    told = {"a": "sync 1 share", "b": "backward", "c": "sync 0 sum"}
+    assert finishes(says(run, int(2 * STEP_PATIENCE) - 5, **told)) == {}
+    assert finishes(says(run, 15, **told)).keys() == {"b"}
 
 
 @pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.VALIDATING])

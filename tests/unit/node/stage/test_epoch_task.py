@@ -17,7 +17,7 @@ from node.schedule.gradient_groups import RowShare, StepWork
 from node.schedule.routing import Peer
 from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
-from node.stage.inbox import LinksIO, StepChange, StepInterrupted
+from node.stage.inbox import LinksIO, RowStuckError, StepChange, StepInterrupted
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
@@ -690,6 +690,16 @@ async def test_a_lost_link_fails_the_step_and_names_the_stage_at_its_other_end(
             talk.node.inbox.check()
         talk.node.stage.trouble = interruption.value
         assert await talk.ask(Begin(epoch=4, step=3)) == failure(kind, str(error), step=3, peer=2)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+async def test_a_row_that_does_not_send_its_gradients_is_named(is_interrupted: bool) -> None:
+    async with epoch() as talk:
+        await talk.begun(3)
+        stuck = RowStuckError(2, "no gradients came from row 2")
+        talk.node.stage.trouble = StepInterrupted(str(stuck), stuck) if is_interrupted else stuck
+        failed = failure(FailureKind.LINK, str(stuck), step=3, peer=PLACEMENT.stage)
+        assert await talk.ask(Begin(epoch=4, step=3)) == replace(failed, peer_replica=2)
 
 
 async def test_a_silent_neighbour_is_told_of_unless_its_seat_is_known_to_be_empty() -> None:

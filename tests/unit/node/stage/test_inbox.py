@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from node.schedule.routing import neighbours, source_stage, target_stage
-from node.stage.inbox import Inbox, LinksIO, StepInterrupted
+from node.stage.inbox import Inbox, LinksIO, RowStuckError, StepInterrupted
 from wire.errors import LinkLostError
+from wire.messages import AwaitedSums
 from wire.spec import Direction, TensorKey
 
 SECONDS = 20.0
@@ -66,6 +67,27 @@ def test_a_silent_neighbour_is_named_with_the_missing_tensor() -> None:
     with pytest.raises(LinkLostError) as stuck:
         Inbox().take(key(3, Direction.GRADIENT, boundary=2), timeout=0.0)
     assert "gradient of microbatch 3 " in str(stuck.value) and "boundary 2 " in str(stuck.value)
+
+
+def test_a_row_is_named_whose_gradients_are_awaited() -> None:
+    inbox, share, total = Inbox(), key(0, Direction.SYNC_SHARE), key(0, Direction.SYNC_SUM)
+    waits = [
+        in_thread(partial(inbox.take, total, SECONDS, 2)),
+        in_thread(partial(inbox.take, share, SECONDS, 1)),
+    ]
+    while inbox.awaited != AwaitedSums(1, is_total=False):
+        assert not any(wait.done() for wait in waits)
+    inbox.put(share, bytearray(b"share"), 1)
+    assert waits[1].result(SECONDS) == b"share"
+    assert inbox.awaited == AwaitedSums(2, is_total=True)
+    inbox.interrupt("over")
+    with pytest.raises(StepInterrupted):
+        waits[0].result(SECONDS)
+    assert inbox.awaited is None
+    inbox.reset()
+    with pytest.raises(RowStuckError) as stuck:
+        inbox.take(total, timeout=0.0, row=2)
+    assert stuck.value.row == 2
 
 
 def test_a_neighbour_is_asked_for_a_tensor_that_does_not_come() -> None:
