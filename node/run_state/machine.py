@@ -163,7 +163,7 @@ class RunMachine:
         self._ending = Ending()
         self._next_split = past.next_split
         """The first step with another split. The run is continued for it (`stop`), which takes a moment."""
-        self._states = StateAgreement(plan.unit_numbers, plan.weights_from)
+        self._states = StateAgreement(plan.unit_numbers, plan.weights_from, plan.moved)
         self._standing = Standing()
         self._undecided = 0
         """Snapshots, one after another, whose state nobody could settle."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from node.config.schema import PLANNED, RunConfig
-from node.model.units import unit_names
+from node.model.units import unit_names, unit_parameters
 from node.run_state.codec_control import CodecControl, codec_control, no_codecs
 from node.run_state.epoch import Committed, Neighbours, StepPlan
 from node.run_state.held_out import HeldOutPass, held_out_passes
 from node.run_state.stage_assignment import Remedies, Sharing, StageBytes, sharing, stage_needs
+from node.run_state.state_agreement import Moved
 from node.run_state.storage_control import StorageControl, no_choice, storage_control
 from node.run_state.votes import PastStep, UnitNumbers
 from node.schedule.placement import boundaries, chunks_of, head_first, stage_units
@@ -92,6 +93,8 @@ class RunPlan:
     """Number of stages -> boundaries between chunks."""
     state_bytes: Callable[[int], Sequence[int]] = lambda stages: (0,) * stages
     """Number of stages -> bytes of weights and optimizer state of each stage."""
+    moved: Moved = lambda *_: 0.0
+    """How far the optimizer can move weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,9 @@ class Past:
 
 
 RECONNECT_SECONDS = 1.0
+MOST_RATES = 2.0
+"""In a step, AdamW and Muon move a layer's weights by about the learning rate (root mean square), and
+by at most this many times the learning rate."""
 
 
 def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: float = 1.0) -> RunPlan:
@@ -188,6 +194,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         compares_newcomers=config.training.deterministic and config.sync.every == 1,
         boundaries=functools.cache(functools.partial(boundaries, config)),
         state_bytes=functools.cache(functools.partial(stage_state_bytes, config)),
+        moved=functools.partial(most_moved, config),
     )
 
 
@@ -203,6 +210,18 @@ def step_plan(config: RunConfig) -> StepPlan:
         return clip, learning_rate(step, training, config.run.steps)
 
     return plan
+
+
+def most_moved(config: RunConfig, unit: int, first: int, last: int) -> float:
+    """As `node.run_state.state_agreement.Moved`."""
+    sync = config.sync
+    of_round = sync.every * sync.outer_lr / (1 - sync.outer_momentum)
+    rates = (
+        learning_rate(step, config.training, config.run.steps) * (of_round if config.is_round(step) else 1.0)
+        for step in range(first, last)
+    )
+    parameters = unit_parameters(config.model, unit_names(config.model)[unit])
+    return MOST_RATES * math.sqrt(parameters) * sum(rates)
 
 
 def _unit_numbers(config: RunConfig, stages: int) -> list[frozenset[int]]:

@@ -12,7 +12,7 @@ remembered.
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -24,17 +24,22 @@ LATE_WORDS = 4
 """For how many past snapshots nodes may still report what they held."""
 REMEMBERED = 64
 """How many snapshots are remembered."""
-LEAST_TIMES, MOST_TIMES = 0.25, 16.0
-"""The sum of squares of a layer's weights stays between these multiples of that in the newest agreed
-snapshot."""
-MOMENT_TIMES = 1e6
-"""The same for moments, which follow the gradients and never vanish."""
+LEAST_TIMES, MOST_TIMES = 0.5, 4.0
+"""The norm of a layer's weights stays between these multiples of that in the newest agreed snapshot, or moves
+no further from it than the optimizer can move weights."""
+MOMENT_TIMES = 1e3
+"""The same for moments, which follow the gradients and never vanish: for the size of these gradients. Sums of
+squares of first moments grow with its square, those of second moments with its fourth power."""
 OTHER_KIND = 0.05
 """The share by which the sums of nodes of another kind may differ."""
 PROBATION = 2
 """How many steps a newcomer must compute like others: the first shows its weights, the next its moments."""
 MOST_DISPUTES = 3
 """How many attempts at one step may end without agreement before the run ends."""
+
+Moved = Callable[[int, int, int], float]
+"""A function of (layer unit, first step, last step) that gives how far, in their norm, the optimizer can move
+the unit's weights between the states of these steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +130,12 @@ class _Asked:
 class StateAgreement:
     """The newest attempts at snapshots of one run, and what nodes reported about them."""
 
-    def __init__(self, units: UnitNumbers, weights_from: float = inf) -> None:
+    def __init__(
+        self,
+        units: UnitNumbers,
+        weights_from: float = inf,
+        moved: Moved = lambda *_: 0.0,
+    ) -> None:
         """
         Args:
             units: number of stages -> the numbers of each stage's layer units.
@@ -133,10 +143,13 @@ class StateAgreement:
         """
         self._units = units
         self._weights_from = weights_from
+        self._moved = moved
         self._asked: dict[int, _Asked] = {}
         """The newest attempt at each step."""
         self._newest: Mapping[int, UnitHash] = {}
         """The hashes of the newest snapshot that was agreed on."""
+        self._newest_step = 0
+        """Its step."""
         self._words: dict[tuple[int, int], dict[int, dict[str, UnitHash]]] = {}
         """What nodes reported of each unit when they differed, by step and number of stages."""
         self._disputes: Counter[int] = Counter()
@@ -239,6 +252,7 @@ class StateAgreement:
         if not complete:
             return []
         asked.settled = self._newest = agreed
+        self._newest_step = asked.step
         self._doubtful.clear()
         self._alone[asked.step] = tuple(dict.fromkeys(alone.values()))
         wrong = self._wrong(asked, agreed)
@@ -347,11 +361,14 @@ class StateAgreement:
             return f"{what} is all zeros"
         if (before := self._newest.get(unit)) is None:
             return None
-        if before.weights and not LEAST_TIMES <= word.weights / before.weights <= MOST_TIMES:
-            times = (word.weights / before.weights) ** 0.5
-            return f"the weights of {what} are {times:.3g} times those of the snapshot before"
-        for now, then in ((word.moments, before.moments), (word.squares, before.squares)):
-            if has_moments and then and not 1 / MOMENT_TIMES <= now / then <= MOMENT_TIMES:
+        times = (word.weights / before.weights) ** 0.5 if before.weights else 1.0
+        if not LEAST_TIMES <= times <= MOST_TIMES:
+            first, last = sorted((self._newest_step, asked.step))
+            if abs(times - 1) * before.weights**0.5 > self._moved(unit, first, last):
+                return f"the weights of {what} are {times:.3g} times those of the snapshot before"
+        for now, then, power in ((word.moments, before.moments, 2), (word.squares, before.squares, 4)):
+            most = MOMENT_TIMES**power
+            if has_moments and then and not 1 / most <= now / then <= most:
                 return f"the optimizer's moments of {what} are far from those of the snapshot before"
         return None
 

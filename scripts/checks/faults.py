@@ -555,8 +555,9 @@ kind beside them: a member that names a kind of its own is not asked where two o
 There remains the case in which *one* node is the only one of its kind to hold a layer: with one row, or with
 rows that all have different machines. Its file must be well formed. The sums of squares of weights and
 moments are compared with those of nodes of other kinds ({OTHER_KIND:.0%}), and with the previous snapshot:
-weights must be between {LEAST_TIMES**0.5:g} and {MOST_TIMES**0.5:g} times as large, moments must not
-vanish, and there must be no zeros where there were gradients. A spare computes a layer outside these bounds
+weights must be between {LEAST_TIMES:g} and {MOST_TIMES:g} times as large, or no further from it than the
+optimizer moves weights at the learning rates of the steps between; moments must not vanish, and there must be
+no zeros where there were gradients. A spare computes a layer outside these bounds
 again; without a spare it is not saved. When such a layer has been loaded, the first {PROOF_STEPS} steps that
 were committed after it must give about the same loss and gradient norm again. If they do not, the run uses an
 older snapshot and names the only holder of this one; without an older snapshot it stops. Three lies are not

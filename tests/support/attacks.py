@@ -241,7 +241,6 @@ FLOODS = tuple(
     for lie, what in (
         ("flood-spans", "sends spans that nobody asked for"),
         ("flood-hashes", "reports hashes of 500 layers of states that nobody asked for"),
-        ("false-alarms", "says a hundred times a second that it does not hear a neighbour"),
         ("flood-times", "reports times of 2,000 relays that it was not told of"),
     )
 )

@@ -47,7 +47,6 @@ from wire.messages import (
     Heartbeat,
     Hello,
     NodeMessage,
-    PeerSilent,
     Placed,
     Placement,
     Ready,
@@ -558,7 +557,6 @@ LIES |= {
     "some-links-fail": _votes(_some_links_fail),
     "never-places": _never(Placed),
     "never-loads": _never(Ready),
-    "false-alarms": _honest,
     "next-place": _placed(lambda held: held + 1),
     "flood-hashes": _honest,
     "flood-times": _honest,
@@ -576,9 +574,6 @@ FLOODS |= {
         epoch=_begun(liar).epoch,
         step=next(_turn),
         units={unit: UnitHash("ab" * 32, 1.0, 1.0, 1.0) for unit in range(500)},
-    ),
-    "false-alarms": lambda liar: PeerSilent(
-        epoch=_begun(liar).epoch, stage=liar.stage - 1 if liar.stage else 1, replica=0
     ),
     "flood-times": lambda liar: RelayTimes(times={f"node-{number:010}": 0.0 for number in range(2000)}),
 }

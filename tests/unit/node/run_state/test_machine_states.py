@@ -5,9 +5,13 @@ Either the run ends with the one right state and without the liar, or it ends by
 `scripts/checks/attack.py` runs a hundred seeds.
 """
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from node.run_state.actions import (
     RecordPlacement,
@@ -17,6 +21,7 @@ from node.run_state.actions import (
     Stop,
 )
 from node.run_state.failures import MAX_STRIKES
+from node.run_state.run_plan import most_moved
 from node.run_state.state_agreement import (
     MOST_DISPUTES,
     Dispute,
@@ -27,6 +32,9 @@ from node.run_state.state_agreement import (
 )
 from node.run_state.wrong_values import _Doubt
 from tests.support.machine_driver import REGROUP, Driver, of_kind, placement_of, stop_of, unit_numbers
+from tests.support.memory_pipeline import corpus
+from tests.support.reference_trainer import ReferenceTrainer
+from tests.support.run_harness import SMALL, TINY
 from tests.support.state_attacks import STATE_LIES, attack_state
 from wire.messages import StateHashes, UnitHash
 
@@ -57,7 +65,7 @@ def alone(*, spare: str = "") -> Driver:
     return run
 
 
-@pytest.mark.parametrize("weights,squares", [(0.0, 1.0), (0.1, 1.0), (100.0, 1.0), (1.0, 0.0), (1.0, 1e-9)])
+@pytest.mark.parametrize("weights,squares", [(0.0, 1.0), (0.1, 1.0), (100.0, 1.0), (1.0, 0.0), (1.0, 1e-13)])
 def test_a_layer_far_from_the_snapshot_before_is_computed_again_by_a_spare(
     weights: float, squares: float
 ) -> None:
@@ -74,6 +82,61 @@ def test_a_layer_far_from_the_snapshot_before_is_computed_again_by_a_spare(
     actions = run.holds("x", step=4)
     assert [one.step for one in of_kind(actions, SnapshotAgreed)] == [4]
     assert run.machine.quarantined.keys() == {"a"} and "after step 4" in run.machine.quarantined["a"]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02])
+def test_weights_may_move_as_far_as_the_optimizer_moves_them(rate: float) -> None:
+    """From small initial weights, a few steps at a high rate take them far."""
+    states = StateAgreement(unit_numbers, moved=lambda unit, first, last: 100 * rate * (last - first))
+    for step, norm in ((4, 1.0), (8, 8.5), (12, 1.5)):
+        states.expect(_grid(("a",), step=step))
+        units = {unit: UnitHash(f"{step:064}", norm**2, 1.0, 1.0) for unit in range(6)}
+        (found,) = states.said("a", StateHashes(epoch=1, step=step, units=units))
+        assert isinstance(found, Dispute) is (not rate and step == 8)
+    states.expect(_grid(("a",), step=16))
+    units = {unit: UnitHash("a" * 64, 100.0, 1.0, 1.0) for unit in range(6)}
+    (found,) = states.said("a", StateHashes(epoch=1, step=16, units=units))
+    assert isinstance(found, Dispute)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "adamw"},
+        {"optimizer": "muon"},
+        {"every": 2},
+        {"every": 2, "outer_momentum": 0.9},
+    ],
+    ids=str,
+)
+def test_no_optimizer_moves_weights_further_than_is_allowed_of_a_lone_holder(
+    settings: dict[str, Any],
+) -> None:
+    """From small initial weights at a high rate, which moves them farthest."""
+    training = replace(SMALL.training, optimizer=settings.pop("optimizer", "adamw"), lr=0.02, warmup_steps=0)
+    config = replace(
+        SMALL,
+        model=TINY,
+        training=training,
+        sync=replace(SMALL.sync, warmup=0, **settings),
+        pipeline=replace(SMALL.pipeline, groups=2 if settings else 1),
+    )
+    trainer, moves = ReferenceTrainer(config, corpus(config)), []
+    before = [_norm(layer) for layer in trainer.chunks[0].layers]
+    trainer.train(5)
+    for unit, (layer, norm) in enumerate(zip(trainer.chunks[0].layers, before, strict=True)):
+        moves.append((_norm(layer) - norm) / most_moved(config, unit, 0, 5))
+    assert 0.05 < max(moves) < 1.0
+
+
+def _norm(layer: torch.nn.Module) -> float:
+    return math.sqrt(sum(float(weight.detach().double().square().sum()) for weight in layer.parameters()))
+
+
+def test_second_moments_follow_gradients_that_become_much_smaller() -> None:
+    run = alone()
+    run.holds("b", step=4)
+    assert of_kind(run.holds("a", step=4, squares=(1 / 50) ** 4), SnapshotAgreed)
 
 
 def test_a_layer_that_a_spare_computes_too_was_right() -> None:
@@ -187,10 +250,10 @@ def test_a_layer_of_weights_alone_is_compared_by_its_weights(weights_from: int) 
 # ---- newcomers
 
 
-def _grid(hosts: tuple[str, ...], newcomers: str = "", number: int = 1) -> SimpleNamespace:
-    """The epoch of one stage and these rows in step 4."""
+def _grid(hosts: tuple[str, ...], newcomers: str = "", number: int = 1, *, step: int = 4) -> SimpleNamespace:
+    """The epoch of one stage and these rows."""
     return SimpleNamespace(
-        step=4,
+        step=step,
         number=number,
         stages=1,
         hosts=hosts,
