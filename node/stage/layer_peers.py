@@ -90,9 +90,9 @@ class LayerPeers:
         trouble = "no node holds it"
         backoff = Backoff(0.2, 2.0)
         data, sources, alone = bytearray(), set[str](), False
-        turn = 0
+        turn, seconds, most = 0, TURN_SECONDS, 0
         while turn < ROUNDS:
-            came = len(data)
+            came = most
             for holder in self._order(place.holders, place.unit):
                 if holder.node_id in bad:
                     continue
@@ -103,7 +103,7 @@ class LayerPeers:
                 sources.add(holder.node_id)
                 others = [other for other in place.holders if other.node_id not in (*bad, holder.node_id)]
                 try:
-                    async with asyncio.timeout(TURN_SECONDS if others else None):
+                    async with asyncio.timeout(seconds if others else None):
                         await self._receive(place, holder, data)
                 except TimeoutError:
                     log.info("%s goes on at another node from byte %d", name, len(data))
@@ -122,11 +122,14 @@ class LayerPeers:
                     log.warning("%s: %s", name, trouble)
                     if sources == {holder.node_id}:
                         bad.add(holder.node_id)
-                    alone = True
+                    alone, most = True, 0
                     data, sources = bytearray(), set()
+                most = max(most, len(data))
+            if alone:
+                seconds *= 2  # the whole file has to come in one turn
             if all(holder.node_id in bad for holder in place.holders):
                 break
-            turn = 0 if len(data) >= came + LEAST_PROGRESS else turn + 1
+            turn = 0 if most >= came + LEAST_PROGRESS else turn + 1
             if turn < ROUNDS:
                 await asyncio.sleep(backoff.advance())
         raise LinkError(f"{name} could not be fetched from any holder ({trouble})")

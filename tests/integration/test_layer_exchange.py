@@ -66,6 +66,7 @@ class Holder(LayersHeld):
     offsets: list[int] = field(default_factory=list)
     lies: bytes = b""
     """What it sends instead of its file."""
+    chunk_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         super().__init__(self.cache, self.sums, BesideTraining(None, lambda: False))
@@ -80,6 +81,7 @@ class Holder(LayersHeld):
             raise RuntimeError("the process is gone")
         if self._sent == self.hangs_after:
             await asyncio.Event().wait()
+        await asyncio.sleep(self.chunk_seconds)
         self._sent += 1
 
 
@@ -309,6 +311,18 @@ async def test_after_a_damaged_mixture_all_comes_from_one(tmp_path: Path) -> Non
         bad: set[str] = set()
         assert await here.fetch(0, 1, bad=bad) == DATA
         assert here.holders[1].offsets == [CHUNK_BYTES, 0] and bad == set()
+
+
+async def test_a_liar_that_sends_little_does_not_keep_a_file_that_takes_longer_than_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its bad bytes, all has to come from one holder, in one turn."""
+    monkeypatch.setattr(layer_peers, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(layer_peers, "LEAST_PROGRESS", 1)
+    async with scene(tmp_path) as here:
+        here.holders[0].lies, here.holders[0].hangs_after = b"x" * len(DATA), 1
+        here.holders[1].chunk_seconds = 0.1
+        assert await here.fetch(0, 1) == DATA
 
 
 async def test_missing_layers_are_reported_and_sizes_checked_first(tmp_path: Path) -> None:
