@@ -640,6 +640,8 @@ class _Phase:
     """When each node answered last; a death has it answer again."""
     waited: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Each node's seconds by `TimeKind`, as it reports them."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """The row for whose sums each node waited, as it reported last."""
     loading: Mapping[str, float] = field(default_factory=dict)
     """The seconds that each host may take to fetch its state, in addition to the usual time."""
 
@@ -673,6 +675,8 @@ class Stragglers:
         """Each node's epoch and seconds by `TimeKind`, as in its newest vote."""
         self._costs: dict[tuple[str, Phase], deque[tuple[float, float]]] = {}
         """What each node cost in the newest phases of a kind, and what it was allowed to cost, in seconds."""
+        self._pairs: dict[frozenset[str], int] = {}
+        """Nodes that were late, each with one that it waited for and that was early, and the newest step."""
         self.times: dict[str, float] = {}
         """The delays of slow nodes, as multiples of the usual step time."""
 
@@ -748,6 +752,7 @@ class Stragglers:
                 may[node] += extra
         late = {node: at - early for node, at in phase.answers.items() if at - early > may[node]}
         costs = {node: cost for node, cost in late.items() if not self._waited(phase, node, cost, late)}
+        costs = self._caused(phase, costs, late)
         if kind is Phase.STEPPING:
             in_time = max(at for node, at in phase.answers.items() if node not in late)
             if not late and self._knows_pace(epoch) and seconds - usual > max(least, SLOW_TIMES * usual):
@@ -770,6 +775,25 @@ class Stragglers:
             for other in self._awaited(phase, node, cost / 2)
         )
 
+    def _caused(self, phase: _Phase, costs: Mapping[str, float], late: Collection[str]) -> dict[str, float]:
+        """What nodes cost, if those pay that kept others waiting and answered early themselves.
+
+        One of two is right about that, and a node that is wrong again and again is so with several others.
+        """
+        step = phase.at[1]
+        self._pairs = {pair: at for pair, at in self._pairs.items() if step - at <= MEMORY_STEPS}
+        causes: dict[str, list[str]] = {}
+        for node, cost in costs.items():
+            awaited = self._awaited(phase, node, cost / 2)
+            causes[node] = [other for other in awaited if other not in late]
+            self._pairs.update((frozenset((node, other)), step) for other in causes[node])
+        named = Counter(chain.from_iterable(self._pairs))
+        caused: dict[str, float] = {}
+        for node, cost in costs.items():
+            payers = [other for other in causes[node] if named[other] > named[node]] or [node]
+            caused.update((payer, max(cost, caused.get(payer, 0.0))) for payer in payers)
+        return caused
+
     def _awaited(self, phase: _Phase, node: str, least: float) -> list[str]:
         """The neighbours for which a node reports that it waited at least `least` seconds in a step."""
         epoch, spent = phase.epoch, phase.waited.get(node, {})
@@ -777,7 +801,9 @@ class Stragglers:
             return []  # it is gone
         row, stage = epoch.row(epoch.replica_of(node)), epoch.stage_of(node)
         long = [by for kind, by in _WAITS.items() if spent.get(kind, 0.0) > least]
-        peers = epoch.column(stage) if spent.get(TimeKind.SYNC, 0.0) > least else ()
+        peers = epoch.column(stage) if spent.get(TimeKind.SYNC, 0.0) > least else []
+        if peers and (known := neighbour_at(epoch, node, stage, phase.rows.get(node, -1))) is not None:
+            peers = [known]
         return [*(row[(stage + by) % epoch.stages] for by in long), *(peer for peer in peers if peer != node)]
 
     def _worked_long(self, phase: _Phase, seconds: float, usual: float) -> dict[str, float]:
@@ -802,6 +828,8 @@ class Stragglers:
     def says(self, node_id: str, kind: str, now: float, awaited: AwaitedSums | None = None) -> None:
         """The node reported what it spends its time on, and which sums it waits for."""
         self._does[node_id] = (now, kind, awaited)
+        if self._phase is not None and awaited is not None:
+            self._phase.rows[node_id] = awaited.row
 
     def look(self, epoch: Epoch | None, now: float, loading: Mapping[str, float]) -> Late:
         """Find nodes that are late. Call it often.

@@ -16,6 +16,7 @@ from node.run_state.votes import PastStep
 from node.telemetry.clock import TimeKind
 from tests.support.cases import each
 from tests.support.machine_driver import Driver, of_kind
+from wire.messages import AwaitedSums
 
 WORK = 0.8
 """Seconds of a step that a node takes to compute its part; a step takes 1."""
@@ -43,6 +44,8 @@ class PacedRun:
         """Seconds that nodes compute, where that is not `WORK`: all others wait for the slowest."""
         self.network = 0.0
         """Seconds that links add to a step."""
+        self.awaited: dict[str, AwaitedSums] = {}
+        """What nodes of other rows keep from a node, where it waits for sums."""
         self.actions: list[Action] = []
         self.seconds: list[float] = []
         """Of each step."""
@@ -100,6 +103,9 @@ class PacedRun:
         spent[TimeKind.FORWARD] += work / 3
         spent[TimeKind.BACKWARD] += work * 2 / 3
         wait = TimeKind.WAIT_DOWNSTREAM if run.epoch.stage_of(node) == 0 else TimeKind.WAIT_UPSTREAM
+        if node in self.awaited:
+            wait = TimeKind.SYNC
+            run.machine.heard(node, run.time, wait, awaited=self.awaited[node])
         spent[wait] += max(0.0, seconds - work)
         return run.vote(node, times=dict(spent))
 
@@ -168,6 +174,27 @@ def test_who_votes_late_again_and_again_gives_its_stage_to_a_spare(name: str) ->
     paced.steps(MEMORY_STEPS - 40)
     assert not set(lie.liars) & set(paced.hosts)
     assert max(paced.seconds[-40:]) < 1.1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_who_votes_in_time_and_sends_late_is_slow_and_not_those_that_wait(rows: int) -> None:
+    """The node of stage 1, or of row 1, keeps what one or several others need. At most one of them gives up
+    its stage before it does, where it is one node's word against another's."""
+    paced = PacedRun("abcdefgh"[: 2 * rows], "wxyz", rows=rows).steps(12)
+    liar = paced.hosts[1 if rows == 1 else 2]
+    for _ in range(6 * SLOW_STEPS):
+        epoch = paced.run.epoch
+        if not epoch.has(liar):
+            break
+        kept = [epoch.row(0)[0]] if rows == 1 else epoch.column(0)
+        paced.late[Phase.STEPPING] = {node: 3.0 for node in kept if node != liar}
+        if rows > 1:
+            row = epoch.replica_of(liar)
+            paced.awaited = {node: AwaitedSums(row, is_total=True) for node in kept if node != liar}
+        paced.steps(1)
+    slow = [node for node in "abcdefghwxyz" if any("is slow" in line for line in paced.lines(node))]
+    assert liar in slow and not paced.run.epoch.has(liar)
+    assert len(slow) == (1 if rows > 2 else 2), slow
 
 
 def test_who_is_slow_again_after_a_while_is_kept_from_stages_for_longer() -> None:
