@@ -245,6 +245,11 @@ class StageAssigner:
         self._regroup_at = now if stages < self._stages else now + self._regroup_seconds
         return True
 
+    def take_back(self, node_id: str, stage: int, stages: int) -> None:
+        """A node whose stage was free has it again, in any row where it still is."""
+        if len(self._holders) % stages == 0 and None in (free := self._holders[stage::stages]):
+            self._holders[stage + stages * free.index(None)] = node_id
+
     def can_exchange(self, first: str, other: str, candidates: Sequence[Candidate]) -> bool:
         """Whether each of two hosts fits in the other's place."""
         holders = self._exchanged(first, other)

@@ -11,11 +11,12 @@ to choose either.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from node.run_state.actions import AbortKind
 from node.run_state.audits import Auditor, Difference
 from node.run_state.epoch import Epoch
-from node.run_state.failures import Blame, GiveUp, RunAgain
+from node.run_state.failures import MEMORY_STEPS, Blame, GiveUp, RunAgain
 from node.run_state.membership import Roster
 from node.run_state.stage_assignment import StageAssigner
 from node.run_state.votes import Disagreement
@@ -34,7 +35,7 @@ class _Doubt:
     retried: set[int] = field(default_factory=set)
     """Stages that another node has computed again."""
     left_out: set[str] = field(default_factory=set)
-    """With several rows, the nodes without which the step ran again."""
+    """With several rows, the nodes without which the step ran again, one at a time."""
     replaced: str = ""
     """The node that gave up the stage that was retried last."""
     stage: int = -1
@@ -161,6 +162,10 @@ class WrongValues:
         """A step that runs again without the node at which its gradients overflow."""
         self._told: set[frozenset[str]] = set()
         """Pairs of nodes that differ and were reported to the operator."""
+        self._involved: dict[int, Collection[str]] = {}
+        """With several rows, the suspects of the newest steps that ran again without one of them."""
+        self._found: dict[str, tuple[int, int]] = {}
+        """Those without which such a step was right, with their stage and the step, until they are back."""
 
     def nothing_to_try(self, epoch: Epoch) -> None:
         """The step does not run again without another node. The one left out last was not the cause."""
@@ -188,9 +193,19 @@ class WrongValues:
             node_id: the node that reported the value.
             neighbours: whether the value may come from what neighbours sent.
         """
+        doubt, innocent = self._of(epoch), self._of(epoch).replaced
         self.nothing_to_try(epoch)
-        doubt, others = self._of(epoch), self._blame.blameless(self._roster.candidates())
-        for culprit in doubt.suspects(epoch, node_id, neighbours=neighbours):
+        others = self._blame.blameless(self._roster.candidates())
+        if innocent and epoch.rows > 1:
+            # Else a member that stops in time would be the only one left of its stage.
+            self._assigner.take_back(innocent, doubt.stage, epoch.stages)
+        suspects = doubt.suspects(epoch, node_id, neighbours=neighbours)
+        if epoch.rows > 1:
+            row = epoch.row(epoch.replica_of(node_id)) if neighbours else ()
+            suspects = self._by_involvement(epoch, suspects, {*filter(None, row)} - doubt.left_out)
+        for culprit in suspects:
+            if self._is_last_but_one(epoch, culprit):
+                continue
             if self._assigner.hand_over(culprit, others, now):
                 self._blame.replace(culprit, by=culprit, step=epoch.step)
                 doubt.replace(epoch, culprit)
@@ -201,6 +216,32 @@ class WrongValues:
                 )
                 return RunAgain(kind=AbortKind.NOT_FINITE, reason=what, note=note)
         return None
+
+    def _by_involvement(self, epoch: Epoch, suspects: Sequence[str], row: Collection[str]) -> list[str]:
+        """The suspects of a step, first those that were involved in most of the newest such steps. Whoever
+        was left out in one of them was not wrong if it happens again without it.
+
+        Args:
+            row: nodes whose wrong values others may have passed on. They are suspects the second time.
+        """
+        now = epoch.step
+        self._involved = {step: nodes for step, nodes in self._involved.items() if now - step <= MEMORY_STEPS}
+        self._involved.setdefault(now, frozenset((*suspects, *row)))
+        for node, (_, step) in list(self._found.items()):
+            if now - step > MEMORY_STEPS or epoch.has(node):
+                del self._found[node]
+            elif step < now:
+                self._blame.exonerate(node)
+        counts = Counter(chain.from_iterable(self._involved.values()))
+        known = [*suspects, *(node for node in sorted(row) if node not in suspects and counts[node] > 1)]
+        return sorted(known, key=lambda node: -counts[node])
+
+    def _is_last_but_one(self, epoch: Epoch, node_id: str) -> bool:
+        """Whether one node alone would be left of the stage, as another one was left out before, which may
+        not have been wrong. Nobody could check the one that stays."""
+        stage = epoch.stage_of(node_id)
+        known = [node for node in epoch.column(stage) if node not in epoch.newcomers]
+        return len(known) == 2 and node_id in known and any(at == stage for at, _ in self._found.values())
 
     def overflow(self, epoch: Epoch, nodes: Sequence[str], now: float) -> RunAgain | None:
         """Gradients overflow at these nodes. None: the step is skipped.
@@ -429,6 +470,8 @@ class WrongValues:
             doubt.note_computed(self._auditor.agreed)
         wrong = dict(doubt.wrong)
         if doubt.replaced:
+            if epoch.rows > 1:
+                self._found[doubt.replaced] = doubt.stage, step
             wrong[doubt.replaced] = (
                 f"what it gave for stage {doubt.stage} in step {step + 1} was wrong, as another node found"
             )

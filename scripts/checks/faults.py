@@ -496,9 +496,13 @@ these lies, because that takes a second computation of the same work. Nor does a
 names a kind of its own, because only nodes of one kind compute the same bits. A member that computes
 correctly but sends wrong sums to another row makes the node that holds those sums look wrong before the step
 is committed, because votes have digests of the sums. That node may lose its stage, but nothing else is held
-against it; the same goes for sums that are not finite or far from earlier ones. Audits compare what nodes
-compute for a gradient group, not the sums over groups. So nothing finds a member that sends the same wrong
-sum of its share of the gradient to all rows.
+against it. Audits compare what nodes compute for a gradient group, not the sums over groups. So nothing finds
+a member that sends the same wrong sum of its share of the gradient to all rows, in any number of steps.
+
+If gradients are not finite, or far from earlier ones, the step runs again without one node of their stage, or
+of its row, at a time. A member that stops its lie when another is left out costs that one its stage. Who was
+left out is not blamed any more if it happens again, and who is there each time is left out next. Three rows
+find such a member within three lies, and it is never the only one left of its stage. Of two nodes it may be.
 
 If two nodes disagree, a third node of the same kind decides: a node of another row, a spare, or a node of
 another stage that changes places with one of the two. If only two nodes are of that kind, both compute the
@@ -575,8 +579,10 @@ the link stays at the slow one.
 A member that does nothing delays a step by 30 seconds beyond the usual time, or by three times the usual
 time, whichever is longer. A member that reports that it computes or waits can delay it by a minute, or by ten
 times the usual time. In an epoch's first step these are two and four minutes. In a run's first step, when
-nothing has been measured, a member that reports that it computes can delay it by ten minutes. Every stage
-sees activations, and the first sees the text.
+nothing has been measured, a member that reports that it computes or waits can delay it by ten minutes. Of two
+nodes that contradict each other about what they wait for, one gives up its stage; a member that does this
+again does so with another node, and is found by that. Every stage sees activations, and the first sees the
+text.
 
 ## Strangers
 

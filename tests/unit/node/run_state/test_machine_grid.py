@@ -30,7 +30,7 @@ from tests.support.machine_driver import (
     sent,
     stop_of,
 )
-from wire.messages import Begin, Restore, TakeSnapshot, Validate, Vote
+from wire.messages import Begin, FailureKind, Restore, TakeSnapshot, Validate, Vote
 
 
 def grid(steps: int = 0, *, nodes: str = "abcd", groups: int = 4, every: int = 5, total: int = 20) -> Driver:
@@ -401,6 +401,68 @@ def test_a_node_that_spoils_the_sum_of_its_stage_is_found() -> None:
     actions = run.all_vote()
     assert of_kind(actions, RecordCommit)
     assert any(line.startswith("node c: what it gave for stage 0") for line in notes(actions))
+
+
+@pytest.mark.parametrize("liar", "ace")
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_member_that_spoils_sums_is_never_the_only_one_left_of_its_stage(liar: str, *, stops: bool) -> None:
+    """It does so until another is left out, or until nobody else is left. All nodes of the stage vote for the
+    same, whoever sent a part of it. Who is left out for it follows the run and enters again."""
+    run = Driver(stages=2, groups=6, every=50, steps=300, follows=True).started("abcdef", 20)
+    attempts: list[int] = []
+    wrong = list[str]()
+    for _ in range(40):
+        epoch = run.epoch
+        if epoch.phase is Phase.PLACING:
+            run.restored(epoch.step)
+        elif epoch.phase is Phase.APPLYING:
+            run.all_applied()
+        enter_again(run)
+        epoch, column = run.epoch, run.epoch.column(0)
+        assert column != [liar], "nobody could check it"
+        attempts.append(epoch.step)
+        lies = liar in column and not (stops and attempts.count(epoch.step) > 1)
+        for node in epoch.hosts:
+            said = notes(run.vote(node, 1e12 if lies and node in column else 1.0))
+            wrong += [line[5] for line in said if "was wrong, as another node found" in line]
+            if run.epoch is not epoch or run.epoch.phase is not Phase.STEPPING:
+                break
+    assert not run.epoch.has(liar) and wrong[-1] == liar and len(wrong) <= 3
+
+
+def test_a_member_whose_values_others_find_to_be_wrong_gives_up_its_stage_after_a_few_of_them() -> None:
+    """They pass through another stage, so that it is no neighbour of the node that finds them."""
+    run = Driver(stages=5, groups=10, every=50, steps=300, follows=True).started("abcdefghij", 20)
+    run.join("wxyz")
+    wrong = list[str]()
+    for _ in range(60):
+        epoch = run.epoch
+        if epoch.phase is Phase.PLACING:
+            run.restored(epoch.step)
+        elif epoch.phase is Phase.APPLYING:
+            run.all_applied()
+        enter_again(run)
+        epoch = run.epoch
+        row = epoch.row(epoch.replica_of("f")) if epoch.has("f") else ()
+        if all(row) and row:
+            wrong += [line[5] for line in notes(run.failed(row[2], FailureKind.NON_FINITE))]
+            continue
+        for node in epoch.hosts:
+            said = notes(run.vote(node))
+            wrong += [line[5] for line in said if "was wrong, as another node found" in line]
+    assert not run.epoch.has("f") and wrong[-1] == "f"
+
+
+def enter_again(run: Driver) -> None:
+    """Nodes without a seat follow the run from its newest state, and take seats that are empty."""
+    epoch = run.epoch
+    if epoch.step > run.machine.newest_snapshot and run.machine._newcomers.need(epoch.step):
+        run.stored(epoch.step)
+    for node in set(run.machine.members) - {*epoch.hosts}:
+        run.following(node, run.machine.newest_snapshot, epoch.step)
+        if node in epoch.entering:
+            run.placed(node, epoch.step)
+            run.ready(node)
 
 
 # ---- speed
