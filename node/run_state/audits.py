@@ -88,6 +88,9 @@ class Auditor:
         self._boundaries = boundaries
         self.doubted: tuple[int, int] | None = None
         """A step and one of its groups, which is always audited, by two more rows if there are any."""
+        self.refused = 0
+        """How often newcomers' results differed from those of earlier holders, so that another row compares
+        the next ones: one that lies keeps none out."""
         self.agreed: dict[str, dict[str, bytes]] = {}
         """The newest audit's digests: for each value the digest of each node, if all nodes reported the
         same."""
@@ -111,7 +114,9 @@ class Auditor:
         if len(rows) == 1 or not (self._rate > 0.0 or (new and self._compares)):
             return None
         alike = rows_alike(kinds, len(groups))
-        for old in [row for row in rows if row not in new] if new and self._compares else ():
+        known = [row for row in rows if row not in new] if new and self._compares else []
+        first = self.refused % max(1, len(known))
+        for old in (*known[first:], *known[:first]):
             if others := [row for row in alike[old] if row in new and row in rows]:
                 return Audit(group=groups[old][0], rows=(old, *others[:2]))
         if self._rate == 0.0:

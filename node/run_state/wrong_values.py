@@ -350,6 +350,7 @@ class WrongValues:
             return None
         for node in gone:
             self._blame.exonerate(node)
+        self._auditor.refused += 1
         note = (
             f"step {epoch.step + 1} is not committed: {odd.what} is not the same from newcomers and from "
             f"those that held the state before; it runs again without node {', node '.join(gone)}"

@@ -49,6 +49,17 @@ def test_only_rows_of_like_nodes_check_each_other() -> None:
     assert auditor.draw(0, ((0, 1),), kinds[:2]) is None
 
 
+def test_newcomers_that_were_refused_are_compared_with_another_row() -> None:
+    auditor, groups = Auditor(0.0, SECRET, lambda _: 1, compares=True), ((0, 1), (2,), (3,))
+    drawn = []
+    for _ in range(3):
+        audit = auditor.draw(7, groups, ["", ""] * 3, [2])
+        assert audit is not None and audit.extra(2) == (audit.group,)
+        drawn.append((audit.group, audit.rows))
+        auditor.refused += 1
+    assert drawn == [(0, (0, 2)), (2, (1, 2)), (0, (0, 2))]
+
+
 def test_only_the_auditing_row_knows() -> None:
     run = grid("abcd")
     audit = run.epoch.audit
