@@ -19,7 +19,15 @@ from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.early_tensors import Early, EarlyTensors
 from node.stage.following import StateServices, load_state
-from node.stage.inbox import Inbox, LinksIO, RegroupedError, RowStuckError, StepChange, StepInterrupted
+from node.stage.inbox import (
+    OWN_ROW,
+    Inbox,
+    LinksIO,
+    NeighbourStuckError,
+    RegroupedError,
+    StepChange,
+    StepInterrupted,
+)
 from node.stage.out_of_memory import ran_out
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
@@ -690,8 +698,11 @@ class EpochTask:
         services.take(self.number, take, state)
 
     def _fail_by_link(self, error: Exception) -> None:
-        if isinstance(error, RowStuckError):
-            self._other_end = Peer(error.row, self.stage)
+        if isinstance(error, NeighbourStuckError):
+            is_own_row = error.row == OWN_ROW
+            self._other_end = (
+                Peer(self.placement.replica, error.stage) if is_own_row else Peer(error.row, self.stage)
+            )
         self._fail(FailureKind.LINK, str(error))
 
     def _fail(self, kind: FailureKind, message: str) -> None:

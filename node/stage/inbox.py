@@ -41,12 +41,13 @@ class StepInterrupted(Exception):
         self.cause = cause
 
 
-class RowStuckError(LinkLostError):
-    """Another row's node of the own stage does not send the gradients that it should."""
+class NeighbourStuckError(LinkLostError):
+    """A neighbour does not send what it should, or acknowledges nothing of what it gets."""
 
-    def __init__(self, row: int, message: str) -> None:
+    def __init__(self, message: str, *, row: int = OWN_ROW, stage: int = -1) -> None:
+        """`row`: of a node of the own stage. `stage`: of one of the own row."""
         super().__init__(message)
-        self.row = row
+        self.row, self.stage = row, stage
 
 
 class RegroupedError(StepInterrupted):
@@ -173,7 +174,8 @@ class Inbox:
         if not self.comes(keys, timeout, row, or_change=or_change):
             key = keys[0]
             if row != OWN_ROW:
-                raise RowStuckError(row, f"no {key.direction.words} came from row {row} within {timeout:g} s")
+                what = f"no {key.direction.words} came from row {row} within {timeout:g} s"
+                raise NeighbourStuckError(what, row=row)
             raise LinkLostError(
                 f"no {key.direction.words} of microbatch {key.microbatch} came over boundary "
                 f"{key.boundary} within {timeout:g} s: the neighbour's stage is stuck"
@@ -343,9 +345,8 @@ class LinksIO:
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
         """Queue a packed tensor without waiting for the network."""
-        self._send(
-            self._links[target_stage(key, self._stages)], key, memoryview(packed.numpy().data), elements
-        )
+        stage = target_stage(key, self._stages)
+        self._send(self._links[stage], key, memoryview(packed.numpy().data), elements, stage=stage)
 
     def send_to_row(
         self,
@@ -363,7 +364,7 @@ class LinksIO:
         payload, link = memoryview(packed.numpy().data), self._rows[row]
 
         def send() -> None:
-            if self._send(link, key, payload, elements, to_row=True) and arrived is not None:
+            if self._send(link, key, payload, elements, row=row) and arrived is not None:
                 link.after_delivery(arrived)
 
         self._send_behind(send)
@@ -410,7 +411,14 @@ class LinksIO:
             send()
 
     def _send(
-        self, link: Link, key: TensorKey, payload: memoryview, elements: int, *, to_row: bool = False
+        self,
+        link: Link,
+        key: TensorKey,
+        payload: memoryview,
+        elements: int,
+        *,
+        row: int = OWN_ROW,
+        stage: int = -1,
     ) -> bool:
         """Whether the link has taken the tensor."""
         try:
@@ -422,8 +430,10 @@ class LinksIO:
             pass
         except LinkError as error:
             # A lost link to another row was reported; the coordinator may know that the other end has died.
-            is_known = to_row and isinstance(error, LinkLostError)
+            is_known = row != OWN_ROW and isinstance(error, LinkLostError)
             # An interrupted step may still send tensors over closed links.
             if not is_known and not self._over():
-                self._inbox.interrupt(str(error), error)
+                is_full = type(error) is LinkError  # the outbox, as nothing of it is acknowledged
+                why = NeighbourStuckError(str(error), row=row, stage=stage) if is_full else error
+                self._inbox.interrupt(str(error), why)
         return False

@@ -17,7 +17,7 @@ from node.schedule.gradient_groups import RowShare, StepWork
 from node.schedule.routing import Peer
 from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
-from node.stage.inbox import LinksIO, RowStuckError, StepChange, StepInterrupted
+from node.stage.inbox import LinksIO, NeighbourStuckError, StepChange, StepInterrupted
 from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
@@ -693,13 +693,15 @@ async def test_a_lost_link_fails_the_step_and_names_the_stage_at_its_other_end(
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-async def test_a_row_that_does_not_send_its_gradients_is_named(is_interrupted: bool) -> None:
+@pytest.mark.parametrize("peer", [Peer(0, 2), Peer(2, PLACEMENT.stage)])
+async def test_a_neighbour_that_is_stuck_is_named(peer: Peer, is_interrupted: bool) -> None:
     async with epoch() as talk:
         await talk.begun(3)
-        stuck = RowStuckError(2, "no gradients came from row 2")
+        where = {"row": peer.replica} if peer.replica else {"stage": peer.stage}
+        stuck = NeighbourStuckError("it is stuck", **where)
         talk.node.stage.trouble = StepInterrupted(str(stuck), stuck) if is_interrupted else stuck
-        failed = failure(FailureKind.LINK, str(stuck), step=3, peer=PLACEMENT.stage)
-        assert await talk.ask(Begin(epoch=4, step=3)) == replace(failed, peer_replica=2)
+        failed = failure(FailureKind.LINK, str(stuck), step=3, peer=peer.stage)
+        assert await talk.ask(Begin(epoch=4, step=3)) == replace(failed, peer_replica=peer.replica)
 
 
 async def test_a_silent_neighbour_is_told_of_unless_its_seat_is_known_to_be_empty() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from node.schedule.routing import neighbours, source_stage, target_stage
-from node.stage.inbox import Inbox, LinksIO, RowStuckError, StepInterrupted
-from wire.errors import LinkLostError
+from node.stage.inbox import Inbox, LinksIO, NeighbourStuckError, StepInterrupted
+from wire.errors import LinkError, LinkLostError
 from wire.messages import AwaitedSums
 from wire.spec import Direction, TensorKey
 
@@ -85,9 +85,32 @@ def test_a_row_is_named_whose_gradients_are_awaited() -> None:
         waits[0].result(SECONDS)
     assert inbox.awaited is None
     inbox.reset()
-    with pytest.raises(RowStuckError) as stuck:
+    with pytest.raises(NeighbourStuckError) as stuck:
         inbox.take(total, timeout=0.0, row=2)
     assert stuck.value.row == 2
+
+
+def test_a_neighbour_that_acknowledges_nothing_is_named() -> None:
+    class Full:
+        def send(self, *_tensor: object) -> None:
+            raise LinkError("the outbox is full")
+
+        def after_delivery(self, call: Callable[[], None]) -> None:
+            call()
+
+    links: Any = {0: Full()}
+    for row in (None, 2):
+        inbox = Inbox()
+        io = LinksIO(stages=2, links=links, rows={2: links[0]}, inbox=inbox, over=lambda: False)
+        if row is None:
+            io.send(key(0, Direction.GRADIENT), torch.zeros(8, dtype=torch.uint8), 8)
+        else:
+            io.send_to_row(row, key(0, Direction.SYNC_SHARE), torch.zeros(8, dtype=torch.uint8), 8)
+        with pytest.raises(StepInterrupted) as stop:
+            inbox.check()
+        stuck = stop.value.cause
+        assert isinstance(stuck, NeighbourStuckError)
+        assert (stuck.row, stuck.stage) == ((-1, 0) if row is None else (2, -1))
 
 
 def test_a_neighbour_is_asked_for_a_tensor_that_does_not_come() -> None:
