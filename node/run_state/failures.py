@@ -785,7 +785,7 @@ class Stragglers:
         causes: dict[str, list[str]] = {}
         for node, cost in costs.items():
             awaited = self._awaited(phase, node, cost / 2)
-            causes[node] = [other for other in awaited if other not in late]
+            causes[node] = [other for other in awaited if other and other not in late]
             self._pairs.update((frozenset((node, other)), step) for other in causes[node])
         named = Counter(chain.from_iterable(self._pairs))
         caused: dict[str, float] = {}
