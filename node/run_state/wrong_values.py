@@ -204,7 +204,7 @@ class WrongValues:
             row = epoch.row(epoch.replica_of(node_id)) if neighbours else ()
             suspects = self._by_involvement(epoch, suspects, {*filter(None, row)} - doubt.left_out)
         for culprit in suspects:
-            if self._is_last_but_one(epoch, culprit):
+            if self._is_doubtful(epoch, culprit):
                 continue
             if self._assigner.hand_over(culprit, others, now):
                 self._blame.replace(culprit, by=culprit, step=epoch.step)
@@ -236,12 +236,15 @@ class WrongValues:
         known = [*suspects, *(node for node in sorted(row) if node not in suspects and counts[node] > 1)]
         return sorted(known, key=lambda node: -counts[node])
 
-    def _is_last_but_one(self, epoch: Epoch, node_id: str) -> bool:
-        """Whether one node alone would be left of the stage, as another one was left out before, which may
-        not have been wrong. Nobody could check the one that stays."""
-        stage = epoch.stage_of(node_id)
+    def _is_doubtful(self, epoch: Epoch, node_id: str) -> bool:
+        """Whether one node alone would be left of the stage that may as well be wrong, as another one was
+        left out before. Nobody could check the one that stays."""
+        stage, counts = epoch.stage_of(node_id), Counter(chain.from_iterable(self._involved.values()))
         known = [node for node in epoch.column(stage) if node not in epoch.newcomers]
-        return len(known) == 2 and node_id in known and any(at == stage for at, _ in self._found.values())
+        if len(known) != 2 or node_id not in known or all(at != stage for at, _ in self._found.values()):
+            return False
+        (other,) = {*known} - {node_id}
+        return other not in self._of(epoch).left_out and counts[other] >= counts[node_id]
 
     def overflow(self, epoch: Epoch, nodes: Sequence[str], now: float) -> RunAgain | None:
         """Gradients overflow at these nodes. None: the step is skipped.

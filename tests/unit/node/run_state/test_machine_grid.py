@@ -453,6 +453,25 @@ def test_a_member_whose_values_others_find_to_be_wrong_gives_up_its_stage_after_
     assert not run.epoch.has("f") and wrong[-1] == "f"
 
 
+@pytest.mark.parametrize("second", "cx")
+def test_a_second_node_of_a_stage_that_breaks_soon_after_another_is_left_out_too(second: str) -> None:
+    run = Driver(stages=2, groups=4, every=50, steps=300, follows=True).started("abcd", 20)
+    run.join("x")
+    run.failed("a", FailureKind.NON_FINITE)
+    run.restored(20)
+    run.stored(20)
+    for _ in range(6):
+        run.step()
+        enter_again(run)
+    assert sorted(run.epoch.column(0)) == ["c", "x"]
+    run.epoch.newcomers = frozenset()
+    while run.epoch.has(second):
+        run.failed(second, FailureKind.NON_FINITE)
+        assert not run.machine.stopped
+        run.restored(run.epoch.step)
+    assert "cx".replace(second, "") in run.epoch.column(0)
+
+
 def enter_again(run: Driver) -> None:
     """Nodes without a seat follow the run from its newest state, and take seats that are empty."""
     epoch = run.epoch
