@@ -51,6 +51,7 @@ from wire.messages import (
     RELAY_LEFT,
     Abort,
     Applied,
+    AwaitedSums,
     Begin,
     Commit,
     CoordinatorMessage,
@@ -370,9 +371,10 @@ async def test_a_node_that_never_reads_its_answers_fills_no_memory(tmp_path: Pat
             answer = await node.hear()
             assert isinstance(answer, HeartbeatReply) and answer.sent_at == at
         assert isinstance(await node.hear(), Placement)
-        node.say(Heartbeat(telemetry=Telemetry(), sent_at=0.5))
+        node.say(Heartbeat(telemetry=Telemetry(), sent_at=0.5, awaited=AwaitedSums(1, is_total=True)))
         answer = await node.hear()
         assert isinstance(answer, HeartbeatReply)
+        assert run.coordinator._machine._stragglers._does["a"][2] == AwaitedSums(1, is_total=True)
         assert (answer.sent_at, answer.pause) == (0.5, CONFIG.coordinator.heartbeat_seconds)
 
 

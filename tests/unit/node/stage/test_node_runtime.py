@@ -31,7 +31,8 @@ from wire.errors import LinkError, LinkLostError, RefusalCode, Refused, RunError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import NodeIdentity, load_key
 from wire.identity.enrolment import Hardware
-from wire.messages import Finish, Heartbeat, Welcome
+from wire.messages import AwaitedSums, Finish, Heartbeat, Welcome
+from wire.telemetry import Telemetry
 
 SECONDS = 30.0
 WELCOME = Welcome(node_id="node-1", config_json=to_json(RunConfig()), heartbeat_seconds=0.01)
@@ -223,6 +224,18 @@ async def test_a_node_lives_while_its_devices_start(
         task.cancel()
         over.set()
         await asyncio.wait([task])
+
+
+async def test_heartbeats_say_which_sums_a_node_waits_for(
+    runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(runtime._session, "post", said.append)
+    member: Any = SimpleNamespace(telemetry=Telemetry, inbox=SimpleNamespace(awaited=AwaitedSums(2, True)))
+    runtime._heartbeat()
+    runtime._member = member
+    runtime._heartbeat()
+    assert [beat.awaited for beat in said] == [None, AwaitedSums(2, True)]
 
 
 async def test_a_gpu_without_products_in_fp8_refuses_a_run_that_has_them(
