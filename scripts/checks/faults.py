@@ -484,11 +484,12 @@ run, `thinwire status` and the page name the liar and say why it lost its stage.
 {markdown(member_columns, members)}
 
 Those that keep parts or sums of gradients run in three rows of two stages without audits. Three members
-compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate = 1`. With rate *p* and *R* rows of nodes of the same kind, a member that is always wrong is found after
-*R* / (2 *p*) steps on average, and within 3 *R* / (2 *p*) steps in 95 of 100 cases. The wrong steps before
-that stay in the weights, so return to an earlier snapshot. The cost is one more gradient group for one row in
-a share *p* of the steps: at most *p* of the run's time if there are as many groups as rows. In the other
-steps nodes only hash what they send.
+compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate = 1`. With
+rate *p* and *R* rows of nodes of the same kind, a member that is always wrong is found after *R* / (2 *p*)
+steps on average, and within 3 *R* / (2 *p*) steps in 95 of 100 cases. The wrong steps before that stay in the
+weights, so return to an earlier snapshot. The cost is one more gradient group for one row in a share *p* of
+the steps: at most *p* of the run's time if there are as many groups as rows. In the other steps nodes only
+hash what they send.
 
 Not protected: the member with the head can report any loss in range, and any member can send finite but wrong
 tensors, or vote a wrong norm within the range of recent steps. With one row, or without audits, nothing finds
