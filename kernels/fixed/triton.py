@@ -7,7 +7,6 @@ scale is subnormal in fp16; elements beyond 2**-100 .. 2**100), it quantizes the
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -273,74 +272,38 @@ def _restore(
     store_block(out, y, base, n, width, per_row, T, FLAT)
 
 
-def _encoded(bits: int) -> dict[str, Any]:
-    """Constants of the encoder's kernels for a width."""
-    limit = 2 ** (bits - 1) - 1
-    return {
-        "BITS": bits,
-        "LIMIT": limit,
-        "INVERSE_LIMIT": torch.tensor(1.0 / limit, dtype=torch.float32).item(),
-        "NIBBLE_BIAS": wrapped((MAGIC_BITS.value - limit) * NIBBLES),
-        "BYTE_BIAS": wrapped((MAGIC_BITS.value - limit) * BYTES),
-    }
-
-
 def encode(
     x: torch.Tensor,
     scales: torch.Tensor,
     planes: torch.Tensor,
     exponent: torch.Tensor,
     *,
+    record: int = 0,
     launch: Launch = FIXED_ENCODE,
     finish: Launch = FIXED_FINISH,
 ) -> None:
-    """See `kernels.fixed.reference.encode`. Writes `exponent`, int32 with 1 element. Never waits."""
-    _encode(Rows(x), scales, planes, exponent, planes.shape[0], launch, finish, rows=None, record=0)
-
-
-def encode_many(
-    x: torch.Tensor,
-    scales: torch.Tensor,
-    planes: torch.Tensor,
-    exponents: torch.Tensor,
-    *,
-    bits: int,
-    record: int,
-) -> None:
-    """Encode every row of x, fp32 `[n, C]` with n below 2**16, as a tensor of its own (see `encode`).
+    """See `kernels.fixed.reference.encode`. Writes `exponent`, int32 with 1 element. Never waits.
 
     Args:
-        scales: the first row's section; each further row's begins `record` bytes, a multiple of `RECORD`,
-            after the previous one.
-        planes: as `scales`.
-        exponents: int32 `[n]`.
+        record: if it is not 0, every row of x, fp32 `[n, C]` with n below 2**16, is a tensor of its own, and
+            `exponent` has n elements. `scales` and `planes` are the first row's sections; each further row's
+            begin `record` bytes, a multiple of `RECORD`, after the previous ones.
     """
-    _encode(
-        Rows(x), scales, planes, exponents, bits, FIXED_ENCODE, FIXED_FINISH, rows=x.shape[0], record=record
-    )
-
-
-def _encode(
-    of: Rows,
-    scales: torch.Tensor,
-    planes: torch.Tensor,
-    exponent: torch.Tensor,
-    bits: int,
-    launch: Launch,
-    finish: Launch,
-    *,
-    rows: int | None,
-    record: int,
-) -> None:
-    tiles, count = (of.tiles, 1) if rows is None else (of.per_row, rows)
+    of, many, bits = Rows(x), record > 0, planes.shape[0]
+    tiles, count = (of.per_row, x.shape[0]) if many else (of.tiles, 1)
     programs, device = triton.cdiv(tiles, launch.tiles), of.data.device
     steps = torch.empty(count * tiles, dtype=torch.float32, device=device)
     peaks = torch.empty(count * programs, dtype=torch.int32, device=device)
+    limit = 2 ** (bits - 1) - 1
     common = {
-        **_encoded(bits),
-        "FLAT": of.flat if rows is None else of.width % TILE == 0,
+        "BITS": bits,
+        "LIMIT": limit,
+        "INVERSE_LIMIT": torch.tensor(1.0 / limit, dtype=torch.float32).item(),
+        "NIBBLE_BIAS": wrapped((MAGIC_BITS.value - limit) * NIBBLES),
+        "BYTE_BIAS": wrapped((MAGIC_BITS.value - limit) * BYTES),
+        "FLAT": of.width % TILE == 0 if many else of.flat,
         "PAIRS": of.pairs,
-        "MANY": rows is not None,
+        "MANY": many,
         "enable_fp_fusion": False,
     }
     sizes = (tiles, of.width, of.stride, of.per_row, record // RECORD)
@@ -370,47 +333,19 @@ def decode(
     out: torch.Tensor,
     exponent: torch.Tensor,
     *,
+    record: int = 0,
     launch: Launch = FIXED_DECODE,
 ) -> torch.Tensor:
     """See `kernels.fixed.reference.decode`; here the exponent is on the device.
 
-    Returns int32 `[k]`: the largest is the fault (`kernels.common.dispatch`), or 0. With a fault `out` is
-    meaningless; nothing outside it is written.
+    Args:
+        record: as for `encode`; `out` is contiguous.
+
+    Returns int32 `[n, k]`: a tensor's largest is its fault (`kernels.common.dispatch`), or 0. With a fault
+    `out` is meaningless; nothing outside it is written.
     """
-    return _decode(
-        scales, planes, out, exponent, planes.shape[0], launch, scales.numel(), many=False, record=0
-    ).view(-1)
-
-
-def decode_many(
-    scales: torch.Tensor,
-    planes: torch.Tensor,
-    out: torch.Tensor,
-    exponents: torch.Tensor,
-    *,
-    bits: int,
-    record: int,
-    launch: Launch = FIXED_DECODE,
-) -> torch.Tensor:
-    """Decode into every row of contiguous `out` `[n, C]`, with arguments as in `encode_many`. Returns int32
-    `[n, k]` as in `decode`."""
-    tiles = tiles_per_row(out.shape[1])
-    return _decode(scales, planes, out, exponents, bits, launch, tiles, many=True, record=record)
-
-
-def _decode(
-    scales: torch.Tensor,
-    planes: torch.Tensor,
-    out: torch.Tensor,
-    exponent: torch.Tensor,
-    bits: int,
-    launch: Launch,
-    tiles: int,
-    *,
-    many: bool,
-    record: int,
-) -> torch.Tensor:
-    width, rows = out.shape[-1], out.shape[0] if many else 1
+    tiles, width, bits = scales.numel(), out.shape[-1], planes.shape[0]
+    rows = out.shape[0] if record else 1
     status = torch.empty(rows, triton.cdiv(tiles, launch.tiles), dtype=torch.int32, device=out.device)
     _restore[(status.shape[1], rows)](
         scales.view(torch.int16),
@@ -428,7 +363,7 @@ def _decode(
         LARGEST_EXPONENT=math.frexp(torch.finfo(out.dtype).max)[1],
         FLAT=width % TILE == 0,
         T=launch.tiles,
-        MANY=many,
+        MANY=record > 0,
         num_warps=launch.warps,
         enable_fp_fusion=False,
     )

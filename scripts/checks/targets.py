@@ -133,7 +133,7 @@ def fixed_case(dtype: torch.dtype, bits: int, width: int) -> None:
         size = which.packed_bytes(TensorSpec(dtype, (width,)))
         exponents = which._pack_rows(x, records, size)
         rows = which._layout((width,)).views(records[0, HEADER_BYTES:size])
-        fixed.decode_many(*rows, x, exponents, bits=bits, record=records.shape[1])
+        fixed.decode(*rows, x, exponents, record=records.shape[1])
 
 
 def trellis_case(name: str) -> None:

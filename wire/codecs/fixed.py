@@ -89,14 +89,7 @@ class FixedCodec(Codec):
             records[:, HEADER_BYTES + gap.start : HEADER_BYTES + gap.stop] = 0
         exponents = torch.empty(len(x), dtype=torch.int32, device=x.device)
         scales, planes = layout.views(records[0, HEADER_BYTES:size])
-        triton.encode_many(
-            x,
-            scales,
-            planes,
-            exponents,
-            bits=self.parameters.bits,
-            record=records.shape[1],
-        )
+        triton.encode(x, scales, planes, exponents, record=records.shape[1])
         return exponents
 
     def _unpack_rows(
@@ -114,14 +107,7 @@ class FixedCodec(Codec):
         size = self.packed_bytes(headers[0].spec)
         scales, planes = self._layout((out.shape[1],)).views(records[0, HEADER_BYTES:size])
         exponents = records.view(torch.int32)[:, EXPONENT.start // 4].contiguous()
-        faults = triton.decode_many(
-            scales,
-            planes,
-            out,
-            exponents,
-            bits=self.parameters.bits,
-            record=records.shape[1],
-        )
+        faults = triton.decode(scales, planes, out, exponents, record=records.shape[1])
         self._refuse(int(faults.max()))
 
     def _refuse(self, fault: int) -> None:
