@@ -1,5 +1,7 @@
 """What the `trellis` codec's loops compute, in plain torch, and its lanes under Triton."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -8,6 +10,9 @@ from kernels.trellis import scales as trellis_scales
 from kernels.trellis.code import Coded
 from kernels.trellis.factors import Factors, Space
 from kernels.trellis.grid import Grid
+
+if TYPE_CHECKING:
+    from kernels.trellis.triton.lanes import Lanes
 
 
 def parts(x: torch.Tensor) -> torch.Tensor:
@@ -37,6 +42,18 @@ def fit(x: torch.Tensor, space: Space) -> Factors:
     return space.factors(torch.where(used, found, 0.0).to(torch.int8), exponent)
 
 
+def empty_lanes(where: Grid, device: torch.device, *, slots: int, at_once: int) -> "Lanes":
+    """Buffers for the lanes of a grid. Those of results have a row for each slot."""
+    from kernels.trellis.triton.lanes import Lanes
+
+    sizes = Lanes.sizes(where, slots=slots, at_once=at_once)
+    decisions, states, counts, words = (
+        torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.values()
+    )
+    states, words = (part.view(slots, where.groups, -1) for part in (states, words))
+    return Lanes(where, at_once, decisions, states, counts.view(slots, -1), words)
+
+
 def encode_lanes(
     residual: torch.Tensor,
     classes: torch.Tensor,
@@ -46,10 +63,8 @@ def encode_lanes(
     salt: int | None = None,
 ) -> Coded:
     """`kernels.trellis.lanes.encode` by Triton, on the device of `residual`."""
-    from kernels.trellis.triton.lanes import Lanes
-
     control = torch.tensor([1, family, 0, 0], device=residual.device)
     gains = torch.tensor([gain], dtype=torch.float64, device=residual.device)
-    lanes = Lanes.empty(where, residual.device, slots=1, at_once=1)
+    lanes = empty_lanes(where, residual.device, slots=1, at_once=1)
     lanes.encode(residual, classes, control, gains, salt=salt)
     return Coded(lanes.states[0], lanes.counts[0], lanes.words[0])

@@ -6,8 +6,6 @@ buffers and the numbers of programs and launches depend only on the shape and th
 captured in a CUDA graph once a call of the same shape and rate has run.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
@@ -38,22 +36,8 @@ def encode(
     The code is zeros for x of zeros, if nothing fits, and if x is not finite. Returns the exponent, int32
     0-d, or `kernels.common.tiles.NON_FINITE`. Never waits.
     """
-    planner = Planner(x, settings)
-    planner.run()
     payload.zero_()
-    where, device = settings.grid, x.device
-    some = _some_grid(settings)
-    rooms = _Rooms(
-        Lanes.empty(some, device, slots=FAMILIES, at_once=FAMILIES),
-        Lanes.empty(where, device, slots=2, at_once=1),
-        values=torch.empty(some.elements, dtype=torch.float32, device=device),
-        numbers=torch.empty(settings.rows * settings.columns, dtype=torch.uint8, device=device),
-        sections=torch.empty(3 * (at.SECTIONS + 1), dtype=torch.int64, device=device),
-        starts=torch.empty(where.groups, dtype=torch.int64, device=device),
-    )
-    _search(planner, rooms, salt)
-    _write(planner, rooms, payload)
-    return planner.exponent
+    return _encode(x, payload, settings, salt, 0, many=False)
 
 
 def encode_many(
@@ -74,75 +58,71 @@ def encode_many(
 
     Returns the exponents, int32 `[n]`.
     """
-    where, some = settings.grid, _some_grid(settings)
-    parts = {
-        "some": Lanes.sizes(some, slots=FAMILIES, at_once=FAMILIES),
-        "lanes": Lanes.sizes(where, slots=2, at_once=1),
-    }
-    more = {f"{of} {name}": size for of, sizes in parts.items() for name, size in sizes.items()}
-    more |= {
-        "values": (torch.float32, some.elements),
-        "numbers": (torch.uint8, settings.columns),
-        "sections": (torch.int64, 3 * (at.SECTIONS + 1)),
-        "starts": (torch.int64, where.groups),
-    }
     zeros, others = Planner.buffers(settings, many=True)
-    nbytes = Records.nbytes(zeros, {**others, **more})
+    nbytes = Records.nbytes(zeros, {**others, **_further_buffers(settings)})
     at_once = -(-len(x) // max(1, -(-len(x) * nbytes // room)))
     exponents = []
     for first in range(0, len(x), at_once):
-        planner = Planner(x[first : first + at_once], settings, more)
-        planner.run()
-        buffers = {
-            of: [planner.buffer(f"{of} {name}") for name in ("decisions", "states", "counts", "words")]
-            for of in parts
-        }
-        rooms = _Rooms(
-            Lanes(some, FAMILIES, *buffers["some"]),
-            Lanes(where, 1, *buffers["lanes"]),
-            **{name: planner.buffer(name) for name in ("values", "numbers", "sections", "starts")},
-        )
-        _search(planner, rooms, salt)
         memory = payload.as_strided((payload.numel(),), (1,), payload.storage_offset() + first * record)
-        _write(planner, rooms, memory, record // RECORD)
-        exponents.append(planner.exponent)
+        rows = x[first : first + at_once]
+        exponents.append(_encode(rows, memory, settings, salt, record // RECORD, many=True))
     return torch.cat(exponents)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rooms:
-    """Buffers of the search and of writing."""
+def _encode(
+    x: torch.Tensor, payload: torch.Tensor, settings: Settings, salt: int | None, record: int, *, many: bool
+) -> torch.Tensor:
+    """Encode a tensor, or with `many` each row, into payloads of zeros; those of rows are `record` times
+    `RECORD` bytes apart. Returns the exponents."""
+    planner = Planner(x, settings, _further_buffers(settings), many=many)
+    planner.run()
+    names = "decisions", "states", "counts", "words"
+    some, lanes = (
+        Lanes(where, at_once, *(planner.buffer[f"{of} {name}"] for name in names))
+        for of, where, at_once in (("some", _some_grid(settings), FAMILIES), ("all", settings.grid, 1))
+    )
+    _search(planner, some, lanes, salt)
+    _write(planner, lanes, payload, record)
+    return planner.exponent
 
-    some: Lanes
-    lanes: Lanes
-    values: torch.Tensor
-    numbers: torch.Tensor
-    sections: torch.Tensor
-    starts: torch.Tensor
+
+def _further_buffers(settings: Settings) -> dict[str, tuple[torch.dtype, int]]:
+    """The dtype and number of elements of the buffers of the search and of writing, for each tensor."""
+    where, some = settings.grid, _some_grid(settings)
+    lanes = {
+        "some": Lanes.sizes(some, slots=FAMILIES, at_once=FAMILIES),
+        "all": Lanes.sizes(where, slots=2, at_once=1),
+    }
+    return {f"{of} {name}": size for of, sizes in lanes.items() for name, size in sizes.items()} | {
+        "values": (torch.float32, some.elements),
+        "numbers": (torch.uint8, settings.rows * settings.columns),
+        "sections": (torch.int64, 3 * (at.SECTIONS + 1)),
+        "starts": (torch.int64, where.groups),
+    }
 
 
 def _some_grid(settings: Settings) -> Grid:
     return trial_grid(settings.measured_rows * settings.columns)
 
 
-def _search(planner: Planner, rooms: _Rooms, salt: int | None) -> None:
+def _search(planner: Planner, some: Lanes, lanes: Lanes, salt: int | None) -> None:
     """Encode some rows with both families of tables, then all rows, step after step."""
     settings = planner.settings
     some_rows = settings.measured_rows
-    some, lanes, values, numbers = rooms.some, rooms.lanes, rooms.values, rooms.numbers
+    values, numbers = planner.buffer["values"], planner.buffer["numbers"]
     some_grid = some.where
-    control, gains = planner.zeros["control"], planner.doubles[at.SHARES :]
+    control, gains = planner.buffer["control"], planner.doubles[at.SHARES :]
     many = (planner.count, planner.record) if planner.many else None
 
     def advance(what: int, attempt: int) -> None:
         searching.advance[(planner.count,)](
-            planner.zeros["row_bins"],
-            planner.zeros["column_bins"],
+            planner.buffer["row_bins"],
+            planner.buffer["column_bins"],
             planner.costs,
             planner.constants.count_bits,
             planner.constants.plans,
             planner.constants.numbers,
-            planner.zeros["state"],
+            planner.buffer["state"],
             planner.doubles,
             control,
             gains,
@@ -178,7 +158,7 @@ def _search(planner: Planner, rooms: _Rooms, salt: int | None) -> None:
             planner.field,
             planner.row_scales,
             planner.column_scales,
-            planner.zeros["state"],
+            planner.buffer["state"],
             control,
             planner.constants.count_bits,
             values,
@@ -207,12 +187,12 @@ def _search(planner: Planner, rooms: _Rooms, salt: int | None) -> None:
     advance(searching.LAST, settings.attempts + 1)
 
 
-def _write(planner: Planner, rooms: _Rooms, payload: torch.Tensor, record: int = 0) -> None:
+def _write(planner: Planner, lanes: Lanes, payload: torch.Tensor, record: int) -> None:
     """Write the best codes into payloads; those of many rows are `record` times `RECORD` bytes apart."""
-    settings, where, state = planner.settings, planner.settings.grid, planner.zeros["state"]
-    lanes, sections, starts = rooms.lanes, rooms.sections, rooms.starts
+    settings, where, state = planner.settings, planner.settings.grid, planner.buffer["state"]
+    sections, starts = planner.buffer["sections"], planner.buffer["starts"]
     records = {"record": planner.record, "packed": record, "MANY": planner.many}
-    bins = planner.zeros["row_bins"], planner.zeros["column_bins"]
+    bins = planner.buffer["row_bins"], planner.buffer["column_bins"]
     slots = MODEL, PLANS
     predicts = bool(settings.kinds)
     writing.finish[(planner.count,)](

@@ -365,32 +365,19 @@ class Lanes:
     where: Grid
     at_once: int
     decisions: torch.Tensor  # int32
-    states: torch.Tensor  # int32 [slots, groups, lanes]
-    counts: torch.Tensor  # int32 [slots, groups]
-    words: torch.Tensor  # int16 [slots, groups, capacity]
+    states: torch.Tensor  # int32, slots x groups x lanes
+    counts: torch.Tensor  # int32, slots x groups
+    words: torch.Tensor  # int16, slots x groups x capacity
 
     @staticmethod
     def sizes(where: Grid, *, slots: int, at_once: int) -> dict[str, tuple[torch.dtype, int]]:
-        """The number of elements of each buffer, by name."""
+        """The dtype and number of elements of each buffer, by name, in the order of the fields."""
         return {
             "decisions": (torch.int32, at_once * where.groups * chunks(where) * LANES.value),
             "states": (torch.int32, slots * where.groups * where.lanes),
             "counts": (torch.int32, slots * where.groups),
             "words": (torch.int16, slots * where.groups * where.capacity),
         }
-
-    @staticmethod
-    def empty(where: Grid, device: torch.device, *, slots: int, at_once: int) -> "Lanes":
-        groups = where.groups
-        decisions = at_once * groups * chunks(where) * LANES.value
-        return Lanes(
-            where,
-            at_once,
-            torch.empty(decisions, dtype=torch.int32, device=device),
-            torch.empty(slots, groups, where.lanes, dtype=torch.int32, device=device),
-            torch.empty(slots, groups, dtype=torch.int32, device=device),
-            torch.empty(slots, groups, where.capacity, dtype=torch.int16, device=device),
-        )
 
     def encode(
         self,

@@ -5,7 +5,6 @@ buffers (`kernels.trellis.triton.state`). Buffer sizes, programs and launches de
 only.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -37,8 +36,6 @@ _ROWS, _COLUMNS = 16, 128
 _SUM_ROWS, _SUM_COLUMNS, _SUM_TURNS = 32, 64, 4
 _SCALE_COLUMNS, _MANY_COLUMNS = 256, 2048
 _STEPS = 16
-# Alignment of buffers, in int64 elements.
-_ALIGNED = 16
 _SUMS = 32
 
 
@@ -77,25 +74,8 @@ def _constants(settings: Settings, device: torch.device) -> Constants:
     )
 
 
-class _Zeros:
-    """Buffers that start as zeros, in one allocation."""
-
-    def __init__(self, device: torch.device, **sizes: int) -> None:
-        # Align every buffer as Triton expects, so that one compilation serves all shapes.
-        places = {name: -(-size // _ALIGNED) * _ALIGNED for name, size in sizes.items()}
-        whole = torch.zeros(sum(places.values()), dtype=torch.int64, device=device)
-        self._parts: dict[str, torch.Tensor] = {}
-        start = 0
-        for name, size in sizes.items():
-            self._parts[name] = whole[start : start + size]
-            start += places[name]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._parts[name]
-
-
 class Records:
-    """Buffers of many matrices in one allocation, one record each: `kernels.common.triton.numbers.in_record`.
+    """Buffers of each matrix in one allocation, one record each: `kernels.common.triton.numbers.in_record`.
 
     Kernels get the buffers of the first record. The first buffers, int64, start as zeros.
     """
@@ -146,37 +126,29 @@ class Planner:
     """The plan for coding one tensor, or many of one row: the kernels' buffers and launches."""
 
     def __init__(
-        self, x: torch.Tensor, settings: Settings, more: dict[str, tuple[torch.dtype, int]] | None = None
+        self, x: torch.Tensor, settings: Settings, more: dict[str, tuple[torch.dtype, int]], *, many: bool
     ) -> None:
         """
         Args:
-            x: the tensor, `[R, C]`; or `[n, C]` for n tensors `[1, C]`, whose settings have no kinds. more:
-                with many tensors, the number of elements of each one's further buffers; None for one tensor.
+            x: the tensor, `[R, C]`; or with `many` `[n, C]` for n tensors `[1, C]`, whose settings have no
+                kinds.
+            more: the dtype and number of elements of each tensor's further buffers.
         """
         self.x, self.settings = x, settings
         device = x.device
         self.constants = _constants(settings, device)
-        self.many = more is not None
-        self.count = x.shape[0] if more is not None else 1
-        zeros, others = self.buffers(settings, many=self.many)
-        self.zeros: _Zeros | Records
-        self.buffer: Callable[[str], torch.Tensor]
-        if more is not None:
-            self.zeros = Records(self.count, device, zeros, {**others, **more})
-            self.buffer, self.record = self.zeros.__getitem__, self.zeros.record
-        else:
-            self.zeros = _Zeros(device, **zeros)
-            buffers = {
-                name: torch.empty(size, dtype=dtype, device=device) for name, (dtype, size) in others.items()
-            }
-            self.buffer, self.record = buffers.__getitem__, 0
-        self.field, self.row_scales = self.buffer("field"), self.buffer("row_scales")
-        self.column_scales, self.row_counts = self.buffer("column_scales"), self.buffer("row_counts")
-        self.class_sums, self.costs = self.buffer("class_sums"), self.buffer("costs")
-        self.doubles, self.directions = self.buffer("doubles"), self.buffer("directions")
-        self.energies, self.row_factors = self.buffer("energies"), self.buffer("row_factors")
-        self.fine = self.zeros["fine"].view(torch.int32)
-        self.multiplier = self.zeros["multiplier"].view(torch.int32)
+        self.many = many
+        self.count = x.shape[0] if many else 1
+        zeros, others = self.buffers(settings, many=many)
+        self.buffer = Records(self.count, device, zeros, {**others, **more})
+        self.record = self.buffer.record
+        self.field, self.row_scales = self.buffer["field"], self.buffer["row_scales"]
+        self.column_scales, self.row_counts = self.buffer["column_scales"], self.buffer["row_counts"]
+        self.class_sums, self.costs = self.buffer["class_sums"], self.buffer["costs"]
+        self.doubles, self.directions = self.buffer["doubles"], self.buffer["directions"]
+        self.energies, self.row_factors = self.buffer["energies"], self.buffer["row_factors"]
+        self.fine = self.buffer["fine"].view(torch.int32)
+        self.multiplier = self.buffer["multiplier"].view(torch.int32)
         self.exponent = torch.empty((self.count,) if self.many else (), dtype=torch.int32, device=device)
 
     @staticmethod
@@ -233,7 +205,7 @@ class Planner:
         self._cost(2, row=MODEL, column=PLANS, each=0)
 
     def _normalise(self) -> None:
-        settings, state = self.settings, self.zeros["state"]
+        settings, state = self.settings, self.buffer["state"]
         elements = settings.rows * settings.columns
         scaling.largest[(triton.cdiv(elements, 4 * _BLOCK), self.count)](
             self.x,
@@ -250,8 +222,8 @@ class Planner:
             self.constants.numbers,
             self.field,
             self.row_scales,
-            self.zeros["row_bins"],
-            self.zeros["totals"],
+            self.buffer["row_bins"],
+            self.buffer["totals"],
             self.exponent,
             settings.rows,
             settings.columns,
@@ -269,8 +241,8 @@ class Planner:
         """Column scales for some plans' samples, or for the model. Many tensors: one row each, no sums."""
         settings = self.settings
         rows, columns = settings.sample_rows if sample else settings.rows, settings.columns
-        sums = self.zeros["sample_sums" if sample else "sums"]
-        state, totals = self.zeros["state"], self.zeros["totals"]
+        sums = self.buffer["sample_sums" if sample else "sums"]
+        state, totals = self.buffer["state"], self.buffer["totals"]
         given = self.field, self.row_scales, state, self.constants.plans, totals, self.constants.numbers
         if not self.many:
             parts = triton.cdiv(rows, _SUM_ROWS * _SUM_TURNS)
@@ -294,8 +266,8 @@ class Planner:
             sums,
             *given,
             self.column_scales,
-            self.zeros["column_bins"],
-            self.zeros["row_bins"],
+            self.buffer["column_bins"],
+            self.buffer["row_bins"],
             rows,
             columns,
             first,
@@ -309,7 +281,7 @@ class Planner:
 
     def _span(self) -> None:
         """Find the space near the sample, and its dimensions for each kind of prediction."""
-        settings, constants, state = self.settings, self.constants, self.zeros["state"]
+        settings, constants, state = self.settings, self.constants, self.buffer["state"]
         rows, columns, kinds = settings.sample_rows, settings.columns, len(settings.kinds)
         device = self.x.device
         image = torch.empty(_RANK * rows, dtype=torch.float64, device=device)
@@ -320,7 +292,9 @@ class Planner:
         basis = torch.empty(_RANK * columns, dtype=torch.float32, device=device)
         matrix = self.field, self.row_scales, self.column_scales, state
         sizes = rows, columns, settings.every
-        spanning.bases[(1,)](self.zeros["row_bins"], self.zeros["column_bins"], state, enable_fp_fusion=True)
+        spanning.bases[(1,)](
+            self.buffer["row_bins"], self.buffer["column_bins"], state, enable_fp_fusion=True
+        )
         across = (triton.cdiv(rows, _ROWS),)
         for turn in range(2):
             start = constants.start if turn == 0 else basis
@@ -350,14 +324,14 @@ class Planner:
             *matrix,
             self.directions,
             self.energies,
-            self.zeros["spreads"],
+            self.buffer["spreads"],
             *sizes,
             ROWS=_ROWS,
             BLOCK=_COLUMNS,
             enable_fp_fusion=False,
         )
         spanning.multipliers[(kinds,)](
-            self.zeros["spreads"],
+            self.buffer["spreads"],
             constants.plans,
             self.multiplier,
             self.fine,
@@ -374,7 +348,7 @@ class Planner:
             self.field,
             self.row_scales,
             self.column_scales,
-            self.zeros["state"],
+            self.buffer["state"],
             self.constants.numbers,
             self.constants.plans,
             self.directions,
@@ -382,7 +356,7 @@ class Planner:
             self.multiplier,
             self.fine,
             self.row_factors,
-            self.zeros["row_bins"],
+            self.buffer["row_bins"],
             rows,
             settings.columns,
             settings.every if sample else 1,
@@ -399,7 +373,7 @@ class Planner:
 
     def _cost(self, slots: int, *, row: int, column: int, each: int) -> None:
         """Compute the expected bits from some of the histograms, for every step and family."""
-        bins = self.zeros["row_bins"], self.zeros["column_bins"]
+        bins = self.buffer["row_bins"], self.buffer["column_bins"]
         # Costs are in the slot of the columns' histogram.
         places = row, column, column, each, slots, self.record
         costing.convolve[(self.count * slots, 4, at.CLASS_SUMS // _SUMS)](
@@ -426,13 +400,13 @@ class Planner:
     def _choose(self) -> None:
         settings, constants = self.settings, self.constants
         searching.best_plan[(self.count,)](
-            self.zeros["row_bins"],
-            self.zeros["column_bins"],
+            self.buffer["row_bins"],
+            self.buffer["column_bins"],
             self.costs,
             constants.count_bits,
             constants.plans,
             constants.numbers,
-            self.zeros["state"],
+            self.buffer["state"],
             settings.rows,
             settings.columns,
             settings.plain,
@@ -448,13 +422,13 @@ class Planner:
     def _settle(self) -> None:
         settings = self.settings
         fitting.settle[(self.count,)](
-            self.zeros["state"],
+            self.buffer["state"],
             self.constants.plans,
-            self.zeros["totals"],
+            self.buffer["totals"],
             self.constants.numbers,
             self.multiplier,
             self.fine,
-            self.zeros["row_bins"],
+            self.buffer["row_bins"],
             settings.rows,
             settings.columns,
             settings.plain,

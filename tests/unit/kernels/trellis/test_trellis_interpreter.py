@@ -11,7 +11,7 @@ from kernels.trellis import reference as trellis
 from kernels.trellis.grid import Grid
 from kernels.trellis.tables import DITHERED
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
-from tests.support.trellis_cases import encode_lanes
+from tests.support.trellis_cases import empty_lanes, encode_lanes
 
 pytestmark = needs_triton
 
@@ -80,13 +80,12 @@ def test_only_symbols_are_coded_as_such() -> None:
 def test_lanes_follow_the_given_path() -> None:
     """Two families at once, into slots of their own, from elements further on; a third does not run."""
     from kernels.trellis.triton import state as at
-    from kernels.trellis.triton.lanes import Lanes
 
     where, offset, gain = Grid(61, 3, 5, 5), 7, trellis.gain(9000)
     generator = torch.Generator().manual_seed(3)
     number = torch.randint(0, 30, (where.elements,), generator=generator).to(torch.uint8)
     x = torch.randn(offset + where.elements, generator=generator) * 20
-    lanes = Lanes.empty(where, torch.device("cpu"), slots=3, at_once=3)
+    lanes = empty_lanes(where, torch.device("cpu"), slots=3, at_once=3)
     for part in (lanes.states, lanes.counts, lanes.words):
         part.fill_(-23131)
     control = torch.zeros(3, at.CONTROLS, dtype=torch.int64)
