@@ -229,33 +229,20 @@ class _ReachAttention(torch.autograd.Function):
     """Keeps queries, keys, values, the result and its log-sum-exp, and no mask."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach, sinks: Tensor | None
-    ) -> Tensor:
-        out, sums = attention(query, key, value, reach, sinks)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> Tensor:
+        out, sums = attention(query, key, value, reach)
         ctx.reach = reach
-        ctx.save_for_backward(query, key, value, out, sums, sinks)
+        ctx.save_for_backward(query, key, value, out, sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, sums, sinks = ctx.saved_tensors
-        found = attention_backward(grads[0], query, key, value, out, sums, ctx.reach, sinks_h=sinks)
-        of_sinks = None
-        if ctx.needs_input_grad[4]:
-            of_sinks = sinks_gradient(grads[0], out, sums, sinks).to(sinks.dtype)
-        return *found, None, of_sinks
+        return *attention_backward(grads[0], *ctx.saved_tensors, ctx.reach), None
 
 
-def differentiable(
-    query_bhsd: Tensor,
-    key_bksd: Tensor,
-    value_bksd: Tensor,
-    reach: Reach,
-    sinks_h: Tensor | None = None,
-) -> Tensor:
+def differentiable(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach) -> Tensor:
     """The result of `attention` without its log-sum-exp, for autograd."""
-    args = query_bhsd, key_bksd, value_bksd, reach, sinks_h
+    args = query_bhsd, key_bksd, value_bksd, reach
     made: Tensor = _ReachAttention.apply(*args)  # type: ignore[no-untyped-call]
     return made
 

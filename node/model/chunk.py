@@ -141,7 +141,7 @@ class Chunk(nn.Module):
         place: Slice | None = None,
     ) -> tuple[Tensor, Passing | None]:
         grads = torch.is_grad_enabled()
-        passing = None if self.offload is None or not grads else self.offload.passing(x)
+        passing = None if self.offload is None or not grads else Passing(self.offload, x)
         for unit, layer in zip(self.units, layers, strict=False):
             run = layer if isinstance(layer, Head) else partial(layer, documents=documents, place=place)
             storage = layer.storage if isinstance(layer, Block) and grads else Storage()

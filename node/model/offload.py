@@ -130,23 +130,17 @@ class Offload:
     """Moves the activations of a stage's blocks. The backward passes of its microbatches must not overlap."""
 
     def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self._leaving: _Block | None = None
         """The block that is being copied out. It is still on the device."""
 
     def begin_step(self) -> None:
         """Drop the microbatches of an unfinished step."""
-        self._memory.settle()
+        self.memory.settle()
         self._leaving = None
 
-    def passing(self, x: Tensor) -> "Passing":
-        """Start a forward pass of a chunk for the input x."""
-        return Passing(self, x)
-
-    def _begin_block(self, moves: frozenset[str], stays: frozenset[int]) -> _Block:
-        return _Block(self._memory, moves, stays)
-
-    def _end_block(self, block: _Block) -> None:
+    def end_block(self, block: _Block) -> None:
+        """Move out the tensors of a block whose forward is done. Those of the one before leave the device."""
         if self._leaving is not None:
             self._leaving.release()
         block.send()
@@ -210,10 +204,10 @@ class Passing:
     ) -> tuple[Tensor, _Block]:
         own = [*layer.parameters(), *layer.buffers()]
         stays = frozenset(tensor.untyped_storage().data_ptr() for tensor in own) | {self._source}
-        block = self._offload._begin_block(moves, stays)
+        block = _Block(self._offload.memory, moves, stays)
         with _marking(block.kinds), saved_tensors_hooks(block.pack, block.unpack):
             output = run(x)
-        self._offload._end_block(block)
+        self._offload.end_block(block)
         return output, block
 
 

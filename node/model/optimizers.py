@@ -94,11 +94,10 @@ class RoundMean(NamedTuple):
     """It is packed like the changes of matrices, instead of sent in float32."""
 
 
-"""How an optimizer updates a parameter."""
-
-
 @dataclass(frozen=True)
 class UpdateRule(ABC):
+    """How an optimizer updates a parameter."""
+
     @property
     @abstractmethod
     def moments(self) -> tuple[Moment, ...]:
@@ -130,12 +129,9 @@ class UpdateRule(ABC):
         return {f"{moment.name}{part.suffix}.{name}": part for moment, form in forms.items() for part in form}
 
 
-"""AdamW: means of the gradient and of its square. It works element by element."""
-
-
 @dataclass(frozen=True)
 class AdamWRule(UpdateRule):
-    """Means of the gradient and of its square; works element by element."""
+    """AdamW: means of the gradient and of its square. It works element by element."""
 
     moments = Moment("exp_avg"), Moment("exp_avg_sq", is_never_negative=True)
     needs_whole = False
@@ -159,12 +155,9 @@ class AdamWRule(UpdateRule):
         return {SQUARE_ROWS: RoundMean(shape[0]), SQUARE_COLUMNS: RoundMean(prod(shape[1:]))}
 
 
-"""Muon: the orthogonalized mean of the gradient (arXiv 2502.16982)."""
-
-
 @dataclass(frozen=True)
 class MuonRule(UpdateRule):
-    """The mean of the gradient, made orthogonal (arXiv 2502.16982)."""
+    """Muon: the orthogonalized mean of the gradient (arXiv 2502.16982)."""
 
     joined: int = 1
     """The number of equal matrices stacked in the parameter, each orthogonalized by itself: queries, keys and

@@ -10,10 +10,10 @@ import numpy as np
 
 
 def generator(
-    seed: int, *, step: int = 0, microbatch: int = 0, layer: str = "", direction: str = "", purpose: str
+    seed: int, *, step: int = 0, microbatch: int = 0, layer: str = "", purpose: str
 ) -> np.random.Generator:
     """A new Philox generator, keyed by the 128-bit BLAKE2b hash of the arguments."""
-    key = _hash((seed, step, microbatch, layer, direction, purpose), 16)
+    key = _hash((seed, step, microbatch, layer, "", purpose), 16)
     return np.random.Generator(np.random.Philox(key=key))
 
 

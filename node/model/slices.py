@@ -56,12 +56,10 @@ def _work(model: ModelSection, tokens: int) -> float:
     return products * tokens + 4.0 * model.q_width * pairs
 
 
-"""The flops of a token's products, and pairs of an attention window and the number of blocks that have it."""
-
-
 @lru_cache(maxsize=64)
 def _shape(model: ModelSection) -> tuple[float, tuple[tuple[int, int], ...]]:
-    """Flops of a token's products; (window, blocks that have it)."""
+    """The flops of a token's products, and pairs of an attention window and the number of blocks that have
+    it."""
     attention = model.layers * 2.0 * model.q_width * model.sequence
     products = sum(unit_cost(model, unit) for unit in unit_names(model)) - attention
     windows = [model.window_of(index) for index in range(model.layers)]

@@ -94,10 +94,9 @@ class FolderFiles:
 
     piece_bytes = sys.maxsize
 
-    def __init__(self, folder: Path, digests: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.where = str(folder)
         self._folder = folder
-        self._digests = digests or {}
 
     async def size(self, name: str) -> int | None:
         path = self._folder / name
@@ -119,7 +118,7 @@ class FolderFiles:
         return data
 
     def digest(self, name: str) -> str:
-        return self._digests.get(name, "")
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,12 +109,10 @@ def storage_named(config: RunConfig, name: str) -> Storage:
 
 
 @lru_cache(maxsize=MOST_STORAGES * 4)
-def kept_bytes(
-    config: RunConfig, storage: Storage, stages: int, devices: Devices, windows: int = 0
-) -> tuple[int, ...]:
+def kept_bytes(config: RunConfig, storage: Storage, stages: int, devices: Devices) -> tuple[int, ...]:
     """The bytes of each stage with this storage, everything kept and no CUDA graphs, which change no bit."""
     plain = replace(config, training=replace(config.training, cuda_graphs=False))
-    memories = stage_memory(chosen_config(plain, storage), stages, devices, windows=windows)
+    memories = stage_memory(chosen_config(plain, storage), stages, devices)
     return tuple(stage.total for stage in memories)
 
 
@@ -169,14 +167,12 @@ def narrowest(config: RunConfig) -> RunConfig:
     return chosen_config(config, allowed_storages(config)[-1])
 
 
-def remedies(
-    config: RunConfig, stages: int, devices: Devices, memory_bytes: int, windows: int = 0
-) -> list[str]:
+def remedies(config: RunConfig, stages: int, devices: Devices, memory_bytes: int) -> list[str]:
     """Changes of the run file with which every stage fits in nodes with this much memory, each with the
     memory that the largest stage then needs; empty if none of them is enough."""
 
     def need(changed: RunConfig, count: int) -> int:
-        return max(least_stage_bytes(narrowest(changed), count, devices, windows=windows))
+        return max(least_stage_bytes(narrowest(changed), count, devices))
 
     changes = []
     blocks = config.model.layers

@@ -191,15 +191,6 @@ class HeldOutView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleView:
-    """The text that a snapshot's model added to one of `data.prompts`. It may be any text, so escape it."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class ScoreView:
     """The result of lm-eval for a snapshot's model."""
 
@@ -269,7 +260,7 @@ class RunView:
     """The number of members without a stage, once every stage has its node; else 0."""
     held_out: HeldOutView | None = None
     snapshot: SnapshotView | None = None
-    samples: tuple[SampleView, ...] = ()
+    samples: tuple[events.SampleMade, ...] = ()
     """The samples of the newest sampled snapshots, oldest first."""
     scores: tuple[ScoreView, ...] = ()
     """The results of lm-eval, oldest first."""

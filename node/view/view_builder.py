@@ -20,7 +20,6 @@ from node.view.run_view import (
     LinkView,
     MemberView,
     RunView,
-    SampleView,
     ScoreView,
     Series,
     SnapshotView,
@@ -89,7 +88,7 @@ class RunViewBuilder:
     counts."""
     held_out: tuple[events.HeldOutLoss, ...] = ()
     """The newest measurement of each step."""
-    samples: tuple[SampleView, ...] = ()
+    samples: tuple[events.SampleMade, ...] = ()
     scores: tuple[ScoreView, ...] = ()
     stored: events.SnapshotStored | None = None
     """The newest snapshot, unless it was set aside."""
@@ -152,8 +151,7 @@ class RunViewBuilder:
                 if math.isfinite(event.uncompressed):
                     self.held_out_loss = self.held_out_loss.plus(event.step, at, event.uncompressed)
             case events.SampleMade():
-                sample = SampleView(step=event.step, prompt=event.prompt, text=event.text)
-                self.samples = (*self.samples, sample)[-MOST_SAMPLES:]
+                self.samples = (*self.samples, event)[-MOST_SAMPLES:]
             case events.TaskScores():
                 score = ScoreView(at=at, step=event.step, limit=event.limit, scores=event.scores)
                 self.scores = (*self.scores, score)[-MOST_SCORES:]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import reference
-from kernels.attention.ops import attention, chunk_backward, differentiable, sinks_gradient
+from kernels.attention.ops import attention, attention_backward, chunk_backward, sinks_gradient
 from kernels.attention.reach import Documents, Reach
 
 GPU = torch.device("cuda", 0)
@@ -79,12 +79,12 @@ def test_a_whole_sequence_with_sinks_has_the_exact_gradients() -> None:
         drawn(count, 64, seed, torch.bfloat16) for seed, count in enumerate((8, 2, 2, 8))
     )
     reach, logits = reach_of(100, False), torch.linspace(-1, 3, 8, device=GPU)
-    leaves = [part.detach().requires_grad_() for part in (query, key, value, logits)]
-    out = differentiable(leaves[0], leaves[1], leaves[2], reach, leaves[3])
-    found = torch.autograd.grad(out, leaves, grad)
+    out, sums = attention(query, key, value, reach, logits)
+    found = attention_backward(grad, query, key, value, out, sums, reach, sinks_h=logits)
     wide = query.float(), key.float(), value.float()
     whole = reference.attention(*wide, reach, logits)
     expected = reference.attention_backward(grad.float(), *wide, *whole, reach)
-    assert distance(out.detach(), whole[0]) < 0.008
-    assert all(distance(one, other) < 0.008 for one, other in zip(found, expected, strict=False))
-    assert distance(found[3], sinks_gradient(grad, whole[0].contiguous(), whole[1], logits)) < 0.008
+    assert distance(out, whole[0]) < 0.008
+    assert all(distance(one, other) < 0.008 for one, other in zip(found, expected, strict=True))
+    of_sinks = sinks_gradient(grad, out, sums, logits)
+    assert distance(of_sinks, sinks_gradient(grad, whole[0].contiguous(), whole[1], logits)) < 0.008

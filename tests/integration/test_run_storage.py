@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 def test_stages_store_by_their_nodes_memory_and_go_on_so_with_other_nodes(
     tmp_path: Path, prefork: Prefork
 ) -> None:
-    wide, narrow = (kept_bytes(CONFIG, storage, 2, Devices(), 1) for storage in allowed_storages(CONFIG))
+    wide, narrow = (kept_bytes(CONFIG, storage, 2, Devices()) for storage in allowed_storages(CONFIG))
     # Enough to keep everything of the second stage as computed, and of the first one in 8 bits.
     room = (max(narrow[0], wide[1]) + wide[0]) // 2
     assert max(narrow[0], wide[1]) < room < wide[0]

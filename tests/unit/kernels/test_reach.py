@@ -158,15 +158,17 @@ def test_sinks_of_a_whole_sequence_have_autograds_gradient(
         monkeypatch.setattr("kernels.attention.ops.has_flash", lambda query: False)
     query, key, value, grad = drawn(HEADS, 1), drawn(KEYS, 2), drawn(KEYS, 3), drawn(HEADS, 4)
     leaves = [part.requires_grad_() for part in (query, key, value, torch.linspace(-2, 2, HEADS))]
-    found = differentiable(*leaves[:3], EVERYTHING, leaves[3])
+    parts, sinks = [part.detach() for part in leaves[:3]], leaves[3].detach()
+    found, sums = attention(*parts, EVERYTHING, sinks)
+    gradients = attention_backward(grad, *parts, found, sums, EVERYTHING, sinks_h=sinks)
     shared = [part.repeat_interleave(HEADS // KEYS, 1) for part in leaves[1:3]]
     scores = query @ shared[0].transpose(2, 3) / WIDTH**0.5
     scores = scores.masked_fill(torch.ones(SEQUENCE, SEQUENCE).triu(1).bool(), -torch.inf)
     column = leaves[3][None, :, None, None].expand(BATCH, HEADS, SEQUENCE, 1)
     wanted = torch.cat([scores, column], -1).softmax(-1)[..., :SEQUENCE] @ shared[1]
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, wanted.detach())
     torch.testing.assert_close(
-        torch.autograd.grad(found, leaves, grad),
+        (*gradients, sinks_gradient(grad, found, sums, sinks)),
         torch.autograd.grad(wanted, leaves, grad),
         rtol=1e-4,
         atol=1e-5,

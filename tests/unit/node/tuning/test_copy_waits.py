@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from node.model import offload
 from node.model.host_memory import Copy, HostMemory
-from node.model.offload import ALL, Offload
+from node.model.offload import ALL, Offload, Passing
 from node.tuning.memory_program import Column, Copied, CopyClock, spread
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ class Chunk:
 
     def forward(self, memory: Clocked, moving: Offload) -> Tensor:
         layer, x = nn.Identity(), torch.zeros(1, requires_grad=True) * 1
-        passing = moving.passing(x)
+        passing = Passing(moving, x)
         for size in self.sizes:
             moves = frozenset({ALL}) if size else frozenset[str]()
             x = passing.through(layer, lambda x, size=size: Timed.apply(x, memory, max(size, 1)), x, moves)
