@@ -237,7 +237,8 @@ class _ReachAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *attention_backward(grads[0], *ctx.saved_tensors, ctx.reach), None
+        query, key, value, out, sums = ctx.saved_tensors
+        return *attention_backward(grads[0], query, key, value, out, sums, ctx.reach), None
 
 
 def differentiable(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach) -> Tensor:

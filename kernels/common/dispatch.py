@@ -5,9 +5,12 @@ It does not import Triton, which is installed only on machines with a GPU.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -46,6 +49,26 @@ def has_kernels(device: torch.device, part: str = "") -> bool:
 @cache
 def _has_kernels(device: torch.device) -> bool:
     return kind_of(device).kernels and find_spec("triton") is not None
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def by_device(part: str, module: str, reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`reference`, or where there are the kernels of `part`, the function with its name in that module. The
+    first argument, a tensor, says on which device; it must be given by its position."""
+
+    @wraps(reference)
+    def chosen(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+        first = args[0]
+        assert isinstance(first, torch.Tensor)
+        if has_kernels(first.device, part):
+            result: Result = getattr(import_module(module), reference.__name__)(*args, **named)
+            return result
+        return reference(*args, **named)
+
+    return chosen
 
 
 _PLAIN = "THINWIRE_PLAIN"

@@ -63,39 +63,23 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int, scale: float | 
     return losses
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    return F.silu(gate) * up
-
-
-def swiglu_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `swiglu` with respect to gate and up, in grad's dtype."""
-    wide, g, u = grad.float(), gate.float(), up.float()
-    share = torch.sigmoid(g)
-    of_up = wide * g * share
-    of_gate = wide * u * (share * (1 + g * (1 - share)))
-    return of_gate.to(grad.dtype), of_up.to(grad.dtype)
-
-
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up."""
-    return gelu(gate) * up
-
-
-def geglu_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `geglu` with respect to gate and up, in grad's dtype."""
-    wide, g = grad.float(), gate.float()
-    of_gate: Tensor = torch.ops.aten.gelu_backward(wide * up.float(), g, approximate="tanh")
-    return of_gate.to(grad.dtype), (wide * gelu(g)).to(grad.dtype)
-
-
 def gated(gate: Tensor, up: Tensor, by_gelu: bool) -> Tensor:
-    """`geglu` or `swiglu`."""
-    return geglu(gate, up) if by_gelu else swiglu(gate, up)
+    """silu(gate) * up, or gelu(gate) * up."""
+    return (gelu(gate) if by_gelu else F.silu(gate)) * up
 
 
 def gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, by_gelu: bool) -> tuple[Tensor, Tensor]:
-    return geglu_gradient(grad, gate, up) if by_gelu else swiglu_gradient(grad, gate, up)
+    """The gradients of `gated` with respect to gate and up, in grad's dtype."""
+    wide, g, u = grad.float(), gate.float(), up.float()
+    of_gate: Tensor
+    if by_gelu:
+        of_up = wide * gelu(g)
+        of_gate = torch.ops.aten.gelu_backward(wide * u, g, approximate="tanh")
+    else:
+        share = torch.sigmoid(g)
+        of_up = wide * g * share
+        of_gate = wide * u * (share * (1 + g * (1 - share)))
+    return of_gate.to(grad.dtype), of_up.to(grad.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:

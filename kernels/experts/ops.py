@@ -16,12 +16,7 @@ depend only on T, k and E. Sums have a fixed order: equal inputs give equal bits
 depend on how many tokens the other experts have.
 """
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from kernels.common import dispatch
+from kernels.common.dispatch import by_device
 from kernels.experts import reference
 
 # Re-exported.
@@ -29,69 +24,13 @@ from kernels.experts.reference import Order as Order
 from kernels.experts.reference import PackedExperts as PackedExperts
 from kernels.experts.reference import Weights as Weights
 
+_PART, _TRITON = "experts", "kernels.experts.triton"
 
-def _kernels(like: Tensor) -> Any:
-    """The module that computes on this tensor's device."""
-    if dispatch.has_kernels(like.device, "experts"):
-        from kernels.experts import triton
-
-        return triton
-    return reference
-
-
-def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """`kernels.experts.reference.route`."""
-    weights, experts = _kernels(logits_te).route(logits_te, choices, normalize)
-    return weights, experts
-
-
-def group(experts_tk: Tensor, experts: int) -> Order:
-    """`kernels.experts.reference.group`."""
-    order: Order = _kernels(experts_tk).group(experts_tk, experts)
-    return order
-
-
-def matmul(
-    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None = None, *, gathers: bool = False
-) -> Tensor:
-    """`kernels.experts.reference.matmul`."""
-    with torch.autocast(x.device.type, enabled=False):
-        product: Tensor = _kernels(x).matmul(x, weights, order, bias_en, gathers=gathers)
-    return product
-
-
-def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
-    """`kernels.experts.reference.input_gradient`."""
-    with torch.autocast(grad_sn.device.type, enabled=False):
-        gradient: Tensor = _kernels(grad_sn).input_gradient(grad_sn, weights, order)
-    return gradient
-
-
-def weight_gradient(
-    grad_sn: Tensor, x: Tensor, order: Order, dtype: torch.dtype, *, gathers: bool = False
-) -> Tensor:
-    """`kernels.experts.reference.weight_gradient`."""
-    with torch.autocast(x.device.type, enabled=False):
-        gradient: Tensor = _kernels(x).weight_gradient(grad_sn, x, order, dtype, gathers=gathers)
-    return gradient
-
-
-def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
-    """`kernels.experts.reference.bias_gradient`."""
-    gradient: Tensor = _kernels(grad_sn).bias_gradient(grad_sn, order, dtype)
-    return gradient
-
-
-def route_backward(
-    grad_tk: Tensor, logits_te: Tensor, weights_tk: Tensor, experts_tk: Tensor, normalize: bool
-) -> Tensor:
-    """`kernels.experts.reference.route_backward`."""
-    kernels = _kernels(logits_te)
-    gradient: Tensor = kernels.route_backward(grad_tk, logits_te, weights_tk, experts_tk, normalize)
-    return gradient
-
-
-def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
-    """`kernels.experts.reference.combine`."""
-    combined: Tensor = _kernels(y_sn).combine(y_sn, weights_tk, order)
-    return combined
+route = by_device(_PART, _TRITON, reference.route)
+route_backward = by_device(_PART, _TRITON, reference.route_backward)
+group = by_device(_PART, _TRITON, reference.group)
+matmul = by_device(_PART, _TRITON, reference.matmul)
+input_gradient = by_device(_PART, _TRITON, reference.input_gradient)
+weight_gradient = by_device(_PART, _TRITON, reference.weight_gradient)
+bias_gradient = by_device(_PART, _TRITON, reference.bias_gradient)
+combine = by_device(_PART, _TRITON, reference.combine)

@@ -122,7 +122,7 @@ def group(experts_tk: Tensor, experts: int) -> Order:
 
 
 def matmul(
-    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None, *, gathers: bool = False
+    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None = None, *, gathers: bool = False
 ) -> Tensor:
     """Each sorted row times its expert's weights, plus its bias: [S, N] in x's dtype.
 
@@ -131,18 +131,19 @@ def matmul(
         weights: Rounded to x's dtype for the product.
     """
     out = x.new_zeros(order.places.numel(), weights.shape[1])
-    for expert, rows in _experts(order):
-        own = _rows(x, order, rows, gathers)
-        product = own @ _dense(weights, expert, x.dtype).t()
-        out[rows] = product if bias_en is None else product + bias_en[expert].to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        for expert, rows in _experts(order):
+            product = _rows(x, order, rows, gathers) @ _dense(weights, expert, x.dtype).t()
+            out[rows] = product if bias_en is None else product + bias_en[expert].to(x.dtype)
     return out
 
 
 def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
     """The gradient of the sorted rows, [S, K] in the dtype of `grad_sn`."""
     gradient = grad_sn.new_zeros(len(grad_sn), weights.shape[2])
-    for expert, rows in _experts(order):
-        gradient[rows] = grad_sn[rows] @ _dense(weights, expert, grad_sn.dtype)
+    with torch.autocast(grad_sn.device.type, enabled=False):
+        for expert, rows in _experts(order):
+            gradient[rows] = grad_sn[rows] @ _dense(weights, expert, grad_sn.dtype)
     return gradient
 
 
@@ -156,8 +157,9 @@ def weight_gradient(
     """
     shape = len(order.offsets) - 1, grad_sn.shape[1], x.shape[1]
     gradient = torch.zeros(shape, dtype=dtype, device=x.device)
-    for expert, rows in _experts(order):
-        gradient[expert] = grad_sn[rows].t() @ _rows(x, order, rows, gathers).to(grad_sn.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        for expert, rows in _experts(order):
+            gradient[expert] = grad_sn[rows].t() @ _rows(x, order, rows, gathers).to(grad_sn.dtype)
     return gradient
 
 

@@ -11,7 +11,6 @@ from kernels.fp8 import reference
 from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.reference import (
     ROUNDED_BITS,
-    AdamWStep,
     Draw,
     Fp8Gradient,
     Moment,
@@ -68,16 +67,8 @@ def momentum_step(
     return reference.momentum_step(gradient, mean, momentum, clip_coefficient)
 
 
-def adamw_step(
-    parameter: Tensor, gradient: Tensor | Fp8Gradient, mean: Moment, square: Moment, step: AdamWStep
-) -> None:
-    """`kernels.fp8.reference.adamw_step`. On a GPU the last bits of the moments' logarithms may differ."""
-    if dispatch.has_kernels(parameter.device, "fp8"):
-        from kernels.fp8 import triton
-
-        triton.adamw_step(parameter, gradient, mean, square, step)
-    else:
-        reference.adamw_step(parameter, gradient, mean, square, step)
+# On a GPU the last bits of the moments' logarithms may differ.
+adamw_step = dispatch.by_device("fp8", "kernels.fp8.triton", reference.adamw_step)
 
 
 def _pieces(elements: int) -> Iterator[tuple[slice, slice]]:

@@ -137,14 +137,10 @@ def residual(x: Tensor, made: Tensor) -> Tensor:
     return x + made
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int, scale: float | None) -> Tensor:
-    """`reference.cross_entropy_`, on a GPU in one pass over the logits and one that writes, in a fixed order
-    of sums."""
-    if dispatch.has_kernels(logits.device, "layers"):
-        from kernels.layers import triton
-
-        return triton.cross_entropy_(logits, labels, ignored, scale)
-    return reference.cross_entropy_(logits, labels, ignored, scale)
+# On a GPU in one pass over the logits and one that writes, in a fixed order of sums.
+cross_entropy_ = dispatch.by_device("layers", "kernels.layers.triton", reference.cross_entropy_)
+# On a GPU in one pass, which draws the bits where it needs them.
+drop = dispatch.by_device("layers", "kernels.layers.triton", reference.drop)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
@@ -160,12 +156,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
 
     # A projection's result, before its heads are moved forward, has them in a row: no copy is made of it.
     return triton.rotate_(x.transpose(1, 2), cos, sin, back=back).transpose(1, 2)
-
-
-def drop(x: Tensor, salt: Tensor, share: float, *, first: int, stride: int) -> Tensor:
-    """`reference.drop`. On a GPU in one pass, which draws the bits where it needs them."""
-    if dispatch.has_kernels(x.device, "layers"):
-        from kernels.layers import triton
-
-        return triton.drop(x, salt, share, first=first, stride=stride)
-    return reference.drop(x, salt, share, first=first, stride=stride)

@@ -6,34 +6,11 @@ from kernels.common import dispatch
 from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors
-from kernels.trellis.grid import Grid
 from kernels.trellis.loops import matrices as matrix_loops
 
-
-def decode(
-    states: torch.Tensor,
-    counts: torch.Tensor,
-    words: torch.Tensor,
-    classes: torch.Tensor,
-    where: Grid,
-    family: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.trellis.lanes.decode`. Triton's kernels accept any states and counts, and do not wait for the
-    device."""
-    if dispatch.has_kernels(classes.device, "trellis"):
-        from kernels.trellis.triton import decode as triton_trellis_decode
-
-        return triton_trellis_decode.decode(states, counts, words, classes, where, family)
-    return trellis_lanes.decode(states, counts, words, classes, where, family)
-
-
-def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """`kernels.trellis.reference.classes` of int32 `[R]` and `[C]`."""
-    if dispatch.has_kernels(row.device, "trellis"):
-        from kernels.trellis.triton import restore as triton_trellis_restore
-
-        return triton_trellis_restore.classes(row, column)
-    return trellis.classes(row, column)
+# Triton's kernels accept any states and counts, and do not wait for the device.
+decode = dispatch.by_device("trellis", "kernels.trellis.triton.decode", trellis_lanes.decode)
+classes = dispatch.by_device("trellis", "kernels.trellis.triton.restore", trellis.classes)
 
 
 def restore(

@@ -312,11 +312,11 @@ def test_inner_gradients_are_autograds_and_leave_their_input_alone() -> None:
     gate, up, upstream = torch.randn(3, 4, 70, generator=generator).unbind(0)
     kept = upstream.clone()
     leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
-    wanted = torch.autograd.grad(layers.swiglu(*leaves), leaves, upstream)
-    for part, exact in zip(layers.swiglu_gradient(upstream, gate, up), wanted, strict=True):
+    wanted = torch.autograd.grad(layers.gated(*leaves, False), leaves, upstream)
+    for part, exact in zip(layers.gated_gradient(upstream, gate, up, False), wanted, strict=True):
         assert torch.allclose(part, exact, atol=1e-6)
-    wanted = torch.autograd.grad(layers.geglu(*leaves), leaves, upstream)
-    for part, exact in zip(layers.geglu_gradient(upstream, gate, up), wanted, strict=True):
+    wanted = torch.autograd.grad(layers.gated(*leaves, True), leaves, upstream)
+    for part, exact in zip(layers.gated_gradient(upstream, gate, up, True), wanted, strict=True):
         assert torch.allclose(part, exact, atol=1e-6)
     (of_gelu,) = torch.autograd.grad(layers.gelu(leaves[0]), leaves[:1], upstream)
     assert torch.allclose(layers.gelu_gradient(upstream, gate), of_gelu, atol=1e-6)
