@@ -412,7 +412,7 @@ def _of_biases(grad, offsets, out, columns, row_stride, R: tl.constexpr, B: tl.c
 
 
 def matmul(
-    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None, *, gathers: bool = False
+    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None = None, *, gathers: bool = False
 ) -> Tensor:
     """See `kernels.experts.reference.matmul`."""
     return _multiplied(x, weights, order, bias_en, gathers=gathers, back=False)
