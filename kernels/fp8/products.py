@@ -27,20 +27,6 @@ def code_rows(x: Tensor, into: Coded | None = None) -> Coded:
     return into
 
 
-def code_halved_rows(x: Tensor) -> tuple[Tensor, Coded]:
-    """x [..., columns] in bf16, and the codes of its rows."""
-    if dispatch.has_kernels(x.device, "fp8"):
-        from kernels.fp8 import triton
-
-        half = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        flat = x.reshape(-1, x.shape[-1])
-        into = Coded.empty(flat.shape[0], flat.shape[1], x.device)
-        triton.code_rows(flat, into, half=half.view(flat.shape))
-        return half, into
-    half = x.bfloat16()
-    return half, code_rows(half.view(-1, half.shape[-1]))
-
-
 def code_columns(x: Tensor) -> Coded:
     """The columns of x [T, columns] in e4m3: codes [columns, T rounded up to a multiple of 16].
 

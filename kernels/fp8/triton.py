@@ -166,12 +166,8 @@ def adamw_step(
     )
 
 
-def code_rows(x: Tensor, into: Coded, *, half: Tensor | None = None, chunk: int = CHUNK) -> None:
-    """See `kernels.fp8.rows.code_rows`; rows of x need not be contiguous.
-
-    Args:
-        half: bf16 of x's shape, contiguous. If given, x is first rounded into it.
-    """
+def code_rows(x: Tensor, into: Coded, *, chunk: int = CHUNK) -> None:
+    """See `kernels.fp8.rows.code_rows`; rows of x need not be contiguous."""
     rows, width = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -179,12 +175,10 @@ def code_rows(x: Tensor, into: Coded, *, half: Tensor | None = None, chunk: int 
     if rows:
         _code_rows[(rows,)](
             x,
-            (into.codes if half is None else half).view(torch.uint8 if half is None else torch.int16),
             into.codes.view(torch.uint8),
             into.scales,
             width,
             x.stride(0),
-            HALF=half is not None,
             CHUNK=chunk,
             num_warps=min(max(chunk // 512, 1), 8),
             enable_fp_fusion=False,
@@ -460,29 +454,11 @@ def _encode_stochastically(value, noise):
 
 
 @triton.jit
-def _half_bits(value):
-    """The upper half of fp32's bits, rounded to nearest even: bf16, as int32."""
-    bits = value.to(tl.int32, bitcast=True)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-
-
-@triton.jit
-def _halved(value, pointers, mask):
-    """Round `value` to bf16, store it and return it."""
-    bits = _half_bits(value)
-    tl.store(pointers, bits.to(tl.int16), mask=mask)
-    return (bits << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _code_rows(x, half, codes, scales, width, stride, HALF: tl.constexpr, CHUNK: tl.constexpr):
-    """Code a row. With HALF, first round it to bf16 and store that in `half`."""
+def _code_rows(x, codes, scales, width, stride, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, CHUNK)
     if width <= CHUNK:
         value = widened(tl.load(x + row * stride + column, mask=column < width, other=0.0))
-        if HALF:
-            value = _halved(value, half + row * width + column, column < width)
         peak = tl.max(magnitude_bits(value), 0)
         store_codes(codes + row * width + column, value, peak, column < width)
     else:
@@ -490,15 +466,11 @@ def _code_rows(x, half, codes, scales, width, stride, HALF: tl.constexpr, CHUNK:
         for start in range(0, width, CHUNK):
             real = start + column < width
             value = widened(tl.load(x + row * stride + start + column, mask=real, other=0.0))
-            if HALF:
-                value = _halved(value, half + row * width + start + column, real)
             peaks = tl.maximum(peaks, magnitude_bits(value))
         peak = tl.max(peaks, 0)
         for start in range(0, width, CHUNK):
             real = start + column < width
             value = widened(tl.load(x + row * stride + start + column, mask=real, other=0.0))
-            if HALF:
-                value = (_half_bits(value) << 16).to(tl.float32, bitcast=True)
             store_codes(codes + row * width + start + column, value, peak, real)
     tl.store(scales + row, scale_of(peak))
 

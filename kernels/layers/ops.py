@@ -8,12 +8,8 @@ embedding and dropout agree bit for bit. None of them waits for the device.
 import torch
 from torch import Tensor
 
-from kernels.blockfloat import ops
-from kernels.blockfloat.layout import APART
 from kernels.common import dispatch
 from kernels.common import layers as reference
-from kernels.fp8.products import code_rows
-from kernels.fp8.rows import Coded
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
@@ -23,23 +19,6 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torc
 
         return triton_norm.norm(x, weight, bias, eps, dtype)
     return reference.norm(x, weight, bias, eps).to(dtype)
-
-
-def coded_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
-) -> tuple[Coded, Tensor]:
-    """The codes of the rows of `norm` (`kernels.fp8.rows`), and x stored in `bits`, or x itself with 0
-    bits."""
-    if dispatch.has_kernels(x.device, "layers") and bits < APART:
-        from kernels.blockfloat.triton import norm as triton_norm
-
-        coded, stored = triton_norm.coded_norm(x, weight, bias, eps, bits, dtype)
-        return coded, stored if bits else x
-    if bits:
-        normed, stored = ops.norm_store(x, weight, bias, eps, bits, dtype)
-    else:
-        normed, stored = norm(x, weight, bias, eps, dtype), x
-    return code_rows(normed.view(-1, normed.shape[-1])), stored
 
 
 def norm_backward(
@@ -84,45 +63,6 @@ def activation_backward(
     if up is None:
         return reference.gelu(gate), [reference.gelu_gradient(grad, gate)]
     return reference.gated(gate, up, gelu), list(reference.gated_gradient(grad, gate, up, gelu))
-
-
-def coded_activation(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Coded, list[Tensor]]:
-    """The codes of the activation's rows (`kernels.fp8.rows`), and its inputs stored in `bits`.
-
-    The codes take no pass of their own. The list of stored inputs is empty with 0 bits, and otherwise has one
-    entry for each input.
-    """
-    if dispatch.has_kernels(gate.device, "layers"):
-        from kernels.blockfloat.triton import coded_ffn
-
-        coded, *stored = coded_ffn.activation(gate, up, bits)
-    else:
-        inner, *stored = ops.ffn_store(gate, up, bits) if bits else [activation(gate, up)]
-        coded = code_rows(inner.view(-1, inner.shape[-1]))
-    return coded, stored[: 1 if up is None else 2] if bits else []
-
-
-def coded_activation_backward(
-    grad: Tensor, gate: Tensor, up: Tensor | None, bits: int
-) -> tuple[Tensor, list[Tensor], Coded]:
-    """`activation_backward` of inputs stored in `bits`, or not stored with 0 bits.
-
-    Returns:
-        The activation, the gradients of its inputs, and the codes of the rows of these gradients side by
-        side.
-    """
-    if dispatch.has_kernels(grad.device, "layers"):
-        from kernels.blockfloat.triton import coded_ffn
-
-        grads, coded = coded_ffn.activation_backward(grad, gate, up, bits)
-    elif bits:
-        grads = ops.ffn_backward(grad, gate, up, bits)
-        coded = code_rows(grads.view(-1, grads.shape[-1]))
-    else:
-        grad, parts = activation_backward(grad, gate, up)
-        grads = torch.cat(parts, dim=-1)
-        coded = code_rows(grads.view(-1, grads.shape[-1]))
-    return grad, [grads] if up is None else list(grads.chunk(2, dim=-1)), coded
 
 
 def residual(x: Tensor, made: Tensor) -> Tensor:

@@ -72,7 +72,9 @@ class Projections:
     def __call__(self, x: Tensor) -> list[Tensor]:
         """The outputs [..., N] of each projection; columns of one tensor if they are one product."""
         if self.way.coded is not None:
-            return self.of_codes(code_rows(x.reshape(-1, x.shape[-1])), x.shape[:-1], x.dtype)
+            outputs, bias = self._coded(x), self._bias(x.dtype)
+            widths = [len(linear.weight) for linear in self.linears]
+            return list(torch.split(outputs if bias is None else outputs.add_(bias), widths, dim=-1))
         if not self._are_one(x):
             return [
                 F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
@@ -86,34 +88,21 @@ class Projections:
         if rank.count == 1:
             return self(x)[0]
         (linear,) = self.linears
-        if self.way.coded is None:
-            partial = F.linear(x, linear.weight.to(x.dtype))
-        else:
-            partial = self._coded(code_rows(x.reshape(-1, x.shape[-1])), x.shape[:-1], x.dtype)
+        partial = F.linear(x, linear.weight.to(x.dtype)) if self.way.coded is None else self._coded(x)
         output = rank.reduce_scatter(partial)
         return output if linear.bias is None else output.add_(linear.bias)
 
-    def of_codes(self, rows: Coded, leading: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """The outputs [*leading, N] of each projection in `dtype`, from the codes of their input's rows."""
-        outputs, bias = self._coded(rows, leading, dtype), self._bias(dtype)
-        widths = [len(linear.weight) for linear in self.linears]
-        return list(torch.split(outputs if bias is None else outputs.add_(bias), widths, dim=-1))
-
-    def _coded(self, rows: Coded, leading: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The outputs of all projections side by side, without biases."""
+    def _coded(self, x: Tensor) -> Tensor:
+        """The outputs of all projections side by side, without biases, by products in e4m3."""
         assert self.way.coded is not None
-        return product(rows, self.way.coded.forward, dtype, fast=True).view(*leading, -1)
+        rows = code_rows(x.reshape(-1, x.shape[-1]))
+        return product(rows, self.way.coded.forward, x.dtype, fast=True).view(*x.shape[:-1], -1)
 
-    def backward(self, grads: Sequence[Tensor], codes: Coded | None = None) -> Tensor:
-        """The gradient of the input from the gradients of the outputs.
-
-        Args:
-            codes: the codes of the gradients side by side, if they have been computed.
-        """
+    def backward(self, grads: Sequence[Tensor]) -> Tensor:
+        """The gradient of the input from the gradients of the outputs."""
         first = grads[0]
         if self.way.coded is not None:
-            rows = code_rows(side_by_side(grads)) if codes is None else codes
-            gradient = product(rows, self.way.coded.back, first.dtype)
+            gradient = product(code_rows(side_by_side(grads)), self.way.coded.back, first.dtype)
             return gradient.view(*first.shape[:-1], -1)
         if self._are_one(first):
             gradient = side_by_side(grads) @ stacked([linear.weight for linear in self.linears], first.dtype)

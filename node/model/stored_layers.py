@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from kernels.attention.ops import attention, attention_backward, sinks_gradient
 from kernels.attention.reach import EVERYTHING, Reach
 from kernels.blockfloat import ops
-from kernels.fp8.products import code_halved_rows
-from kernels.fp8.rows import Coded
 from kernels.layers import ops as layers
 from node.model.lora import AdaptedProjections, FrozenLinear
 from node.model.offload import mark
@@ -73,11 +71,6 @@ class Norm:
         self, projections: Multiplied, x: Tensor, form: str, dtype: torch.dtype, rank: TensorRank
     ) -> tuple[list[Tensor], Tensor]:
         """The projections of the norm of x, and x kept in `form`."""
-        if isinstance(projections, Projections) and projections.way.coded is not None and rank.count == 1:
-            codes, kept = layers.coded_norm(
-                x, self.weight, self.bias, self.eps, 0 if form == AS_COMPUTED else PACKED[form], dtype
-            )
-            return projections.of_codes(codes, x.shape[:-1], dtype), kept
         normed, kept = self.store(x, form, dtype)
         return projections(rank.gather(normed)), kept
 
@@ -376,13 +369,12 @@ class _AttentionHalf(torch.autograd.Function):
             flat = _kept(kept_output, storage.attention_output, ctx.flat_shape, dtype)
             attended = torch.unflatten(flat, 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
         of_made, of_last = norms.of_added(grad, kept_made, storage.norm_input)
-        own, codes = _halved(of_made, dtype, output, parts.rank)
+        own = of_made.to(dtype)
         down = parts.rank.gather(own)
         of_output = output.gradients([down], flat, own)
-        of_attended = torch.unflatten(
-            output.backward([down], codes), 2, (ctx.head_shapes[0][1], -1)
-        ).transpose(1, 2)
-        del own, down, flat, of_made
+        of_flat = output.backward([down])
+        of_attended = torch.unflatten(of_flat, 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
+        del own, down, flat, of_made, of_flat
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[5]:
             of_sinks = sinks_gradient(of_attended, attended, sums, sinks).to(sinks.dtype)
@@ -425,17 +417,13 @@ class _FfnHalf(torch.autograd.Function):
             wide, kept_x = norm.into(inputs, x, storage.norm_input, dtype, parts.rank)
             gate, up = wide[0], wide[1] if len(wide) > 1 else None
             bits = PACKED.get(storage.ffn_input, 0)
-            if isinstance(down, Projections) and down.way.coded is not None and parts.rank.count == 1:
-                codes, kept = layers.coded_activation(gate, up, bits)
-                (added,) = down.of_codes(codes, x.shape[:-1], dtype)
-            else:
-                inner, *kept = (
-                    ops.ffn_store(gate, up, bits, parts.gelu)
-                    if bits
-                    else [layers.activation(gate, up, parts.gelu)]
-                )
-                added = down.row_parallel(inner, parts.rank)
-                del inner
+            inner, *kept = (
+                ops.ffn_store(gate, up, bits, parts.gelu)
+                if bits
+                else [layers.activation(gate, up, parts.gelu)]
+            )
+            added = down.row_parallel(inner, parts.rank)
+            del inner
             kept = wide if storage.ffn_input == AS_COMPUTED else kept
             del wide, gate, up
             result, kept_made = norms.add(x, added, storage.norm_input)
@@ -461,42 +449,28 @@ class _FfnHalf(torch.autograd.Function):
         if inputs.needs_input or storage.ffn_input == RECOMPUTE:
             normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))
         of_made, of_last = norms.of_added(grad, kept_made, storage.norm_input)
-        own, codes = _halved(of_made, ctx.dtype, down, parts.rank)
+        own = of_made.to(ctx.dtype)
         del of_made
         narrow = parts.rank.gather(own)
-        inner = down.backward([narrow], codes)
+        inner = down.backward([narrow])
         bits = PACKED.get(storage.ffn_input, 0)
         wide = inputs(cast(Tensor, normed)) if storage.ffn_input == RECOMPUTE else kept
         gate, up = wide[0], wide[1] if len(wide) > 1 else None
-        codes = None
         # These may overwrite `inner`, which until now is its own gradient.
-        if inputs.way.coded is not None:
-            inner, of_wide, codes = layers.coded_activation_backward(inner, gate, up, bits)
-        elif bits:
+        if bits:
             of_wide = list(ops.ffn_backward(inner, gate, up, bits, parts.gelu).chunk(len(inputs), dim=-1))
         else:
             inner, of_wide = layers.activation_backward(inner, gate, up, parts.gelu)
         del wide, gate, up
         of_down = down.gradients([narrow], inner, own)
         del inner, own, narrow
-        of_normed = inputs.backward(of_wide, codes)
-        del codes
+        of_normed = inputs.backward(of_wide)
         of_inputs = inputs.gradients(of_wide, normed)
         del of_wide, normed
         of_normed = parts.rank.reduce_scatter(of_normed).to(ctx.dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
         of_vectors = of_weight, of_bias, of_last, None, None
         return of_x, None, None, None, None, *of_vectors, *of_down, *of_inputs
-
-
-def _halved(
-    grad: Tensor, dtype: torch.dtype, out: Multiplied, rank: TensorRank
-) -> tuple[Tensor, Coded | None]:
-    """The gradient of the residual stream in `dtype`, and its codes if the output projection multiplies by
-    them."""
-    if out.way.coded is None or rank.count > 1 or dtype != torch.bfloat16:
-        return grad.to(dtype), None
-    return code_halved_rows(grad)
 
 
 def _keep_heads(heads: Sequence[Tensor], form: str) -> list[Tensor]:

@@ -215,18 +215,10 @@ def activation_case(dtype: torch.dtype, bits: int, way: str) -> None:
         layers.activation_backward(grad, gate, second, gelu)
 
 
-def coded_case(bits: int, gated: bool) -> None:
+def coded_case(dtype: torch.dtype) -> None:
     """What runs that multiply in FP8 use."""
-    half = torch.bfloat16
-    x, gate, up, grad = drawn(3, WIDTH), *(drawn(3, WIDTH, dtype=half) for _ in range(3))
-    layers.coded_norm(x, drawn(WIDTH), None, 1e-5, bits, half)
-    second = up if gated else None
-    _, stored = layers.coded_activation(gate, second, bits)
-    inputs = stored if bits else [gate, up]
-    layers.coded_activation_backward(grad, inputs[0], inputs[1] if gated else None, bits)
-    products.code_rows(gate)
-    products.code_halved_rows(x)
-    products.code_columns(gate)
+    products.code_rows(drawn(3, WIDTH, dtype=dtype))
+    products.code_columns(drawn(3, WIDTH, dtype=dtype))
 
 
 def layers_case(dtype: torch.dtype) -> None:
@@ -326,7 +318,7 @@ def _cases() -> Cases:
     add("norm", norm_case, HALF[:1], (0, 4), (8192, 768), (False, True))
     add("activation", activation_case, ALL, (0, 4, 8), ("gated",))
     add("activation", activation_case, HALF[:1], (0, 4), ("gelu", "gated gelu"))
-    add("coded", coded_case, (0, 4, 8), (True, False))
+    add("coded", coded_case, HALF)
     add("layers", layers_case, ALL)
     add("attention", attention_case, ALL, (64, 128), ("whole", "chunk"))
     add("attention", attention_case, HALF, (256,), ("whole", "chunk"))

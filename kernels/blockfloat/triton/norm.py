@@ -10,7 +10,6 @@ import triton.language as tl
 
 from kernels.blockfloat.layout import APART, BLOCK, blocks_of, limit
 from kernels.blockfloat.triton.store import (
-    as_stored,
     empty_packed,
     load_blocks,
     load_wide,
@@ -22,9 +21,7 @@ from kernels.blockfloat.triton.store import (
     unpack,
 )
 from kernels.common.dispatch import limits_registers
-from kernels.common.triton.e4m3 import magnitude_bits, scale_of, store_codes
 from kernels.common.triton.numbers import as_bits
-from kernels.fp8.rows import Coded
 
 # Warps of all programs of the backward kernel together: 32 for each of 132 multiprocessors. Each program sums
 # the weight's gradient over its share of the rows, so their number changes bits; it depends on the width.
@@ -51,8 +48,6 @@ def _forward(
     weight,
     bias,
     normed,
-    codes,
-    scales,
     packed,
     n,
     rows,
@@ -64,11 +59,10 @@ def _forward(
     LIMIT: tl.constexpr,
     LAYER: tl.constexpr,
     STORED: tl.constexpr,
-    CODED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The norm of one row: with STORED of the row in `packed`, else of x, which is packed unless BITS is 0.
-    With CODED it is rounded to the dtype of `normed` and written only in e4m3."""
+    """The norm of one row: with STORED of the row in `packed`, else of x, which is packed unless BITS is
+    0."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, T)
     inside = t < per_row
@@ -85,13 +79,7 @@ def _forward(
     result = normal * load_wide(weight + columns, real)
     if LAYER:
         result += load_wide(bias + columns, real)
-    if CODED:
-        value = tl.where(real, as_stored(result, normed), 0.0)
-        peak = tl.max(tl.max(magnitude_bits(value), 1), 0)
-        store_codes(codes + row * width + columns, value, peak, real)
-        tl.store(scales + row, scale_of(peak))
-    else:
-        store_rounded(normed + row * width + columns, result, real)
+    store_rounded(normed + row * width + columns, result, real)
 
 
 @store_jit
@@ -187,25 +175,6 @@ def norm_store(
     return normed, packed
 
 
-def coded_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    bits: int,
-    dtype: torch.dtype,
-) -> tuple[Coded, torch.Tensor]:
-    """The codes of the rows of the norm of x in `dtype` (`kernels.fp8.rows`), and x stored in `bits`, empty
-    if that is 0."""
-    rows = row_view(x)
-    like = torch.empty(0, dtype=dtype, device=x.device)
-    packed = empty_packed(x.shape, bits, x.device) if bits else like
-    coded = Coded.empty(rows.shape[0], rows.shape[1], x.device)
-    if rows.shape[0]:
-        _run_forward(rows, weight, bias, like, packed, eps, bits, stored=False, coded=coded)
-    return coded, packed
-
-
 def norm_from_stored(
     packed: torch.Tensor,
     shape: torch.Size,
@@ -234,7 +203,6 @@ def _run_forward(
     bits: int,
     *,
     stored: bool,
-    coded: Coded | None = None,
 ) -> None:
     count, width = rows.shape
     _forward[(count,)](
@@ -242,8 +210,6 @@ def _run_forward(
         weight,
         weight if bias is None else bias,
         as_bits(normed),
-        packed if coded is None else coded.codes.view(torch.uint8),
-        packed if coded is None else coded.scales,
         packed,
         blocks_of(rows.shape),
         count,
@@ -255,7 +221,6 @@ def _run_forward(
         LIMIT=limit(bits) if bits else 1,
         LAYER=bias is not None,
         STORED=stored,
-        CODED=coded is not None,
         **_launch(width),
         enable_fp_fusion=False,
     )
