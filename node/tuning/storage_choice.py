@@ -167,12 +167,14 @@ def narrowest(config: RunConfig) -> RunConfig:
     return chosen_config(config, allowed_storages(config)[-1])
 
 
-def remedies(config: RunConfig, stages: int, devices: Devices, memory_bytes: int) -> list[str]:
+def remedies(
+    config: RunConfig, stages: int, devices: Devices, memory_bytes: int, windows: int = 0
+) -> list[str]:
     """Changes of the run file with which every stage fits in nodes with this much memory, each with the
     memory that the largest stage then needs; empty if none of them is enough."""
 
     def need(changed: RunConfig, count: int) -> int:
-        return max(least_stage_bytes(narrowest(changed), count, devices))
+        return max(least_stage_bytes(narrowest(changed), count, devices, windows=windows))
 
     changes = []
     blocks = config.model.layers
