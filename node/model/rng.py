@@ -1,6 +1,6 @@
 """Counter-based randomness: numbers depend on where they are used, never on a generator's state.
 
-Every draw depends only on (seed, step, microbatch, layer, direction, purpose). So a repeated step, a resumed
+Every draw depends only on (seed, step, microbatch, layer, purpose). So a repeated step, a resumed
 run and another split draw the same numbers.
 """
 

@@ -258,11 +258,10 @@ def experts_case(dtype: torch.dtype, bits: int) -> None:
         packed = torch.zeros(8, size, dtype=torch.uint8)
         weights = experts.PackedExperts(packed=packed, outputs=256, inputs=WIDTH, bits=bits)
     rows = drawn(32, 256, dtype=dtype)
-    gates = experts._kernels(x)
     for normalize in (False, True):
-        shares, chosen = gates.route(logits, 2, normalize)
-        gates.route_backward(shares, logits, shares, chosen, normalize)
-    gates.group(chosen.zero_(), 8)
+        shares, chosen = experts.route(logits, 2, normalize)
+        experts.route_backward(shares, logits, shares, chosen, normalize)
+    experts.group(chosen.zero_(), 8)
     for bias in (None, drawn(8, 256, dtype=dtype)):
         experts.matmul(x, weights, order, bias, gathers=True)
     experts.matmul(drawn(32, WIDTH, dtype=dtype), weights, order, None)
@@ -272,7 +271,7 @@ def experts_case(dtype: torch.dtype, bits: int) -> None:
         experts.weight_gradient(rows, drawn(32, WIDTH, dtype=dtype), order, dtype)
         experts.bias_gradient(rows, order, dtype)
     for own in (shares, None):
-        gates.combine(rows, own, order)
+        experts.combine(rows, own, order)
 
 
 def fp8_case(dtype: torch.dtype) -> None:
