@@ -7,7 +7,7 @@ from kernels.blockfloat import layers
 from kernels.blockfloat import reference as blockfloat
 from kernels.common.dispatch import by_device
 
-_STORE, _NORM, _FFN = (f"kernels.blockfloat.triton.{name}" for name in ("store", "norm", "ffn"))
+_STORE, _NORM, _FFN = (f"{__package__}.triton.{name}" for name in ("store", "norm", "ffn"))
 
 store = by_device("storage", _STORE, blockfloat.pack)
 restore = by_device("storage", _STORE, blockfloat.unpack)

@@ -24,7 +24,7 @@ from kernels.experts.reference import Order as Order
 from kernels.experts.reference import PackedExperts as PackedExperts
 from kernels.experts.reference import Weights as Weights
 
-_PART, _TRITON = "experts", "kernels.experts.triton"
+_PART, _TRITON = "experts", f"{__package__}.triton"
 
 route = by_device(_PART, _TRITON, reference.route)
 route_backward = by_device(_PART, _TRITON, reference.route_backward)

@@ -68,7 +68,7 @@ def momentum_step(
 
 
 # On a GPU the last bits of the moments' logarithms may differ.
-adamw_step = dispatch.by_device("fp8", "kernels.fp8.triton", reference.adamw_step)
+adamw_step = dispatch.by_device("fp8", f"{__package__}.triton", reference.adamw_step)
 
 
 def _pieces(elements: int) -> Iterator[tuple[slice, slice]]:

@@ -78,9 +78,9 @@ def residual(x: Tensor, made: Tensor) -> Tensor:
 
 
 # On a GPU in one pass over the logits and one that writes, in a fixed order of sums.
-cross_entropy_ = dispatch.by_device("layers", "kernels.layers.triton", reference.cross_entropy_)
+cross_entropy_ = dispatch.by_device("layers", f"{__package__}.triton", reference.cross_entropy_)
 # On a GPU in one pass, which draws the bits where it needs them.
-drop = dispatch.by_device("layers", "kernels.layers.triton", reference.drop)
+drop = dispatch.by_device("layers", f"{__package__}.triton", reference.drop)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:

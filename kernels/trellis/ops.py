@@ -9,8 +9,8 @@ from kernels.trellis.factors import Factors
 from kernels.trellis.loops import matrices as matrix_loops
 
 # Triton's kernels accept any states and counts, and do not wait for the device.
-decode = dispatch.by_device("trellis", "kernels.trellis.triton.decode", trellis_lanes.decode)
-classes = dispatch.by_device("trellis", "kernels.trellis.triton.restore", trellis.classes)
+decode = dispatch.by_device("trellis", f"{__package__}.triton.decode", trellis_lanes.decode)
+classes = dispatch.by_device("trellis", f"{__package__}.triton.restore", trellis.classes)
 
 
 def restore(
