@@ -183,8 +183,8 @@ class EpochTask:
         """Whether a node that enters a running epoch has begun its first step."""
         self._failure: StepFailed | None = None
         self._snapshot = (-1, 0)
-        self._snapshot_asked: TakeSnapshot | None = None
-        """A snapshot that was asked for within the running step."""
+        self._snapshots_asked: list[TakeSnapshot] = []
+        """What was asked for of the state within the running step."""
         self._other_end = Peer(placement.replica, -1)
         """The neighbour whose link was lost first, or the neighbour at fault."""
         self._over = False
@@ -204,7 +204,7 @@ class EpochTask:
                     self._news.set()
                 return  # its vote answers this
         if isinstance(command, TakeSnapshot) and command.step == self._running:
-            self._snapshot_asked = command
+            self._snapshots_asked.append(command)
             self._news.set()
             return
         self._commands.put_nowait(command)
@@ -516,21 +516,20 @@ class EpochTask:
                     break
                 self._news.clear()
                 news = asyncio.ensure_future(self._news.wait())
-                newest, take = self._newest, self._snapshot_asked
+                newest = self._newest
                 if newest is not None and newest.generation != self._generation:
                     services.inbox.announce(await self._with_samples(self._change(newest)))
-                if take is not None and services.executor.copies_within_step:
-                    self._snapshot_asked = None
-                    await self._take_snapshot(take, within=True)
+                while self._snapshots_asked and services.executor.copies_within_step:
+                    await self._take_snapshot(self._snapshots_asked.pop(0), within=True)
         finally:
             if not computing.done():  # the epoch is over, and the computation ends soon
                 computing.add_done_callback(lambda done: done.cancelled() or done.exception())
             news.cancel()
             self._running = -1
             self._news.clear()
-            if (take := self._snapshot_asked) is not None:  # before the commit
-                self._snapshot_asked = None
+            for take in self._snapshots_asked:  # before the commit
                 self._commands.put_nowait(take)
+            self._snapshots_asked.clear()
         vote = computing.result()
         late = services.inbox.take_change()  # `_newest` has the same change
         if vote is None:

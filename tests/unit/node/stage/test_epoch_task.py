@@ -441,7 +441,7 @@ async def test_a_snapshot_that_did_not_arrive_is_sent_when_it_is_asked_for_again
 async def test_a_snapshot_that_is_asked_for_within_a_step_is_of_the_state_before_it(within: bool) -> None:
     """For a newcomer, who need not wait for the step's end."""
     go_on, begun, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
-    stage, taken = Stage(), asyncio.Event()
+    stage, taken = Stage(), list[TakeSnapshot]()
     stage.copies_within_step = within
     run_step = stage.run_step
 
@@ -452,18 +452,27 @@ async def test_a_snapshot_that_is_asked_for_within_a_step_is_of_the_state_before
 
     stage.run_step = slow  # type: ignore[method-assign]
     async with epoch(stage) as talk:
-        talk.node.take = lambda *arguments: taken.set()  # type: ignore[method-assign]
+        are_taken = asyncio.Event()
+
+        def take(epoch: int, asked: TakeSnapshot, state: StateCopy) -> None:
+            taken.append(asked)
+            are_taken.set() if len(taken) == 2 else None
+
+        talk.node.take = take  # type: ignore[method-assign]
         await talk.begun()
         talk.task.submit(Begin(epoch=4, step=0))
         await begun.wait()
-        talk.task.submit(TakeSnapshot(epoch=4, step=0))
+        # To say what the state is, and to keep a copy for another node.
+        asked = [TakeSnapshot(epoch=4, step=0, attempt=at, only_hashes=at == 0) for at in range(2)]
+        for one in asked:
+            talk.task.submit(one)
         if within:
-            await taken.wait()
+            await are_taken.wait()
         go_on.set()
         assert isinstance(await talk.hear(), Vote)
         await talk.ask(Commit(epoch=4, step=0, clip_coefficient=0.5, lr=0.25))
-        order = ["copy", ("step", 0)] if within else [("step", 0), "copy"]
-        assert stage.log[-3:] == [*order, ("apply", 0.25, 0.5)]
+        order = ["copy", "copy", ("step", 0)] if within else [("step", 0), "copy", "copy"]
+        assert stage.log[-4:] == [*order, ("apply", 0.25, 0.5)] and taken == asked
 
 
 async def test_a_snapshot_that_is_taken_again_is_handed_in_again() -> None:
