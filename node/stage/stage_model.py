@@ -101,9 +101,9 @@ class StageModel:
         """How this stage of the run stores activations."""
         self._captured = False
         self._copy: StateCopy | None = None
+        """The copy of the state that was given out and is still read, if any."""
         self._moving = threading.RLock()
         """Held while state moves, or a copy of it begins."""
-        """The copy of the state that was given out and is still read, if any."""
 
     def build(self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True) -> None:
         """Create this stage's chunks with their initial weights, and a fresh optimizer.
@@ -303,8 +303,8 @@ class StageModel:
     def copy_state(
         self, extra: Mapping[str, Mapping[str, Tensor]], *, weights_alone: bool = False
     ) -> StateCopy:
-        """The state of all units with `extra` tensors of some, or only their weights, to be read during the
-        next step."""
+        """The state of all units with `extra` tensors of some, or only their weights, to be read until the
+        state changes."""
         optimizer = self.optimizer
 
         def units() -> Iterator[tuple[str, dict[str, StateTensor]]]:
