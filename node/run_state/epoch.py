@@ -268,7 +268,7 @@ class Epoch:
         """The losses of the passes that are done."""
         self._loss = math.nan
         self._windows: tuple[int, ...] = ()
-        self.keeps_sums = False
+        self._keeps_sums = False
         self._follows_commit = False
         """The step that runs began with the commit of the one before."""
 
@@ -461,7 +461,7 @@ class Epoch:
         self._rules.history.begins(self.step)
         # All stages must run the step with the same windows, also one that receives it again.
         self._windows = self.planned_windows
-        self.keeps_sums = keep_sums
+        self._keeps_sums = keep_sums
         self.votes.clear()
         self._known_losses = {}
         self._handed = HandedGroups()
@@ -1038,7 +1038,7 @@ class Epoch:
         if self.audit is not None and row in self.audit.rows:
             self.audit = None
         self._note_uneven()
-        self.keeps_sums = True  # of the work that all are told of now
+        self._keeps_sums = True  # of the work that all are told of now
         if len(self.votes) == len(self.hosts):
             # All sums are complete, and so is what is known of the loss, unless that was for it to say.
             self._known_losses.update({} if vote is None else vote.group_losses)
@@ -1263,7 +1263,7 @@ class Epoch:
         begin = Begin(
             epoch=self.number,
             step=self.step,
-            keep_sums=self.keeps_sums,
+            keep_sums=self._keeps_sums,
             digests=self._has_digests and not self._rules.auditor.is_on,
             loss_scale=0.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor,
             generation=self.generation,

@@ -739,29 +739,20 @@ class RunMachine:
             actions = [*actions, *self._snapshot_if_wanted(epoch, now)]
         return actions + self._between_steps(epoch, now)
 
-    def _snapshot_if_wanted(self, epoch: Epoch, now: float) -> list[Action]:
-        """Take a snapshot beside the next steps, if one is due or if nodes are here that could form a row."""
+    def _snapshot_if_wanted(self, epoch: Epoch, now: float, *, within: bool = False) -> list[Action]:
+        """Take a snapshot beside the next steps, if one is due or if nodes are here that could form a row.
+        `within`: in a step that has lost a node, only for nodes that follow to have its seat."""
         # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
-        due = self._snapshots.due(epoch.step, now - self._unseen)
-        able = self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
+        step, seen = epoch.step, now - self._unseen
+        due = not within and self._snapshots.due(step, seen)
+        able = self._may_go_on(epoch) and self._snapshots.reachable(step)
         began = self._newcomers.begin(epoch, self._candidates(), able=able, due=due)
-        if self._snapshots.newest == epoch.step:
-            return began + self._newcomers.stored(epoch.step)
-        wanted = self._newcomers.need(epoch.step) or self._snapshots.wanted(epoch.step, now - self._unseen)
-        if wanted and self._may_go_on(epoch):
-            return began + self._take_snapshot(epoch, now, await_it=False)
-        return began
-
-    def _follow_within(self, epoch: Epoch, now: float) -> list[Action]:
-        """Within a step that has lost a node, let nodes for empty seats follow from the state that the step
-        began with. They need not wait for its end."""
-        if self.epoch is not epoch or epoch.phase is not Phase.STEPPING or not epoch.keeps_sums:
-            return []
-        step, able = epoch.step, self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
-        began = self._newcomers.begin(epoch, self._candidates(), able=able, due=False)
         if self._snapshots.newest == step:
             return began + self._newcomers.stored(step)
-        if self._newcomers.need(step) and self._snapshots.room(step):
+        wanted = self._newcomers.need(step) and self._snapshots.room(step)
+        if not within:
+            wanted = wanted or self._snapshots.wanted(step, seen)
+        if wanted and self._may_go_on(epoch):
             return began + self._take_snapshot(epoch, now, await_it=False)
         return began
 
@@ -1270,7 +1261,7 @@ class RunMachine:
             case Phase.STEPPING if epoch.phase is Phase.STEPPING and isinstance(outcome, list):
                 actions += outcome + self._complete_rows(epoch, now)
                 actions += self._take_seats(epoch, now)
-                return actions + self._follow_within(epoch, now)
+                return actions + self._snapshot_if_wanted(epoch, now, within=True)
             case Phase.STEPPING:
                 return actions + self._voted(epoch, outcome, now)
         assert isinstance(outcome, list), "only votes have another outcome"
