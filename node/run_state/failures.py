@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
+from typing import NamedTuple
 
 from node.run_state.actions import AbortKind
 from node.run_state.epoch import Epoch, Phase
@@ -646,6 +647,20 @@ class _Phase:
     """The seconds that each host may take to fetch its state, in addition to the usual time."""
 
 
+class _Report(NamedTuple):
+    """What a node says of its time."""
+
+    at: float
+    """When it said so."""
+    kind: str
+    """The `TimeKind` on which it recently spent most time; "" for nothing."""
+    awaited: AwaitedSums | None
+    """The sums for which it waited."""
+
+
+_NO_REPORT = _Report(0.0, "", None)
+
+
 class Stragglers:
     """Finds nodes that do not answer when others have, and nodes that always answer late.
 
@@ -658,9 +673,8 @@ class Stragglers:
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
         """`seconds`: the times of an earlier coordinator's newest steps."""
-        self._does: dict[str, tuple[float, str, AwaitedSums | None]] = {}
-        """When each node reported what it does, what it recently spent most time on (a `TimeKind`; "" for
-        nothing), and which sums it waited for."""
+        self._does: dict[str, _Report] = {}
+        """The newest report of each node."""
         self._phase: _Phase | None = None
         self._first = self._last = 0.0
         self._answered = 0
@@ -826,8 +840,8 @@ class Stragglers:
         return (pace.reference if slowly else median(pace.newest)) * epoch.most_groups
 
     def says(self, node_id: str, kind: str, now: float, awaited: AwaitedSums | None = None) -> None:
-        """The node reported what it spends its time on, and which sums it waits for."""
-        self._does[node_id] = (now, kind, awaited)
+        """A node reports what it spends its time on, and the sums that it waits for."""
+        self._does[node_id] = _Report(now, kind, awaited)
         if self._phase is not None and awaited is not None:
             self._phase.rows[node_id] = awaited.row
 
@@ -917,7 +931,7 @@ class Stragglers:
         is_usual = epoch.steps_done and epoch.phase is Phase.STEPPING
         least = STEP_PATIENCE if is_usual else FIRST_PATIENCE
         kinds = _IDLE.union(WAITS) if is_alone else _IDLE  # a node alone has nobody to wait for
-        idle = [node for node in stuck if self._does.get(node, (0.0, "", None))[1] in kinds]
+        idle = [node for node in stuck if self._does.get(node, _NO_REPORT).kind in kinds]
         lates = {node: now - self._busy_since(epoch, node) - usual for node in missing}
         over = [node for node in idle if lates[node] > max(least, PATIENCE_TIMES * usual)]
         if over:
@@ -939,8 +953,8 @@ class Stragglers:
         return None
 
     def _contradiction(self, epoch: Epoch, waits: Mapping[str, str | None]) -> tuple[str, StepFailed] | None:
-        """A node and its neighbour that cannot both be right about what they wait for. The neighbour is the
-        one that contradicts most others.
+        """A node and its neighbour whose reports of what they wait for cannot both be true. The neighbour is
+        the one that contradicts most others.
 
         A node that waits for sums has sent all sums over its own groups. It may lack those of other rows, and
         then it has no sum over all groups to send.
@@ -949,7 +963,7 @@ class Stragglers:
         for node, other in waits.items():
             if other is None or (then := waits.get(other)) is None:
                 continue
-            needs, lacks = self._does[node][2], self._does[other][2]
+            needs, lacks = self._does[node].awaited, self._does[other].awaited
             is_for_sums = TimeKind.SYNC == self._doing(node) == self._doing(other)
             is_excused = needs is None or (needs.is_total and lacks is not None and not lacks.is_total)
             if not is_excused if is_for_sums else then == node:
@@ -962,7 +976,7 @@ class Stragglers:
 
     def _doing(self, node: str) -> str:
         """What a node spends its time on in this step, as it reports; "" for nothing."""
-        at, kind, _ = self._does.get(node, (0.0, "", None))
+        at, kind, _ = self._does.get(node, _NO_REPORT)
         return kind if at > self._began else ""
 
     @property
@@ -981,12 +995,12 @@ class Stragglers:
 
     def _is_alone(self, epoch: Epoch, node: str, awaited: str | None) -> bool:
         """Whether a node reports, in this step, that it waits for no node that has not answered."""
-        at, kind, _ = self._does.get(node, (0.0, "", None))
+        at, kind, _ = self._does.get(node, _NO_REPORT)
         return at > self._began and (kind != TimeKind.SYNC if awaited is None else awaited in epoch.answered)
 
     def _waits_for(self, epoch: Epoch, node: str) -> str | None:
         """The neighbour for which this node reports that it waits in this step."""
-        at, kind, awaited = self._does.get(node, (0.0, "", None))
+        at, kind, awaited = self._does.get(node, _NO_REPORT)
         if at <= self._began:
             return None
         if kind == TimeKind.SYNC and awaited is not None:

@@ -193,7 +193,8 @@ class WrongValues:
             node_id: the node that reported the value.
             neighbours: whether the value may come from what neighbours sent.
         """
-        doubt, innocent = self._of(epoch), self._of(epoch).replaced
+        doubt = self._of(epoch)
+        innocent = doubt.replaced
         self.nothing_to_try(epoch)
         others = self._blame.blameless(self._roster.candidates())
         if innocent and epoch.rows > 1:

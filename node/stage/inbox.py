@@ -42,7 +42,7 @@ class StepInterrupted(Exception):
 
 
 class NeighbourStuckError(LinkLostError):
-    """A neighbour does not send what it should, or acknowledges nothing of what it gets."""
+    """A neighbour does not send what it should, or does not acknowledge what it gets."""
 
     def __init__(self, message: str, *, row: int = OWN_ROW, stage: int = -1) -> None:
         """`row`: of a node of the own stage. `stage`: of one of the own row."""

@@ -580,10 +580,10 @@ the link stays at the slow one.
 A member that does nothing delays a step by 30 seconds beyond the usual time, or by three times the usual
 time, whichever is longer. A member that reports that it computes or waits can delay it by a minute, or by ten
 times the usual time. In an epoch's first step these are two and four minutes. In a run's first step, when
-nothing has been measured, a member that reports that it computes or waits can delay it by ten minutes. Of two
-nodes that contradict each other about what they wait for, one gives up its stage; a member that does this
-again does so with another node, and is found by that. Every stage sees activations, and the first sees the
-text.
+nothing has been measured, a member that reports that it computes or waits can delay it by ten minutes. If two
+nodes contradict each other about what they wait for, one of them gives up its stage. A member that lies again
+contradicts another node then, and this shows which one lies. Every stage sees activations, and the first sees
+the text.
 
 ## Strangers
 
