@@ -146,8 +146,8 @@ def paced_churn(path: Path) -> str:
         f"{report['not_scaled']}. {report['groups']} groups, {report['microbatches']} microbatches; nodes "
         f"send {report['mbit']:g} Mbit/s, which carries a stage's state in {state:.0f} s. Beside a run "
         f"without deaths, loss or gradient norm of {other_steps} of {steps} steps differ, and files of "
-        f"{other_stored} of {stored} snapshots. Nodes that were shut out, or replaced though nobody killed "
-        f"them: {shut_out}. {spaced(report['hardware'])}, torch {report['versions']['torch']}, commit "
+        f"{other_stored} of {stored} snapshots. Nodes that were shut out, or replaced although nobody had "
+        f"killed them: {shut_out}. {spaced(report['hardware'])}, torch {report['versions']['torch']}, commit "
         f"{commit(report)}.{notes(report)}"
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
