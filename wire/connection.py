@@ -178,7 +178,7 @@ class Connection:
             if settings.pacer is not None:
                 # What other rows get may wait for what neighbours get: their stages stand still without it.
                 if state.is_between_rows:
-                    seconds = settings.pacer.reserve_behind(len(data), self._pass)
+                    seconds = settings.pacer.reserve_behind(len(data), now, self._pass)
                 else:
                     seconds = settings.pacer.reserve(len(data), now())
                 if seconds is None or not self._pass(seconds):

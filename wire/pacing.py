@@ -58,23 +58,26 @@ class Pacer:
             self._free_at = start + size / self.rate
         return max(0.0, start - now)
 
-    def reserve_behind(self, size: int, wait: Callable[[float], bool]) -> float | None:
+    def reserve_behind(
+        self, size: int, now: Callable[[], float], wait: Callable[[float], bool]
+    ) -> float | None:
         """Reserve bytes that may wait for others', on any thread. One caller at a time does so, once the line
         is idle or after `YIELD_TIMES` as long as they take. So other bytes wait for those of one caller only,
         however many there are.
 
-        `wait` takes seconds, and returns False to give up. Returns the seconds to wait first, or None.
+        `now` is the clock. `wait` takes seconds, and returns False to give up. Returns the seconds to wait
+        first, or None.
         """
         own = size / self.rate
         while not self._behind.acquire(timeout=own):
             if not wait(0.0):
                 return None
         try:
-            latest = time.monotonic() + YIELD_TIMES * own
-            while (busy := min(self._free_at, latest) - time.monotonic()) > 0:
+            latest = now() + YIELD_TIMES * own
+            while (busy := min(self._free_at, latest) - now()) > 0:
                 if not wait(busy):
                     return None
-            return self.reserve(size, time.monotonic())
+            return self.reserve(size, now())
         finally:
             self._behind.release()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import pytest
 
@@ -37,42 +37,48 @@ def test_one_message_larger_than_a_burst_passes_and_is_paid_for_afterwards() -> 
     assert pacer.reserve(1, 10.0) == pytest.approx(5.0 - BURST_SECONDS)
 
 
+class Clock:
+    """An invented clock, which only waits move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called in each wait."""
+
+    def read(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.meanwhile()
+        self.now += max(seconds, 0.001)
+        return True
+
+
 def test_of_many_that_may_wait_others_wait_for_one() -> None:
-    pacer, own = Pacer(1e6), 0.05
-    ends, waited = time.monotonic() + 1.0, list[float]()
+    pacer, clock, own, waited, sent = Pacer(1e6), Clock(), 0.05, list[float](), 0
+    size, turns = int(own * pacer.rate), list[float | None]()
 
-    def wait(seconds: float) -> bool:
-        time.sleep(seconds)
-        return time.monotonic() < ends
+    def meanwhile() -> None:
+        waited.append(pacer.reserve(1, clock.now))
+        turns.append(pacer.reserve_behind(size, clock.read, lambda seconds: False))
 
-    def sends() -> int:
-        sent = 0
-        while (seconds := pacer.reserve_behind(int(own * pacer.rate), wait)) is not None:
-            sent += wait(seconds)
-        return sent
-
-    with ThreadPoolExecutor(4) as pool:
-        several = [pool.submit(sends) for _ in range(4)]
-        while time.monotonic() < ends - 0.2:
-            time.sleep(0.03)
-            waited.append(pacer.reserve(1, time.monotonic()))
-        sent = sum(one.result() for one in several)
-    assert max(waited) <= own
-    assert sent >= 4, "they take turns"
+    clock.meanwhile = meanwhile
+    for _ in range(9):
+        seconds = pacer.reserve_behind(size, clock.read, clock.wait)
+        assert seconds is not None
+        clock.now += seconds
+        sent += 1
+    assert waited and max(waited) <= own
+    assert sent >= 4 and {*turns} == {None}, "they take turns"
 
 
 def test_what_may_wait_gets_a_part_of_a_busy_line_and_gives_up_when_it_is_told() -> None:
-    pacer, own = Pacer(1e6), 0.02
-    size, began = int(own * pacer.rate), time.monotonic()
+    pacer, clock, own = Pacer(1e6), Clock(), 0.02
+    size, began = int(own * pacer.rate), clock.now
     pacer.reserve(1000 * size, began)
-
-    def wait(seconds: float) -> bool:
-        time.sleep(seconds)
-        return True
-
-    left = pacer.reserve_behind(size, wait)
-    assert left is not None and left > own and time.monotonic() - began >= YIELD_TIMES * own
-    assert pacer.reserve_behind(size, lambda seconds: False) is None
+    left = pacer.reserve_behind(size, clock.read, clock.wait)
+    assert left is not None and left > own and clock.now - began >= YIELD_TIMES * own * (1 - 1e-9)
+    assert pacer.reserve_behind(size, clock.read, lambda seconds: False) is None
 
 
 async def test_a_tensor_waits_for_one_small_piece_of_other_traffic_however_many_transfers_there_are() -> None:
