@@ -184,6 +184,17 @@ def test_a_node_that_dies_while_others_load_their_state_costs_its_seat(
         assert [aborted for aborted in run.all(StepAborted) if not aborted.is_planned] == []
 
 
+def two_join_in_a_step(run: FaultRun, hold: Fault) -> None:
+    """A run of one row begins, and two more nodes come while a step is held."""
+    with held(run, hold):
+        run.start()
+        run.add_nodes(2)
+        assert run.tend(until=a_step_is_done) is None
+        run.add_spare()
+        run.add_spare()
+        assert run.tend(until=until_joined(2)) is None
+
+
 def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefork, tmp_path: Path) -> None:
     """Nobody waits for it. It is started again, and follows the run again."""
     early, later = replace(HOLD, step=3), replace(HOLD, step=12)
@@ -191,13 +202,7 @@ def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefo
     kill = Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=1)
     with FaultRun(tmp_path, LONG, [early, later, kill], launch=prefork.popen) as run:
         with held(run, later):
-            with held(run, early):
-                run.start()
-                run.add_nodes(2)
-                assert run.tend(until=a_step_is_done) is None
-                run.add_spare()
-                run.add_spare()
-                assert run.tend(until=until_joined(2)) is None
+            two_join_in_a_step(run, early)
             assert run.tend(until=until_joined(1)) is None
         run.assert_ends_undisturbed()
         assert all(aborted.is_planned for aborted in run.all(StepAborted))
@@ -235,13 +240,7 @@ def test_a_row_enters_while_rounds_go_on(prefork: Prefork, tmp_path: Path) -> No
     early, later = replace(HOLD, step=3), replace(HOLD, step=10)
     with FaultRun(tmp_path, config, [early, later], launch=prefork.popen) as run:
         with held(run, later):
-            with held(run, early):
-                run.start()
-                run.add_nodes(2)
-                assert run.tend(until=a_step_is_done) is None
-                run.add_spare()
-                run.add_spare()
-                assert run.tend(until=until_joined(2)) is None
+            two_join_in_a_step(run, early)
             assert run.tend(until=the_state_is_here) is None
         run.assert_ends_undisturbed()
         assert grids(run) == [ALONE, BOTH]

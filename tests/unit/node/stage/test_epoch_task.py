@@ -456,7 +456,8 @@ async def test_a_snapshot_that_is_asked_for_within_a_step_is_of_the_state_before
 
         def take(epoch: int, asked: TakeSnapshot, state: StateCopy) -> None:
             taken.append(asked)
-            are_taken.set() if len(taken) == 2 else None
+            if len(taken) == 2:
+                are_taken.set()
 
         talk.node.take = take  # type: ignore[method-assign]
         await talk.begun()
