@@ -227,7 +227,7 @@ def fast_lines() -> str:
         f"{markdown(columns, rows)}\n\nFour nodes over loopback, each with its rate as its own limit, "
         f"{settings['microbatches']} microbatches of {settings['sequence']:,} tokens in "
         f"`{settings['codec']}`, blocks that wait {waits} ms; medians of {count} steps. {hardware}, commit "
-        f"{commit(report)}; {report['note']}. {_link_cost(links)}"
+        f"{commit(report)}. {_link_cost(links)}"
     )
 
 

@@ -156,7 +156,7 @@ def gpu_tests() -> str:
             if outcome in later["outcomes"]
         )
         if unfinished := later.get("not_run"):
-            counts += f", without {', '.join(f'`{name}`' for name in unfinished)}, which did not finish"
+            counts += f", without {', '.join(f'`{name}`' for name in unfinished)}"
         caption += f" At commit {later['commit'][:12]}, on {later['gpus']} x {later['hardware']}: {counts}."
     for outcome in ("failure", "error"):
         if named := report["others"].get(outcome):

@@ -11,18 +11,15 @@ from node.telemetry.format import bytes_text
 from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_report, spaced
 from scripts.report import RESULTS, markdown
 
-ROWS, ROW_WAITS, SOAK_ROWS = (RESULTS / f"{name}.json" for name in ("rows", "row_waits", "soak_rows"))
+ROWS, ROW_SLICES = RESULTS / "rows.json", RESULTS / "rows_slices.json"
+ROW_WAITS, SOAK_ROWS = RESULTS / "row_waits.json", RESULTS / "soak_rows.json"
 CHURN, PACED_CHURN = RESULTS / "churn.json", RESULTS / "paced_churn.json"
 UNSCALED_CHURN = RESULTS / "paced_churn_unscaled.json"
 
 
-def rows() -> str:
+def rows(path: Path) -> str:
     """Results of scripts/experiments/paced_rows.py: two rows against one, by stages and links."""
-    return rows_of(read_report(ROWS))
-
-
-def rows_of(report: dict[str, Any]) -> str:
-    """The tables of one report."""
+    report = read_report(path)
     steps = {_place(one): one for one in report["results"]}
     lines = []
     for speedup in report["speedups"]:
@@ -43,12 +40,14 @@ def rows_of(report: dict[str, Any]) -> str:
     columns = [("nodes", "left"), ("Mbit/s", "right"), ("round trip, ms", "right")]
     columns += [("step of one row, s", "right"), ("of two, s", "right"), ("times as fast", "right")]
     columns += [("floor over step, one row", "right"), ("two rows", "right")]
+    slices = f" in {report['slices']} slices each" if report.get("slices", 1) > 1 else ""
     caption = (
-        f"{report['microbatches']} microbatches a step, the median of {report['steps']} steps; "
+        f"{report['microbatches']} microbatches a step{slices}, the median of {report['steps']} steps; "
         f"{report['paced']}, so that a few cores play all nodes. Floor: the compute of a row, or the bytes "
         "of the busiest direction of a node's link, whichever takes longer; sums of gradients are at most "
         f"{bytes_text(max(one['sync_bytes'] for one in report['results']))} a node. "
         f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit {commit(report)}."
+        f"{notes(report)}"
     )
     return f"{markdown(columns, lines)}\n\n{caption}"
 
@@ -166,7 +165,8 @@ def _place(one: dict[str, Any]) -> tuple[int, int, float, float]:
 
 
 TABLES: Tables = {
-    **if_recorded(ROWS, "rows", rows),
+    "rows": partial(rows, ROWS),
+    "rows_slices": partial(rows, ROW_SLICES),
     **if_recorded(ROW_WAITS, "row_waits", row_waits),
     "soak_rows": soak_rows,
     **{
