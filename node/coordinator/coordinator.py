@@ -76,8 +76,8 @@ from node.run_state.held_out import LOSSLESS
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, as_told, run_plan, step_plan
 from node.schedule.placement import slices_of
-from node.state.manifest import MANIFEST_NAME, LayerFile, Manifest, UnitEntry
-from node.state.snapshot import list_snapshots
+from node.state.manifest import MANIFEST_NAME, LayerSource, Manifest, UnitEntry
+from node.state.snapshot import NewFile, list_snapshots
 from node.state.weights import CheckpointError
 from node.telemetry import events, points
 from node.telemetry.costs import group_seconds, mean_step
@@ -741,11 +741,11 @@ class Coordinator:
         with self._checkpoint_whole():
             layer = await self._snapshots.layer(step, unit)
 
-        async def read() -> bytes:
+        async def opened() -> LayerSource:
             with self._checkpoint_whole():
-                return await layer.read()
+                return await layer.open()
 
-        return ServedLayer(layer.entry, read)
+        return ServedLayer(layer.entry, opened)
 
     @contextlib.contextmanager
     def _checkpoint_whole(self) -> Iterator[None]:
@@ -765,13 +765,16 @@ class Coordinator:
             raise NotDueError(f"{node_id} is not in the run now")
         return self._snapshots.permit(node_id, step, unit, weights_alone=weights_alone)
 
-    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+    async def weights_ahead(self, permit: UploadPermit) -> LayerSource:
         return await self._snapshots.weights_ahead(permit)
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        """Store an upload. `digest` is the data's SHA-256 in hex."""
+    async def arriving(self, permit: UploadPermit, size: int) -> NewFile:
+        return await self._snapshots.arriving(permit, size)
+
+    async def store_layer(self, permit: UploadPermit, file: NewFile | None) -> None:
+        """See `SnapshotHandler.put`."""
         try:
-            await self._snapshots.put(permit, LayerFile(data, digest))
+            await self._snapshots.put(permit, file)
         except WrongLayerError as error:
             # First, because a snapshot that waits for a node that is shut out is not taken.
             await self._snapshots.refused(permit)

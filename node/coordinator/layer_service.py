@@ -7,6 +7,7 @@ for everything else.
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -19,9 +20,18 @@ from node.coordinator.control_service import NodeRefusedError, admitted, place_c
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.sessions import SessionDesk
 from node.coordinator.snapshot_handler import NotDueError, UploadPermit
+from node.state.manifest import LayerSource
+from node.state.snapshot import NewFile
 from wire.channels import NOT_YET
-from wire.data_messages import ArrivingFile, as_bytes, data_message, data_or
-from wire.errors import NotYetError, ProtocolViolationError, RunError, ThinwireError, without_folders
+from wire.data_messages import as_bytes, data_message, data_or
+from wire.errors import (
+    DiskFullError,
+    NotYetError,
+    ProtocolViolationError,
+    RunError,
+    ThinwireError,
+    without_folders,
+)
 from wire.front import Front
 from wire.layer_exchange import growing_pieces
 from wire.v1 import control_pb2
@@ -71,13 +81,14 @@ class LayerService:
             if isinstance(answer, control_pb2.DataChunk):
                 yield answer
                 return
-            digest, data = answer
-            view = memoryview(data)
-            for start, end in growing_pieces(0, len(data), *PIECE_BYTES):
-                if start:
-                    yield data_message(control_pb2.DataChunk.DATA_FIELD_NUMBER, view[start:end])
-                else:
-                    yield control_pb2.DataChunk(data=bytes(view[:end]), total_bytes=len(data), sha256=digest)
+            digest, file = answer
+            with contextlib.closing(file):
+                for start, end in growing_pieces(0, file.size, *PIECE_BYTES):
+                    data = file.read(start, end - start)
+                    if start:
+                        yield data_message(control_pb2.DataChunk.DATA_FIELD_NUMBER, data)
+                    else:
+                        yield control_pb2.DataChunk(data=data, total_bytes=file.size, sha256=digest)
 
     def put_layer(
         self, requests: Iterator[control_pb2.PutLayerChunk | memoryview], context: grpc.ServicerContext
@@ -106,39 +117,48 @@ class LayerService:
             raise NotDueError("the upload is incomplete")
         permit = self._decided(context, self._permit(node_id, first))
         what = f"layer {first.unit} of step {first.step}"
-        size, came = first.total_bytes, 0
-        ahead = b""
-        if first.weights_at and not permit.is_stored:
-            ahead = self._decided(context, self._handler.weights_ahead(permit))
+        size = first.total_bytes
+        if size > permit.most_bytes:
+            why = f"{what} has at most {permit.most_bytes} bytes, not {size}"
+            self._decided(context, self._handler.layer_refused(permit, why))
+            raise ProtocolViolationError(why)
+        file: NewFile | None = None
+        # Read and drop a layer that is already stored, because a client may take an early reply for a lost
+        # link.
+        if not permit.is_stored:
+            ahead = None
+            if first.weights_at:
+                ahead = self._decided(context, self._handler.weights_ahead(permit))
+            whole = size + (0 if ahead is None else ahead.size)
+            file = self._decided(context, self._handler.arriving(permit, whole))
         try:
-            if size > permit.most_bytes:
-                raise ProtocolViolationError(f"{what} has at most {permit.most_bytes} bytes, not {size}")
-            file = ArrivingFile(size + len(ahead))
-            chunk: control_pb2.PutLayerChunk | memoryview | None = first
-            while chunk is not None:
-                data = chunk if isinstance(chunk, memoryview) else memoryview(chunk.data)
+            came = 0
+            for data in itertools.chain([memoryview(first.data)], map(_data, uploaded)):
                 # Insert the weights that were sent ahead here.
                 cut = first.weights_at - came
                 came += len(data)
                 if came > size:
-                    raise ProtocolViolationError(f"{what} has more than the announced {size} bytes")
-                # Read and drop a layer that is already stored, because a client may take an early reply for a
-                # lost link.
-                if not permit.is_stored:
-                    if 0 < cut <= len(data):
+                    why = f"{what} has more than the announced {size} bytes"
+                    self._decided(context, self._handler.layer_refused(permit, why))
+                    raise ProtocolViolationError(why)
+                if file is not None:
+                    if ahead is not None and 0 < cut <= len(data):
                         file.take(data[:cut])
-                        file.take(ahead)
+                        for at in range(0, ahead.size, PIECE_BYTES[1]):
+                            file.take(ahead.read(at, PIECE_BYTES[1]))
                         data = data[cut:]
                     file.take(data)
-                chunk = next(uploaded, None)
             if came != size:
                 raise NotDueError(f"{what} ended after {came} of {size} bytes")
-        except NotDueError:
+        except BaseException as error:
+            if file is not None:
+                file.close()
+            if isinstance(error, DiskFullError):  # the next try waits for space
+                raise NotYetError(str(error)) from error
+            if isinstance(error, RunError):
+                self._loop.call_soon_threadsafe(self._handler.fail, str(error))
             raise
-        except ProtocolViolationError as error:
-            self._decided(context, self._handler.layer_refused(permit, str(error)))
-            raise
-        self._decided(context, self._store(permit, *file.read()))
+        self._decided(context, self._store(permit, file))
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` on the event loop and return its result. It is cancelled together with the call."""
@@ -191,8 +211,8 @@ class LayerService:
 
     async def _answer(
         self, node_id: str, request: control_pb2.GetLayerRequest
-    ) -> control_pb2.DataChunk | tuple[str, bytes]:
-        """Where the layer is, or that the node's file is right; otherwise its SHA-256 and bytes."""
+    ) -> control_pb2.DataChunk | tuple[str, LayerSource]:
+        """Where the layer is, or that the node's file is right; otherwise its SHA-256 and the file."""
         await when_served(self._desk, node_id, "get layer")
         handler = self._handler
         placed = handler.layer_holders(node_id, request.step, request.unit, request.bad_holders)
@@ -203,7 +223,7 @@ class LayerService:
         if request.held_sha256 == entry.sha256:
             return control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256)
         await when_served(self._desk, node_id, f"layer {request.unit} of {request.step}")
-        return entry.sha256, await layer.read()
+        return entry.sha256, await layer.open()
 
     async def _permit(self, node_id: str, first: control_pb2.PutLayerChunk) -> UploadPermit:
         await when_served(self._desk, node_id, "put layer")
@@ -217,9 +237,9 @@ class LayerService:
             self._handler.refused(node_id, str(error))
             raise
 
-    async def _store(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def _store(self, permit: UploadPermit, file: NewFile | None) -> None:
         try:
-            await self._handler.store_layer(permit, data, digest)
+            await self._handler.store_layer(permit, file)
         except NotDueError:
             raise
         except ProtocolViolationError as error:
@@ -231,6 +251,10 @@ class LayerService:
         limits = self._desk.limits_of(node_id)
         if limits is not None and not limits.serves("not due", 1, time.monotonic()):
             self._handler.refused(node_id, why)
+
+
+def _data(chunk: control_pb2.PutLayerChunk | memoryview) -> memoryview:
+    return chunk if isinstance(chunk, memoryview) else memoryview(chunk.data)
 
 
 def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, error: ThinwireError) -> NoReturn:

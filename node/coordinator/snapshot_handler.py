@@ -7,29 +7,36 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 from node.coordinator.kept_snapshots import SnapshotBook, SnapshotRun
 from node.schedule.placement import stage_units
-from node.state.manifest import LayerFile, Manifest, SnapshotDamagedError, UnitEntry, unit_file
+from node.state.manifest import (
+    LayerFile,
+    LayerSource,
+    Manifest,
+    SnapshotDamagedError,
+    UnitEntry,
+    hash_of,
+    unit_file,
+)
 from node.state.snapshot import (
     WEIGHTS_FOLDER,
+    NewFile,
     SnapshotFolder,
-    damaged,
     list_snapshots,
+    open_layer,
+    open_unit,
     read_manifest,
-    read_unit,
-    reading,
     set_aside,
     set_damaged_aside,
     snapshot_directory,
 )
 from node.state.start import check_first, read_units
-from node.state.unit_state import WEIGHTS, has_weights_first, weights_file
+from node.state.unit_state import WEIGHTS, has_weights_first, weights_file, without_head
 from node.telemetry import points
-from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
+from wire.errors import NotYetError, ProtocolViolationError, RunError, ThinwireError, WrongLayerError
 from wire.messages import SendLayers, UnitHash
 
 Result = TypeVar("Result")
@@ -84,7 +91,7 @@ class UploadPermit:
 @dataclass(frozen=True, kw_only=True)
 class _Upload:
     permit: UploadPermit
-    data: bytes
+    file: NewFile
     entry: UnitEntry
     done: asyncio.Future[None]
     """Resolved when the layer is stored. The sender may have disconnected."""
@@ -96,8 +103,8 @@ class ServedLayer:
 
     entry: UnitEntry
     """The manifest's entry for the file."""
-    read: Callable[[], Awaitable[bytes]]
-    """Returns the complete file, its SHA-256 checked. Raises RunError, or DataError for a checkpoint."""
+    open: Callable[[], Awaitable[LayerSource]]
+    """Returns the file, its SHA-256 checked. Raises RunError, or DataError for a checkpoint."""
 
 
 class SnapshotHandler:
@@ -131,6 +138,8 @@ class SnapshotHandler:
         self._uploads: asyncio.Queue[_Upload] = asyncio.Queue()
         self._writing = asyncio.Lock()
         self._setting_aside: set[asyncio.Task[None]] = set()
+        self._reserving: set[asyncio.Task[NewFile]] = set()
+        """Waits for space on the disk, for an upload that its node sends again."""
 
     async def run(self) -> None:
         """Store uploads until cancelled.
@@ -138,9 +147,14 @@ class SnapshotHandler:
         Complete uploads are stored and announced even if the sender has disconnected, because one may
         complete a snapshot.
         """
-        async with asyncio.TaskGroup() as group:
-            while True:
-                group.create_task(self._store_upload(await self._uploads.get()))
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    group.create_task(self._store_upload(await self._uploads.get()))
+        finally:
+            # Those of calls that end with this process.
+            self._folder.remove_unfinished()
+            self._weights.remove_unfinished()
 
     async def _store_upload(self, upload: _Upload) -> None:
         try:
@@ -247,20 +261,20 @@ class SnapshotHandler:
             manifest = await self._whole(step, lambda: read_manifest(self.path(step)))
             return ServedLayer(manifest.entry(unit), partial(self._stored_layer, step, unit))
         if (entry := self._first_entries.get(unit)) is not None:
-            return ServedLayer(entry, partial(self._first_bytes, unit))
+            return ServedLayer(entry, partial(self._first_file, unit))
         file = await self._first_layer(unit)
         entry = self._first_entries[unit] = UnitEntry(
             unit=unit, file=unit_file(unit), bytes=file.size, sha256=file.sha256, weights_sha256=""
         )
-        return ServedLayer(entry, partial(self._first_bytes, unit, file))
+        return ServedLayer(entry, partial(self._first_file, unit, file))
 
-    async def _stored_layer(self, step: int, unit: str) -> bytes:
+    async def _stored_layer(self, step: int, unit: str) -> LayerSource:
         points.reach(points.Phase.STATE_FETCH, at=points.At.COORDINATOR, step=step)
-        return await self._whole(step, lambda: read_unit(self.path(step), unit))
+        return await self._whole(step, lambda: open_unit(self.path(step), unit))
 
-    async def _first_bytes(self, unit: str, file: LayerFile | None = None) -> bytes:
+    async def _first_file(self, unit: str, file: LayerFile | None = None) -> LayerSource:
         points.reach(points.Phase.STATE_FETCH, at=points.At.COORDINATOR, step=0)
-        return (file or await self._first_layer(unit)).data
+        return file or await self._first_layer(unit)
 
     async def _first_layer(self, unit: str) -> LayerFile:
         """A unit's weights from the checkpoint that the run starts from, as a file. It is read once for all
@@ -312,53 +326,89 @@ class SnapshotHandler:
             is_stored=step <= self._newest if weights_alone else step < self._newest,
         )
 
-    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+    async def weights_ahead(self, permit: UploadPermit) -> LayerSource:
         """The weights that were sent ahead of a layer, as bytes of its file. Raises NotDueError if none."""
         if (entry := self._ahead.get(permit.unit)) is None:
             raise NotDueError(f"no weights of layer {permit.unit} were sent ahead of step {permit.step}")
         path = snapshot_directory(self._directory.with_name(WEIGHTS_FOLDER), permit.step) / entry.file
+        return await asyncio.to_thread(lambda: without_head(open_layer(path, entry)))
 
-        def read() -> bytes:
-            with reading(path), path.open("rb") as file:
-                data = file.read()
-            if sha256(data).hexdigest() != entry.sha256:
-                raise damaged(path)
-            return data[8 + int.from_bytes(data[:8], "little") :]
+    async def arriving(self, permit: UploadPermit, size: int) -> NewFile:
+        """A file on the disk for an upload of `size` bytes, which the caller closes unless it passes it to
+        `put`. Raises RunError, and NotYetError while the disk is full: its node asks again."""
+        disk, folder = self._book.disk, self._weights if permit.weights_alone else self._folder
+        full = asyncio.create_task(disk.full())
+        # While the disk is full, one upload waits for space and tells the operator.
+        reserving = (
+            None
+            if disk.is_full
+            else asyncio.create_task(disk.write(folder.arriving, permit.step, permit.unit, size))
+        )
+        try:
+            if reserving is not None:
+                await asyncio.wait({reserving, full}, return_when=asyncio.FIRST_COMPLETED)
+                if reserving.done():
+                    taken, reserving = reserving, None
+                    return taken.result()
+            raise NotYetError("the disk of the coordinator is full")
+        except RunError as error:
+            raise self._error_for(error, permit) from None
+        finally:
+            full.cancel()
+            if reserving is not None:
+                self._reserving.add(reserving)
+                reserving.add_done_callback(self._drop)
 
-        return await asyncio.to_thread(read)
+    def _drop(self, reserving: asyncio.Task[NewFile]) -> None:
+        """Close a file for which no upload waits any more."""
+        self._reserving.discard(reserving)
+        if not reserving.cancelled() and reserving.exception() is None:
+            reserving.result().close()
 
-    async def put(self, permit: UploadPermit, file: LayerFile) -> None:
-        """Wait until the unit's hash is agreed on, pass its file to `run`, and wait until it is stored. Drop
-        the file if its step is already stored.
+    async def put(self, permit: UploadPermit, file: NewFile | None) -> None:
+        """Wait until the unit's hash is agreed on, pass its file to `run`, and wait until it is stored. The
+        file is closed in any case; None stands for an upload that was not needed.
 
         Raises RunError when the disk or the database fails, WrongLayerError for a file that differs from the
         agreed one, NotDueError if the step was requested again meanwhile.
         """
         if self._wanted.get(permit.step) is permit.hosts:
             self._came[permit.step, permit.unit, permit.node_id, permit.weights_alone] += 1
-        if permit.is_stored:
+        if file is None:
             return
+        upload = None
+        try:
+            upload = await self._checked(permit, file)
+        finally:
+            if upload is None:
+                file.close()
+        if upload is None:
+            return
+        self._uploads.put_nowait(upload)
+        # On a full disk, the call would time out. Nothing relies on the layer before it is stored.
+        full = asyncio.create_task(self._book.disk.full())
+        try:
+            await asyncio.wait({upload.done, full}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            full.cancel()
+            # If it is not done, nothing waits for it, and its error would be reported as never retrieved.
+            upload.done.cancel()
+        if not upload.done.cancelled():
+            upload.done.result()
+
+    async def _checked(self, permit: UploadPermit, file: NewFile) -> _Upload | None:
+        """The upload, if it is the agreed file; None if no snapshot is taken."""
         points.reach(points.Phase.SNAPSHOT, at=points.At.COORDINATOR, step=permit.step)
         if not permit.weights_alone:
             self._run.layer_received(permit.step, permit.unit)
         if (agreement := await self._agreement(permit)) is None:
-            return
+            return None
         try:
             entry = await asyncio.to_thread(self._examined, permit, file, agreement)
         except Exception as error:  # the sender gets any error
             raise self._error_for(error, permit) from None
         done = asyncio.get_running_loop().create_future()
-        self._uploads.put_nowait(_Upload(permit=permit, data=file.data, entry=entry, done=done))
-        # On a full disk, the call would time out. Nothing relies on the layer before it is stored.
-        full = asyncio.create_task(self._book.disk.full())
-        try:
-            await asyncio.wait({done, full}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            full.cancel()
-            # If it is not done, nothing waits for it, and its error would be reported as never retrieved.
-            done.cancel()
-        if not done.cancelled():
-            done.result()
+        return _Upload(permit=permit, file=file, entry=entry, done=done)
 
     async def _agreement(self, permit: UploadPermit) -> Agreement | None:
         """What this snapshot's layers must be; None if it is not taken."""
@@ -370,19 +420,27 @@ class SnapshotHandler:
             self._check_current(permit)
         return agreement
 
-    def _examined(self, permit: UploadPermit, file: LayerFile, agreement: Agreement) -> UnitEntry:
+    def _examined(self, permit: UploadPermit, file: NewFile, agreement: Agreement) -> UnitEntry:
         """Check that this file is the agreed one. Runs on a thread.
 
         Raises WrongLayerError, or ProtocolViolationError if no run can continue from the file.
         """
         agreed = agreement.units[permit.unit]
         wrong = WrongLayerError(permit.node_id, permit.step, permit.unit)
-        if file.sha256 != (agreed.weights_sha256 if permit.weights_alone else agreed.sha256):
-            raise wrong
+        sha256 = agreed.weights_sha256 if permit.weights_alone else agreed.sha256
         folder = self._weights if permit.weights_alone else self._folder
-        entry, sums = folder.check(permit.step, permit.unit, file)
+        try:
+            entry, known = folder.check(permit.step, permit.unit, file)
+        except ProtocolViolationError:
+            if hash_of(file) != sha256:
+                raise wrong from None
+            raise
+        except OSError as error:
+            raise RunError(f"cannot read {file.path} ({error.strerror}); check the disk") from error
+        if entry.sha256 != sha256:
+            raise wrong
         expected = (agreed.weights, 0.0, 0.0) if permit.weights_alone else agreed[1:4]
-        same = all(math.isclose(*pair, rel_tol=SAME_SUM) for pair in zip(sums, expected, strict=True))
+        same = all(math.isclose(*pair, rel_tol=SAME_SUM) for pair in zip(known[1:4], expected, strict=True))
         # A run that has gone back stores earlier steps again.
         went_ahead = has_weights_first(self._config, permit.step) and not permit.weights_alone
         ahead = self._ahead.get(permit.unit) if went_ahead else None
@@ -395,21 +453,20 @@ class SnapshotHandler:
     async def _take_in(self, upload: _Upload) -> Manifest | None:
         """The recorded manifest, if this unit completes its snapshot."""
         permit, disk = upload.permit, self._book.disk
-        folder = self._weights if permit.weights_alone else self._folder
-        if permit.step < self._newest:
-            return None
-        self._check_current(permit)
-        # Without a turn: a disk takes several files at once sooner than one after the other.
-        written = await disk.write(folder.write, permit.step, upload.entry, upload.data)
         try:
+            if permit.step < self._newest:
+                return None
+            self._check_current(permit)
+            # Without a turn: a disk takes several files at once sooner than one after the other.
+            await asyncio.to_thread(upload.file.sync)
             async with self._writing:
                 if permit.step < self._newest:
                     return None
                 self._check_current(permit)
                 if permit.weights_alone:
-                    await self._take_in_weights(upload, written)
+                    await self._take_in_weights(upload)
                     return None
-                manifest = await disk.write(self._store_unit, upload, written)
+                manifest = await disk.write(self._store_unit, upload)
                 if manifest is not None:
                     self._newest = max(self._newest, manifest.step)
                     for step in list(self._wanted)[:-MOST_WANTED]:
@@ -420,13 +477,13 @@ class SnapshotHandler:
                             del self._agreements[step]
                 return manifest
         finally:
-            written.unlink(missing_ok=True)
+            upload.file.close()
 
-    async def _take_in_weights(self, upload: _Upload, written: Path) -> None:
+    async def _take_in_weights(self, upload: _Upload) -> None:
         step, unit, entry = upload.permit.step, upload.permit.unit, upload.entry
         if unit in self._ahead:
             return  # the answer to its node was lost before
-        manifest = await self._book.disk.write(self._weights.place, step, entry, written)
+        manifest = await self._book.disk.write(self._weights.place, step, entry, upload.file.path)
         self._ahead[unit] = entry
         if manifest is not None:
             self._run.weights_stored(step)
@@ -487,8 +544,8 @@ class SnapshotHandler:
             f"the coordinator could not store layer {permit.unit} of step {permit.step}: see its log"
         )
 
-    def _store_unit(self, upload: _Upload, written: Path) -> Manifest | None:
-        manifest = self._folder.place(upload.permit.step, upload.entry, written)
+    def _store_unit(self, upload: _Upload) -> Manifest | None:
+        manifest = self._folder.place(upload.permit.step, upload.entry, upload.file.path)
         if manifest is not None:
             self._book.record(manifest)
             for step in [step for step in self._weights.steps() if step <= manifest.step]:

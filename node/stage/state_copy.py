@@ -19,7 +19,7 @@ from torch import Tensor
 from node.model.optimizers import Layout
 from node.state.manifest import JoinedFile, LayerFile, LayerSource
 from node.state.snapshot_cache import LayerWriter
-from node.state.unit_state import CACHE_PREFIX, PARAMETER_PREFIX, LayerDigest
+from node.state.unit_state import PARAMETER_PREFIX, SLICE, LayerDigest, slices
 from node.training.optimizer import StateTensor, copy_to_cpu
 from wire.codecs.host_copies import HostCopies, Mark
 from wire.errors import RunError
@@ -27,8 +27,6 @@ from wire.messages import UnitHash
 
 READERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads that read a state while training continues."""
-SLICE = 1 << 22
-"""The elements that are read at a time."""
 AHEAD = 32
 """How many slices (512 MB in float32) may be copied from a GPU before they are hashed and written. The next
 change waits only for these copies."""
@@ -187,11 +185,8 @@ class StateCopy:
 
     def _slices(self, unit: str, names: Iterable[str]) -> Iterator[tuple[str, int, int]]:
         for name in names:
-            elements = prod(self._units[unit][name].tensor.shape)
-            # A cache's samples are checked together.
-            size = elements if name.startswith(CACHE_PREFIX) else SLICE
-            for first in range(0, max(1, elements), max(1, size)):
-                yield name, first, min(size, elements - first)
+            for part in slices(name, prod(self._units[unit][name].tensor.shape), SLICE):
+                yield name, *part
 
     def _begin(self, unit: str, name: str, first: int, count: int) -> "_Slice":
         """Start to copy a slice to the host, unless it is there."""

@@ -6,6 +6,7 @@ parameter, sorted by name.
 """
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ FORMAT = 1
 """The format's number, which increases whenever files or manifest change meaning."""
 MOST_STEPS, MOST_BYTES = 2**32 - 1, 2**62
 """The largest step that a frame on a link can carry, and the most bytes of a layer."""
+READ_BYTES = 1 << 20
 MANIFEST_NAME = "manifest.json"
 DAMAGED_NAME = "manifest.json.damaged"
 """The name of a damaged snapshot's manifest."""
@@ -163,21 +165,64 @@ class LayerFile(NamedTuple):
         """Do nothing, because there is nothing to close."""
 
 
-class LayerSource(Protocol):
-    """A unit's snapshot file that is read in pieces, from memory or from disk."""
+class LayerBytes(Protocol):
+    """A file that is read in pieces."""
 
     @property
     def size(self) -> int:
         """The size in bytes."""
 
-    @property
-    def sha256(self) -> str: ...
-
     def read(self, offset: int, size: int) -> bytes:
         """Read at most `size` bytes from `offset` on. Blocks. Raises RunError if the disk fails."""
 
+
+class LayerSource(LayerBytes, Protocol):
+    """A unit's snapshot file, in memory or on disk, whose SHA-256 is known."""
+
+    @property
+    def sha256(self) -> str: ...
+
     def close(self) -> None:
         """Release the file."""
+
+
+class StoredLayer:
+    """A file on this machine's disk. It can be read until it is closed, even if it is removed meanwhile.
+    Implements `LayerSource`."""
+
+    def __init__(self, handle: int, size: int, sha256: str, *, start: int = 0) -> None:
+        """
+        Args:
+            handle: the descriptor of an open file, which this object closes.
+            start: where the layer's bytes begin in it.
+        """
+        self._handle = handle
+        self._start = start
+        self.size = size
+        self.sha256 = sha256
+
+    def read(self, offset: int, size: int) -> bytes:
+        try:
+            return pread(self._handle, self._start + offset, min(size, self.size - offset))
+        except OSError as error:
+            raise RunError(f"the disk cannot be read ({error.strerror})") from error
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    __del__ = close
+
+
+def pread(handle: int, offset: int, size: int) -> bytes:
+    """`size` bytes of an open file, or fewer at its end. Raises OSError."""
+    pieces = []
+    # One call of Linux reads less than 2 GiB.
+    while size > 0 and (piece := os.pread(handle, size, offset)):
+        pieces.append(piece)
+        offset, size = offset + len(piece), size - len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class JoinedFile:
@@ -201,6 +246,15 @@ class JoinedFile:
 
     def close(self) -> None:
         """Do nothing, because the caller closes the parts."""
+
+
+def hash_of(file: LayerBytes) -> str:
+    """The SHA-256 of a file's bytes, in hex. Raises RunError."""
+    digest, at = sha256(), 0
+    while piece := file.read(at, READ_BYTES):
+        digest.update(piece)
+        at += len(piece)
+    return digest.hexdigest()
 
 
 class SnapshotStore(Protocol):

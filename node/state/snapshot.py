@@ -18,32 +18,35 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
+from io import BufferedReader, FileIO
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO
 
 from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.state.manifest import (
     DAMAGED_NAME,
     MANIFEST_NAME,
+    LayerBytes,
     LayerFile,
     Manifest,
     SnapshotDamagedError,
+    StoredLayer,
     UnitEntry,
+    pread,
     unit_file,
-    unit_weights_sha256,
 )
-from node.state.unit_state import check_state, has_weights_alone, parameters_of, read_tensors, state_sums
+from node.state.unit_state import checked_digest, has_weights_alone
 from node.telemetry import points
 from node.telemetry.format import bytes_text
 from node.training.loss_scale import ScaleOf, no_scale
 from wire.descriptors import EXHAUSTED, when_there_are_some
 from wire.errors import DiskFullError, ProtocolViolationError, RunError
 from wire.identity.files import sync_directory
+from wire.messages import UnitHash
 
 WEIGHTS_FOLDER = "weights"
 """The folder, beside `snapshots`, that has the last snapshot's weights until that snapshot is complete."""
@@ -131,6 +134,23 @@ def read_unit(directory: Path, unit: str) -> bytes:
     if sha256(data).hexdigest() != entry.sha256:
         raise damaged(path)
     return data
+
+
+def open_unit(directory: Path, unit: str) -> StoredLayer:
+    """As `read_unit`, but the file is open and not in memory."""
+    entry = read_manifest(directory).entry(unit)
+    return open_layer(directory / entry.file, entry)
+
+
+def open_layer(path: Path, entry: UnitEntry) -> StoredLayer:
+    """The open file of a manifest's entry. Raises the errors of `read_unit`."""
+    with reading(path):
+        if path.stat().st_size != entry.bytes:  # a pipe's is 0, and reading it may never end
+            raise damaged(path)
+        with _opened(path) as file:
+            if file_digest(file, "sha256").hexdigest() != entry.sha256:
+                raise damaged(path)
+            return StoredLayer(os.dup(file.fileno()), entry.bytes, entry.sha256)
 
 
 @contextmanager
@@ -245,7 +265,7 @@ def check_snapshot(directory: Path, tell: Tell = lambda _: None) -> None:
             raise damaged(path)
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     return when_there_are_some(lambda: path.open("rb"))
 
 
@@ -273,7 +293,11 @@ class SnapshotFolder:
         self._units = unit_names(config.model)
         self._entries: dict[int, dict[str, UnitEntry]] = {}
         self._lock = Lock()
-        for leftover in root.glob(".*.tmp"):
+        self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """Remove the files of `arriving` that were not placed. Raises RunError."""
+        for leftover in self._root.glob(".*.tmp"):
             _remove(leftover)
 
     def get(self, step: int, unit: str, size: int) -> LayerFile:
@@ -305,13 +329,12 @@ class SnapshotFolder:
             if path.exists():
                 _remove(path)
 
-    def put(self, step: int, unit: str, data: bytes, checked: UnitEntry | None = None) -> Manifest | None:
+    def put(self, step: int, unit: str, data: bytes) -> Manifest | None:
         """Store one unit. A repeated upload replaces the earlier one.
 
         Args:
             step: the number of optimizer steps taken.
             data: the result of `serialize_unit`.
-            checked: the entry that `check` returned, if it was called before.
 
         Returns:
             The manifest, if all units of the step are stored; else None.
@@ -320,24 +343,24 @@ class SnapshotFolder:
             ProtocolViolationError: a run cannot resume from the unit. Nothing is stored.
             RunError: the disk is full or cannot be written. No partial file is left.
         """
-        entry = checked or self.check(step, unit, LayerFile.of(data))[0]
-        written = self.write(step, entry, data)
-        try:
-            return self.place(step, entry, written)
-        finally:
-            written.unlink(missing_ok=True)
+        entry, _ = self.check(step, unit, LayerFile(data, ""))
+        with closing(self.arriving(step, unit, len(data))) as file:
+            file.take(data)
+            file.sync()
+            return self.place(step, entry, file.path)
 
-    def write(self, step: int, entry: UnitEntry, data: bytes) -> Path:
-        """Write a unit's file durably under a temporary name, for `place`. Several may be written at a time.
+    def arriving(self, step: int, unit: str, size: int) -> "NewFile":
+        """A file for a unit of `size` bytes, which the disk has room for. `sync` it before `place`.
 
         It is in no snapshot's folder, so that one may be removed meanwhile. Raises RunError as `put` does.
         """
-        with write_errors(snapshot_directory(self._root, step) / entry.file, len(data)):
-            return when_there_are_some(lambda: _write_temporary(self._root, entry.file, data, step))
+        path = snapshot_directory(self._root, step) / unit_file(unit)
+        with write_errors(path, size):
+            return when_there_are_some(lambda: NewFile(self._root, path, size, step))
 
     def place(self, step: int, entry: UnitEntry, written: Path) -> Manifest | None:
-        """Move a unit's file from where `write` put it into the snapshot of `step`. Returns and raises what
-        `put` does."""
+        """Move a unit's file, written and synced, into the snapshot of `step`. Returns and raises what `put`
+        does."""
         directory = snapshot_directory(self._root, step)
         with self._lock:
             if (directory / MANIFEST_NAME).exists():
@@ -378,20 +401,16 @@ class SnapshotFolder:
         with self._lock:
             return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
 
-    def check(self, step: int, unit: str, file: LayerFile) -> tuple[UnitEntry, tuple[float, float, float]]:
-        """The manifest's entry for a unit's file, and its `state_sums`. Thread-safe.
+    def check(self, step: int, unit: str, file: LayerBytes) -> tuple[UnitEntry, UnitHash]:
+        """The manifest's entry for a unit's file, and its hash. Thread-safe.
 
         Raises ProtocolViolationError if a run cannot resume from the unit.
         """
         if unit not in self._units:
             raise ProtocolViolationError(f"upload of unit {unit!r}, which this model does not have; refused")
+        alone = has_weights_alone(self._run, step)
         try:
-            tensors = read_tensors(file.data)
-        except RunError as error:
-            raise ProtocolViolationError(f"upload of unit {unit} refused: {error}") from error
-        try:
-            alone = has_weights_alone(self._run, step)
-            check_state(self._run, self._windows, unit, tensors, weights_alone=alone)
+            digest = checked_digest(self._run, self._windows, unit, file, weights_alone=alone)
         except RunError as error:
             raise ProtocolViolationError(
                 f"upload of unit {unit} does not fit this model ({error}); refused"
@@ -399,11 +418,62 @@ class SnapshotFolder:
         entry = UnitEntry(
             unit=unit,
             file=unit_file(unit),
-            bytes=file.size,
-            sha256=file.sha256,
-            weights_sha256=unit_weights_sha256(parameters_of(tensors)),
+            bytes=digest.bytes,
+            sha256=digest.hash.sha256,
+            weights_sha256=digest.weights_sha256,
         )
-        return entry, state_sums(tensors)
+        return entry, digest.hash
+
+
+class NewFile:
+    """A file that is written in parts, under a temporary name. Its methods block."""
+
+    def __init__(self, directory: Path, path: Path, size: int, step: int) -> None:
+        """Reserves `size` bytes in `directory`. `path` is the name that it will have. Raises OSError."""
+        self._final, self.size = path, size
+        self._file: FileIO | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}.", suffix=".tmp")
+        self.path, self._file = Path(temporary), FileIO(handle, "r+b")
+        try:
+            points.reach(points.Phase.SNAPSHOT, at=points.At.WRITE, step=step)
+            if size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, size)
+            elif size > shutil.disk_usage(directory).free:  # on macOS
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self.close()
+            raise
+
+    def take(self, data: bytes | memoryview) -> None:
+        """Append the next part. Raises RunError."""
+        left = memoryview(data)
+        with write_errors(self._final, self.size):
+            while left:
+                left = left[self._open.write(left) :]
+
+    def read(self, offset: int, size: int) -> bytes:
+        """As `LayerBytes.read`, but raises OSError."""
+        return pread(self._open.fileno(), offset, size)
+
+    def sync(self) -> None:
+        """Make what was written durable. Raises RunError."""
+        with write_errors(self._final, self.size):
+            os.fsync(self._open.fileno())
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it has its final name."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+            self.path.unlink(missing_ok=True)
+
+    __del__ = close
+
+    @property
+    def _open(self) -> FileIO:
+        assert self._file is not None, "the file is open"
+        return self._file
 
 
 def _step_directories(root: Path) -> list[tuple[int, Path]]:
@@ -423,7 +493,7 @@ def _remove(path: Path) -> None:
         if path.is_dir():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"cannot remove {path} ({error.strerror}); check its permissions") from error
 
@@ -435,28 +505,10 @@ def _write(path: Path, data: bytes, step: int) -> None:
 
 
 def _write_file(path: Path, data: bytes, step: int) -> None:
-    temporary = _write_temporary(path.parent, path.name, data, step)
-    try:
-        _move(temporary, path, step)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _write_temporary(directory: Path, name: str, data: bytes, step: int) -> Path:
-    """Write a synced file under a temporary name."""
-    directory.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            points.reach(points.Phase.SNAPSHOT, at=points.At.WRITE, step=step)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return Path(temporary)
+    with closing(NewFile(path.parent, path, len(data), step)) as file:
+        file.take(data)
+        file.sync()
+        _move(file.path, path, step)
 
 
 def _move(temporary: Path, path: Path, step: int) -> None:

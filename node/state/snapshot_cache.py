@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from node.state.manifest import LayerFile, is_unit_name
+from node.state.manifest import LayerFile, StoredLayer, is_unit_name
 from wire.errors import RunError
 from wire.identity.files import sync_directory
 
@@ -204,7 +204,7 @@ class LayerWriter:
     def write(self, piece: bytes | memoryview) -> None:
         self._replacement.file.write(piece)
 
-    def keep(self, sha256: str, *, durable: bool = True) -> "StoredLayer":
+    def keep(self, sha256: str, *, durable: bool = True) -> StoredLayer:
         """Move the complete file, which has this SHA-256, to its final path."""
         file = self._replacement.file
         size = file.tell() - _SUM
@@ -212,31 +212,7 @@ class LayerWriter:
         file.seek(0)
         file.write(bytes.fromhex(sha256))
         self._replacement.keep(durable=durable)
-        return StoredLayer(os.dup(file.fileno()), size, sha256)
-
-
-class StoredLayer:
-    """A file on this node's disk. It can be read until it is closed, even if it is removed meanwhile.
-    Implements `node.state.manifest.LayerSource`."""
-
-    def __init__(self, handle: int, size: int, sha256: str) -> None:
-        """`handle`: the descriptor of an open file, which this object closes."""
-        self._handle = handle
-        self.size = size
-        self.sha256 = sha256
-
-    def read(self, offset: int, size: int) -> bytes:
-        try:
-            return os.pread(self._handle, size, _SUM + offset)
-        except OSError as error:
-            raise RunError(f"this node's disk cannot be read ({error.strerror})") from error
-
-    def close(self) -> None:
-        handle, self._handle = self._handle, -1
-        if handle >= 0:
-            os.close(handle)
-
-    __del__ = close
+        return StoredLayer(os.dup(file.fileno()), size, sha256, start=_SUM)
 
 
 class _Replacement:

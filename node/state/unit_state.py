@@ -23,7 +23,7 @@ from node.model.optimizers import (
     unit_layout,
 )
 from node.model.optimizers import PARAMETER_PREFIX as PARAMETER_PREFIX
-from node.state.manifest import weights_line
+from node.state.manifest import JoinedFile, LayerBytes, LayerSource, weights_line
 from wire.errors import RunError
 from wire.messages import UnitHash
 
@@ -47,6 +47,8 @@ _DTYPES = (
 """The dtypes in the order of safetensors, the narrowest first."""
 _NAMES = {_letters(dtype): dtype for dtype in _DTYPES if dtype != BFLOAT16}
 """The dtypes that numpy has, by their names in files."""
+SLICE = 1 << 22
+"""The elements of a tensor that are read at a time."""
 MOST_HEAD_BYTES = 1 << 20
 """A layer's head is shorter."""
 ALL, WEIGHTS = LASTS = ("all", "weights")
@@ -72,24 +74,38 @@ def read_tensors(data: bytes) -> dict[str, np.ndarray]:
 
 def _views(data: bytes) -> dict[str, np.ndarray] | None:
     """The tensors of a file whose head is exactly that of `LayerDigest`; None for any other file."""
-    start = 8 + int.from_bytes(data[:8], "little")
+    start = _head_bytes(data[:8])
+    if start > MOST_HEAD_BYTES or (digest := _digest(data[:start])) is None or digest.bytes != len(data):
+        return None
+    tensors, at = {}, start
+    for name, (dtype, shape) in digest.layout.items():
+        tensors[name] = np.ndarray(shape, dtype, data, at)
+        at += tensors[name].nbytes
+    return tensors
+
+
+def _head_bytes(first: bytes) -> int:
+    """The bytes of a file's head, by its first eight bytes."""
+    return 8 + int.from_bytes(first, "little")
+
+
+def _digest(head: bytes, reports: int | None = None) -> "LayerDigest | None":
+    """The digest whose head is exactly this one; None if there is none, of which safetensors says why."""
     try:
-        header = json.loads(data[8:start]) if start <= MOST_HEAD_BYTES else {}
+        header = json.loads(head[8:])
         layout = {name: (_NAMES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
         sizes = [size for _, shape in layout.values() for size in shape]
         if not all(type(size) is int and size >= 0 for size in sizes):
             return None
-        digest = LayerDigest(layout)
-        if digest.head != data[:start] or digest.bytes != len(data):
-            return None
-        tensors, at = {}, start
-        for name in digest.order:
-            dtype, shape = layout[name]
-            tensors[name] = np.ndarray(shape, dtype, data, at)
-            at += tensors[name].nbytes
-        return tensors
+        digest = LayerDigest(layout, reports=reports)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return None  # safetensors says what is wrong
+        return None
+    return digest if digest.head == head else None
+
+
+def without_head(file: LayerSource) -> LayerSource:
+    """The bytes of a unit's tensors. Raises RunError."""
+    return JoinedFile([(file, _head_bytes(file.read(0, 8)), file.size)], "")
 
 
 def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -117,11 +133,14 @@ class LayerDigest:
         """
         # The widest dtypes come first, so that all tensors are aligned.
         self.order = sorted(layout, key=lambda name: (-_DTYPES.index(layout[name][0]), name))
-        self._layout = layout
-        header, starts, at = {}, dict[str, int](), 0
+        self.layout = {name: layout[name] for name in self.order}
+        """dtype and shape by name, in `order`."""
+        self.starts = dict[str, int]()
+        """Where each tensor begins, after the head."""
+        header, at = {}, 0
         for name in self.order:
             dtype, shape = layout[name]
-            starts[name] = at
+            self.starts[name] = at
             size = (2 if dtype == BFLOAT16 else np.dtype(dtype).itemsize) * prod(shape)
             header[name] = {"dtype": _letters(dtype), "shape": shape, "data_offsets": (at, at + size)}
             at += size
@@ -137,7 +156,7 @@ class LayerDigest:
         weights = {name: layout[name] for name in self.order if name.startswith(PARAMETER_PREFIX)}
         self.weights = LayerDigest(weights) if weights_first and weights else None
         """The digest of the file with only the weights."""
-        self.weights_at = len(self.head) + min((starts[name] for name in weights), default=0)
+        self.weights_at = len(self.head) + min((self.starts[name] for name in weights), default=0)
         """The offset of the weights, which are contiguous."""
 
     def add(self, name: str, array: np.ndarray) -> memoryview:
@@ -151,7 +170,7 @@ class LayerDigest:
             self.weights._file.update(piece)
         if self._reports is not None and name.startswith(PARAMETER_PREFIX):
             if name != self._named:
-                dtype, shape = self._layout[name]
+                dtype, shape = self.layout[name]
                 parameter = name.removeprefix(PARAMETER_PREFIX)
                 self._weights.update(weights_line(parameter, np.dtype(dtype), shape))
             self._weights.update(piece)
@@ -184,15 +203,6 @@ def unit_pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryvie
     yield digest.head
     for name in digest.order:
         yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
-
-
-def state_sums(tensors: Mapping[str, np.ndarray]) -> tuple[float, float, float]:
-    """The sums of squares in `UnitHash`: of weights, of moments, and of moments that are never negative."""
-    sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
-    for name, array in sorted(tensors.items()):
-        if (kind := _summed(name, array)) is not None:
-            sums[kind] += _sum_of_squares(array)
-    return sums["weights"], sums["moments"], sums["squares"]
 
 
 def _summed(name: str, array: np.ndarray) -> str | None:
@@ -263,18 +273,49 @@ def check_state(
     Raises:
         RunError: it cannot. The message says why.
     """
-    # All or none, because states from before the first round have none.
-    expected = unit_layout(config, unit, outer=any(name.startswith(OUTER_PREFIX) for name in tensors))
-    if config.pipeline.remembers and not _CACHE.isdisjoint(tensors):
-        # All or none, because only the unit before a boundary has its sample cache.
-        expected |= _cache_layout(config, tensors)
-    if weights_alone:
-        expected = {name: part for name, part in expected.items() if name.startswith(PARAMETER_PREFIX)}
-    layout = layout_of(tensors)
-    if problem := layout_problem(expected, layout):
-        raise RunError(problem)
+    _check_layout(config, unit, layout_of(tensors), weights_alone)
     for name, array in tensors.items():
         _check_numbers(name, array, windows)
+
+
+def checked_digest(
+    config: RunConfig, windows: int, unit: str, file: LayerBytes, *, weights_alone: bool = False
+) -> "LayerDigest":
+    """Check that a run can resume from a unit's file, and hash it, in one pass that holds a slice of a tensor
+    at a time.
+
+    Arguments and errors are those of `check_state`. Only a file that `LayerDigest` describes passes.
+    """
+    head = file.read(0, min(_head_bytes(file.read(0, 8)), MOST_HEAD_BYTES))
+    if (digest := _digest(head, windows)) is None or digest.bytes != file.size:
+        raise RunError(f"unit state of {file.size} bytes cannot be read: no node writes such a head")
+    _check_layout(config, unit, digest.layout, weights_alone)
+    for name, (kind, shape) in digest.layout.items():
+        dtype, start = np.dtype(kind), len(head) + digest.starts[name]
+        for first, count in slices(name, prod(shape), SLICE):
+            data = file.read(start + first * dtype.itemsize, count * dtype.itemsize)
+            digest.add(name, np.ndarray(count, dtype, data))
+    return digest
+
+
+def slices(name: str, elements: int, most: int) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of the parts in which a state's tensor is read."""
+    # A cache's samples are checked together.
+    size = elements if name.startswith(CACHE_PREFIX) else most
+    for first in range(0, max(1, elements), max(1, size)):
+        yield first, min(size, elements - first)
+
+
+def _check_layout(config: RunConfig, unit: str, layout: Layout, weights_alone: bool) -> None:
+    # All or none, because states from before the first round have none.
+    expected = unit_layout(config, unit, outer=any(name.startswith(OUTER_PREFIX) for name in layout))
+    if config.pipeline.remembers and not _CACHE.isdisjoint(layout):
+        # All or none, because only the unit before a boundary has its sample cache.
+        expected |= _cache_layout(config, layout)
+    if weights_alone:
+        expected = {name: part for name, part in expected.items() if name.startswith(PARAMETER_PREFIX)}
+    if problem := layout_problem(expected, layout):
+        raise RunError(problem)
 
 
 def _check_numbers(name: str, array: np.ndarray, windows: int) -> None:
@@ -282,10 +323,10 @@ def _check_numbers(name: str, array: np.ndarray, windows: int) -> None:
         raise RunError(f"{name} has values that no step produces")
 
 
-def _cache_layout(config: RunConfig, tensors: Mapping[str, np.ndarray]) -> Layout:
+def _cache_layout(config: RunConfig, layout: Layout) -> Layout:
     """The layout of a sample cache, for any number of samples."""
     values, samples, since = (f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since"))
-    count = tensors[samples].size if samples in tensors else 0
+    count = prod(layout[samples][1]) if samples in layout else 0
     return {
         values: ("int16", (count, config.model.sequence, config.model.hidden)),
         samples: ("int64", (count,)),

@@ -4,8 +4,8 @@
 
 A coordinator and four nodes on this machine, over loopback, start from a checkpoint of random weights on its
 disk. One snapshot is taken beside the steps, and one at the end. What nodes do before the first step's end is
-as they say it. Memory is that of the nodes' processes, in what is no file's; processor seconds are those of
-all processes. Writes scripts/results/state_rates.json, or FILE.
+as they say it. Memory is that of a node's process, or the coordinator's, in what is no file's; processor
+seconds are those of all processes. Writes scripts/results/state_rates.json, or FILE.
 
 `--before TREE` runs the same with the program of another tree first, under "before".
 """
@@ -210,7 +210,7 @@ def run(root: Path, model: Path, args: argparse.Namespace, tree: Path) -> dict[s
                         _join(root, event["line"].split()[-1], args, number, environment)
                         for number in range(NODES)
                     ]
-            for child in children[1:]:
+            for child in children:
                 memory.setdefault(child.pid, []).append((time.monotonic(), _anonymous_bytes(child.pid)))
             spent.append((time.monotonic(), sum(_processor_seconds(child.pid) for child in children)))
     finally:
@@ -273,10 +273,12 @@ def _found(
     stored = {event["step"]: (at, event["bytes"]) for at, event in seen["snapshot"]}
     last_step, (last, size) = done[steps][0], stored[steps]
 
-    def most(first: float, end: float) -> int:
-        """By how much a node's memory grew, at most."""
+    coordinator, *nodes = memory
+
+    def most(processes: list[list[tuple[float, int]]], first: float, end: float) -> int:
+        """By how much a process's memory grew, at most."""
         grown = []
-        for samples in memory:
+        for samples in processes:
             before = [size for at, size in samples if at <= first][-10:]
             within = [size for at, size in samples if first < at <= end]
             grown.append(max(within, default=0) - max(before, default=0))
@@ -298,7 +300,8 @@ def _found(
         "last_snapshot_seconds": last - last_step,
         "last_snapshot_bytes": size,
         "last_snapshot_mb_a_second": size / (last - last_step) / 1e6,
-        "grown_bytes_at_the_last_snapshot": most(last_step, last),
+        "grown_bytes_at_the_last_snapshot": most(nodes, last_step, last),
+        "coordinator_grown_bytes_at_the_last_snapshot": most([coordinator], last_step, last),
     }
     if "model" in seen:  # trees before it hand in weights and moments together
         found["last_model_seconds"] = seen["model"][-1][0] - last_step
@@ -311,7 +314,7 @@ def _found(
         "middle_snapshot_seconds": stored[middle][0] - done[middle][0] if middle in stored else 0.0,
         "step_seconds": sorted(plain)[1],
         "step_seconds_beside_a_snapshot": sorted(beside)[1],
-        "grown_bytes_beside_a_snapshot": most(done[middle][0], done[middle + 3][0]),
+        "grown_bytes_beside_a_snapshot": most(nodes, done[middle][0], done[middle + 3][0]),
     }
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import ServedLayer, UploadPermit
 from node.model.labels import BatchPart
-from node.state.manifest import UnitEntry
+from node.state.manifest import LayerSource, UnitEntry
+from node.state.snapshot import NewFile
 from wire.identity.enrolment import Refusal
 from wire.messages import HeldLayer, NodeMessage, PlacedStage
 
@@ -64,8 +65,11 @@ class NobodyAsks:
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         raise AssertionError("nobody asks")
 
-    async def weights_ahead(self, permit: UploadPermit) -> bytes:
+    async def weights_ahead(self, permit: UploadPermit) -> LayerSource:
         raise AssertionError("nobody asks")
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def arriving(self, permit: UploadPermit, size: int) -> NewFile:
+        raise AssertionError("nobody asks")
+
+    async def store_layer(self, permit: UploadPermit, file: NewFile | None) -> None:
         raise AssertionError("nobody asks")

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import itertools
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -32,6 +34,7 @@ from node.model.labels import BatchPart
 from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
 from node.state.manifest import LayerFile, UnitEntry
+from node.state.snapshot import NewFile
 from tests.support.control_handler import NobodyAsks
 from tests.support.pki import hello, new_authority, new_node
 from wire.channels import NOT_YET, bulk_name, open_channel
@@ -59,6 +62,7 @@ class Handler(NobodyAsks):
         self.asked = 0
         self.permit: UploadPermit | None = None
         self.stored: list[bytes] = []
+        self.files: list[NewFile] = []
         self.renewed: list[str] = []
         self.refusals: list[tuple[str, str]] = []
         self.layers_refused: list[tuple[str, str]] = []
@@ -76,9 +80,9 @@ class Handler(NobodyAsks):
     async def layer(self, step: int, unit: str) -> ServedLayer:
         return ServedLayer(UnitEntry(unit, "file", len(LAYER), sha256(LAYER).hexdigest(), ""), self._read)
 
-    async def _read(self) -> bytes:
+    async def _read(self) -> LayerFile:
         self.asked += 1
-        return LAYER
+        return FILE
 
     def upload_permit(
         self, node_id: str, step: int, unit: str, *, weights_alone: bool = False
@@ -90,12 +94,19 @@ class Handler(NobodyAsks):
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         self.layers_refused.append((permit.unit, why))
 
-    async def weights_ahead(self, permit: UploadPermit) -> bytes:
-        return AHEAD
+    async def weights_ahead(self, permit: UploadPermit) -> LayerFile:
+        return LayerFile.of(AHEAD)
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        assert digest == sha256(data).hexdigest()
-        self.stored.append(data)
+    async def arriving(self, permit: UploadPermit, size: int) -> NewFile:
+        folder = Path(tempfile.gettempdir())
+        self.files.append(NewFile(folder, folder / "layer", size, permit.step))
+        return self.files[-1]
+
+    async def store_layer(self, permit: UploadPermit, file: NewFile | None) -> None:
+        self.stored.append(b"")
+        if file is not None:
+            self.stored[-1] = file.read(0, file.size)
+            file.close()
 
 
 @contextlib.asynccontextmanager
@@ -333,6 +344,7 @@ async def test_what_cannot_be_the_layer_is_refused_as_it_comes(name: str, is_sto
     # The answer is lost if gRPC ends the call while the client still sends.
     assert caught.value.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INTERNAL)
     assert handler.stored == [] and read < 2000 * len(PIECE)
+    assert not any(file.path.exists() for file in handler.files)
     assert [unit for unit, why in handler.layers_refused if upload.why in why] == ["embed"] * bool(upload.why)
     assert handler.refusals == []
 

@@ -26,14 +26,22 @@ from node.coordinator.snapshot_handler import (
     Agreement,
     NotDueError,
     SnapshotHandler,
+    UploadPermit,
 )
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
 from node.schedule.placement import split_units, stage_units
-from node.state.manifest import LayerFile, Manifest, UnitEntry
+from node.state.manifest import Manifest, unit_file
 from node.state.serialization import deserialize_unit, serialize_unit
-from node.state.snapshot import WEIGHTS_FOLDER, Checked, SnapshotFolder, list_models, list_snapshots
+from node.state.snapshot import (
+    WEIGHTS_FOLDER,
+    Checked,
+    NewFile,
+    SnapshotFolder,
+    list_models,
+    list_snapshots,
+)
 from node.state.unit_state import LayerDigest, layout_of, parameters_of, read_tensors
 from node.state.weights import CheckpointError
 from node.training.optimizer import StageOptimizer
@@ -41,6 +49,7 @@ from node.view.totals import snapshots_need
 from tests.support.snapshots import unit_hash
 from wire.errors import (
     DiskFullError,
+    NotYetError,
     ProtocolViolationError,
     RunError,
     UserError,
@@ -125,7 +134,16 @@ async def asked(handler: SnapshotHandler, step: int, made: Mapping[str, bytes], 
 
 
 async def hand_in(handler: SnapshotHandler, step: int, unit: str, data: bytes, node: str = SEATS[0]) -> None:
-    await handler.put(handler.permit(node, step, unit), LayerFile.of(data))
+    await deliver(handler, handler.permit(node, step, unit), data)
+
+
+async def deliver(handler: SnapshotHandler, permit: UploadPermit, data: bytes) -> None:
+    """As the service does."""
+    file = None
+    if not permit.is_stored:
+        file = await handler.arriving(permit, len(data))
+        file.take(data)
+    await handler.put(permit, file)
 
 
 async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
@@ -133,15 +151,15 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
 ) -> None:
     """A node that ends while its last layer is being written has its call cancelled."""
     writing, go_on = threading.Event(), threading.Event()
-    write = SnapshotFolder.write
+    sync = NewFile.sync
 
-    def slow(writer: SnapshotFolder, step: int, entry: UnitEntry, data: bytes) -> Path:
-        if entry.unit == UNITS[-1]:
+    def slow(file: NewFile) -> None:
+        if unit_file(UNITS[-1]) in file.path.name:
             writing.set()
             assert go_on.wait(SECONDS)
-        return write(writer, step, entry, data)
+        sync(file)
 
-    monkeypatch.setattr(SnapshotFolder, "write", slow)
+    monkeypatch.setattr(NewFile, "sync", slow)
     async with desk_at(tmp_path) as (handler, told):
         made = files(0)
         await asked(handler, 4, made)
@@ -180,26 +198,31 @@ async def test_a_repeated_upload_has_nothing_of_the_earlier_attempt(tmp_path: Pa
 async def test_a_full_disk_pauses_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sender does not have to wait; a snapshot is announced only when it is on disk."""
-    made, write, room = files(0), SnapshotFolder.write, threading.Event()
+    """A node that sends a layer meanwhile is told to send it again, and nothing of it is kept."""
+    made, arriving, room = files(0), SnapshotFolder.arriving, threading.Event()
 
-    def full(writer: SnapshotFolder, step: int, entry: UnitEntry, data: bytes) -> Path:
+    def full(folder: SnapshotFolder, step: int, unit: str, size: int) -> NewFile:
         if not room.is_set():
             raise DiskFullError("disk full: head.safetensors needs 9 bytes")
-        return write(writer, step, entry, data)
+        return arriving(folder, step, unit, size)
 
-    monkeypatch.setattr(SnapshotFolder, "write", full)
+    monkeypatch.setattr(SnapshotFolder, "arriving", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, made)
         for unit in UNITS:
-            await hand_in(handler, 4, unit, made[unit])
+            with pytest.raises(NotYetError):
+                await hand_in(handler, 4, unit, made[unit])
         waits = asyncio.create_task(told.disk.room())
         await asyncio.sleep(0)
         assert told.stored.empty() and not waits.done() and told.disk.is_full
         room.set()
-        assert (await told.stored.get()).step == 4
         await waits
         assert not told.disk.is_full
+        while [*(tmp_path / "snapshots").iterdir()]:  # noqa: ASYNC110 - the file of the upload that waited
+            await asyncio.sleep(0)
+        for unit in UNITS:
+            await hand_in(handler, 4, unit, made[unit])
+        assert (await told.stored.get()).step == 4
         assert told.failed == []
         assert len(told.said) == 2, "that it pauses, and that it goes on"
 
@@ -227,15 +250,27 @@ async def test_a_run_that_ends_at_once_waits_for_no_disk(
     def full(*_: object) -> Path:
         raise DiskFullError("disk full")
 
-    monkeypatch.setattr(SnapshotFolder, "write", full)
+    monkeypatch.setattr(SnapshotFolder, "arriving", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, files(0))
-        await hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]])
+        with pytest.raises(NotYetError):
+            await hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]])
         told.disk.give_up()
         await told.disk.room()
         with pytest.raises(RunError, match="disk full"):
             await hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]])
-        assert set(told.failed) == {"disk full"}
+        assert told.failed == ["disk full"]
+
+
+async def test_an_upload_whose_node_leaves_is_not_kept(tmp_path: Path) -> None:
+    async with desk_at(tmp_path) as (handler, _):
+        await handler.expect(4, [SEATS])
+        sender = asyncio.create_task(hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]]))
+        while not [*(tmp_path / "snapshots").glob(".*.tmp")]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        sender.cancel()
+        await asyncio.wait([sender])
+        assert [*(tmp_path / "snapshots").iterdir()] == []
 
 
 def test_disk_needed_for_snapshots_is_known_before_a_run_starts(
@@ -304,7 +339,7 @@ async def test_a_layer_that_nobody_agreed_on_replaces_nothing(tmp_path: Path, *,
             permit = handler.permit(SEATS[0], 4, unit)
             assert permit is not None
             with pytest.raises(WrongLayerError) as error:
-                await handler.put(permit, LayerFile.of(data))
+                await deliver(handler, permit, data)
             assert (error.value.node_id, error.value.step, error.value.unit) == (SEATS[0], 4, unit)
         said = {name: unit_hash(load(data)) for name, data in made.items()}
         lie = {**said, unit: said[unit]._replace(weights=2 * said[unit].weights)}
@@ -348,7 +383,7 @@ async def test_an_unexpected_error_is_also_counted_for_its_sender(
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, made)
         with monkeypatch.context() as patch:
-            patch.setattr(SnapshotFolder, "write", broken)
+            patch.setattr(NewFile, "sync", broken)
             with pytest.raises(RunError, match=f"could not store layer {UNITS[0]} of step 4: see its log"):
                 await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         assert "Traceback" in caplog.text and "what nobody foresaw" in caplog.text
@@ -367,7 +402,7 @@ async def test_a_disk_error_ends_the_run_even_if_the_sender_has_left(
         assert go_on.wait(SECONDS)
         raise RunError("the disk is full")
 
-    monkeypatch.setattr(SnapshotFolder, "write", full)
+    monkeypatch.setattr(NewFile, "sync", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, files(0))
         sender = asyncio.create_task(hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]]))
@@ -402,7 +437,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         await asked(handler, 4, made, ("node-b", "node-c"))
         with pytest.raises(NotDueError, match="requested again"):
             data = made[last[0]]
-            await handler.put(begun, LayerFile.of(data))
+            await deliver(handler, begun, data)
         with pytest.raises(ProtocolViolationError, match="must come from another node"):
             await hand_in(handler, 4, first[0], made[first[0]], "node-a")
         for node, units in (("node-c", last), ("node-b", first)):
@@ -425,7 +460,7 @@ async def test_what_came_of_a_refused_attempt_is_removed(tmp_path: Path) -> None
         await handler.refused(begun)
         assert list((tmp_path / "snapshots").iterdir()) == []
         with pytest.raises(NotDueError, match="requested again"):
-            await handler.put(begun, LayerFile.of(made[UNITS[1]]))
+            await deliver(handler, begun, made[UNITS[1]])
         await stored(handler, told, 4)
         await handler.refused(begun)  # a later attempt, or a snapshot that is complete, stays
         assert list_snapshots(tmp_path / "snapshots") == (4,)
@@ -462,7 +497,7 @@ async def test_a_layer_that_all_rows_hand_in_wrong_is_given_up(tmp_path: Path) -
         for node in ("node-a", "node-b"):
             permit = handler.permit(node, 4, UNITS[0])
             with pytest.raises(WrongLayerError):
-                await handler.put(permit, LayerFile.of(files(1)[UNITS[0]]))
+                await deliver(handler, permit, files(1)[UNITS[0]])
             await handler.refused(permit)
         with pytest.raises(NotDueError, match="was requested"):
             handler.permit("node-b", 4, UNITS[0])
@@ -492,7 +527,7 @@ async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one
         # What still comes of older ones is of no use, and no error: that would end its node's epoch.
         assert handler.permit(SEATS[0], 5, UNITS[1]).is_stored
         data = made[UNITS[1]]
-        await handler.put(begun, LayerFile.of(data))
+        await deliver(handler, begun, data)
         assert on_disk() == ["step-00000007", "step-00000009"]
         for unit in UNITS[1:]:
             await hand_in(handler, 9, unit, made[unit])
@@ -508,7 +543,8 @@ async def stored(handler: SnapshotHandler, told: Told, step: int) -> None:
 
 
 async def served(handler: SnapshotHandler, step: int, unit: str) -> bytes:
-    return await (await handler.layer(step, unit)).read()
+    file = await (await handler.layer(step, unit)).open()
+    return file.read(0, file.size)
 
 
 async def test_a_damaged_layer_is_reported_and_an_older_snapshot_is_used(
@@ -594,7 +630,8 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
         monkeypatch.setattr(snapshot_handler, "read_units", read)
         for unit in ("head", "embed", "head"):
             layer = await handler.layer(0, unit)
-            entry, data = layer.entry, await layer.read()
+            entry, file = layer.entry, await layer.open()
+            data = file.read(0, file.size)
             assert entry.bytes == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
             assert deserialize_unit(data)["parameter.norm.weight"].tolist() == 3 * [len(unit)]
         assert reads == ["head", "embed", "head"], "each is read once for its entry and its bytes"
@@ -645,13 +682,14 @@ class Ahead:
 
 async def send_weights(handler: SnapshotHandler, unit: str, layer: Ahead) -> None:
     permit = handler.permit(SEATS[0], LAST, unit, weights_alone=True)
-    await handler.put(permit, LayerFile.of(layer.weights))
+    await deliver(handler, permit, layer.weights)
 
 
 async def send_rest(handler: SnapshotHandler, unit: str, layer: Ahead) -> None:
     permit = handler.permit(SEATS[0], LAST, unit)
-    weights = await handler.weights_ahead(permit)
-    await handler.put(permit, LayerFile.of(layer.rest[: layer.at] + weights + layer.rest[layer.at :]))
+    ahead = await handler.weights_ahead(permit)
+    weights = ahead.read(0, ahead.size)
+    await deliver(handler, permit, layer.rest[: layer.at] + weights + layer.rest[layer.at :])
 
 
 async def test_the_model_of_the_last_step_is_there_before_the_optimizers_state(tmp_path: Path) -> None:
@@ -678,7 +716,7 @@ async def test_the_model_of_the_last_step_is_there_before_the_optimizers_state(t
             await send_rest(handler, unit, layers[unit])
         assert (await told.stored.get()).step == LAST
         for unit in UNITS:
-            assert await (await handler.layer(LAST, unit)).read() == layers[unit].data
+            assert await served(handler, LAST, unit) == layers[unit].data
         assert list_models(tmp_path) == {LAST: handler.path(LAST)} and not model.exists()
 
 
@@ -706,7 +744,7 @@ async def test_who_holds_a_layer_alone_cannot_hand_in_other_weights_ahead_of_it(
         handler.agreed(LAST, Agreement(units={UNITS[0]: said}, alone=[UNITS[0]]))
         await send_weights(handler, UNITS[0], other)
         with pytest.raises(WrongLayerError):
-            await handler.put(handler.permit(SEATS[0], LAST, UNITS[0]), LayerFile.of(right.data))
+            await deliver(handler, handler.permit(SEATS[0], LAST, UNITS[0]), right.data)
 
 
 async def test_another_attempt_at_the_last_step_begins_without_the_weights_of_the_one_before(
@@ -724,4 +762,4 @@ async def test_another_attempt_at_the_last_step_begins_without_the_weights_of_th
         assert told.weights == [LAST, LAST]
         for unit in UNITS:
             await send_rest(handler, unit, second[unit])
-        assert await (await handler.layer(LAST, UNITS[0])).read() == second[UNITS[0]].data
+        assert await served(handler, LAST, UNITS[0]) == second[UNITS[0]].data

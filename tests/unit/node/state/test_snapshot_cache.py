@@ -1,5 +1,7 @@
 """A node's own copies of snapshots: whole or absent, the newest two steps, within a limit, of one config."""
 
+import contextlib
+import os
 from hashlib import sha256
 from pathlib import Path
 
@@ -164,3 +166,15 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RunError, match="cannot be written"):
         SnapshotCache(tmp_path, ROOM).put(3, "embed", b"x")
     assert files(tmp_path) == []
+
+
+def test_a_file_of_which_one_call_reads_a_part_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads less than 2 GiB in one call."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda handle, size, offset: pread(handle, min(size, 7), offset))
+    with SnapshotCache(tmp_path, 1000).writing(3, "head", 20) as file:
+        file.write(bytes(range(20)))
+        with contextlib.closing(file.keep("00" * 32)) as kept:
+            assert kept.read(0, 20) == bytes(range(20)) and kept.read(15, 20) == bytes(range(15, 20))
