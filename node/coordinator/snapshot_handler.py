@@ -53,6 +53,7 @@ Hosts = dict[str, tuple[str, ...]]
 
 SAME_SUM = 1e-6
 """The relative difference below which sums of squares count as equal: the order of addition may differ."""
+DISK_FULL = "the coordinator's disk is full"
 AGREE_SECONDS = 600.0
 """The seconds for which an upload waits until its layer's hash is agreed on."""
 
@@ -139,7 +140,7 @@ class SnapshotHandler:
         self._writing = asyncio.Lock()
         self._setting_aside: set[asyncio.Task[None]] = set()
         self._reserving: set[asyncio.Task[NewFile]] = set()
-        """Waits for space on the disk, for an upload that its node sends again."""
+        """What waits for space on the disk. The nodes of these uploads send them again."""
 
     async def run(self) -> None:
         """Store uploads until cancelled.
@@ -337,27 +338,24 @@ class SnapshotHandler:
         """A file on the disk for an upload of `size` bytes, which the caller closes unless it passes it to
         `put`. Raises RunError, and NotYetError while the disk is full: its node asks again."""
         disk, folder = self._book.disk, self._weights if permit.weights_alone else self._folder
+        if disk.is_full:
+            raise NotYetError(DISK_FULL)
+        reserving = asyncio.create_task(disk.write(folder.arriving, permit.step, permit.unit, size))
         full = asyncio.create_task(disk.full())
-        # While the disk is full, one upload waits for space and tells the operator.
-        reserving = (
-            None
-            if disk.is_full
-            else asyncio.create_task(disk.write(folder.arriving, permit.step, permit.unit, size))
-        )
         try:
-            if reserving is not None:
-                await asyncio.wait({reserving, full}, return_when=asyncio.FIRST_COMPLETED)
-                if reserving.done():
-                    taken, reserving = reserving, None
-                    return taken.result()
-            raise NotYetError("the disk of the coordinator is full")
-        except RunError as error:
-            raise self._error_for(error, permit) from None
+            await asyncio.wait({reserving, full}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             full.cancel()
-            if reserving is not None:
+            if not reserving.done():
+                # It waits for space, and tells the operator.
                 self._reserving.add(reserving)
                 reserving.add_done_callback(self._drop)
+        if not reserving.done():
+            raise NotYetError(DISK_FULL)
+        try:
+            return reserving.result()
+        except RunError as error:
+            raise self._error_for(error, permit) from None
 
     def _drop(self, reserving: asyncio.Task[NewFile]) -> None:
         """Close a file for which no upload waits any more."""
@@ -430,11 +428,12 @@ class SnapshotHandler:
         sha256 = agreed.weights_sha256 if permit.weights_alone else agreed.sha256
         folder = self._weights if permit.weights_alone else self._folder
         try:
-            entry, known = folder.check(permit.step, permit.unit, file)
-        except ProtocolViolationError:
-            if hash_of(file) != sha256:
-                raise wrong from None
-            raise
+            try:
+                entry, known = folder.check(permit.step, permit.unit, file)
+            except ProtocolViolationError:
+                if hash_of(file) != sha256:
+                    raise wrong from None
+                raise
         except OSError as error:
             raise RunError(f"cannot read {file.path} ({error.strerror}); check the disk") from error
         if entry.sha256 != sha256:

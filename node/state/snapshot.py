@@ -441,6 +441,8 @@ class NewFile:
                 os.posix_fallocate(handle, 0, size)
             elif size > shutil.disk_usage(directory).free:  # on macOS
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            else:
+                os.ftruncate(handle, size)
         except OSError:
             self.close()
             raise
