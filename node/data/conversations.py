@@ -2,7 +2,8 @@
 
 A row holds `messages` ([{"role", "content"}], OpenAI's format) or `conversations` ([{"from", "value"}],
 ShareGPT's), as a list or as JSON text, optionally with `tools`, `functions`, `documents`, `system` and
-`chat_template_kwargs`. Or it holds a question and its answer: `instruction`, `input` and `output` (Alpaca's
+`chat_template_kwargs`. The turns may also be pairs of a question and its answer, or texts of the user and the
+assistant by turns. Or a row holds one question and its answer: `instruction`, `input` and `output` (Alpaca's
 format), or `prompt` and `completion`. The conversion is pure: the same row and the same `Forms` give the same
 conversation.
 """
@@ -42,10 +43,10 @@ CALLS = ("function_call", "tool_call")
 """Roles of messages whose content is a call in JSON. The assistant writes these."""
 MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog")
 """Columns that may hold a conversation. The first one that does is read."""
-QUESTIONS = ("instruction", "prompt", "question")
+QUESTIONS = ("instruction", "prompt", "question", "query")
 """Columns that may hold a question. The first one that has a value is read."""
 INPUTS = ("input", "context")
-"""Columns that may hold the context of a question."""
+"""Columns that may hold the context of a question, or the question itself if there is no other."""
 ANSWERS = ("output", "completion", "response", "answer")
 """Columns that may hold its answer."""
 HISTORY = "history"
@@ -60,7 +61,7 @@ TAGS = {"label": ("false",), "kto_tag": ("false", *ZEROS)}
 case. A number as a label may be a class, except beside a prompt and its completion (TRL's format)."""
 TRAINED = (
     *("weight", "weights", "loss_weight", "loss", "loss_mask"),
-    *("train", "training", "train_on_turn", "trainable"),
+    *("train", "training", "train_on_turn", "trainable", "output_with_loss"),
 )
 """Keys by which a message or a row says, with 0 or false, that it has no labels."""
 MASKED = ("masked", "ignore")
@@ -79,6 +80,8 @@ DETAIL = "train_detail"
 """The key with which a message gives labels to some of its characters (axolotl's format)."""
 SETTINGS = "chat_template_kwargs"
 """The column with a row's own variables of the chat template, such as `enable_thinking` (TRL's format)."""
+CONTENTS = ("content", "value", "text")
+"""Keys that may hold a message's content. The first one that is not empty is read."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that may hold a message's reasoning. Templates read the first."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -99,6 +102,8 @@ _NUMBERS = dict.fromkeys(("true", "1", "1.0", "yes", "on"), 1) | dict.fromkeys(
     ("false", *ZEROS, "no", "off"), 0
 )
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+_PAIRED = {**_ROLE_OF, "input": USER, "output": ASSISTANT}
+"""The roles of what a pair of turns holds, by its keys."""
 
 Message = dict[str, Any]
 
@@ -174,6 +179,8 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         system = next((text for text in prompts if text and str(text).strip()), "")
     except RecursionError as error:
         raise Dropped("deeply nested messages") from error
+    if isinstance(system, list):
+        system = _content(_clean(system), SYSTEM, Forms())
     if not isinstance(system, str):
         raise Dropped("a system prompt that is no text")
     if isinstance(settings, str):
@@ -258,7 +265,7 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         if isinstance(cleaned, dict) and _is_columns(cleaned):  # as `datasets` stores a Sequence
             cleaned = [dict(zip(cleaned, turn, strict=True)) for turn in zip(*cleaned.values(), strict=True)]
         if isinstance(cleaned, list):
-            cleaned = [message for message in cleaned if message is not None]
+            cleaned = list(_turns([message for message in cleaned if message is not None]))
         if cleaned == []:
             continue
         if not isinstance(cleaned, list) or not all(isinstance(message, dict) for message in cleaned):
@@ -267,6 +274,8 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
             refuse_preferences((key for key, value in row.items() if value), place)
         return cleaned
     asked, about, answer = (_first(row, names) for names in (QUESTIONS, INPUTS, ANSWERS))
+    if not asked:
+        asked, about = about, ""
     has_pair = bool(asked and answer)
     if columns and not (has_pair and row[asked] is not None and row[answer] is not None):
         raise Dropped("no messages")
@@ -279,6 +288,27 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         'from and value, "instruction" with "output", or "prompt" with "completion", got '
         f"{', '.join(map(str, row))[:200] or 'an empty row'}"
     )
+
+
+def _turns(given: Sequence[Any]) -> Iterator[Any]:
+    """The messages of turns, which may be pairs of a question and its answer (ms-swift's and XTuner's),
+    or texts of the user and the assistant by turns (LIMA's)."""
+    are_texts = len(given) > 1 and all(isinstance(turn, str) for turn in given)
+    for index, turn in enumerate(given):
+        if are_texts:
+            yield {"role": (USER, ASSISTANT)[index % 2], "content": turn}
+            continue
+        if not isinstance(turn, dict) or not {"role", "from"}.isdisjoint(turn):
+            yield turn
+            continue
+        said = {_PAIRED[key.lower()]: text for key, text in turn.items() if key.lower() in _PAIRED}
+        if ASSISTANT not in said:
+            yield turn
+            continue
+        marks = {key: value for key, value in turn.items() if key in (*TRAINED, *MASKED)}
+        for role in (SYSTEM, USER, ASSISTANT):
+            if role == ASSISTANT or said.get(role):
+                yield {"role": role, "content": said[role], **(marks if role == ASSISTANT else {})}
 
 
 def refuse_preferences(names: Iterable[str], place: str) -> None:
@@ -376,9 +406,9 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
         waiting: the ids that this module gave to calls which have no answer yet.
     """
     given = str(message.pop("role", message.pop("from", "")))
-    contents = [message.pop(key, None) for key in ("content", "value")]
-    # Some have both, one of them empty.
-    content = contents[1] if contents[0] in ("", None) and contents[1] is not None else contents[0]
+    contents = [text for key in CONTENTS if (text := message.pop(key, None)) is not None]
+    # Some have several, all but one of them empty.
+    content = next((text for text in contents if text != ""), contents[0] if contents else None)
     calls = message.pop("tool_calls", None)
     if isinstance(calls, str):
         calls = _json(calls, "tool calls that are not JSON") if calls.strip() else None

@@ -455,7 +455,7 @@ def text_of(row: Document, place: str, data: DataSection) -> bytes:
 def _advice(names: Iterable[str]) -> str:
     """Advice for rows with these fields or columns, if they look like conversations or tokens; else empty."""
     known = set(names)
-    if known & {*MESSAGES} or (known & {*QUESTIONS} and known & {*ANSWERS}):
+    if known & {*MESSAGES} or (known & {*QUESTIONS, *INPUTS} and known & {*ANSWERS}):
         return (
             '; or, if rows are conversations, set data.format to "chat" (--chat of `thinwire data tokenizer`)'
         )

@@ -68,12 +68,19 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         {"prompt": "How warm?", "completion": "Seven."},
         {"prompt": [ASKED], "completion": [ANSWERED]},
         {"question": "How warm?", "context": None, "answer": "Seven."},
+        {"query": "How warm?", "response": "Seven.", "type": "MATH_Rephrased"},
+        {"input": "How warm?", "output": "Seven."},
+        {"conversation": [{"system": "", "input": "How warm?", "output": "Seven."}]},
+        {"conversation": [{"human": "How warm?", "assistant": "Seven."}]},
+        {"conversations": ["How warm?", "Seven."]},
+        {"messages": [{"role": "user", "text": "How warm?"}, {"role": "ai", "text": "Seven."}]},
     ],
     ids=[
         *("openai", "json", "sharegpt", "names", "nones", "parts", "part", "marks", "strings", "nulls"),
         "both",
         "columns",
-        *("alpaca", "alpaca-text", "united", "completion", "trl", "question"),
+        *("alpaca", "alpaca-text", "united", "completion", "trl", "question", "query", "nemo", "xtuner"),
+        *("ms-swift", "lima", "text"),
     ],
 )
 def test_every_form_becomes_the_same(row: dict[str, Any]) -> None:
@@ -258,6 +265,18 @@ def test_a_system_column_comes_first_unless_there_is_one() -> None:
     assert messages_of({"messages": TALK, "system": None, "system_prompt": " "}) == TALK
 
 
+def test_pairs_of_turns_have_system_prompts_and_marks() -> None:
+    pair = {"input": "How warm?", "output": "Seven."}
+    first, last = {"system": "Be kind.", **pair}, {**pair, "output_with_loss": False}
+    found = normalized({"conversation": [first, last, {"input": "", "output": "Well?"}]}, "", Forms())
+    assert [message["content"] for message in found.messages] == [
+        *("Be kind.", "How warm?", "Seven.", "How warm?", "Seven.", "Well?")
+    ]
+    assert found.answers == (2, 4, 5) and found.trained == (2, 5)
+    parts = [{"text": "Be "}, {"type": "text", "text": "kind."}]
+    assert messages_of({"conversation": [pair], "system": parts})[0]["content"] == "Be kind."
+
+
 def test_a_rows_own_variables_are_the_templates_and_stand_behind_its_tools() -> None:
     for given in ({"enable_thinking": False, "level": None, "tools": 7}, '{"enable_thinking": false}'):
         row = {"messages": TALK, "tools": [TOOL], "chat_template_kwargs": given}
@@ -354,7 +373,7 @@ def test_content_has_the_form_that_the_template_writes() -> None:
             [ASKED, {"role": "assistant", "content": [{"type": "text", "text": " \n"}]}],
             "an answer without content",
         ),
-        ([{"role": "user", "text": "How warm?"}, ANSWERED], "a question without content"),
+        ([{"role": "user", "said": "How warm?"}, ANSWERED], "a question without content"),
         (
             [{"role": "user", "content": [{"type": "text", "content": "How warm?"}]}, ANSWERED],
             "content other than text",
@@ -415,7 +434,7 @@ def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any],
 @pytest.mark.parametrize(
     ("beside", "reason"),
     [
-        ({"system": ["Be kind."]}, "a system prompt that is no text"),
+        ({"system": [7]}, "content other than text"),
         ({"system_prompt": {"content": "Be kind."}}, "a system prompt that is no text"),
         ({"label": False}, "an answer that its label rejects"),
         ({"kto_tag": False}, "an answer that its label rejects"),
