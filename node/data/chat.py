@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
-CHAT_FORMAT = "15"
+CHAT_FORMAT = "16"
 """Increase this when the same rows give other tokens or labels."""
 _END_CHARACTERS = 20
 """This much of a message's end is looked for in the text."""

@@ -86,13 +86,19 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that may hold a message's reasoning. Templates read the first."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Keys that may hold a call's arguments: OpenAI's, and those of Llama, LangChain and Anthropic."""
-TOOLS = ("tools", "tool_defs")
+TOOLS = ("tools", "tool_defs", "functions")
 """Columns that may hold the tools. The first one that does is read."""
+SCHEMA = "input_schema"
+"""Anthropic's name of a tool's parameters."""
 PREFERENCES = ("chosen", "rejected")
 """The columns of a better and a worse answer."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 """Around a thought that stands in an answer's content."""
 TEXT_PARTS = ("text", "input_text", "output_text")
+THOUGHT_PARTS = ("thinking", "reasoning")
+CALL_PARTS = ("tool_use", "tool_call")
+RESULT_PART = "tool_result"
+"""The types of parts of a message's content (OpenAI's, Mistral's, Anthropic's and LLaMA-Factory's)."""
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
 _PARTLY = "labels for parts of a message"
@@ -173,6 +179,7 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
         tools = _tools(row, messages)
         if "tools" in messages[0]:
             messages[0]["tools"] = tools
+        messages = list(_unfolded(messages))
         documents = _clean(row.get("documents"))
         settings = _clean(row.get(SETTINGS)) or {}
         prompts = (row.get(key) for key in SYSTEMS)
@@ -231,6 +238,33 @@ def question(text: str, system: str, forms: Forms) -> list[Message]:
     """The user's message `text`, after that of the `system` unless it is empty."""
     messages = [*([(SYSTEM, system)] if system else []), (USER, text)]
     return [_message({"role": role, "content": content}, role, forms, []) for role, content in messages]
+
+
+def _unfolded(messages: Iterable[Message]) -> Iterator[Message]:
+    """The messages, where thoughts and calls that were parts of the content stand beside it, and results of
+    tools are messages of their own."""
+    for message in messages:
+        content = message.get("content")
+        left, thoughts, calls = list[Any](), list[str](), list[Any]()
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in (*THOUGHT_PARTS, *CALL_PARTS) and _counts(part) is False:
+                raise Dropped(_PARTLY)
+            if kind in THOUGHT_PARTS:
+                thought = part.get(kind, part.get("value", part.get("text")))
+                thoughts.append(_content(thought if isinstance(thought, list) else [thought], USER, Forms()))
+            elif kind in CALL_PARTS:
+                calls.append(part.get("value", part))
+            elif kind == RESULT_PART:
+                named = {"tool_call_id": part["tool_use_id"]} if "tool_use_id" in part else {}
+                yield {"role": TOOL, "content": part.get("content"), **named}
+            else:
+                left.append(part)
+        if not isinstance(content, list) or len(left) == len(content):
+            yield message
+        elif left or thoughts or calls:
+            beside = {REASONING[0]: "\n\n".join(thoughts)} if thoughts else {}
+            yield {**message, "content": left, **beside, **({"tool_calls": calls} if calls else {})}
 
 
 def _spread_marks(messages: list[Message], row: Mapping[str, Any]) -> None:
@@ -423,7 +457,8 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
     thoughts = {key: message[key] for key in REASONING if key in message}
     if role == ASSISTANT and not all(isinstance(text, str) for text in thoughts.values()):
         raise Dropped("reasoning that is no text")
-    thoughts = {key: text for key, text in thoughts.items() if isinstance(text, str) and text.strip()}
+    thoughts = {key: _untagged(text) for key, text in thoughts.items() if isinstance(text, str)}
+    thoughts = {key: text for key, text in thoughts.items() if text.strip()}
     reasoning = next(iter(thoughts.values()), "")
     if reasoning:  # it may stand beside an empty one
         message = {**message, "thinking": reasoning, **thoughts, "reasoning_content": reasoning}
@@ -442,6 +477,13 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
     return {**converted, **message}
 
 
+def _untagged(thought: str) -> str:
+    """A thought without the tags that templates write around it."""
+    inner = thought.strip()
+    tagged = inner.startswith(THOUGHT) and inner.endswith(THOUGHT_END)
+    return inner.removeprefix(THOUGHT).removesuffix(THOUGHT_END).strip() if tagged else thought
+
+
 def _written_role(given: str, role: str, forms: Forms) -> str:
     """The name of the role that the template knows."""
     names = ROLES.get(role, ())
@@ -457,7 +499,7 @@ def _content(content: Any, role: str, forms: Forms) -> Any:
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
         if role == ASSISTANT and any(_counts(part) is False for part in parts):
             raise Dropped(_PARTLY)
-        texts = [part.get("text", "") for part in parts if _is_text(part)]
+        texts = [part.get("text", part.get("value", "")) for part in parts if _is_text(part)]
         if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
             raise Dropped("content other than text")
         if forms.parts and all(part.get("type") == "text" and "text" in part for part in parts):
@@ -478,7 +520,7 @@ def _is_text(part: Message) -> bool:
     # Arrow may have added a part without anything. It counts as empty text.
     if part.get("type", "text") not in TEXT_PARTS:
         return False
-    return "text" in part or part.keys() <= {"type"}
+    return "text" in part or "value" in part or part.keys() <= {"type"}
 
 
 def _call(call: Any, forms: Forms) -> Message:
@@ -590,12 +632,9 @@ def tools_of(row: Mapping[str, Any], place: str) -> list[Any]:
 
 def _tools(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Any]:
     """The tools as a list of objects. Any of them may be given as JSON text."""
-    tools = next(filter(None, (_from_json(row.get(key)) for key in TOOLS)), None)
-    if not tools:
-        functions = _from_json(row.get("functions"))
-        tools = [{"type": "function", "function": function} for function in _listed(functions)]
-    # GLM-4's data has them in its system message.
-    return [_tool(tool) for tool in _listed(tools or _from_json(messages[0].get("tools")))]
+    # GLM-4's and OLMo 3's data have them in the system message.
+    given = (_from_json(holder.get(key)) for holder in (row, messages[0]) for key in TOOLS)
+    return [_tool(tool) for tool in _listed(next(filter(None, given), None))]
 
 
 def _from_json(tools: Any) -> Any:
@@ -610,11 +649,13 @@ def _tool(given: Any) -> Message:
     tool = _tool_object(given)
     if isinstance(tool.get("function"), dict | str):
         inner = _tool_object(tool["function"])
-    elif "name" in tool and tool.get("type", "function") == "function":
+    elif "name" in tool and tool.get("type", "function") in ("function", "custom"):
         inner = {key: value for key, value in tool.items() if key != "type"}
         tool = {"type": "function"}
     else:
         return tool
+    if "parameters" not in inner:
+        inner = {"parameters" if key == SCHEMA else key: value for key, value in inner.items()}
     if isinstance(inner.get("parameters"), str):
         inner = {**inner, "parameters": _json(inner["parameters"], "tools that are not JSON")}
     return {**tool, "function": inner}

@@ -88,7 +88,7 @@ TOKEN_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
 """Compressed files, tables, token files and row groups below this size are joined to shards."""
 PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS, HISTORY))
-_BESIDE = (SETTINGS, MASK, KIND, *TOOLS, "functions", "documents")
+_BESIDE = (SETTINGS, MASK, KIND, *TOOLS, "documents")
 CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, *MEDIA, *TAGS, *PREFERENCES, *ROW_MARKS, *_BESIDE))
 """The columns that are read from tables of conversations. No other column is converted."""
 MOST_BYTES = 128 << 20

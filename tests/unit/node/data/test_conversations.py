@@ -158,6 +158,9 @@ def test_tools_of_a_system_message_are_the_rows(tools: Any) -> None:
     system = {"role": "system", "content": "", "tools": tools}
     found = normalized({"messages": [system, *TALK]}, "", Forms())
     assert found.extra == {"tools": [TOOL]} and found.messages[0]["tools"] == [TOOL]
+    system = {"role": "system", "content": "Be kind.", "functions": tools}  # as OLMo 3's data has them
+    found = normalized({"messages": [system, *TALK]}, "", Forms())
+    assert found.extra == {"tools": [TOOL]} and found.messages[0]["functions"] == tools
 
 
 def test_times_are_as_a_template_writes_them() -> None:
@@ -256,6 +259,58 @@ def test_results_stand_in_the_order_of_their_calls(ids: tuple[str | None, ...], 
 def test_reasoning_has_the_name_that_templates_read(given: dict[str, Any]) -> None:
     answer = messages_of({"messages": [ASKED, {**ANSWERED, **given}]})[1]
     assert answer["reasoning_content"] == "Hm." and answer["thinking"].strip() in ("Hm.", "")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reasoning_content": "<think>\nHm.\n</think>\n"},
+        {
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "text", "text": "Seven."},
+            ]
+        },
+        {"content": [{"type": "reasoning", "value": "Hm."}, {"type": "text", "value": "Seven."}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, "Seven."]},
+    ],
+    ids=["tags", "anthropic", "llama-factory", "mistral"],
+)
+def test_reasoning_in_parts_or_tags_is_the_answers(given: dict[str, Any]) -> None:
+    answer = messages_of({"messages": [ASKED, {**ANSWERED, **given}]})[1]
+    assert (answer["reasoning_content"].strip(), answer["content"]) == ("Hm.", "Seven.")
+
+
+def test_calls_and_results_in_parts_become_messages() -> None:
+    """Anthropic's format."""
+    said = {"type": "text", "text": "I look."}
+    use = {"type": "tool_use", "id": "a", "name": CALL["name"], "input": CALL["arguments"]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "7"}]}
+    tool = {"name": "weather", "input_schema": {"type": "object"}}
+    row = {
+        "messages": [
+            ASKED,
+            {"role": "assistant", "content": [said, use]},
+            {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+            ANSWERED,
+        ],
+        "tools": [tool],
+    }
+    found = normalized(row, "", Forms())
+    assert [message["role"] for message in found.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "user",
+        "assistant",
+    ]
+    assert found.messages[1]["content"] == "I look." and found.answers == (1, 4)
+    assert found.messages[1]["tool_calls"] == [{"id": "a", "type": "function", "function": CALL}]
+    assert (found.messages[2]["tool_call_id"], found.messages[2]["content"]) == ("a", "7")
+    assert found.messages[3]["content"] == "Well?" and found.extra == {"tools": [TOOL]}
+    packed = {"type": "tool_call", "value": json.dumps(CALL)}  # LLaMA-Factory's
+    (call,) = messages_of({"messages": [ASKED, {"role": "assistant", "content": [packed]}]})[1]["tool_calls"]
+    assert call == {"type": "function", "function": CALL}
 
 
 def test_a_system_column_comes_first_unless_there_is_one() -> None:
@@ -386,6 +441,10 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ),
         ([{"role": "user", "content": {"question": "How warm?"}}, ANSWERED], "content other than text"),
         *(
+            ([ASKED, {"role": "assistant", "content": [part, {"text": "Seven."}]}], "content other than text")
+            for part in ({"type": "redacted_thinking", "data": "x"}, {"type": "thinking", "thinking": 7})
+        ),
+        *(
             (
                 [
                     ASKED,
@@ -412,7 +471,11 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ([ASKED, {**ANSWERED, "train_detail": [{"train": False}]}], "labels for parts of a message"),
         *(
             ([ASKED, {**ANSWERED, "content": ["Well: ", part]}], "labels for parts of a message")
-            for part in ({"text": "7.", "train": False}, {"type": "text", "text": "7.", "weight": 0.0})
+            for part in (
+                {"text": "7.", "train": False},
+                {"type": "text", "text": "7.", "weight": 0.0},
+                {"type": "thinking", "thinking": "7.", "train": False},
+            )
         ),
         ([ASKED, {"role": "assistant", "tool_calls": ["f"]}], "tool calls that are not JSON"),
         ([ASKED, {**ANSWERED, "tool_calls": 7}], "tool calls that are no objects"),
