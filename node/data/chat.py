@@ -8,6 +8,7 @@ in transformers. Rows are converted to the form that it reads (`conversations.py
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
 CHAT_FORMAT = "16"
 """Increase this when the same rows give other tokens or labels."""
+_FIRST_TAG = re.compile(r"\s*(<[^<>\s]{1,40}>)")
 _END_CHARACTERS = 20
 """This much of a message's end is looked for in the text."""
 MARKED_TEXT = (
@@ -196,6 +198,8 @@ class ChatEncoder:
                 # The text before a marker is that of a whole conversation.
                 if self._marker is None and (token := self._special.found_in(contents)):
                     _say_special(str(self._path), token)
+                for tag in _written_twice(conversation, result.text):
+                    _say_twice(str(self._path), tag)
                 yield self._tokens(result)
             except Dropped as reason:
                 yield reason
@@ -296,6 +300,26 @@ def _left_out(conversation: Conversation, text: str) -> Iterator[str]:
         end = words.strip()[-_END_CHARACTERS:]
         if end.lower() not in text:
             yield "answers" if index in conversation.answers else f"{message['role']} messages"
+
+
+def _written_twice(conversation: Conversation, text: str) -> Iterator[str]:
+    """The tags that messages begin with and that the template writes before them, too."""
+    for message in conversation.messages:
+        words = words_of(message.get("content"))
+        if match := _FIRST_TAG.match(words):
+            twice = re.compile(rf"{re.escape(match[1])}\s*{re.escape(match[1])}")
+            if twice.search(text) and not twice.search(words):
+                yield match[1]
+
+
+@cache
+def _say_twice(tokenizer: str, tag: str) -> None:
+    logger.warning(
+        "messages begin with %s, which the chat template for %s writes before them, too: remove it from the "
+        "messages, with what ends it",
+        tag,
+        tokenizer,
+    )
 
 
 @cache

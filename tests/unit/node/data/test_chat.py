@@ -439,6 +439,22 @@ def test_special_tokens_in_the_content_of_messages_are_reported(
     assert not caplog.records
 
 
+def test_a_tag_that_messages_begin_with_and_the_template_writes_too_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Hermes data has results of tools for templates that put no tags around them."""
+    wrapped = TEMPLATE.replace("message['content']", "'<tool_response>\n' + message['content']")
+    for template, tag, reported in (
+        (TEMPLATE, "<tool_response>", False),
+        (wrapped, "<other>", False),
+        (wrapped, "<tool_response>", True),
+    ):
+        folder = write_tokenizer(tmp_path / f"{tag}{len(template)}", template)
+        row = {"instruction": f"{tag}\n7", "output": "b <b><b>"}
+        list(load_chat_encoder(str(folder), "").encode_all([("here", row)]))
+        assert (f"begin with {tag}" in caplog.text) == reported
+
+
 def test_a_tables_mask_of_its_messages_is_read(tmp_path: Path) -> None:
     messages = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
     path = tmp_path / "rows.parquet"
