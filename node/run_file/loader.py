@@ -335,7 +335,7 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); a {kind} is TOML") from error
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         odd = _odd_character(text.decode("utf-8-sig"), str(error))
         raise ConfigError(f"{path} is not valid TOML: {error}{odd}") from error
@@ -346,15 +346,15 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
 
 
 def _odd_character(text: str, error: str) -> str:
-    """The character at which an error of `tomllib` is, if it only looks like one of TOML: a curly quote, a
-    wide space or another alphabet's letter; else empty."""
+    """Advice on an error of `tomllib` at a character that only looks like one of TOML (a curly quote, a wide
+    space or another alphabet's letter), or in a line with backslashes; else empty."""
     place = re.search(r"line (\d+), column (\d+)", error)
     if not place:
         return ""
     line = text.split("\n")[int(place[1]) - 1]
     character = line[int(place[2]) - 1 : int(place[2])]
     if character.isascii():
-        return ""
+        return "; write paths with /, or in single quotes" if "\\" in line else ""
     return f"; there is {unicodedata.name(character, 'a character')} (U+{ord(character):04X}): type it again"
 
 

@@ -107,6 +107,7 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ("[run]\nname = 1979-05-27", ["run.name must be a string", "(date)"]),
         ("[run\nsteps = 3", ["not valid TOML", "line 1"]),
         ("[run]\nsteps = 3\nsteps = 4", ["not valid TOML"]),
+        ('[data]\npath = "C:\\Users\\me\\a.txt"', ["not valid TOML", "single quotes"]),
         ("[run]\nname = \u201cx\u201d", ["not valid TOML", "LEFT DOUBLE QUOTATION MARK (U+201C)"]),
         ("[run]\nst\u0435ps = 3", ["not valid TOML", "CYRILLIC SMALL LETTER IE (U+0435)"]),
         ("[run]\nsteps\u00a0= 3", ["not valid TOML", "NO-BREAK SPACE (U+00A0)"]),
