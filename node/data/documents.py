@@ -638,7 +638,9 @@ def _head(path: Path) -> bytes:
 
 
 def _is_array(head: bytes) -> bool:
-    return head.startswith(b"[")
+    """Whether the file is an array of rows. Lines may be lists, too, each of a conversation's messages."""
+    first, _, rest = head.partition(b"\n")
+    return head.startswith(b"[") and not (rest.strip() and _is_json(first))
 
 
 def _has_rows(path: Path) -> bool:
@@ -646,8 +648,10 @@ def _has_rows(path: Path) -> bool:
     head = _head(path)
     first, _, rest = head.partition(b"\n")
     if _is_array(head):
-        return head[1:].lstrip().startswith(b"{")
-    return head.startswith(b"{") and (len(first) == _HEAD_BYTES or (_is_json(first) and bool(rest.strip())))
+        return head.lstrip(b"[ \t\r\n").startswith(b"{")
+    return head.lstrip(b"[ ").startswith(b"{") and (
+        len(first) == _HEAD_BYTES or (_is_json(first) and bool(rest.strip()))
+    )
 
 
 def _is_json(text: bytes) -> bool:
@@ -759,12 +763,19 @@ def _json_rows(extent: Extent) -> Iterator[tuple[str, Document]]:
     for place, row in rows:
         if row is None:
             yield place, Dropped("null")
+        elif _are_messages(row):
+            yield place, {MESSAGES[0]: row}
         elif isinstance(row, dict):
             if TOKEN_IDS in row and "labels" in row:
                 _say_tokens(extent.path)
             yield place, row
         else:
             raise DataError(f"{place} is not a JSON object but {_KINDS[type(row)]}: repair or remove it")
+
+
+def _are_messages(row: Any) -> bool:
+    first = row[0] if isinstance(row, list) and row else None
+    return isinstance(first, dict) and not {"role", "from"}.isdisjoint(first)
 
 
 def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:

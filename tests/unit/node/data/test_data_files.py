@@ -90,6 +90,23 @@ def test_rows_of_json_are_read_whatever_the_layout(
     assert texts_of(tmp_path) == [*TEXTS, b"text\n"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("layout", [jsonl, lambda rows: json.dumps(rows).encode()], ids=["lines", "array"])
+def test_a_list_of_messages_is_a_conversation(
+    name: str, layout: Callable[[list[Any]], bytes], tmp_path: Path
+) -> None:
+    talks = [[{"role": "user", "content": text}, {"role": "assistant", "content": "a"}] for text in "bcd"]
+    (tmp_path / name).write_bytes(layout(talks))
+    data = DataSection(format="chat", path=str(tmp_path))
+    rows = [
+        row for shard in list_source(str(tmp_path)).shards for _, row in read_rows(shard, data, skips=False)
+    ]
+    assert rows == [{"messages": talk} for talk in talks]
+    (tmp_path / name).write_bytes(layout([[{"text": "a"}], [{"role": "user"}]]))
+    with pytest.raises(DataError, match="not a JSON object"):
+        list(read_rows(list_source(str(tmp_path / name)).shards[0], data, skips=False))
+
+
 @pytest.mark.parametrize(
     "content",
     [
