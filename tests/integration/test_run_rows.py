@@ -70,12 +70,13 @@ ADAPTED_MIXTURE = replace(
     pipeline=replace(CONFIG.pipeline, sequence_chunks=2),
 )
 """Adapters on experts in 4 bits, by samples in slices."""
+BY_MUON = replace(CONFIG, training=replace(CONFIG.training, optimizer="muon"))
 
 
 @pytest.mark.parametrize(
     ("phase", "config"),
-    [(Phase.FORWARD, ADAPTED_MIXTURE), (Phase.COMMIT_APPLY, CONFIG)],
-    ids=["forward-mixture", "commit-apply"],
+    [(Phase.FORWARD, ADAPTED_MIXTURE), (Phase.COMMIT_APPLY, BY_MUON)],
+    ids=["forward-mixture", "commit-apply-muon"],
 )
 def test_a_row_that_loses_a_node_costs_its_groups_work(
     phase: Phase, config: RunConfig, prefork: Prefork, tmp_path: Path
