@@ -74,6 +74,7 @@ EXACT = {
     "window": of(window=7, no_window=(1,), window_theta=500.0),
     "llama3": of(rope_scaling="llama3", rope_factor=4.0, rope_original=8),
     "linear": of(rope_scaling="linear", rope_factor=2.0),
+    "yarn": of(rope_scaling="yarn", rope_factor=4.0, rope_original=8),
     "qwen3": of(qk_norm="head", head_width=16),
     "olmo2": of(qk_norm="full", norm_place="output"),
     "gemma3": of(norm_place="both", norm_offset=True, activation="gelu", query_scale=4, qk_norm="head"),
