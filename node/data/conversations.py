@@ -12,8 +12,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 from node.data.text import utf8, without_marks
@@ -708,6 +710,11 @@ def _texts(value: Any) -> Any:
         return value
     if isinstance(value, date | time | timedelta):
         return str(value)  # as a template writes it
+    if isinstance(value, Decimal) and value.is_finite():
+        return float(value)
+    if isinstance(value, bytes):  # some writers of Parquet do not declare text as text
+        with suppress(UnicodeDecodeError):
+            return _text(value.decode())
     raise Dropped("values that JSON cannot hold")
 
 

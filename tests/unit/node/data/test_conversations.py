@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -161,6 +162,16 @@ def test_tools_of_a_system_message_are_the_rows(tools: Any) -> None:
     system = {"role": "system", "content": "Be kind.", "functions": tools}  # as OLMo 3's data has them
     found = normalized({"messages": [system, *TALK]}, "", Forms())
     assert found.extra == {"tools": [TOOL]} and found.messages[0]["functions"] == tools
+
+
+def test_text_that_is_not_declared_as_text_and_decimals_are_read() -> None:
+    """As Parquet may have them."""
+    given = [{key: text.encode() for key, text in message.items()} for message in TALK]
+    assert messages_of({"messages": given}) == TALK
+    assert messages_of({"messages": [ASKED, {**ANSWERED, "price": Decimal("1.5")}]})[1]["price"] == 1.5
+    for wrong in (b"\xff", Decimal("Infinity")):
+        with pytest.raises(Dropped, match="values that JSON cannot hold"):
+            messages_of({"messages": [ASKED, {**ANSWERED, "more": wrong}]})
 
 
 def test_times_are_as_a_template_writes_them() -> None:
