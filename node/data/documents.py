@@ -100,6 +100,8 @@ LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
 TOKEN_IDS = "input_ids"
 """The column of rows that were tokenized, as transformers has it."""
+UNLABELLED = -100
+"""The label of a token that has none, as transformers has it."""
 FIELD_KEYS = "data.jsonl_field; --field of `thinwire data tokenizer`"
 """Where the field with the text is named."""
 _ROW_BYTES = 100
@@ -467,10 +469,9 @@ def _advice(names: Iterable[str]) -> str:
 @cache
 def _say_tokens(path: Path) -> None:
     logger.warning(
-        "%s has %s and labels, which are not read: tokens and labels are made from the text or the messages "
+        "%s has labels of tokens, which are not read: tokens and labels are made from the text or the messages "
         "of its rows",
         path,
-        TOKEN_IDS,
     )
 
 
@@ -766,7 +767,9 @@ def _json_rows(extent: Extent) -> Iterator[tuple[str, Document]]:
         elif _are_messages(row):
             yield place, {MESSAGES[0]: row}
         elif isinstance(row, dict):
-            if TOKEN_IDS in row and "labels" in row:
+            labels = row.get("labels")
+            # Others are classes of a text.
+            if labels and (TOKEN_IDS in row or (isinstance(labels, list) and UNLABELLED in labels)):
                 _say_tokens(extent.path)
             yield place, row
         else:

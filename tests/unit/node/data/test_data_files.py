@@ -697,8 +697,13 @@ def test_tokens_and_labels_of_rows_are_not_passed_over_in_silence(
 
     assert texts_of(write({"text": WORDS, "labels": [0, 3]})) == [WORDS.encode()] * 9
     assert "labels" not in caplog.text, "classes of a text"
+    if name == "a.jsonl":
+        assert texts_of(write({"text": WORDS, "labels": [-100, 3]})) == [WORDS.encode()] * 9
+        assert "labels of tokens" in caplog.text
+        caplog.clear()
+        documents._say_tokens.cache_clear()
     assert texts_of(write({"text": WORDS, **tokens})) == [WORDS.encode()] * 9
-    assert "input_ids and labels" in caplog.text
+    assert "labels of tokens" in caplog.text
     with pytest.raises(DataError, match=r"\.npy"):
         texts_of(write(tokens))
 
