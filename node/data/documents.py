@@ -469,8 +469,8 @@ def _advice(names: Iterable[str]) -> str:
 @cache
 def _say_tokens(path: Path) -> None:
     logger.warning(
-        "%s has labels of tokens, which are not read: tokens and labels are made from the text or the messages "
-        "of its rows",
+        "%s has labels of tokens, which are not read: tokens and labels are made from the text or the "
+        "messages of its rows",
         path,
     )
 
