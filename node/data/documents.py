@@ -953,7 +953,8 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
                 if _TEXT_TYPE.fullmatch(str(kind))
             }
         columns = [name for name in names if name in CHAT_COLUMNS | pairs and names.count(name) == 1]
-        if not {*columns}.isdisjoint((*MESSAGES, *PAIR_COLUMNS)):
+        asked, answers = (not {*columns}.isdisjoint(several) for several in ((*QUESTIONS, *INPUTS), ANSWERS))
+        if (asked and answers) or not {*columns}.isdisjoint(MESSAGES):
             return columns
         raise DataError(
             f'{path} holds no conversations: expected a column "messages" or "conversations", or '

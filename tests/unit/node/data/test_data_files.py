@@ -726,6 +726,16 @@ def test_pictures_are_looked_at_and_not_read(tmp_path: Path) -> None:
         list(read_rows(list_source(str(tmp_path / "b.parquet")).shards[0], section, skips=False))
 
 
+@pytest.mark.parametrize("columns", [("query", "answers"), ("response",), ("system", "tools")])
+def test_a_table_with_half_of_a_conversation_is_named_with_all_its_columns(
+    columns: tuple[str, ...], tmp_path: Path
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({name: ["a"] for name in columns}), tmp_path / "a.parquet")
+    section = config_of(tmp_path / "a.parquet", format="chat").data
+    with pytest.raises(DataError, match=", ".join(map(repr, columns))):
+        list(read_rows(list_source(section.path).shards[0], section, skips=False))
+
+
 def test_text_of_a_binary_column_is_utf_8(tmp_path: Path) -> None:
     table = pyarrow.table({"text": [b"one", "two".encode("utf-16-le")]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
