@@ -301,7 +301,7 @@ def _found(
         "last_snapshot_bytes": size,
         "last_snapshot_mb_a_second": size / (last - last_step) / 1e6,
         "grown_bytes_at_the_last_snapshot": most(nodes, last_step, last),
-        "coordinator_grown_bytes_at_the_last_snapshot": most([coordinator], last_step, last),
+        "coordinator_grown_mb": most([coordinator], last_step, last) / 1e6,
     }
     if "model" in seen:  # trees before it hand in weights and moments together
         found["last_model_seconds"] = seen["model"][-1][0] - last_step

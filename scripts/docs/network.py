@@ -300,6 +300,8 @@ def state_rates(path: Path = STATE_RATES) -> str:
         row("until its whole snapshot is stored, s", "last_snapshot_seconds"),
         row("processor seconds of it", "last_snapshot_processor_seconds"),
     ]
+    if "coordinator_grown_mb" in pairs[0]["now"]:
+        rows.append(row("MB by which the coordinator's memory grew meanwhile", "coordinator_grown_mb"))
     caption = (
         f"{report['state_bytes'] / 1e9:.2f} GB of state, {report['nodes']} nodes and the coordinator on one "
         f"{spaced(report['hardware'])}, loopback; {len(pairs)} pairs of runs, beside programs that took "
