@@ -124,9 +124,9 @@ def _tuple(declaration: Declared, message: Any, where: str) -> tuple[Convert | N
         check = _check(bound, where)
 
         def scalars(values: Iterable[Any]) -> tuple[Any, ...]:
-            found = tuple(values) if convert is None else tuple(map(convert, values))
-            check(found)
-            return found
+            converted = tuple(values) if convert is None else tuple(map(convert, values))
+            check(converted)
+            return converted
 
         return None, scalars
     encode, decode = form_of(entry.kind, message)
@@ -147,9 +147,9 @@ def _mapping(declaration: Declared, entry: Any, where: str) -> tuple[Convert, Co
 
         def decode(entries: Iterable[Any]) -> dict[Any, Any]:
             pairs = map(pair, entries)
-            found = dict(pairs) if name is None else {name(at): held for at, held in pairs}
-            check(found.values())
-            return found if take is None else {at: take(held) for at, held in found.items()}
+            decoded = dict(pairs) if name is None else {name(at): held for at, held in pairs}
+            check(decoded.values())
+            return decoded if take is None else {at: take(held) for at, held in decoded.items()}
 
         return (lambda held: [{at_key: at, at_value: give(item)} for at, item in items(held)]), decode
     key_form = _part(key, entry, keys, where)
@@ -181,9 +181,9 @@ def _part(declaration: Declared, entry: Descriptor, names: list[str], where: str
     give, take, check = way.encode or _same, way.decode or _same, _check(way.bound, where)
 
     def decode(message: Any) -> Any:
-        found = value(message)
-        check((found,))
-        return take(found)
+        field = value(message)
+        check((field,))
+        return take(field)
 
     return Form(lambda held: {name: give(held)}, decode)
 
@@ -387,8 +387,8 @@ class _Messages(Generic[MessageT]):
         form = self._forms.get(name := around.WhichOneof("body") or "")
         if form is None:
             raise ProtocolViolationError(f"{self._sender} sent an empty control message")
-        found: MessageT = form.decode(getattr(around, name))
-        return found
+        decoded: MessageT = form.decode(getattr(around, name))
+        return decoded
 
 
 _OF_NODES: _Messages[NodeMessage] = _Messages(NodeMessage, control_pb2.NodeMessage.DESCRIPTOR, "a node")
@@ -418,14 +418,14 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
 
 
 def refusal_from_proto(message: enrolment_pb2.Refusal) -> Refusal:
-    found: Refusal = _REFUSAL.decode(message)
-    return found
+    decoded: Refusal = _REFUSAL.decode(message)
+    return decoded
 
 
 def held_layer_from_proto(message: control_pb2.HeldLayer) -> HeldLayer:
     """See `node_message_from_proto`."""
-    found: HeldLayer = _HELD.decode(message)
-    return found
+    decoded: HeldLayer = _HELD.decode(message)
+    return decoded
 
 
 # ---- what gateways pass on

@@ -244,8 +244,8 @@ class _ReachAttention(torch.autograd.Function):
 def differentiable(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach) -> Tensor:
     """The result of `attention` without its log-sum-exp, for autograd."""
     args = query_bhsd, key_bksd, value_bksd, reach
-    made: Tensor = _ReachAttention.apply(*args)  # type: ignore[no-untyped-call]
-    return made
+    result: Tensor = _ReachAttention.apply(*args)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _is_general(query: Tensor, key: Tensor, reach: Reach, sinks: Tensor | None) -> bool:
@@ -304,10 +304,12 @@ def _gradients(
             )
         return triton.backward(grad, query, key, value, out, sums, reach, onto)
     if query.device.type != "cpu" or not has_flash(query):
-        found = reference.attention_backward(grad, query, key, value, out, sums, reach)
+        gradients = reference.attention_backward(grad, query, key, value, out, sums, reach)
     else:
-        found = _backward_on_cpu(grad, query, key, value, out, sums, reach)
-    return found if onto is None else (found[0], onto[0].add_(found[1]), onto[1].add_(found[2]))
+        gradients = _backward_on_cpu(grad, query, key, value, out, sums, reach)
+    return (
+        gradients if onto is None else (gradients[0], onto[0].add_(gradients[1]), onto[1].add_(gradients[2]))
+    )
 
 
 def _mask(query: Tensor, key: Tensor, reach: Reach) -> dict[str, Tensor]:

@@ -82,11 +82,11 @@ class LoopCache(FunctionCache):
 
         It then looks in the cache again, because another process may have compiled the loop meanwhile.
         """
-        found = super().load_overload(sig, target_context)
-        if found is None and _TURN is not None:
+        overload = super().load_overload(sig, target_context)
+        if overload is None and _TURN is not None:
             _TURN.take()
-            found = super().load_overload(sig, target_context)
-        return found
+            overload = super().load_overload(sig, target_context)
+        return overload
 
 
 def _turn() -> CompileTurn | None:
@@ -268,9 +268,9 @@ def bits_to_read(x: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
 
 def peak_of(words: NDArray[np.uint32] | NDArray[np.uint16]) -> np.float32:
     """The largest magnitude. Infinities and NaNs are above all numbers."""
-    found: list[int] = []
-    run(lambda first, last: found.append(largest_of(words[first:last])), ranges(words.size, TILE))
-    return np.float32(np.uint32(max(found)).view(np.float32))
+    peaks: list[int] = []
+    run(lambda first, last: peaks.append(largest_of(words[first:last])), ranges(words.size, TILE))
+    return np.float32(np.uint32(max(peaks)).view(np.float32))
 
 
 def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16]) -> torch.Tensor:

@@ -178,7 +178,7 @@ def spaces(
         most = max(dimensions for dimensions, others in kinds if others == bits)
         v = _to_integers(_first(whole, most), limit, limit / 3.2)
         images[bits] = v, loops.product(white, v)
-    found = []
+    spaces = []
     for dimensions, bits in kinds:
         v, image = _first(images[bits][0], dimensions), images[bits][1]
         # Numpy, because torch would wake its threads, which then spin for a while.
@@ -188,13 +188,13 @@ def spaces(
         u = loops.factors(image, energy, _unit(multiplier, fine), multiplier > 0, _limit(bits))
         sent = torch.from_numpy(v.numpy().astype(np.int8))
         model = bits, multiplier, fine, row_base, column_exponent, column_base
-        found.append(Space(v, sent, energy, *model, row_exponent, u))
-    return found
+        spaces.append(Space(v, sent, energy, *model, row_exponent, u))
+    return spaces
 
 
 def fitted(x: torch.Tensor, space: Space) -> Left:
     """The residual of fp32 `[R, C]` after a prediction in a space."""
-    way = Fit(
+    fit = Fit(
         row_base=space.row_base,
         most_exponent=MAX_EXPONENT_STEP,
         white_bits=_MEAN_BITS - space.base,
@@ -208,9 +208,9 @@ def fitted(x: torch.Tensor, space: Space) -> Left:
         exponent=space.exponent,
         columns=_powers(space.column_exponent).numpy(),
     )
-    found = trellis_left_loops.fitted(x, way, space.v, logarithms())
-    scaled = of_sums(found.row, found.column_sums)
-    return Left(space.factors(found.u, found.row_exponent), found.left, *scaled, found.peak)
+    result = trellis_left_loops.fitted(x, fit, space.v, logarithms())
+    scaled = of_sums(result.row, result.column_sums)
+    return Left(space.factors(result.u, result.row_exponent), result.left, *scaled, result.peak)
 
 
 def _first(x: torch.Tensor, columns: int) -> torch.Tensor:

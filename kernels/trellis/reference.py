@@ -138,15 +138,15 @@ class Scales:
         left = int(column.min())
         columns = np.bincount(column - left)
         rows = np.bincount(self.row - np.int32(low))
-        found = []
+        histograms = []
         for phase in range(4):
             # Four scales form a class, which begins at a multiple of four.
             first, before = divmod(low + phase + 2, 4)
             scales = np.zeros((before + rows.size + 3) // 4 * 4, dtype=np.int64)
             scales[before : before + rows.size] = rows
             counts = np.convolve(scales.reshape(-1, 4).sum(1), columns)
-            found.append((counts, first + left))
-        return found
+            histograms.append((counts, first + left))
+        return histograms
 
 
 @cache

@@ -178,7 +178,7 @@ def whole_messages(convert: Callable[..., list[dict[str, Any]]]) -> Callable[...
     @wraps(convert)
     def within(messages: Sequence[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
         whole = []
-        for given, made in zip(messages, convert(messages, modality), strict=True):
+        for given, converted in zip(messages, convert(messages, modality), strict=True):
             content = given.get("content") or ""
             parts = [{"text": content}] if isinstance(content, str) else content
             if any("text" not in part for part in parts):
@@ -186,7 +186,7 @@ def whole_messages(convert: Callable[..., list[dict[str, Any]]]) -> Callable[...
             text = "".join(part["text"] for part in parts)
             thought = next((given[key] for key in REASONING if given.get(key)), None)
             more = {} if thought is None else dict.fromkeys(REASONING[:2], thought)
-            whole.append({**given, **made, **more, "content": text})
+            whole.append({**given, **converted, **more, "content": text})
         return whole
 
     return within

@@ -41,7 +41,7 @@ class Difference:
     group: int
     what: str
     """The value in words, which are the same in every attempt at the step."""
-    said: Mapping[str, bytes]
+    reported: Mapping[str, bytes]
     """The value's digest, by node."""
 
 
@@ -226,7 +226,7 @@ class Auditor:
         digest_of = {rows[row][stage][0]: value for row, value in values.items()}
         what = f"{what} of stage {stage}"
         if len(set(values.values())) > 1:
-            return Difference(step=step, group=group, what=what, said=digest_of)
+            return Difference(step=step, group=group, what=what, reported=digest_of)
         self.agreed[what] = digest_of
         return None
 

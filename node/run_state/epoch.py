@@ -1120,8 +1120,10 @@ class Epoch:
     # ---- inside
 
     def _validate(self) -> Validate:
-        one = self._passes[len(self._losses)]
-        return Validate(epoch=self.number, step=self.step, number=one.number, microbatches=one.microbatches)
+        held_out = self._passes[len(self._losses)]
+        return Validate(
+            epoch=self.number, step=self.step, number=held_out.number, microbatches=held_out.microbatches
+        )
 
     @property
     def _hands_over(self) -> bool:

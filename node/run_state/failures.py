@@ -163,8 +163,10 @@ class Failures:
         """The step is finite without compression. Without the node that reported it, it may be with it."""
         assert self._suspect is not None, "a node has reported it"
         what, self._suspect = self._suspect[1], None
-        found = f"step {epoch.step + 1} is finite with uncompressed links"
-        note = f"{found}; it runs again with its codecs, without node {node_id}"
+        note = (
+            f"step {epoch.step + 1} is finite with uncompressed links; "
+            f"it runs again with its codecs, without node {node_id}"
+        )
         return RunAgain(kind=AbortKind.NOT_FINITE, reason=what, note=note, culprit=node_id)
 
     def finite_uncompressed(self, epoch: Epoch) -> GiveUp:

@@ -29,7 +29,7 @@ class _Layer:
     one saves it."""
     agreed: str = ""
     """The SHA-256 that the file must have; empty until it is agreed on."""
-    said: dict[str, HeldLayer] = field(default_factory=dict)
+    reported: dict[str, HeldLayer] = field(default_factory=dict)
     """The makers' reports about the file before the agreement."""
     entry: UnitEntry | None = None
     files: dict[str, HeldLayer] = field(default_factory=dict)
@@ -78,15 +78,15 @@ class _Layer:
         """Use the description of the file that most makers report, because the first may lie; among equals
         the earliest. The word of other nodes, of which anybody may be some, changes it only if there are no
         makers."""
-        made = [file for node, file in self.files.items() if node in self.makers or not self.makers]
-        if made:
-            size = Counter(file.bytes for file in made).most_common(1)[0][0]
-            digests = [file.weights_sha256 for file in made if file.bytes == size and file.weights_sha256]
+        files = [file for node, file in self.files.items() if node in self.makers or not self.makers]
+        if files:
+            size = Counter(file.bytes for file in files).most_common(1)[0][0]
+            digests = [file.weights_sha256 for file in files if file.bytes == size and file.weights_sha256]
             self.entry = UnitEntry(
-                unit=made[0].unit,
-                file=unit_file(made[0].unit),
+                unit=files[0].unit,
+                file=unit_file(files[0].unit),
                 bytes=size,
-                sha256=made[0].sha256,
+                sha256=files[0].sha256,
                 weights_sha256=next((digest for digest, _ in Counter(digests).most_common(1)), ""),
             )
         assert self.entry is not None, "a maker reports the file first"
@@ -166,7 +166,7 @@ class LayerPlaces:
         return tuple(
             unit
             for unit, layer in self._snapshots[step].layers.items()
-            if (nodes := layer.holders | layer.said.keys()) and nodes.isdisjoint(present)
+            if (nodes := layer.holders | layer.reported.keys()) and nodes.isdisjoint(present)
         )
 
     def is_whole(self, step: int, present: Collection[str], now: float) -> bool:
@@ -222,7 +222,7 @@ class LayerPlaces:
             if node_id not in layer.makers:
                 return False
             if not layer.agreed:
-                layer.said[node_id] = _described(file, layer.said.get(node_id))
+                layer.reported[node_id] = _described(file, layer.reported.get(node_id))
                 return True
             if file.sha256 != layer.agreed:
                 return False
@@ -250,7 +250,7 @@ class LayerPlaces:
                 break
             layer = snapshot.layers[unit]
             layer.agreed = sha256
-            reported, layer.said = layer.said, {}
+            reported, layer.reported = layer.reported, {}
             wrong += [(node, unit) for node, file in reported.items() if not self.held(node, file)]
         return wrong
 

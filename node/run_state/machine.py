@@ -342,7 +342,7 @@ class RunMachine:
         self._stragglers.answered(node_id, message, now - self._unseen)
         try:
             if isinstance(message, StateHashes):
-                return self._state_said(node_id, message, now)
+                return self._state_reported(node_id, message, now)
             epoch, ended = self.epoch, self._epochs.ended
             if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
                 return self._complaint(ended, node_id, message, now)
@@ -522,13 +522,13 @@ class RunMachine:
 
     # ---- inside: which state is the run's
 
-    def _state_said(self, node_id: str, message: StateHashes, now: float) -> list[Action]:
+    def _state_reported(self, node_id: str, message: StateHashes, now: float) -> list[Action]:
         if self.stopped:
             return []
         if (why := self._states.refusal(node_id, message)) is not None:
             return self.refused(node_id, why, now)
-        self._snapshots.hashes_said(message.step, node_id, now - self._unseen)
-        return self._agreed(self._states.said(node_id, message), now)
+        self._snapshots.hashes_reported(message.step, node_id, now - self._unseen)
+        return self._agreed(self._states.take(node_id, message), now)
 
     def _agreed(self, findings: Sequence[Finding], now: float) -> list[Action]:
         actions: list[Action] = []
@@ -1021,7 +1021,7 @@ class RunMachine:
                 notes = [Announce(text=note)] if note else []
                 return [*notes, *self._voted(epoch, epoch.commit_unaudited(), now)]
             case again:
-                verdict = again or self._failures.failed(epoch, min(differs.said), differs.what)
+                verdict = again or self._failures.failed(epoch, min(differs.reported), differs.what)
                 return self._after_failure(epoch, verdict, now)
 
     def _after_failure(self, epoch: Epoch, verdict: Verdict, now: float) -> list[Action]:
@@ -1143,7 +1143,7 @@ class RunMachine:
             return late
         node, failure = late.deadlock
         two, able = {node, other_end(self.epoch, node, failure) or node}, self._candidates()
-        if any(self._assigner.can_hand_over(one, able) for one in two):
+        if any(self._assigner.can_hand_over(member, able) for member in two):
             return replace(late, nodes={})
         return replace(late, deadlock=None)
 

@@ -242,7 +242,9 @@ class Newcomers:
             return {}
         known = {} if self._entry is None else self._entry.seats
         last = self._blame.unsteady(self._roster.candidates())
-        last += [one for one in candidates if one not in last and self._failed[one.node_id]]
+        last += [
+            candidate for candidate in candidates if candidate not in last and self._failed[candidate.node_id]
+        ]
         last.sort(key=lambda candidate: self._failed[candidate.node_id])
         usual = [candidate for candidate in candidates if candidate not in last]
         lacking = Counter(seat.row for seat in vacant)

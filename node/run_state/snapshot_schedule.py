@@ -198,7 +198,7 @@ class SnapshotSchedule:
                 units.discard(unit)
                 self._look_done(asked, node, now)
 
-    def hashes_said(self, step: int, node_id: str, now: float) -> None:
+    def hashes_reported(self, step: int, node_id: str, now: float) -> None:
         """A node has reported its hashes after `step` steps."""
         for asked in self._asked:
             if asked.step == step and node_id in asked.missing:

@@ -102,7 +102,7 @@ class _Asked:
     """The node of each stage that hands in its layers."""
     trained: frozenset[int]
     """Layer units that have had gradients."""
-    said: dict[str, Mapping[int, UnitHash]] = field(default_factory=dict)
+    reported: dict[str, Mapping[int, UnitHash]] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     settled: Mapping[int, UnitHash] | None = None
     over: bool = False
@@ -183,14 +183,14 @@ class StateAgreement:
             return f"its hashes of the state of step {message.step} are not of the layers that it holds"
         return None
 
-    def said(self, node_id: str, message: StateHashes) -> list[Finding]:
+    def take(self, node_id: str, message: StateHashes) -> list[Finding]:
         """A node says what it holds."""
         asked = self._asked.get(message.step)
         if asked is None or asked.epoch != message.epoch or node_id not in asked.kinds or asked.over:
             return []
-        if node_id in asked.said:
+        if node_id in asked.reported:
             return []  # told again, since a connection broke
-        asked.said[node_id] = message.units
+        asked.reported[node_id] = message.units
         return self._look(asked)
 
     def lost(self, node_id: str) -> list[Finding]:
@@ -228,9 +228,9 @@ class StateAgreement:
         complete, short = True, False
         for stage, units in enumerate(self._units(asked.stages)):
             judges = asked.judges(stage)
-            waits = [node for node in judges if node not in asked.said and node not in asked.gone]
+            waits = [node for node in judges if node not in asked.reported and node not in asked.gone]
             for unit in sorted(units):
-                words = {node: asked.said[node][unit] for node in judges if node in asked.said}
+                words = {node: asked.reported[node][unit] for node in judges if node in asked.reported}
                 top, count = _most(words)
                 if len(judges) > 1 and count > len(judges) // 2 and not asked.outvoted(judges, words, top):
                     agreed[unit] = top
@@ -242,7 +242,7 @@ class StateAgreement:
                     short = True
                 elif (
                     why := self._implausible(asked, stage, unit, top) or self._doubted(asked, unit, words)
-                ) and not self._said_before(asked, unit, words, top):
+                ) and not self._reported_before(asked, unit, words, top):
                     return self._disputed(asked, stage, words, why)
                 else:
                     agreed[unit], alone[unit] = top, judges[0]
@@ -265,7 +265,7 @@ class StateAgreement:
             step=asked.step,
             units=agreed,
             alone=alone,
-            proven=frozenset(asked.said.keys() - bad),
+            proven=frozenset(asked.reported.keys() - bad),
             cleared=frozenset(cleared - bad),
         )
         return [settled, *wrong]
@@ -278,9 +278,9 @@ class StateAgreement:
             kind, judges = asked.kinds[asked.makers[stage]], asked.judges(stage)
             for unit in sorted(units):
                 words = {
-                    node: asked.said[node][unit]
+                    node: asked.reported[node][unit]
                     for node in asked.column(stage)
-                    if node in asked.said and asked.kinds[node] == kind
+                    if node in asked.reported and asked.kinds[node] == kind
                 }
                 earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
                 right = agreed[unit].hashes
@@ -315,13 +315,13 @@ class StateAgreement:
             earlier = known.setdefault(unit, {})
             known_words = {
                 **earlier,
-                **{node: asked.said[node][unit] for node in words if node in asked.witnesses},
+                **{node: asked.reported[node][unit] for node in words if node in asked.witnesses},
             }
             top, count = _most(known_words)
             # Who says another thing than before computed another state, and is no witness of this one.
             steady = {n for n in known_words if n not in earlier or earlier[n] == known_words[n]}
             if len(steady) > 2 and count > len(known_words) // 2:
-                for node in [n for n in words if asked.said[n][unit].hashes != top.hashes]:
+                for node in [n for n in words if asked.reported[n][unit].hashes != top.hashes]:
                     wrong.setdefault(node, self._against(asked, node, unit, count))
             earlier.update(known_words)
         if len(words) > 1 or self._doubtful.intersection(words):
@@ -330,7 +330,7 @@ class StateAgreement:
         what = why or f"the state of stage {stage} after step {asked.step} is not the same in all rows"
         return [*wrong.values()] or [Dispute(step=asked.step, nodes=nodes, what=what)]
 
-    def _said_before(self, asked: _Asked, unit: int, words: Collection[str], word: UnitHash) -> bool:
+    def _reported_before(self, asked: _Asked, unit: int, words: Collection[str], word: UnitHash) -> bool:
         """Whether another node said the same in an earlier attempt."""
         earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
         return any(other.hashes == word.hashes for node, other in earlier.items() if node not in words)
@@ -349,9 +349,9 @@ class StateAgreement:
     def _implausible(self, asked: _Asked, stage: int, unit: int, word: UnitHash) -> str | None:
         """What is odd about a layer that one node alone holds; None if nothing."""
         what = f"layer unit {unit} after step {asked.step} at node {asked.makers[stage]}"
-        others = [node for node in asked.column(stage) if node in asked.said and node in asked.witnesses]
+        others = [node for node in asked.column(stage) if node in asked.reported and node in asked.witnesses]
         for node in others:
-            other = asked.said[node][unit]
+            other = asked.reported[node][unit]
             if not _near(word.weights, other.weights):
                 return f"the weights of {what} are not those of node {node}"
             if not (_near(word.moments, other.moments) and _near(word.squares, other.squares)):

@@ -75,7 +75,7 @@ class Disagreement:
     """Rows give different gradient norms for one stage. Rows that compute correctly give the same bits."""
 
     what: str
-    said: Mapping[str, Mapping[int, float]]
+    reported: Mapping[str, Mapping[int, float]]
     """The norms from each node of this stage."""
 
 

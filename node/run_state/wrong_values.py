@@ -299,10 +299,10 @@ class WrongValues:
             return RunAgain(kind=AbortKind.DIFFERS, reason=case.what, note=note)
         odd = [node for node in doubt.odd_results(epoch.newcomers) if node in epoch.hosts]
         if not odd:
-            if (third := self._call_third(epoch, case.said, case.what)) is not None:
+            if (third := self._call_third(epoch, case.reported, case.what)) is not None:
                 return third
             # A node whose values change each time need not be wrong: a liar can change others' sums.
-            differ = self._named(epoch, case.said)
+            differ = self._named(epoch, case.reported)
             return GiveUp(
                 kind=AbortKind.DIFFERS,
                 reason=case.what,
@@ -322,7 +322,7 @@ class WrongValues:
             return self._newcomers_differ(epoch, odd, new, now)
         doubt = self._of(epoch)
         is_first = odd.what not in doubt.computed
-        doubt.note_computed({**self._auditor.agreed, odd.what: odd.said})
+        doubt.note_computed({**self._auditor.agreed, odd.what: odd.reported})
         self._auditor.doubted = odd.step, odd.group
         what = f"{odd.what} is not the same in all rows that computed group {odd.group}"
         note = f"step {epoch.step + 1} is not committed: {what}; it runs again"
@@ -332,9 +332,9 @@ class WrongValues:
             note += f" without node {wrong[0]}: {doubt.wrong[wrong[0]]}"
         elif epoch.has_more_auditors:
             note += ", and a third row computes the group"
-        elif (third := self._call_third(epoch, odd.said, what, only_spares=is_first)) is not None:
+        elif (third := self._call_third(epoch, odd.reported, what, only_spares=is_first)) is not None:
             return third
-        elif not is_first or frozenset(odd.said) in self._told:
+        elif not is_first or frozenset(odd.reported) in self._told:
             return self._undecided(epoch, odd)
         return RunAgain(kind=AbortKind.DIFFERS, reason=what, note=note)
 
@@ -386,11 +386,11 @@ class WrongValues:
 
     def _undecided(self, epoch: Epoch, odd: Difference) -> Undecided:
         note = (
-            f"step {epoch.step + 1}: {odd.what} is not the same from {self._named(epoch, odd.said)}; one "
+            f"step {epoch.step + 1}: {odd.what} is not the same from {self._named(epoch, odd.reported)}; one "
             "of them is wrong, and no third node can say which: let another node of their kind join"
         )
-        is_news = frozenset(odd.said) not in self._told
-        self._told.add(frozenset(odd.said))
+        is_news = frozenset(odd.reported) not in self._told
+        self._told.add(frozenset(odd.reported))
         return Undecided(note=note if is_news else "")
 
     def _named(self, epoch: Epoch, nodes: Collection[str]) -> str:

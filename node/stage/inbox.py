@@ -327,8 +327,8 @@ class LinksIO:
     def take_of_gone(self, row: int, key: TensorKey) -> Tensor | None:
         """The packed tensor of a row that is gone, from it or from another that passed it on; None if it is
         not here."""
-        found = self._inbox.take_now(key, (row, *self._rows))
-        return None if found is None else torch.frombuffer(found, dtype=torch.uint8)
+        packed = self._inbox.take_now(key, (row, *self._rows))
+        return None if packed is None else torch.frombuffer(packed, dtype=torch.uint8)
 
     @property
     def has_change(self) -> bool:

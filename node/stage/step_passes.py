@@ -117,7 +117,7 @@ class StepPasses:
         """Groups that have not begun."""
         self._known = set(self._waiting)
         """Groups that have begun or are waiting."""
-        self._said_losses: dict[int, float] = {}
+        self._final_losses: dict[int, float] = {}
         """The shares of groups that are done, for `hand_over`."""
         self._computes = False
         """Whether passes are running, so that some groups may be incomplete."""
@@ -371,7 +371,7 @@ class StepPasses:
         assert self.sync is not None, "only a run with gradient groups has several"
         if self.work.others and group in self.losses:
             # The device is idle, and the group's sums may arrive elsewhere at any time from now on.
-            self._said_losses[group] = self.loss_of(group)
+            self._final_losses[group] = self.loss_of(group)
         self.sync.group_done(group, gradients)
 
     def loss_of(self, group: int) -> float:
@@ -380,7 +380,7 @@ class StepPasses:
 
     def handed_over(self, generation: int, groups: Sequence[int]) -> None:
         """All that this node has computed of these groups has arrived at other rows. Called on any thread."""
-        losses = {group: self._said_losses[group] for group in groups if group in self._said_losses}
+        losses = {group: self._final_losses[group] for group in groups if group in self._said_losses}
         if self.hand_over is not None and all(map(math.isfinite, losses.values())):
             self.hand_over(
                 HandedOver(

@@ -204,15 +204,15 @@ def row_sums(x: torch.Tensor) -> torch.Tensor:
 def column_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Column sums of the magnitudes in parts times the rows' weights, fp32 `[R]`, rounded; fp64 `[C]`."""
     values, weights = x.contiguous().numpy(), weight.numpy()
-    found = []
+    parts = []
 
     def add(first: int, last: int) -> None:
         sums = np.zeros(values.shape[1])
         _column_sums(values, weights, first, last, sums)
-        found.append(sums)
+        parts.append(sums)
 
     run(add, ranges(*x.shape))
-    return torch.from_numpy(np.sum(found, axis=0))
+    return torch.from_numpy(np.sum(parts, axis=0))
 
 
 def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -205,12 +205,12 @@ def _fit(x, fit, v, near, logarithms, first, last, found, sums):
 def scales(x: torch.Tensor, logarithms: Logarithms) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of the rows of fp32 `[R, C]`, int32 `[R]`, and the sums of its columns, fp64 `[C]`."""
     values = x.contiguous().numpy()
-    row, found = np.empty(len(values), dtype=np.int32), _Sums(values.shape[1])
+    row, column_sums = np.empty(len(values), dtype=np.int32), _Sums(values.shape[1])
     run(
-        lambda first, last: _tell_all(values, logarithms, first, last, row, found.next()),
+        lambda first, last: _tell_all(values, logarithms, first, last, row, column_sums.next()),
         ranges(*x.shape),
     )
-    return torch.from_numpy(row), found.total()
+    return torch.from_numpy(row), column_sums.total()
 
 
 def left_scales(
@@ -218,12 +218,12 @@ def left_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `scales`, of the residual of x after a prediction."""
     values, factors = x.contiguous().numpy(), operands(prediction)
-    row, found = np.empty(len(values), dtype=np.int32), _Sums(values.shape[1])
+    row, column_sums = np.empty(len(values), dtype=np.int32), _Sums(values.shape[1])
     run(
-        lambda first, last: _tell_left(values, *factors, logarithms, first, last, row, found.next()),
+        lambda first, last: _tell_left(values, *factors, logarithms, first, last, row, column_sums.next()),
         ranges(len(values), values.shape[1], PRODUCTS),
     )
-    return torch.from_numpy(row), found.total()
+    return torch.from_numpy(row), column_sums.total()
 
 
 def fitted(x: torch.Tensor, fit: Fit, v: torch.Tensor, logarithms: Logarithms) -> Fitted:
@@ -235,8 +235,8 @@ def fitted(x: torch.Tensor, fit: Fit, v: torch.Tensor, logarithms: Logarithms) -
     sums, peaks = _Sums(columns), []
 
     def work(first: int, last: int) -> None:
-        found = u, row_exponent, left, row
-        peaks.append(_fit(values, fit, directions, near, logarithms, first, last, found, sums.next()))
+        outputs = u, row_exponent, left, row
+        peaks.append(_fit(values, fit, directions, near, logarithms, first, last, outputs, sums.next()))
 
     run(work, ranges(rows, columns, 2 * PRODUCTS))
     peak = np.int32(max(peaks)).view(np.float32)

@@ -237,7 +237,7 @@ def compared(flaw: Flaw, *, alter: Callable[[str, Vote], Vote] = lambda _, vote:
 def test_the_first_difference_is_at_the_stage_that_is_wrong(node: str, what: str, where: str) -> None:
     found = compared(always(node, what))
     assert isinstance(found, Difference) and found.what == where
-    assert set(found.said) == ({"a", "c"} if node in "ac" else {"b", "d"})
+    assert set(found.reported) == ({"a", "c"} if node in "ac" else {"b", "d"})
 
 
 def test_without_a_flaw_there_is_no_difference() -> None:

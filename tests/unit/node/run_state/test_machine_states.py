@@ -91,11 +91,11 @@ def test_weights_may_move_as_far_as_the_optimizer_moves_them(rate: float) -> Non
     for step, norm in ((4, 1.0), (8, 8.5), (12, 1.5)):
         states.expect(_grid(("a",), step=step))
         units = {unit: UnitHash(f"{step:064}", norm**2, 1.0, 1.0) for unit in range(6)}
-        (found,) = states.said("a", StateHashes(epoch=1, step=step, units=units))
+        (found,) = states.take("a", StateHashes(epoch=1, step=step, units=units))
         assert isinstance(found, Dispute) is (not rate and step == 8)
     states.expect(_grid(("a",), step=16))
     units = {unit: UnitHash("a" * 64, 100.0, 1.0, 1.0) for unit in range(6)}
-    (found,) = states.said("a", StateHashes(epoch=1, step=16, units=units))
+    (found,) = states.take("a", StateHashes(epoch=1, step=16, units=units))
     assert isinstance(found, Dispute)
 
 
@@ -207,7 +207,7 @@ def test_the_hash_of_weights_that_go_ahead_is_agreed_on_with_the_whole_layers() 
     states.expect(_grid(("a", "b", "c")))
     for node, weights in (("a", "2"), ("b", "3"), ("c", "3")):
         units = {unit: UnitHash("1" * 64, 1.0, 1.0, 1.0, weights * 64) for unit in range(6)}
-        found.extend(states.said(node, StateHashes(epoch=1, step=4, units=units)))
+        found.extend(states.take(node, StateHashes(epoch=1, step=4, units=units)))
     settled, wrong = found
     assert isinstance(settled, Settled) and isinstance(wrong, WrongState)
     assert {word.weights_sha256 for word in settled.units.values()} == {"3" * 64}
@@ -224,7 +224,7 @@ def test_who_stays_when_one_of_two_that_differ_goes_is_not_believed_alone(said: 
         states.expect(_grid(hosts))
         for node, content in zip(hosts, words, strict=True):
             units = {unit: UnitHash(content * 64, 1.0, 1.0, 1.0) for unit in range(6)}
-            found.extend(states.said(node, StateHashes(epoch=1, step=4, units=units)))
+            found.extend(states.take(node, StateHashes(epoch=1, step=4, units=units)))
         return found[-1]
 
     assert says("1", "2") == Dispute(
@@ -243,7 +243,7 @@ def test_a_layer_of_weights_alone_is_compared_by_its_weights(weights_from: int) 
     states = StateAgreement(unit_numbers, weights_from)
     states.expect(_grid(("a",)))
     units = {unit: UnitHash("1" * 64, 1.0, 0.0, 0.0) for unit in range(6)}
-    (found,) = states.said("a", StateHashes(epoch=1, step=4, units=units))
+    (found,) = states.take("a", StateHashes(epoch=1, step=4, units=units))
     assert isinstance(found, Settled if weights_from == 4 else Dispute)
 
 
@@ -277,7 +277,7 @@ def test_newcomers_never_outvote_who_held_the_state_before() -> None:
     found: list[Finding] = []
     for node, content in (("a", "1"), ("b", "2"), ("c", "2")):
         units = {unit: UnitHash(content * 64, 1.0, 1.0, 1.0) for unit in range(6)}
-        found = states.said(node, StateHashes(epoch=epoch.number, step=4, units=units))
+        found = states.take(node, StateHashes(epoch=epoch.number, step=4, units=units))
     assert [type(one) for one in found] == [Dispute], "neither side is chosen"
 
 
