@@ -31,28 +31,12 @@ def no_change(run: Run) -> None:
     pass
 
 
-def remove_run_file(run: Run) -> None:
-    run.run_file.unlink()
-
-
 def remove_text(run: Run) -> None:
     run.text_file.unlink()
 
 
-def empty_text(run: Run) -> None:
-    run.text_file.write_bytes(b" \n\n")
-
-
 def short_text(run: Run) -> None:
     run.text_file.write_bytes(b"to be or not to be")
-
-
-def binary_text(run: Run) -> None:
-    run.text_file.write_bytes(b"\xff\xfa" * 4000)
-
-
-def misspell(run: Run) -> None:
-    run.run_file.write_text(run.run_file.read_text().replace("microbatch =", "microbach ="))
 
 
 def damage_model(run: Run) -> None:
@@ -68,13 +52,8 @@ def damage_model(run: Run) -> None:
     ("spoil", "overrides", "words"),
     [
         (damage_model, [], "2000 bytes"),
-        (remove_run_file, [], "run.toml"),
         (remove_text, [], "no file or folder {text}"),
-        (empty_text, [], "no text in {text}"),
         (short_text, [], "18 tokens"),
-        (binary_text, [], "{text} is not UTF-8 text"),
-        (misspell, [], "did you mean 'microbatch'"),
-        (no_change, ["pipeline.stagse=2"], "did you mean 'stages'"),
         (
             no_change,
             ["pipeline.forward_codec=aqsgd-3", "pipeline.cache_gb=1e-4", "data.shift=false"],

@@ -163,14 +163,6 @@ def test_a_run_file_is_explained_with_its_held_out_text_and_its_checkpoint(capsy
         assert words in capsys.readouterr().err
 
 
-def test_bad_text_ends_in_one_line_and_leaves_no_run_behind() -> None:
-    Path("run.toml").write_text('[data]\npath = "absent"\n[coordinator]\nlisten = "127.0.0.1:0"\n')
-    done = program("coordinator", "run.toml", "--run-dir", "new")
-    assert done.returncode == 2
-    assert done.stderr.startswith("thinwire: error: ") and done.stderr.count("\n") == 1
-    assert not Path("new").exists()
-
-
 def test_help_loads_nothing_heavy() -> None:
     watch = "import sys, node.cli.main as m; m.build_parser(); print([x for x in sys.modules if x in H])"
     heavy = {"torch", "grpc", "numpy", "rich", "cryptography", "asyncio"}
