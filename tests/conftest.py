@@ -5,6 +5,7 @@ What tests themselves share is in `tests.support.session`.
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import cache
@@ -26,6 +27,8 @@ LONGEST = (
     *("test_run_resume.py", "test_fault_coordinator.py", "test_run_places.py", "test_cli_demo_run.py"),
 )
 """The longest files, longest first: begun late, one of them would run alone at the end."""
+IMPORTS_TRANSFORMERS = re.compile(r"(import|from) transformers|tests\.support\.(families|huggingface)")
+"""Found in a test file that imports transformers, by itself or by what tests share."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,9 +72,8 @@ def _scope(file: str) -> str:
     """What runs together with a file's tests."""
     if file.endswith("_interpreter.py"):
         return "interpreter"
-    # An import of one's own, or through `tests.support.huggingface`.
     text = "" if "/integration/" in file else (ROOT / file).read_text(encoding="utf-8")
-    return "transformers" if "import transformers" in text or "support.huggingface" in text else file
+    return "transformers" if IMPORTS_TRANSFORMERS.search(text) else file
 
 
 def _turn(scope: str, *, computes: bool) -> tuple[bool, int]:

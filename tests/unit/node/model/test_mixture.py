@@ -31,9 +31,9 @@ from node.model.storage import Storage, stored_bytes
 from node.model.units import block_name, unit_names, unit_parameters
 from node.run_file.validate import problems
 from node.state.start import read_units
+from tests.support.families import make, section
 from tests.support.memory_pipeline import MemoryPipeline, corpus
 from tests.support.reference_trainer import ReferenceTrainer
-from tests.unit.node.state.test_families import make, section
 from wire.errors import RunError
 
 CPU = torch.device("cpu")

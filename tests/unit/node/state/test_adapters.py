@@ -35,9 +35,9 @@ from node.state.snapshot import SnapshotFolder
 from node.state.start import read_units
 from node.state.unit_state import weights_file
 from node.training.optimizer import StageOptimizer
+from tests.support.families import SIZES, make, section
 from tests.support.memory_pipeline import MemoryPipeline, corpus
 from tests.support.reference_trainer import ReferenceTrainer
-from tests.unit.node.state.test_families import SIZES, make, section
 from wire.errors import DataError, RunError, UserError
 
 CPU = torch.device("cpu")

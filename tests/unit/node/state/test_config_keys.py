@@ -12,7 +12,7 @@ from node.config.schema import DataSection, ModelSection, RunConfig
 from node.model.llama_block import rotary_frequencies, rotary_scale
 from node.run_file.validate import problems
 from node.state.families import read_config
-from tests.unit.node.state.test_families import CONFIGS, SIZES
+from tests.support.families import CONFIGS, SIZES
 from wire.errors import ConfigError
 
 ABSENT = object()

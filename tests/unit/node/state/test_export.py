@@ -46,10 +46,10 @@ from node.telemetry.events import HeldOutLoss
 from node.training.optimizer import StageOptimizer
 from tests.support.cases import each
 from tests.support.chat_data import TEMPLATE, write_tokenizer
+from tests.support.families import CONFIGS, make, section
 from tests.support.memory_pipeline import MemoryPipeline
 from tests.support.recorded_run import append, write_run
 from tests.support.run_events import done
-from tests.unit.node.state.test_families import CONFIGS, make, section
 from wire.errors import RunError, UserError
 from wire.identity.files import write_private
 

@@ -25,8 +25,8 @@ from node.state.hub import Repository, hub_files
 from node.state.start import check_weights, open_source, read_units
 from node.state.weights import Checkpoint
 from tests.support.cases import each
+from tests.support.families import CONFIGS, SIZES, make
 from tests.support.paths import python_path
-from tests.unit.node.state.test_families import CONFIGS, SIZES, make
 from wire.errors import ConfigError, DataError
 
 COMMIT = 40 * "a"
