@@ -380,7 +380,7 @@ class StepPasses:
 
     def handed_over(self, generation: int, groups: Sequence[int]) -> None:
         """All that this node has computed of these groups has arrived at other rows. Called on any thread."""
-        losses = {group: self._final_losses[group] for group in groups if group in self._said_losses}
+        losses = {group: self._final_losses[group] for group in groups if group in self._final_losses}
         if self.hand_over is not None and all(map(math.isfinite, losses.values())):
             self.hand_over(
                 HandedOver(
