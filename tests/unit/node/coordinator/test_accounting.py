@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting, Answers
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import OTHER_CODEC, Ledger, bits_per_element, idle_by_stage, mbit_by_stage, summed
-from wire.figures import FlowFigures, LinkFigures, Place, flow_sum
+from tests.support.totals import EPOCH, totals
+from wire.figures import FlowFigures, Place, flow_sum
 from wire.messages import Begin, Commit, Finish, Heartbeat
 from wire.messages_proto import node_message_from_proto, node_message_to_proto
 from wire.spec import Direction
 from wire.telemetry import Telemetry
 
 SEATS = ("a", "b")
-EPOCH = 3
 
 
 def sent(report: Telemetry) -> Telemetry:
@@ -24,41 +24,6 @@ def sent(report: Telemetry) -> Telemetry:
     message = node_message_from_proto(node_message_to_proto(Heartbeat(telemetry=report, sent_at=1.0)))
     assert isinstance(message, Heartbeat)
     return message.telemetry
-
-
-def totals(
-    steps: float, *, stage: int = 0, epoch: int = EPOCH, codec: str = "tah", rejects: int = 0
-) -> Telemetry:
-    """The telemetry of one of two stages after `steps` steps: 2 s each, a quarter of it waiting."""
-    direction = Direction.ACTIVATION if stage == 0 else Direction.GRADIENT
-    return Telemetry(
-        epoch=epoch,
-        seconds={"forward": 1.0 * steps, "backward": 0.5 * steps, "wait-upstream": 0.5 * steps},
-        wall_seconds=2.0 * steps,
-        links=(
-            LinkFigures(
-                target=1 - stage,
-                bytes=round(1000 * steps),
-                bytes_received=round(1000 * steps),
-                retransmits=round(2 * steps),
-                rejects=rejects,
-                round_trip_seconds=0.01,
-                capacity=5000.0,
-                busy_seconds=0.5 * steps,
-                queued_bytes=7,
-                flows=(
-                    FlowFigures(
-                        direction=direction,
-                        codec=codec,
-                        bytes=round(900 * steps),
-                        elements=round(1600 * steps),
-                    ),
-                ),
-            ),
-        ),
-        memory_bytes=5000,
-        peak_memory_bytes=6000,
-    )
 
 
 def link_bytes(ledger: Ledger) -> int:

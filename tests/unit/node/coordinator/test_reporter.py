@@ -23,7 +23,7 @@ from node.schedule.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, mean_step
 from node.telemetry.format import bytes_text
-from tests.unit.node.coordinator.test_accounting import EPOCH, totals
+from tests.support.totals import EPOCH, totals
 from wire.figures import FlowFigures
 from wire.spec import Direction
 

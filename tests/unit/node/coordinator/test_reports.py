@@ -1,7 +1,7 @@
 """Totals of one node that are compared."""
 
 from node.coordinator.reports import NO_REPORT, is_continued, longest_kind
-from tests.unit.node.coordinator.test_accounting import EPOCH, totals
+from tests.support.totals import EPOCH, totals
 
 
 def test_what_grew_most_between_two_reports() -> None:

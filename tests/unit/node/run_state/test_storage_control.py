@@ -24,7 +24,7 @@ from node.tuning.storage_choice import (
     narrowest,
 )
 from tests.support.machine_driver import Driver, of_kind, restore_of
-from tests.unit.node.tuning.test_memory import run
+from tests.support.stored_runs import run
 from wire.errors import UserError
 
 WIDE, NARROW = "none/none/none/none", "none/8/none/none"

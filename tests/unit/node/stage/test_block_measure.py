@@ -13,7 +13,7 @@ from node.model.host_memory import Copy, HostMemory
 from node.model.storage import KINDS, PACKED, Storage, configured
 from node.stage.block_measure import block_seconds, copy_rate, measured_times
 from node.tuning.block_times import BlockTimes, PackTime, stored_forms
-from tests.unit.node.tuning.test_memory import CPU, run
+from tests.support.stored_runs import CPU, run
 
 RATE = 2e9
 """Bytes a second each way."""

@@ -14,7 +14,7 @@ from node.stage.stage_model import StageModel
 from node.tuning.device_memory import WORKSPACES, Devices
 from node.tuning.memory import FIXED_BYTES, stage_memory
 from node.tuning.memory_plan import MemoryPlan, Room, least_stage_bytes
-from tests.unit.node.tuning.test_memory import CPU, run
+from tests.support.stored_runs import CPU, run
 
 GPU = Devices(on_cpu=False, host_bytes=1 << 40)
 CONFIG = replace(

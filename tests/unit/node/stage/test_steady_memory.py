@@ -11,7 +11,7 @@ from node.tuning.memory_plan import Choice
 from node.tuning.state_moves import STAYS, Moved
 from tests.support.memory_meter import by_step
 from tests.support.passes import Forced
-from tests.unit.node.tuning.test_memory import CPU, FORMS, run
+from tests.support.stored_runs import CPU, FORMS, run
 
 MOVED = Choice(moved=(offload.ALL,))
 CHOICES = {

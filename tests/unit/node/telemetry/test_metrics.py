@@ -31,7 +31,7 @@ from node.view.link_views import NOT_LISTENING
 from node.view.run_view import RunView
 from node.view.view_builder import RunViewBuilder
 from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
-from tests.unit.node.coordinator.test_accounting import EPOCH, totals
+from tests.support.totals import EPOCH, totals
 from wire.errors import UserError
 from wire.figures import FlowFigures
 from wire.spec import Direction

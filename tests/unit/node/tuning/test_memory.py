@@ -14,7 +14,6 @@ from node.config.schema import (
     PipelineSection,
     RunConfig,
     StorageSection,
-    TrainingSection,
 )
 from node.model import storage
 from node.model.chunk import build_chunk
@@ -32,43 +31,14 @@ from node.tuning.device_memory import PAGE, RUNS_AT_WORK, SNAPSHOTS_SENT, Device
 from node.tuning.memory import most_held, stage_bytes, stage_memory, stage_storages
 from tests.support.device_groups import leading, settle_collectives
 from tests.support.memory_meter import Meter, measured
+from tests.support.stored_runs import CPU, FORMS, HALF, LEAST, MOST, SIZES, TRAINING, run
 
-CPU = torch.device("cpu")
 RESULTS = Path(__file__).resolve().parents[4] / "scripts" / "results"
-LEAST, MOST = 1.0, 1.3
-"""Limit of the estimate over the measurement, which it never undercuts. It decides which nodes may join."""
-
 MEASURED = {
     "LLaMA2-13B": ModelSection(layers=1, hidden=5120, heads=40, kv_heads=40, ffn=13824),
     "LLaMA3-8B": ModelSection(layers=1, hidden=4096, heads=32, kv_heads=8, ffn=14336),
 }
 """Shapes whose blocks were measured on an H200 at every length (scripts/results/stored_activations.json)."""
-SIZES = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 352, "vocab": 512, "sequence": 128}
-TRAINING = TrainingSection(microbatch=2, global_batch=8)
-FP8 = replace(TRAINING, gradients="fp8", moments="fp8")
-HALF = replace(FP8, precision="bfloat16", weights="bfloat16")
-FORMS = {
-    "plain": (TRAINING, StorageSection()),
-    "autocast": (replace(TRAINING, precision="bfloat16"), StorageSection()),
-    "agoq": (TRAINING, StorageSection(preset="agoq")),
-    "outliers apart": (TRAINING, StorageSection(preset="agoq", norm_input="4+outliers")),
-    "compact, fp8": (FP8, StorageSection(preset="compact")),
-    "compact, fp8 gradients": (replace(FP8, moments="float32"), StorageSection(preset="compact")),
-    "agoq, fp8, bf16": (HALF, StorageSection(preset="agoq")),
-    "float32 gradients, bf16": (replace(HALF, gradients="float32"), StorageSection()),
-    "bf16 moments": (replace(TRAINING, moments="bfloat16"), StorageSection()),
-}
-
-
-def run(form: str, family: str = "llama", **pipeline: Any) -> RunConfig:
-    training, storage = FORMS[form]
-    sizes = SIZES if family == "llama" else {**SIZES, "kv_heads": 4}
-    return RunConfig(
-        model=ModelSection(family=family, **sizes),
-        training=training,
-        storage=storage,
-        pipeline=PipelineSection(stages=2, **pipeline),
-    )
 
 
 def estimated(config: RunConfig, stage: int, devices: Devices) -> int:

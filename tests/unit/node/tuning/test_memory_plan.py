@@ -31,7 +31,7 @@ from node.tuning.memory_program import Column, spread
 from node.tuning.state_moves import Moved
 from tests.support.memory_meter import measured
 from tests.support.passes import Forced
-from tests.unit.node.tuning.test_memory import CPU, FORMS, LEAST, MOST, run
+from tests.support.stored_runs import CPU, FORMS, LEAST, MOST, run
 
 CPUS, GPU = Devices(), Devices(on_cpu=False)
 PACKED = StorageSection(attention="8")

@@ -30,7 +30,7 @@ from node.tuning.storage_choice import (
     stage_configs,
     storage_seconds,
 )
-from tests.unit.node.tuning.test_memory import run
+from tests.support.stored_runs import run
 from wire.errors import ConfigError
 
 GPU, CPU = Devices(on_cpu=False), Devices()
