@@ -1001,7 +1001,7 @@ class Stragglers:
         return at > self._began and (kind != TimeKind.SYNC if awaited is None else awaited in epoch.answered)
 
     def _waits_for(self, epoch: Epoch, node: str) -> str | None:
-        """The neighbour for which this node reports that it waits in this step."""
+        """The neighbour for which this node reports that it waits in this step; None for an empty seat."""
         at, kind, awaited = self._does.get(node, _NO_REPORT)
         if at <= self._began:
             return None
@@ -1010,7 +1010,7 @@ class Stragglers:
         if kind not in _WAITS:
             return None
         stage = epoch.stage_of(node) + _WAITS[TimeKind(kind)]
-        return epoch.row(epoch.replica_of(node))[stage % epoch.stages]
+        return epoch.row(epoch.replica_of(node))[stage % epoch.stages] or None
 
     def _patience(self, epoch: Epoch, usual: float) -> float:
         """The seconds that the last node may take after all others: more than others took, or steps take."""

@@ -321,6 +321,15 @@ def test_without_another_node_who_waits_for_one_that_has_voted_is_to_start_again
     assert finishes(says(run, int(STEP_PATIENCE) + 5, a="wait_downstream")).keys() == {"a"}
 
 
+def test_who_says_that_it_waits_for_an_empty_seat_is_to_start_again() -> None:
+    run = measured(Driver(stages=2, groups=6, every=100, steps=200, follows=True).started("abcdef", 1))
+    run.die("c")
+    for node in "abef":
+        run.vote(node)
+    assert finishes(says(run, int(STEP_PATIENCE) + 5, d="wait_upstream")).keys() == {"d"}
+    assert run.epoch.hosts == ("a", "b", "e", "f")
+
+
 def test_only_an_idle_node_is_called_stuck_in_a_step_of_unknown_length() -> None:
     run = Driver(stages=3).started("abc")
     kinds = {"a": "wait_downstream", "b": "forward", "c": "wait_upstream"}
