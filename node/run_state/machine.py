@@ -288,11 +288,12 @@ class RunMachine:
         actions += [Announce(text=text) for text in (late.note, slow) if text is not None]
         prepared = {node: member.prepared_at for node, member in self.members.items()}
         unplaced = self._epochs.unplaced(seen, prepared)
-        for node_id, line in (unplaced | self._replaceable(late.nodes) | unsaved).items():
+        out = unplaced | self._replaceable(late.nodes) | unsaved
+        for node_id, line in out.items():
             if node_id in unsaved and self._snapshots.awaited:
                 self._ending.missing(f"node {node_id} did not hand in its layers")
             actions += self._replace_straggler(node_id, line, now)
-        if late.deadlock is not None and self.epoch is not None:
+        if late.deadlock is not None and self.epoch is not None and not out:  # else that may be over
             actions += self._failed(self.epoch, *late.deadlock, now)
         if self.epoch is not None:
             actions += self.epoch.give(seen)

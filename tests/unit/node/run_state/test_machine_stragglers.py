@@ -412,6 +412,24 @@ def test_a_node_that_does_not_hand_in_its_layers_is_replaced() -> None:
     assert stop_of(run.stored(4)).reason == "all steps are done"
 
 
+@pytest.mark.parametrize("seconds", [26, 29, 32])
+def test_a_node_may_be_late_with_its_layers_and_its_vote_at_once(seconds: int) -> None:
+    """With 29 s, both deadlines are over in the same moment."""
+    run = measured(Driver(stages=2, groups=6, every=2, steps=200, follows=True).started("abcdef", 1))
+    for node in "abcef":
+        run.holds(node)
+    for unit in units_of(2)[0]:
+        run.machine.layer_received(run.epoch.step, unit, run.time)
+    for node in "ab":
+        run.vote(node)
+    says(run, seconds, c="wait_downstream", d="wait_upstream", e="forward", f="wait_upstream")
+    for node in "cef":
+        run.vote(node)
+    actions = says(run, int(STEP_PATIENCE) + 2, d="wait_upstream")
+    assert (finishes(actions).keys() == {"d"}) is (seconds >= 29)
+    assert len(run.epoch.hosts) == 5 and {*run.epoch.hosts} >= {*"abef"}
+
+
 def test_a_run_that_is_to_end_says_what_is_missing() -> None:
     run = Driver(stages=2, every=2, steps=9).started("ab", 3)
     run.stop()
