@@ -142,6 +142,8 @@ class OnRecord:
     """The step that was not finite, and runs again without compression."""
     seat_lost_at: int | None = None
     """The newest step in which a seat was lost; None if none was."""
+    loaded: State = (0, 0)
+    """The step of the snapshot that was loaded last, and the lineage that began with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +245,8 @@ class Epoch:
         """Hosts that fetched their state while others held it, until they have shown that it is the same."""
         self.behind: list[str] = []
         """Hosts without the newest state that every stage has a node of; known once all are placed."""
+        self.loaded = record.loaded
+        """The step of the snapshot that was loaded last, and the lineage that began with it."""
         self._record = record
         self._newest_state = self.step
         self.steps_done = 0
@@ -373,7 +377,8 @@ class Epoch:
     @property
     def is_proving(self) -> bool:
         """Whether what was loaded from a snapshot still has to show that it is the run's state."""
-        return self.is_loaded and self.steps_done < PROOF_STEPS and self.step > self.steps_done
+        step, lineage = self.loaded
+        return self.lineage == lineage and step > 0 and self.step - step < PROOF_STEPS
 
     @property
     def trained(self) -> Collection[int]:
@@ -752,7 +757,7 @@ class Epoch:
         if newest > (self.step, self.lineage) and newest[0] > self._record.newest_snapshot:
             self.behind = [node for node, states in reachable.items() if newest not in states]
         if self.step < self._record.newest_snapshot:
-            self.step, self.lineage = self._record.newest_snapshot, self.number
+            self.step, self.lineage = self.loaded = self._record.newest_snapshot, self.number
         missed = self.committed is not None and self.committed.step == self.step - 1
         self.uncompressed = self.step == self._record.suspect_step
         self._restore = Restore(
@@ -1164,9 +1169,10 @@ class Epoch:
         if (
             judged
             and self.is_proving
-            and (differs := self._rules.history.not_reproduced(self.step, norms, loss)) is not None
+            and (found := self._rules.history.not_reproduced(self.step, columns, votes, self._loss_parts()))
         ):
-            return NotReproduced(differs, self.step - self.steps_done)
+            what, node_id = found
+            return NotReproduced(what, self.loaded[0], node_id)
         if (
             judged
             and not anyway
@@ -1364,6 +1370,7 @@ class EpochSeries:
                 newest_snapshot=newest_snapshot,
                 suspect_step=suspect_step,
                 seat_lost_at=None if ended is None else ended.seat_lost_at,
+                loaded=record.loaded if ended is None else ended.loaded,
             ),
             self._rules,
             windows=self._windows if same else (),

@@ -626,7 +626,12 @@ class RunMachine:
         return [*dropped, *self._end_epoch(AbortKind.DIFFERS, dispute.what), *self._end()]
 
     def _not_reproduced(self, epoch: Epoch, odd: NotReproduced, now: float) -> list[Action]:
-        """The snapshot that was loaded is not what the run computed: go back to an older one."""
+        """Others compute again what one node alone reports. If they find the same, the loaded snapshot is not
+        what the run computed: go back to an older one."""
+        if odd.node_id is not None:
+            again = self._checked(epoch, odd.node_id, odd.what, now)
+            if again is not None:
+                return again
         sources = self._states.held_alone(odd.snapshot)
         came = f"; node {', node '.join(sources)} alone held what was saved" if sources else ""
         note = (
@@ -1064,15 +1069,9 @@ class RunMachine:
     def _implausible(self, epoch: Epoch, odd: Implausible, now: float) -> list[Action]:
         """Another node computes the stage again. What it finds too counts; so does what no other can check,
         unless it is absurd."""
-        if not odd.node_id:
-            note = (
-                f"step {epoch.step + 1} is not committed: {odd.what}, by a node that is gone; it runs again"
-            )
-            verdict = RunAgain(kind=AbortKind.NOT_FINITE, reason=odd.what, note=note)
-            return self._after_failure(epoch, verdict, now)
-        if (again := self._compute_again(epoch, odd.node_id, odd.what, now, neighbours=False)) is not None:
+        if (again := self._checked(epoch, odd.node_id, odd.what, now)) is not None:
             return again
-        loaded = epoch.step - epoch.steps_done
+        loaded, _ = epoch.loaded
         if epoch.is_proving and self._states.held_alone(loaded):
             return self._not_reproduced(epoch, NotReproduced(odd.what, loaded), now)
         is_checked, notes = self._wrong.computed_twice(epoch), []
@@ -1084,6 +1083,14 @@ class RunMachine:
                 line = f"{odd.what}, and no other node is left to compute it again: let one more node join"
                 notes = [Announce(text=f"node {odd.node_id}: {line}", about=odd.node_id)]
         return [*notes, *self._voted(epoch, epoch.commit_anyway(confirmed=is_checked), now)]
+
+    def _checked(self, epoch: Epoch, node_id: str, what: str, now: float) -> list[Action] | None:
+        """Run the step again because of what a node reports, without it; "" for one that is gone. None if no
+        other node can compute that."""
+        if node_id:
+            return self._compute_again(epoch, node_id, what, now, neighbours=False)
+        note = f"step {epoch.step + 1} is not committed: {what}, by a node that is gone; it runs again"
+        return self._after_failure(epoch, RunAgain(kind=AbortKind.NOT_FINITE, reason=what, note=note), now)
 
     def _compute_again(
         self, epoch: Epoch, node_id: str, what: str, now: float, *, neighbours: bool = True

@@ -55,11 +55,13 @@ class Implausible:
 
 @dataclass(frozen=True)
 class NotReproduced:
-    """The loaded state does not reproduce the recorded results, so it is not the run's state."""
+    """The loaded state does not reproduce the recorded results: it is not the run's state, or a node lies."""
 
     what: str
     snapshot: int
     """The step whose state was loaded."""
+    node_id: str | None = None
+    """The node that alone reports the result, "" if it is gone; None if others have computed the same."""
 
 
 @dataclass(frozen=True)
@@ -238,18 +240,39 @@ class VoteHistory:
         if len(self._record) > RECORDED:
             del self._record[next(iter(self._record))]
 
-    def not_reproduced(self, step: int, norms: Mapping[int, float], loss: float) -> str | None:
-        """Which value of a replayed step is far from the recorded one, in words; None if none is."""
+    def not_reproduced(
+        self,
+        step: int,
+        columns: Sequence[Sequence[str]],
+        votes: Sequence[Vote],
+        parts: Mapping[str, Collection[float]] = {},
+    ) -> tuple[str, str | None] | None:
+        """Which value of a replayed step is far from the recorded one, in words, and who alone reports it, as
+        in `NotReproduced`; None if none is.
+
+        Args:
+            columns: the nodes of each stage.
+            votes: by stage.
+            parts: as for `implausible`.
+        """
         if step not in self._record:
             return None
         known, was = self._record[step]
+        loss_stage = self.loss_stage(len(columns))
+        loss = votes[loss_stage].loss
+        assert loss is not None, "steps without labels are not compared"
         if math.isfinite(was) and abs(loss - was) > max(REPEATED_LOSS, REPEATED_PART * abs(was)):
-            return f"step {step + 1}, run again, has a loss of {loss:.4g} and had {was:.4g}"
-        norm, then = sum(norms.values()), sum(known.values())
+            what = f"step {step + 1}, run again, has a loss of {loss:.4g} and had {was:.4g}"
+            return what, self._reporter(parts, columns[loss_stage][0], is_large=loss > was)
+        norms = [sum(vote.norms.values()) for vote in votes]
+        before = [sum(known.get(unit, 0.0) for unit in vote.norms) for vote in votes]
+        norm, then = sum(norms), sum(before)
         if then > 0.0 and not 1 / REPEATED_TIMES <= norm / then <= REPEATED_TIMES:
-            return (
+            what = (
                 f"step {step + 1}, run again, has a gradient of norm {norm**0.5:.4g} and had {then**0.5:.4g}"
             )
+            column = columns[max(range(len(columns)), key=lambda at: abs(norms[at] - before[at]))]
+            return what, column[0] if len(column) == 1 else None
         return None
 
     def loss_stage(self, stages: int) -> int:
@@ -314,7 +337,8 @@ class VoteHistory:
                     return Implausible(hosts[stage], f"{what} is far from those of the newest steps")
             if vote.loss is not None and self._is_loss_far(vote.loss):
                 what = f"the loss of {vote.loss:g} at stage {stage}"
-                culprit = self._reporter(vote.loss, parts, hosts[stage])
+                is_large = not self._losses or vote.loss > median(self._losses)
+                culprit = self._reporter(parts, hosts[stage], is_large=is_large)
                 return Implausible(culprit, f"{what} is far from those of the newest steps")
         return None
 
@@ -394,10 +418,9 @@ class VoteHistory:
                 return Implausible(hosts[stage], what, is_trend=True, is_absurd=absurd)
         return None
 
-    def _reporter(self, loss: float, parts: Mapping[str, Collection[float]], default: str) -> str:
+    def _reporter(self, parts: Mapping[str, Collection[float]], default: str, *, is_large: bool) -> str:
         """The node whose parts of a loss that is far off are the largest, or the smallest if it is small."""
         means = {node: sum(losses) / len(losses) for node, losses in parts.items() if losses}
-        is_large = not self._losses or loss > median(self._losses)
         return (max if is_large else min)(means, key=lambda node: means[node], default=default)
 
     def _is_loss_far(self, loss: float) -> bool:

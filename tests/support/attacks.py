@@ -215,6 +215,13 @@ STORED = Attack(
     steps=14,
     saves=True,
 )
+REPLAYED = Attack(
+    name="replayed-loss",
+    what="says that it lost its state, and reports other losses for the steps that run again",
+    lie="replayed-loss",
+    stage=STAGES - 1,
+    step=SNAPSHOT_EVERY,
+)
 SLOWLY = (
     Attack(
         name="growing-norms",
@@ -245,7 +252,7 @@ FLOODS = tuple(
     )
 )
 """They take three faults, and fast steps are over before."""
-MEMBERS = (*MEMBERS, *FLOODS, _AT_A_GATEWAY, *SUMS, *STATES, STORED, *SLOWLY)
+MEMBERS = (*MEMBERS, REPLAYED, *FLOODS, _AT_A_GATEWAY, *SUMS, *STATES, STORED, *SLOWLY)
 
 
 # ---- members that lie

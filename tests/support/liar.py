@@ -552,7 +552,25 @@ def _placed(claimed: Callable[[int], int]) -> Lie:
     return alter
 
 
+REPLAYS_AFTER = 5
+"""Steps after the first one to lie in: a snapshot is stored by then."""
+
+
+def _replayed_loss(liar: Liar, message: NodeMessage) -> list[NodeMessage]:
+    """It fails once and says that it holds no state, so that all load a snapshot. Then its loss is another
+    than before."""
+    if isinstance(message, Placed) and liar.tries:
+        return [replace(message, held_step=-1, voted=False)]
+    if not isinstance(message, Vote) or (message.step < liar.first_step + REPLAYS_AFTER and not liar.tries):
+        return [message]
+    liar.tries[message.step] += 1
+    if liar.tries.total() == 1:
+        return [liar.failed(FailureKind.INTERNAL, "once")]
+    return [replace(message, loss=message.loss and message.loss + 1.0)]
+
+
 LIES |= {
+    "replayed-loss": _replayed_loss,
     "false-place": _placed(lambda _: 10**6),
     "some-links-fail": _votes(_some_links_fail),
     "never-places": _never(Placed),

@@ -6,6 +6,7 @@ Either the run ends with the one right state and without the liar, or it ends by
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from node.run_state.actions import (
+    Action,
+    Announce,
+    RecordCommit,
     RecordPlacement,
     RefuseSnapshot,
     SnapshotAgreed,
@@ -21,7 +25,7 @@ from node.run_state.actions import (
     Stop,
 )
 from node.run_state.failures import MAX_STRIKES
-from node.run_state.run_plan import most_moved
+from node.run_state.run_plan import Past, most_moved
 from node.run_state.state_agreement import (
     MOST_DISPUTES,
     Dispute,
@@ -30,6 +34,7 @@ from node.run_state.state_agreement import (
     StateAgreement,
     WrongState,
 )
+from node.run_state.votes import PastStep
 from node.run_state.wrong_values import _Doubt
 from tests.support.machine_driver import REGROUP, Driver, of_kind, placement_of, stop_of, unit_numbers
 from tests.support.memory_pipeline import corpus
@@ -200,6 +205,72 @@ def test_a_run_without_an_older_snapshot_ends() -> None:
     run.vote("b", loss=5.5)
     stop = stop_of(run.machine.snapshot_damaged(2, 0))
     assert stop.failed and "not the run's state" in stop.reason
+
+
+@pytest.mark.parametrize("lie", [{"loss": 5.5}, {"norm": 100.0}], ids=str)
+def test_who_alone_says_that_a_snapshot_does_not_give_the_steps_on_record_is_checked(
+    lie: dict[str, float],
+) -> None:
+    """Else one member could have all snapshots set aside, one after the other."""
+    run = alone(spare="xy")
+    run.die("a")
+    run.tick(REGROUP)
+    run.restored()
+    assert run.epoch.hosts == ("x", "b") and run.epoch.step == 2
+    run.vote("x")
+    actions = run.vote("b", **lie)
+    assert of_kind(actions, RefuseSnapshot) == [] and placement_of(actions) == ("x", "y")
+    run.restored()
+    assert run.epoch.step == 2
+    actions = run.step()
+    assert [note.about for note in of_kind(actions, Announce)] == ["b"]
+    assert run.epoch.step == 3
+
+
+def replaying(nodes: str) -> Driver:
+    """Rows of two stages in step 4, which is on record; the newest snapshots are of steps 2 and 4."""
+    known = PastStep(loss=2.0, grad_norm=1.0, seconds=1.0, norms={0: 1.0, 3: 1.0})
+    past = Past(
+        last_epoch=3, newest_snapshot=4, later={4: known, 5: known}, hosts=tuple(nodes), rows=len(nodes) // 2
+    )
+    run = Driver(stages=2, every=50, steps=90, groups=6, follows=True, past=past)
+    run.join(nodes)
+    run.restored()
+    assert run.epoch.hosts == tuple(nodes) and run.epoch.step == 4
+    return run
+
+
+def all_vote(run: Driver, losses: Mapping[str, float]) -> list[Action]:
+    actions: list[Action] = []
+    for node in run.epoch.hosts:
+        actions = run.vote(node, loss=losses.get(node))
+    return actions
+
+
+@pytest.mark.parametrize("loss", [0.5, 5.5])
+@pytest.mark.parametrize("liar", ["b", "d", "f"])
+def test_who_alone_has_another_loss_than_the_steps_on_record_is_left_out(liar: str, loss: float) -> None:
+    run = replaying("abcdef")
+    actions = all_vote(run, {liar: loss})
+    assert of_kind(actions, RefuseSnapshot) == of_kind(actions, RecordCommit) == []
+    assert {*run.epoch.hosts} == {*"abcdef"} - {liar}
+    run.restored(4)
+    assert of_kind(all_vote(run, {}), RecordCommit) and run.machine.quarantined == {}
+
+
+def test_a_loss_that_all_rows_find_sets_the_snapshot_aside() -> None:
+    run, refused = replaying("abcdef"), list[int]()
+    for _ in range(5):
+        actions = all_vote(run, dict.fromkeys("bdf", 5.5))
+        refused += [one.step for one in of_kind(actions, RefuseSnapshot)]
+        if refused:
+            break
+        run.restored(4)
+    assert refused == [4]
+    run.machine.snapshot_damaged(4, 2)
+    run.tick(REGROUP + 1)
+    run.all_placed(4)
+    assert run.epoch.step == 2 and {*run.epoch.hosts} >= {*"ace"}
 
 
 def test_the_hash_of_weights_that_go_ahead_is_agreed_on_with_the_whole_layers() -> None:
