@@ -564,12 +564,13 @@ weights must be between {LEAST_TIMES:g} and {MOST_TIMES:g} times as large, or no
 optimizer moves weights at the learning rates of the steps between; moments must not vanish, and there must be
 no zeros where there were gradients. A spare computes a layer outside these bounds
 again; without a spare it is not saved. When such a layer has been loaded, the first {PROOF_STEPS} steps that
-were committed after it must give about the same loss and gradient norm again. If they do not, the run uses an
-older snapshot and names the only holder of this one; without an older snapshot it stops. Three lies are not
-found: another state of the same size, until it is loaded; a state that gives about the same steps, such as a
+were committed after it must give about the same loss and gradient norm again. If they do not, other nodes
+compute the step again in place of the one that reports it. If they find the same, the run uses an older
+snapshot and names the only holder of this one; without an older snapshot it stops. Three lies are not found:
+another state of the same size, until it is loaded; a state that gives about the same steps, such as a
 slightly changed model; and, if no step was committed since the snapshot, a state whose loss is near the
-newest ones.
-With one row and no spare, nothing more can be checked.
+newest ones. With one row and no spare, nothing more can be checked, and a member can have snapshots set
+aside.
 
 A link leaves a volunteer's relay that holds each piece for 2 s, or that forwards only 2,000 bytes a second.
 It does so once the relay has been too slow for at least 2 s and another relay is faster; a line says `node
