@@ -56,7 +56,7 @@ class _Entry:
     held: dict[str, int] = field(default_factory=dict)
     """The step whose state each newcomer holds, once it holds one."""
     since: dict[str, float] = field(default_factory=dict)
-    """When each newcomer that holds none was seen first."""
+    """When each newcomer that is behind was seen first without a state, or with the one that it holds."""
     is_stored: bool = False
     steps: list[FollowStep] = field(default_factory=list)
     """The steps committed since the snapshot, with the norms of all stages."""
@@ -284,10 +284,14 @@ class Newcomers:
         links = max(LATE_SECONDS, LATE_TIMES * median(self._opened)) if self._opened else math.inf
         late = dict.fromkeys(epoch.late_entrants(now, links), "its links open too slowly")
         for node, order in entry.orders.items() if entry.is_stored else ():
+            if self._has_caught_up(entry, node, epoch.step):
+                entry.since.pop(node, None)
+                continue
             size, rate = self._sizes(order.stages)[order.stage], self._roster.members[node].rate
             waited = now - entry.since.setdefault(node, now)
-            if node not in entry.held and waited > LATE_SECONDS + transfer_seconds(size, rate):
-                late[node] = "it does not say that its state is here"
+            if waited > LATE_SECONDS + transfer_seconds(size, rate):
+                is_here = node in entry.held
+                late[node] = "it does not follow" if is_here else "it does not say that its state is here"
         busy = {*epoch.hosts, *epoch.entering, *self._slow, *entry.seats}
         free = [candidate for candidate in candidates if candidate.node_id not in busy]
         return {
@@ -557,6 +561,8 @@ class Newcomers:
         if message.failed:
             return self.fails(node_id, message.failed)
         was_first = node_id not in entry.held
+        if entry.held.get(node_id) != message.step:
+            entry.since.pop(node_id, None)
         entry.held[node_id] = message.step
         if not was_first:
             return []

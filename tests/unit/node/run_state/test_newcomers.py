@@ -16,7 +16,7 @@ from node.run_state.actions import (
 from node.run_state.epoch import ENTERING_SECONDS, Phase
 from node.run_state.failures import LEAST_ENDS, MEMORY_STEPS
 from node.run_state.grid import LEAST_STEPS
-from node.run_state.newcomers import MOST_STEPS, OPEN_STEPS
+from node.run_state.newcomers import LATE_SECONDS, MOST_BEHIND, MOST_STEPS, OPEN_STEPS
 from tests.support.machine_driver import (
     Driver,
     aborts,
@@ -537,14 +537,28 @@ def seconds_until(run: Driver, node: str) -> int:
     return -1
 
 
-@pytest.mark.parametrize("how", ["says nothing", "opens no links"])
+@pytest.mark.parametrize("how", ["says nothing", "does not follow", "opens no links"])
 def test_a_newcomer_without_progress_does_not_keep_the_seat_from_another(how: str) -> None:
     run = one_seat(links=2.0)
+    if how == "does not follow":
+        run.following("x", 2, 2)
+        run.step()
+        assert run.epoch.step > 2 + MOST_BEHIND
     if how == "opens no links":
         opens(run, "x")
     assert 0 < seconds_until(run, "y") < ENTERING_SECONDS / 2
     opens(run, "y")
     assert seconds_until(run, "x") >= ENTERING_SECONDS, "it has failed more often than y"
+
+
+def test_a_newcomer_that_follows_step_by_step_keeps_the_seat() -> None:
+    run = one_seat(links=2.0)
+    run.steps(4)
+    for held in range(2, run.epoch.step - MOST_BEHIND):
+        run.following("x", 2, held)
+        for _ in range(int(LATE_SECONDS) - 1):
+            assert follows(run.tick(1.0)) == {}
+    assert seconds_until(run, "y") > 0
 
 
 def test_links_may_take_a_few_times_as_long_as_those_of_others() -> None:
