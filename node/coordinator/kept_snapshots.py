@@ -264,7 +264,8 @@ class KeptSnapshots:
                 self._ask_others(node_id, file.step)
                 raise ProtocolViolationError(f"layer {file.unit} cannot have {file.bytes} bytes")
             if self._places.held(node_id, file):
-                self._run.layer_received(file.step, file.unit)
+                if file.weights_sha256:  # else it is not complete
+                    self._run.layer_received(file.step, file.unit)
             elif self._places.is_wrong(node_id, file):
                 self._ask_others(node_id, file.step)
                 raise WrongLayerError(node_id, file.step, file.unit)

@@ -40,6 +40,13 @@ class _Layer:
     """Nodes that were asked for a copy, and when."""
     refused: dict[str, float] = field(default_factory=dict)
     """Nodes that could not store a copy, and when."""
+    late: set[str] = field(default_factory=set)
+    """Nodes that were asked for a copy, and said nothing for as long as it takes."""
+
+    def is_safe(self, present: Collection[str], now: float) -> bool:
+        """Whether enough nodes hold the file. Those that say nothing do not keep the run waiting."""
+        prompt = [node for node in present if node not in self.late]
+        return len(self.holders & set(present)) >= self.enough(prompt, now)
 
     def enough(self, present: Collection[str], now: float) -> int:
         """The number of copies that there should be if these nodes are connected."""
@@ -174,7 +181,7 @@ class LayerPlaces:
         return all(
             layer.entry is not None
             and layer.entry.weights_sha256
-            and (self.url(step) or len(layer.holders & set(present)) >= layer.enough(present, now))
+            and (self.url(step) or layer.is_safe(present, now))
             for layer in self._snapshots[step].layers.values()
         )
 
@@ -238,6 +245,7 @@ class LayerPlaces:
             return node_id in layer.makers and not snapshot.complete
         layer.asked.pop(node_id, None)
         layer.refused.pop(node_id, None)
+        layer.late.discard(node_id)
         return True
 
     def agreed(self, step: int, hashes: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -326,6 +334,8 @@ class LayerPlaces:
                 if node_id is None:
                     continue
                 assert layer.entry is not None
+                if node_id in layer.asked:
+                    layer.late.add(node_id)
                 layer.asked[node_id] = now
                 load[node_id] += layer.entry.bytes
                 wanted.setdefault((step, node_id), []).append(unit)

@@ -137,6 +137,18 @@ def test_a_layer_that_the_run_needs_and_nobody_holds_is_waited_for_each_time(
     assert run.damaged == [(NEW, OLD)] and kept.complete == (OLD,)
 
 
+def test_a_layer_whose_hash_of_the_weights_is_missing_is_not_handed_in(
+    kept: KeptSnapshots, run: Here
+) -> None:
+    """No manifest could be made of it, and the run would wait for that without end."""
+    step, node = NEW + 4, "node-c"
+    kept.expect(step, [[node]])
+    for weights in ("", "1" * 64):
+        file = HeldLayer(step=step, unit=EMBED, bytes=8, sha256="0" * 64, weights_sha256=weights)
+        assert kept.hold(node, [file], []) == []
+        assert run.received == ([(step, EMBED)] if weights else [])
+
+
 async def test_a_snapshot_of_which_a_layer_is_gone_is_given_up_after_a_while(
     kept: KeptSnapshots, clock: list[float], run: Here
 ) -> None:

@@ -167,6 +167,24 @@ def test_slow_nodes_and_full_disks_are_replaced() -> None:
     assert again and again <= {("b", ("embed",)), ("c", ("embed",))}
 
 
+def test_a_node_that_never_says_whether_it_has_copied_keeps_no_snapshot_incomplete() -> None:
+    """Where no other node is there, the run would wait for it without end."""
+    places, here = LayerPlaces(UNITS), ("a", "b")
+    places.expect(4, dict.fromkeys(UNITS, ("a",)), 0.0)
+    places.agreed(4, agreed())
+    for unit in UNITS:
+        places.held("a", file(unit))
+    asked = Ask(node_id="b", step=4, units=UNITS)
+    for at in (1.0, 2 * PATIENCE):
+        assert not places.is_whole(4, here, at)
+        assert places.asks(here, at) == [asked]
+    assert places.is_whole(4, here, 2 * PATIENCE)
+    assert places.asks(here, 4 * PATIENCE) == [asked], "it may still do it"
+    for node in "bc":
+        places.held(node, file("embed"))
+    assert not places.is_whole(4, "bc", 4 * PATIENCE)
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["agreed on", "before it is agreed on"])
 def test_a_maker_that_starts_again_names_its_file_without_the_hash_of_the_weights(early: bool) -> None:
     places = LayerPlaces(UNITS)
