@@ -200,6 +200,8 @@ class Epoch:
         self.entering: dict[str, int] = {}
         """Nodes that open the links of a seat. They get the seat when they hold the run's state."""
         self.entering_since: dict[str, float] = {}
+        self._linking: set[str] = set()
+        """The entering nodes that were told to open their links."""
         self._linked: set[str] = set()
         """The entering nodes whose links are open."""
         self._unheard: dict[str, tuple[int, int]] = {}
@@ -561,6 +563,7 @@ class Epoch:
 
     def entrant_placed(self, node_id: str) -> list[Action]:
         """A node that enters has taken its place: it is to open its links."""
+        self._linking.add(node_id)
         return [Send(node_id=node_id, message=replace(self._restore, step=self.step, missed=None))]
 
     def late_entrants(self, now: float, seconds: float = ENTERING_SECONDS) -> list[str]:
@@ -569,9 +572,14 @@ class Epoch:
         waits = [node for node in self.entering if node not in self._linked]
         return [node for node in waits if now - since[node] > seconds]
 
-    def entrant_linked(self, node_id: str) -> None:
-        """The links of a node that enters are open."""
-        self._linked.add(node_id)
+    def entrant_linked(self, node_id: str) -> bool:
+        """A node that enters is ready. Returns whether its links have opened. Else it says so again, or says of
+        the seat that it had before that it is ready."""
+        is_news = node_id in self._linking
+        self._linking.discard(node_id)
+        if is_news:
+            self._linked.add(node_id)
+        return is_news
 
     def entering_seat(self, node_id: str) -> Seat:
         """The seat that a node is to have."""
@@ -584,6 +592,7 @@ class Epoch:
         seat = self.entering_seat(node_id)
         del self.entering[node_id]
         self.__dict__.pop("_rows", None)
+        self._linking.discard(node_id)
         self._linked.discard(node_id)
         return self.emptied(seat, was_offered=True)
 

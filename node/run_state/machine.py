@@ -900,9 +900,8 @@ class RunMachine:
                     return self._no_entrant(node_id, why, is_fault=False)
                 return epoch.entrant_placed(node_id)
             case Ready() if message.epoch == epoch.number:
-                if node_id not in epoch.linked:
+                if epoch.entrant_linked(node_id):
                     self._newcomers.opened(now - self._unseen - epoch.entering_since[node_id])
-                epoch.entrant_linked(node_id)
                 return []
             case StepFailed() if message.epoch == epoch.number:
                 is_fault = message.kind is not FailureKind.LINK

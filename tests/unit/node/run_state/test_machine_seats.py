@@ -153,6 +153,19 @@ def test_a_node_whose_connections_close_as_it_restores_is_lost_at_once() -> None
     assert [one.node_id for one in of_kind(actions, Released)] == ["c"] and of_kind(actions, SeatLost)
 
 
+def test_that_it_had_restored_gives_nobody_a_seat_whose_links_are_not_open() -> None:
+    """It was lost before the coordinator heard so, and is back within the first step."""
+    run = grid(Phase.RESTORING)
+    for node in "abdef":
+        run.ready(node)
+    run.die("c")
+    assert run.epoch.phase is Phase.STEPPING
+    run.hello("c", epoch=run.epoch.number)
+    assert of_kind(run.ready("c"), SeatFilled) == [] and not run.epoch.has("c")
+    assert [type(one) for one in sent(run.placed("c", HELD), "c")] == [Restore]
+    assert of_kind(run.ready("c"), SeatFilled) and run.epoch.has("c")
+
+
 @pytest.mark.parametrize("phase", [Phase.PLACING, Phase.RESTORING])
 def test_the_seat_is_filled_beside_the_steps(phase: Phase) -> None:
     run = grid(phase)
