@@ -573,8 +573,8 @@ class Epoch:
         return [node for node in waits if now - since[node] > seconds]
 
     def entrant_linked(self, node_id: str) -> bool:
-        """A node that enters is ready. Returns whether its links have opened. Else it says so again, or it was
-        ready in the seat that it had before."""
+        """A node that enters is ready. Returns whether its links have opened. Otherwise it says so again, or
+        was ready in the seat that it had before."""
         is_news = node_id in self._linking
         self._linking.discard(node_id)
         if is_news:
