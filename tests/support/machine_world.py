@@ -107,6 +107,8 @@ class World:
         )
         self.poisoned_step, self.poisoned_always = poisoned_step, poisoned_always
         self.group_seconds = group_seconds
+        self.most_actions = 8.0
+        """Of one event, by the number of nodes."""
         self.now = 0.0
         self.disk = Disk()
         self.nodes: list[SimNode] = []
@@ -175,7 +177,7 @@ class World:
         # A newcomer is told at once of all steps since the snapshot that it loads.
         told = [one for one in actions if isinstance(one, Send) and isinstance(one.message, FollowStep)]
         assert len(told) <= MOST_STEPS * len(self.nodes)
-        assert len(actions) - len(told) <= 8 * len(self.nodes) + 12
+        assert len(actions) - len(told) <= self.most_actions * len(self.nodes) + 12
         for action in actions:
             if self.crash_after is not None:
                 if self.crash_after == 0:
