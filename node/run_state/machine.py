@@ -759,11 +759,14 @@ class RunMachine:
         if not within:
             wanted = wanted or self._snapshots.wanted(step, seen)
         if wanted and self._may_go_on(epoch):
-            return began + self._take_snapshot(epoch, now, await_it=False)
+            return began + self._take_snapshot(epoch, now, await_it=False, within=within)
         return began
 
-    def _take_snapshot(self, epoch: Epoch, now: float, *, await_it: bool) -> list[Action]:
-        actions = self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=await_it)
+    def _take_snapshot(
+        self, epoch: Epoch, now: float, *, await_it: bool, within: bool = False
+    ) -> list[Action]:
+        seen = now - self._unseen
+        actions = self._snapshots.take(epoch, self.plan, seen, await_it=await_it, within=within)
         self._states.expect(epoch)
         return actions
 

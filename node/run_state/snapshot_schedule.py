@@ -138,22 +138,23 @@ class SnapshotSchedule:
         *,
         await_it: bool,
         now: float,
+        within: bool = False,
     ) -> None:
         """A snapshot is being taken, with `layers` and their bytes by node. With `await_it`, the run waits
-        until it is stored."""
+        until it is stored. `within` the next step, its state cannot be measured any more."""
         missing = {node: set(units) for node, units in layers.items()}
         self._asked.append(_Asked(step, now, missing, sizes))
         self._dropped.discard(step)
         self._is_told = False
         self._last = now
-        if self._best_waits:
+        if self._best_waits and not within:
             self._best_waits, self._measured = False, step
         if await_it:
             self.awaited = True
         else:
             self._requested = False
 
-    def take(self, epoch: Epoch, plan: RunPlan, now: float, *, await_it: bool) -> list[Action]:
+    def take(self, epoch: Epoch, plan: RunPlan, now: float, *, await_it: bool, within: bool) -> list[Action]:
         """Take one of the state that every stage holds now, as `ask` says."""
         # Rows take turns: each has the complete state, and a snapshot costs its nodes a copy and an upload.
         rows = epoch.checked_rows
@@ -165,7 +166,7 @@ class SnapshotSchedule:
             layers[node] = (HASHES, *units)
         of_stages = plan.state_bytes(epoch.stages)
         sizes = {node: of_stages[epoch.stage_of(node)] for node in epoch.hosts}
-        self.ask(epoch.step, layers, sizes, await_it=await_it, now=now)
+        self.ask(epoch.step, layers, sizes, await_it=await_it, now=now, within=within)
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot(replica)]
 
     def lost(self, node_id: str) -> list[int]:

@@ -45,6 +45,9 @@ def test_a_new_best_is_saved_where_lines_have_the_time() -> None:
     assert schedule.saves_best(120, 700.0), "ten times as long has passed"
     assert not schedule.is_measured(100) and not took(200, 700.0, 60.0).is_measured(200)
     assert not schedule.saves_best(210, 800.0)
+    schedule.ask(250, {}, {}, await_it=False, now=850.0, within=True)
+    schedule.stored(250)
+    assert not schedule.is_measured(250), "the step after it computes already"
     assert took(300, 900.0, 60.0).is_measured(300), "the best may be that one"
     assert not took(400, 1000.0, 60.0).is_measured(400)
     # One that is on its way for long says that lines are slow, before any is complete.
