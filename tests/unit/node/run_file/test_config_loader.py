@@ -373,6 +373,28 @@ def test_a_decay_that_the_schedule_does_not_have_is_reported(caplog: pytest.LogC
     assert "training.decay_steps = 13 has no effect" in caplog.text
 
 
+def test_muon_for_a_checkpoint_or_for_adapters_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    default_config(["training.optimizer=muon"])
+    assert not caplog.records
+    checkpoint = [f"model.from={tmp_path}", "data.tokenizer=bytes"]
+    for adapters in ("0", "4"):
+        default_config(["training.optimizer=muon", *checkpoint, f"lora.rank={adapters}"])
+    assert len(caplog.records) == 2
+    default_config(checkpoint)
+    assert len(caplog.records) == 2
+
+
 def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[training]\nlrr = 1\nclip = "x"\n[piepline]\nstages = 2\n[run]\nsteps = 5\n')
