@@ -437,12 +437,7 @@ class NewFile:
         self.path, self._file = Path(temporary), FileIO(handle, "r+b")
         try:
             points.reach(points.Phase.SNAPSHOT, at=points.At.WRITE, step=step)
-            if size and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle, 0, size)
-            elif size > shutil.disk_usage(directory).free:  # on macOS
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            else:
-                os.ftruncate(handle, size)
+            _reserve(handle, directory, size)
         except OSError:
             self.close()
             raise
@@ -476,6 +471,20 @@ class NewFile:
     def _open(self) -> FileIO:
         assert self._file is not None, "the file is open"
         return self._file
+
+
+def _reserve(handle: int, directory: Path, size: int) -> None:
+    """Give a new file its size, on a disk with room for it. Raises OSError."""
+    try:
+        return os.posix_fallocate(handle, 0, size)
+    except AttributeError:  # macOS has no such call
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+    if size > shutil.disk_usage(directory).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(handle, size)
 
 
 def _step_directories(root: Path) -> list[tuple[int, Path]]:

@@ -1,9 +1,11 @@
 """Snapshots: whole or not there at all, verified when read, one weights hash on any split."""
 
+import contextlib
 import errno
 import json
 import os
 import resource
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +31,7 @@ from node.state.snapshot import (
 )
 from tests.support.snapshots import CONFIG, MODEL, put, unit_states, write_snapshot
 from wire import descriptors
-from wire.errors import ProtocolViolationError, RunError
+from wire.errors import DiskFullError, ProtocolViolationError, RunError
 
 UNITS = unit_names(MODEL)
 
@@ -311,3 +313,25 @@ def test_a_snapshot_that_nodes_hold_is_named_with_the_way_to_get_one(tmp_path: P
         (tmp_path / "kept" / f"step-{step:08d}.json").write_text("{}")
     assert "snapshot of step 100" in held_by_nodes(tmp_path)
     assert f"thinwire resume {tmp_path} snapshots.keep=coordinator" in held_by_nodes(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, 0])
+def test_room_is_checked_where_a_file_system_or_a_system_reserves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, "not supported")
+
+    if number:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    else:
+        monkeypatch.delattr(os, "posix_fallocate")
+    folder, data = SnapshotFolder(tmp_path, CONFIG, "run-1"), bytes(range(100))
+    with contextlib.closing(folder.arriving(3, "head", len(data))) as file:
+        file.take(data[:60])
+        file.take(memoryview(data)[60:])
+        assert file.read(0, 1000) == data == file.path.read_bytes()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=99))
+    with pytest.raises(DiskFullError):
+        folder.arriving(3, "head", len(data))
+    assert [*tmp_path.iterdir()] == []
