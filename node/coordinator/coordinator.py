@@ -278,7 +278,8 @@ class Coordinator:
             await asyncio.sleep(TICK_SECONDS)
             before, looked = looked, time.monotonic()
             # Messages that arrived meanwhile are read after this tick: the silence was the coordinator's.
-            unseen = looked - before if looked - before > STANDSTILL_SECONDS else 0.0
+            is_excused = self._disk.is_full or looked - before > STANDSTILL_SECONDS
+            unseen = looked - before if is_excused else 0.0
             self._post(functools.partial(self._look, looked, unseen))
 
     def _look(self, at: float, unseen: float, _now: float) -> list[Action]:

@@ -271,7 +271,8 @@ class RunMachine:
     def tick(self, now: float, *, unseen: float = 0.0) -> list[Action]:
         """Call about twice a second: declares silent and vanished nodes dead, regroups when it is time.
 
-        `unseen`: seconds, until now, in which the coordinator was suspended and read no messages.
+        `unseen`: seconds, until now, in which the coordinator read no messages: it was suspended, or its disk
+        was full.
         """
         if unseen:
             self._roster.excuse(unseen, now)

@@ -1,12 +1,14 @@
 """A coordinator that stood still (stopped, swapped out, on a paused machine) blames no node for it."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from node.coordinator import coordinator as module
+from node.coordinator import disk as disk_module
 from node.run_state.actions import Action, Released
 from node.run_state.epoch import PLACING_SECONDS
 from node.telemetry import events
@@ -22,6 +24,7 @@ from tests.support.machine_driver import (
 )
 from tests.unit.node.coordinator.test_carried_out import CONFIG, SECONDS, scene
 from tests.unit.node.run_state.test_machine_stragglers import wait
+from wire.errors import DiskFullError
 from wire.messages import Begin
 
 
@@ -129,3 +132,38 @@ async def test_silence_counts_only_while_the_coordinator_listens(
                     await ticked.wait()
         left = [event.reason for event in run.events if isinstance(event, events.NodeLeft)]
         assert len(left) == (not stood_still) and all(f"{silent:g} s" in reason for reason in left)
+
+
+async def test_time_while_the_disk_is_full_does_not_count_against_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is paused: what its nodes say meanwhile is read, and layers are accepted, only afterwards."""
+    clock, room = Clock(), threading.Event()
+    monkeypatch.setattr(module, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(disk_module, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(module, "time", clock)
+
+    def write() -> None:
+        if not room.is_set():
+            raise DiskFullError("disk full")
+
+    async with scene(tmp_path) as run:
+        machine = run.coordinator._machine
+        await run.peer("a").into_step()
+        disk = run.coordinator._disk
+        writing = asyncio.create_task(disk.write(write))
+        await disk.full()
+        before, came = machine._unseen, run.coordinator._events
+        for _ in range(100):
+            clock.now += module.STANDSTILL_SECONDS / 2
+            waiting = came.qsize()
+            async with asyncio.timeout(SECONDS):
+                # The first may have been on its way.
+                while came.qsize() < waiting + 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        room.set()
+        await writing
+        async with asyncio.timeout(SECONDS):
+            while machine._unseen < before + 99 * module.STANDSTILL_SECONDS / 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert not [event for event in run.events if isinstance(event, events.NodeLeft)]
