@@ -119,29 +119,28 @@ class LayerService:
         what = f"layer {first.unit} of step {first.step}"
         size = first.total_bytes
         if size > permit.most_bytes:
-            why = f"{what} has at most {permit.most_bytes} bytes, not {size}"
-            self._decided(context, self._handler.layer_refused(permit, why))
-            raise ProtocolViolationError(why)
-        file: NewFile | None = None
+            self._refuse(context, permit, f"{what} has at most {permit.most_bytes} bytes, not {size}")
+        file = ahead = None
         # Read and drop a layer that is already stored, because a client may take an early reply for a lost
         # link.
         if not permit.is_stored:
-            ahead = None
             if first.weights_at:
                 ahead = self._decided(context, self._handler.weights_ahead(permit))
             whole = size + (0 if ahead is None else ahead.size)
             file = self._decided(context, self._handler.arriving(permit, whole))
-        try:
+        with contextlib.ExitStack() as unless_complete:
+            if file is not None:
+                unless_complete.callback(file.close)
             came = 0
             for data in itertools.chain([memoryview(first.data)], map(_data, uploaded)):
                 # Insert the weights that were sent ahead here.
                 cut = first.weights_at - came
                 came += len(data)
                 if came > size:
-                    why = f"{what} has more than the announced {size} bytes"
-                    self._decided(context, self._handler.layer_refused(permit, why))
-                    raise ProtocolViolationError(why)
-                if file is not None:
+                    self._refuse(context, permit, f"{what} has more than the announced {size} bytes")
+                if file is None:
+                    continue
+                with self._disk_errors():
                     if ahead is not None and 0 < cut <= len(data):
                         file.take(data[:cut])
                         for at in range(0, ahead.size, PIECE_BYTES[1]):
@@ -150,15 +149,23 @@ class LayerService:
                     file.take(data)
             if came != size:
                 raise NotDueError(f"{what} ended after {came} of {size} bytes")
-        except BaseException as error:
-            if file is not None:
-                file.close()
-            if isinstance(error, DiskFullError):  # the next try waits for space
-                raise NotYetError(str(error)) from error
-            if isinstance(error, RunError):
-                self._loop.call_soon_threadsafe(self._handler.fail, str(error))
-            raise
+            unless_complete.pop_all()
         self._decided(context, self._store(permit, file))
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """A full disk raises NotYetError, as the next try waits for space. Other failures end the run."""
+        try:
+            yield
+        except DiskFullError as error:
+            raise NotYetError(str(error)) from error
+        except RunError as error:
+            self._loop.call_soon_threadsafe(self._handler.fail, str(error))
+            raise
+
+    def _refuse(self, context: grpc.ServicerContext, permit: UploadPermit, why: str) -> NoReturn:
+        self._decided(context, self._handler.layer_refused(permit, why))
+        raise ProtocolViolationError(why)
 
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` on the event loop and return its result. It is cancelled together with the call."""

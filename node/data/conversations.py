@@ -337,14 +337,14 @@ def _turns(given: Sequence[Any]) -> Iterator[Any]:
         if not isinstance(turn, dict) or not {"role", "from"}.isdisjoint(turn):
             yield turn
             continue
-        said = {_PAIRED[key.lower()]: text for key, text in turn.items() if key.lower() in _PAIRED}
-        if ASSISTANT not in said:
+        texts = {_PAIRED[key.lower()]: text for key, text in turn.items() if key.lower() in _PAIRED}
+        if ASSISTANT not in texts:
             yield turn
             continue
         marks = {key: value for key, value in turn.items() if key in (*TRAINED, *MASKED)}
         for role in (SYSTEM, USER, ASSISTANT):
-            if role == ASSISTANT or said.get(role):
-                yield {"role": role, "content": said[role], **(marks if role == ASSISTANT else {})}
+            if role == ASSISTANT or texts.get(role):
+                yield {"role": role, "content": texts[role], **(marks if role == ASSISTANT else {})}
 
 
 def refuse_preferences(names: Iterable[str], place: str) -> None:

@@ -955,8 +955,8 @@ class Stragglers:
         return None
 
     def _contradiction(self, epoch: Epoch, waits: Mapping[str, str | None]) -> tuple[str, StepFailed] | None:
-        """A node and its neighbour whose reports of what they wait for cannot both be true. The neighbour is
-        the one that contradicts most others.
+        """A node whose report of its wait contradicts that of a neighbour, and the neighbour's failure. The
+        neighbour is the one that contradicts most others.
 
         A node that waits for sums has sent all sums over its own groups. It may lack those of other rows, and
         then it has no sum over all groups to send.

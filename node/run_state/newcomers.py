@@ -48,7 +48,7 @@ class _Entry:
     snapshot: int
     """The step whose state the newcomers load."""
     open_until: int
-    """Before this step, the attempt goes on even if nobody is in it."""
+    """Until this step, the attempt continues even without newcomers."""
     seats: dict[str, Seat] = field(default_factory=dict)
     """The seat that each newcomer is to have: an empty one, or one of a row that is not in the grid yet."""
     orders: dict[str, Follow] = field(default_factory=dict)

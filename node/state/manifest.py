@@ -249,7 +249,7 @@ class JoinedFile:
 
 
 def hash_of(file: LayerBytes) -> str:
-    """The SHA-256 of a file's bytes, in hex. Raises RunError."""
+    """The SHA-256 of a file's bytes, in hex. Raises what reading it raises."""
     digest, at = sha256(), 0
     while piece := file.read(at, READ_BYTES):
         digest.update(piece)

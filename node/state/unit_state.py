@@ -90,7 +90,7 @@ def _head_bytes(first: bytes) -> int:
 
 
 def _digest(head: bytes, reports: int | None = None) -> "LayerDigest | None":
-    """The digest whose head is exactly this one; None if there is none, of which safetensors says why."""
+    """The digest that has exactly this head; None if no layout has it."""
     try:
         header = json.loads(head[8:])
         layout = {name: (_NAMES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}

@@ -327,10 +327,11 @@ class Driver:
             actions = self.ready(node_id)
         return actions
 
-    def all_vote(self) -> list[Action]:
+    def all_vote(self, losses: Mapping[str, float] = {}) -> list[Action]:
+        """`losses`: of nodes that report others than the rest."""
         actions: list[Action] = []
         for node_id in self.epoch.hosts:
-            actions = self.vote(node_id)
+            actions = self.vote(node_id, loss=losses.get(node_id))
             if self._went_on:
                 break
         return actions

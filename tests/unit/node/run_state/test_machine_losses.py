@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from node.run_state.actions import Action, Announce, RecordCommit
+from node.run_state.actions import Announce, RecordCommit
 from tests.support.machine_driver import Driver, of_kind
 from tests.unit.node.run_state.test_machine_kept import hands_over, run_of
 from wire.messages import FailureKind, HandedOver
@@ -17,18 +17,11 @@ def run_of_rows() -> Driver:
     return Driver(stages=2, groups=6, every=50, steps=90, follows=True).started(ROWS, 12)
 
 
-def all_vote(run: Driver, lies: dict[str, float]) -> list[Action]:
-    actions: list[Action] = []
-    for node in run.epoch.hosts:
-        actions = run.vote(node, loss=lies.get(node))
-    return actions
-
-
 @pytest.mark.parametrize("loss", [1e30, 1e3])
 @pytest.mark.parametrize("liar", ["b", "d", "f"])
 def test_who_reported_it_loses_its_stage(liar: str, loss: float) -> None:
     run = run_of_rows()
-    assert not of_kind(all_vote(run, {liar: loss}), RecordCommit)
+    assert not of_kind(run.all_vote({liar: loss}), RecordCommit)
     assert {*run.epoch.hosts} >= {*"bdf"} - {liar} and liar not in run.epoch.hosts
     run.restored(12)
     actions = run.all_vote()
@@ -38,13 +31,13 @@ def test_who_reported_it_loses_its_stage(liar: str, loss: float) -> None:
 
 def test_a_loss_that_is_too_small_counts_against_its_node_too() -> None:
     run = Driver(stages=1, groups=6, every=50, steps=90, follows=True).started("ab", 12)
-    all_vote(run, {"a": 40.0, "b": 0.0})
+    run.all_vote({"a": 40.0, "b": 0.0})
     assert run.epoch.hosts == ("b",), "the loss is too large"
     run = Driver(stages=1, groups=6, every=50, steps=90, follows=True).started("ab")
     for _ in range(12):
-        all_vote(run, {"a": 12.0, "b": 12.0})
+        run.all_vote({"a": 12.0, "b": 12.0})
         run.all_applied()
-    all_vote(run, {"a": 2.0, "b": 0.0})
+    run.all_vote({"a": 2.0, "b": 0.0})
     assert run.epoch.hosts == ("a",)
 
 

@@ -6,7 +6,6 @@ Either the run ends with the one right state and without the liar, or it ends by
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from node.run_state.actions import (
-    Action,
     Announce,
     RecordCommit,
     RecordPlacement,
@@ -240,28 +238,21 @@ def replaying(nodes: str) -> Driver:
     return run
 
 
-def all_vote(run: Driver, losses: Mapping[str, float]) -> list[Action]:
-    actions: list[Action] = []
-    for node in run.epoch.hosts:
-        actions = run.vote(node, loss=losses.get(node))
-    return actions
-
-
 @pytest.mark.parametrize("loss", [0.5, 5.5])
 @pytest.mark.parametrize("liar", ["b", "d", "f"])
 def test_who_alone_has_another_loss_than_the_steps_on_record_is_left_out(liar: str, loss: float) -> None:
     run = replaying("abcdef")
-    actions = all_vote(run, {liar: loss})
+    actions = run.all_vote({liar: loss})
     assert of_kind(actions, RefuseSnapshot) == of_kind(actions, RecordCommit) == []
     assert {*run.epoch.hosts} == {*"abcdef"} - {liar}
     run.restored(4)
-    assert of_kind(all_vote(run, {}), RecordCommit) and run.machine.quarantined == {}
+    assert of_kind(run.all_vote({}), RecordCommit) and run.machine.quarantined == {}
 
 
 def test_a_loss_that_all_rows_find_sets_the_snapshot_aside() -> None:
     run, refused = replaying("abcdef"), list[int]()
     for _ in range(5):
-        actions = all_vote(run, dict.fromkeys("bdf", 5.5))
+        actions = run.all_vote(dict.fromkeys("bdf", 5.5))
         refused += [one.step for one in of_kind(actions, RefuseSnapshot)]
         if refused:
             break
