@@ -5,11 +5,12 @@ Shape legend: T tokens, E experts, k experts a token, S = T k slots, N outputs, 
 A program of a product owns a tile of one expert's rows. The host does not know how many tiles an expert has,
 so it starts the largest possible number of programs, and each finds its expert in the offsets; superfluous
 programs end at once. A tile's shape and the order of its sums follow from the device, the dtype and the shape
-of the weights, never from how many tokens an expert has: a row has the same bits whatever other rows there
-are.
+of the weights, and for packed ones from the number of all rows, never from how many tokens an expert has: a
+row has the same bits whatever the other rows are.
 
-Packed weights (`kernels.blockfloat`) are unpacked inside the product, a block of 128 inputs a row at a time,
-and rounded to the dtype of the other factor, as in the reference.
+Packed weights (`kernels.blockfloat`) are rounded to the dtype of the other factor, as in the reference. For
+few rows they are unpacked inside the product, a block of 128 inputs a row at a time. Each tile of rows does
+so again, so for many rows they are unpacked before the product (`kernels.experts.unpacking`).
 """
 
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.blockfloat.layout import BLOCK
-from kernels.blockfloat.triton.store import as_stored, load_blocks, load_wide, store_rounded
+from kernels.blockfloat.triton.store import as_stored, load_blocks, load_wide, store_rounded, unpack_each
 from kernels.common.devices import Room
 from kernels.common.dispatch import room
 from kernels.common.triton.numbers import INTERPRETED, as_bits
 from kernels.experts.reference import Order, PackedExperts, Weights
+from kernels.experts.unpacking import unpacked_at_once
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOWEST = tl.constexpr(-(2**31))
@@ -426,27 +428,56 @@ def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
 def _multiplied(
     x: Tensor, weights: Weights, order: Order, bias: Tensor | None, *, gathers: bool, back: bool
 ) -> Tensor:
-    experts, columns, depth = weights.shape
+    columns, depth = weights.shape[1:]
     if back:
         columns, depth = depth, columns
-    tile = _tile(x, weights, columns, depth, back)
     slots = order.places.numel()
     out = torch.empty(slots, columns, dtype=x.dtype, device=x.device)
-    column_tiles = triton.cdiv(columns, tile.columns)
-    # No split of the slots has more tiles, because the last tile of every expert may be almost empty.
-    row_tiles = slots // tile.rows + min(experts, slots)
     if not slots or not columns:
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    at_once = 0
+    if isinstance(weights, PackedExperts):
+        at_once = unpacked_at_once(len(weights.packed), columns * depth * x.element_size(), slots)
+    if not at_once:
+        _multiply(x, weights, order, order.offsets, bias, out, gathers, back)
+        return out
+    for first in range(0, len(weights.packed), at_once):
+        some = slice(first, first + at_once)
+        dense = unpack_each(weights.packed[some], weights.shape[1:], weights.bits, x.dtype)
+        offsets = order.offsets[first : first + at_once + 1]
+        _multiply(x, dense, order, offsets, None if bias is None else bias[some], out, gathers, back)
+    return out
+
+
+def _multiply(
+    x: Tensor,
+    weights: Weights,
+    order: Order,
+    offsets: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    gathers: bool,
+    back: bool,
+) -> None:
+    """The rows of `out` that belong to the experts with these weights and offsets."""
+    experts = len(offsets) - 1
+    slots, columns = out.shape
+    depth = weights.shape[1 if back else 2]
+    tile = _tile(x, weights, columns, depth, back)
+    column_tiles = triton.cdiv(columns, tile.columns)
+    # No split of the slots has more tiles, because the last tile of every expert may be almost empty.
+    row_tiles = slots // tile.rows + min(experts, slots)
     packed = isinstance(weights, PackedExperts)
     data = weights.packed if isinstance(weights, PackedExperts) else weights
     steps = (0, 0) if packed else data.stride()[1:]
     _products[(row_tiles * column_tiles,)](
         x,
         data,
-        out if bias is None else bias.contiguous(),
+        out if bias is None else bias,
         order.slots,
-        order.offsets,
+        offsets,
         as_bits(out),
         experts,
         order.choices,
@@ -470,7 +501,6 @@ def _multiplied(
         num_stages=tile.stages,
         enable_fp_fusion=True,
     )
-    return out
 
 
 def weight_gradient(

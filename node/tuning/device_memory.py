@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kernels.blockfloat.layout import packed_bytes
 from kernels.common.devices import of_arithmetic
+from kernels.experts.unpacking import unpacked_at_once
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.families.known import family_of
@@ -541,6 +542,8 @@ class Share:
         ranks = self._devices.tensor_parallel
         weight = 0 if kept_as_computed else unpacked * largest_projection(self._model) // ranks
         rows = self._row_tokens * max(self._model.experts_per_token, 1)
+        if self._model.experts and not self._devices.on_cpu:
+            weight *= max(1, unpacked_at_once(self._model.experts, weight, rows))
         wide = rows * max(self._model.hidden, self._model.ffn // ranks)
         if not self.plain:
             return weight + self._element * wide

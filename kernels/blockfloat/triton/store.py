@@ -354,7 +354,10 @@ def _pack(
 
 
 @store_jit
-def _unpack(packed, out, n, width, per_row, BITS: tl.constexpr, T: tl.constexpr):
+def _unpack(packed, out, n, width, per_row, packed_stride, out_stride, BITS: tl.constexpr, T: tl.constexpr):
+    """Unpack blocks of the tensors that start every `packed_stride` bytes."""
+    packed += tl.program_id(1).to(tl.int64) * packed_stride
+    out += tl.program_id(1).to(tl.int64) * out_stride
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     y = load_blocks(packed, n, block, inside, BITS)
@@ -465,15 +468,30 @@ def unpack(
     """See `kernels.blockfloat.reference.unpack`."""
     if bits >= APART:
         return outliers.put_back(unpack(packed, shape, bits - APART, dtype), packed, bits)
-    out = torch.empty(shape, dtype=dtype, device=packed.device)
+    return unpack_each(packed[None], shape, bits, dtype, blocks=blocks, warps=warps)[0]
+
+
+def unpack_each(
+    packed: torch.Tensor,
+    shape: torch.Size,
+    bits: int,
+    dtype: torch.dtype,
+    *,
+    blocks: int = BLOCKS,
+    warps: int = WARPS,
+) -> torch.Tensor:
+    """[E, *shape] from E tensors of one shape, packed as uint8 [E, bytes], without outlier channels apart."""
+    out = torch.empty((len(packed), *shape), dtype=dtype, device=packed.device)
     count = blocks_of(shape)
-    if count:
-        _unpack[(triton.cdiv(count, blocks),)](
+    if count and len(packed):
+        _unpack[(triton.cdiv(count, blocks), len(packed))](
             packed,
             as_bits(out),
             count,
             shape[-1],
             -(-shape[-1] // BLOCK),
+            packed.stride(0),
+            out[0].numel(),
             BITS=bits,
             T=blocks,
             num_warps=warps,

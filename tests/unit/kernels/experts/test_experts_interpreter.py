@@ -163,19 +163,29 @@ def test_products_and_their_gradients(
 
 @inside
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3])
-@pytest.mark.parametrize(("outputs", "inputs"), [(130, 40), (20, 256)])
-def test_packed_experts_are_unpacked_in_the_product(outputs: int, inputs: int, bits: int) -> None:
-    from kernels.experts import triton
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "dtype"),
+    [(12, 130, 40, torch.float32), (12, 20, 256, torch.float32), (250, 130, 40, torch.bfloat16)],
+)
+def test_packed_experts_are_unpacked_in_the_product_or_before_it(
+    tokens: int, outputs: int, inputs: int, dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it if there are many rows, here four experts at a time and then one."""
+    from kernels.experts import triton, unpacking
 
-    order = order_of(12, 2)
+    matrix = outputs * inputs * dtype.itemsize
+    monkeypatch.setattr(unpacking, "UNPACKED_BYTES", 3 * matrix)
+    assert unpacking.unpacked_at_once(EXPERTS, matrix, 2 * tokens) == (4 if tokens == 250 else 0)
+    order = order_of(tokens, 2)
     weights = drawn(EXPERTS, outputs, inputs, seed=4)
     weights[0, 3] = 0.0
     weights[1, :, 5] *= 1e4
     packed = PackedExperts.of(weights, bits)
-    x, grad = drawn(12, inputs, seed=6), drawn(24, outputs, seed=7)
+    bias = drawn(EXPERTS, outputs, seed=5).to(dtype)
+    x, grad = drawn(tokens, inputs, seed=6).to(dtype), drawn(2 * tokens, outputs, seed=7).to(dtype)
     assert near(
-        triton.matmul(x, packed, order, None, gathers=True),
-        reference.matmul(x, packed, order, None, gathers=True),
+        triton.matmul(x, packed, order, bias, gathers=True),
+        reference.matmul(x, packed, order, bias, gathers=True),
     )
     assert near(triton.input_gradient(grad, packed, order), reference.input_gradient(grad, packed, order))
 
