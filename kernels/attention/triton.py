@@ -25,6 +25,8 @@ from kernels.common.devices import Room
 from kernels.common.dispatch import room
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+ENOUGH_PROGRAMS = 512
+"""Of the kernel for keys, whose first ones work longest. It determines the order of sums."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def _add_queries(
     return of_key, of_value
 
 
-@triton.jit(do_not_specialize=("offset", "window"))
+@triton.jit(do_not_specialize=("offset", "window", "parts"))
 def _keys_kernel(
     query,
     key,
@@ -213,6 +215,9 @@ def _keys_kernel(
     of_value_h,
     of_value_s,
     firsts_b,
+    of_key_part,
+    of_value_part,
+    parts,
     ADDS: tl.constexpr,
     LIMITED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -220,11 +225,14 @@ def _keys_kernel(
     N: tl.constexpr,
     M: tl.constexpr,
 ):
+    """The gradients of a block of keys and values. A program sums over one of `parts` equal parts of the
+    query heads that share them."""
     # The first block of keys is seen by all queries: the longest work starts first.
     begin = tl.program_id(0) * N
     owned = begin + tl.arange(0, N)
-    b, k = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
-    group = heads // kv_heads
+    part, pair = (tl.program_id(1) % parts).to(tl.int64), tl.program_id(1) // parts
+    b, k = (pair // kv_heads).to(tl.int64), pair % kv_heads
+    group = heads // kv_heads // parts
     column = tl.arange(0, D)
     real = owned < keys_length
     # The queries that see all of these keys begin after the diagonal, which covers whole steps of M queries.
@@ -247,7 +255,7 @@ def _keys_kernel(
     sum_key = tl.zeros((N, D), tl.float32)
     sum_value = tl.zeros((N, D), tl.float32)
     for one in tl.range(0, group):
-        h = k * group + one
+        h = (k * parts + part) * group + one
         queries = query + b * query_b + h * query_h
         grads = grad + b * grad_b + h * grad_h
         place = (b * heads + h) * length
@@ -263,8 +271,10 @@ def _keys_kernel(
                 scale, query_s, grad_s, False, LIMITED, DOCUMENTS, D, M,
             )  # fmt: skip
     sum_key *= scale
-    to_key = of_key + b * of_key_b + k * of_key_h + at * of_key_s + column[None, :]
-    to_value = of_value + b * of_value_b + k * of_value_h + at * of_value_s + column[None, :]
+    of_key += part * of_key_part + b * of_key_b + k * of_key_h
+    of_value += part * of_value_part + b * of_value_b + k * of_value_h
+    to_key = of_key + at * of_key_s + column[None, :]
+    to_value = of_value + at * of_value_s + column[None, :]
     if ADDS:
         sum_key += tl.load(to_key, mask=real[:, None], other=0.0)
         sum_value += tl.load(to_value, mask=real[:, None], other=0.0)
@@ -639,14 +649,24 @@ def backward(
     scale = width**-0.5
     firsts = sums if limits.firsts is None else limits.firsts
     lasts = limits.lasts(keys_length)
-    into = [part.stride(axis) for part in (of_key, of_value) for axis in (0, 2, 1)]
-    _keys_kernel[(triton.cdiv(keys_length, keys.rows), batch * kv_heads)](
-        query, key, value, grad, sums, inner, of_key, of_value, firsts, sums if lasts is None else lasts,
+    programs = triton.cdiv(keys_length, keys.rows) * batch * kv_heads
+    parts = 1 if onto is not None else _parts(heads // kv_heads, programs)
+    to_key, to_value = (part[None] for part in (of_key, of_value))
+    if parts > 1:
+        to_key, to_value = torch.empty(
+            2, parts, batch, keys_length, kv_heads, wide, dtype=torch.float32, device=query.device
+        )
+    into = [part.stride(axis) for part in (to_key, to_value) for axis in (1, 3, 2)]
+    _keys_kernel[(triton.cdiv(keys_length, keys.rows), batch * kv_heads * parts)](
+        query, key, value, grad, sums, inner, to_key, to_value, firsts, sums if lasts is None else lasts,
         length, keys_length, limits.offset, limits.window, heads, kv_heads, scale, *strides, *into,
-        firsts.stride(0), ADDS=onto is not None, **limits.flags(),
-        D=wide, N=keys.rows, M=keys.columns, num_warps=keys.warps, num_stages=keys.stages,
-        enable_fp_fusion=True,
+        firsts.stride(0), to_key.stride(0), to_value.stride(0), parts, ADDS=onto is not None,
+        **limits.flags(), D=wide, N=keys.rows, M=keys.columns, num_warps=keys.warps,
+        num_stages=keys.stages, enable_fp_fusion=True,
     )  # fmt: skip
+    if parts > 1:
+        of_key.copy_(to_key.sum(0))
+        of_value.copy_(to_value.sum(0))
     _queries_kernel[(triton.cdiv(length, queries.rows), batch * heads)](
         query, key, value, grad, sums, inner, of_query, firsts, length, keys_length, limits.offset,
         limits.window, heads, kv_heads, scale, *strides, of_query.stride(1), firsts.stride(0),
@@ -660,6 +680,13 @@ def backward(
     if onto is not None and wide != width:
         return query_out, onto[0].add_(key_out), onto[1].add_(value_out)
     return query_out, key_out, value_out
+
+
+def _parts(group: int, programs: int) -> int:
+    """Into how many equal parts the query heads that share keys are divided among programs, so that there are
+    enough. Their float32 sums are added in order."""
+    divisors = [count for count in range(1, group + 1) if group % count == 0]
+    return next((count for count in divisors if programs * count >= ENOUGH_PROGRAMS), group)
 
 
 def inner_products(grad_bhqd: torch.Tensor, out_bhqd: torch.Tensor) -> torch.Tensor:

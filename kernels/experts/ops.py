@@ -20,6 +20,7 @@ from kernels.common.dispatch import by_device
 from kernels.experts import reference
 
 # Re-exported.
+from kernels.experts.reference import Adapter as Adapter
 from kernels.experts.reference import Order as Order
 from kernels.experts.reference import PackedExperts as PackedExperts
 from kernels.experts.reference import Weights as Weights

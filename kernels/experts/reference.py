@@ -68,6 +68,9 @@ class PackedExperts:
 
 Weights = Tensor | PackedExperts
 """The weights of experts, [E, N, K]."""
+Adapter = tuple[Tensor, Tensor]
+"""A product of low rank that is added to another: its rows [S, r], and the experts' matrices, [E, N, r] for a
+product and [E, r, K] for an input's gradient. Both have the rows' dtype."""
 
 
 def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -122,9 +125,16 @@ def group(experts_tk: Tensor, experts: int) -> Order:
 
 
 def matmul(
-    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None = None, *, gathers: bool = False
+    x: Tensor,
+    weights: Weights,
+    order: Order,
+    bias_en: Tensor | None = None,
+    *,
+    gathers: bool = False,
+    adapter: Adapter | None = None,
 ) -> Tensor:
-    """Each sorted row times its expert's weights, plus its bias: [S, N] in x's dtype.
+    """Each sorted row times its expert's weights, plus the adapter's product and the bias: [S, N] in x's
+    dtype.
 
     Args:
         x: Sorted rows [S, K], or with `gathers` the tokens' rows [T, K].
@@ -134,16 +144,32 @@ def matmul(
     with torch.autocast(x.device.type, enabled=False):
         for expert, rows in _experts(order):
             product = _rows(x, order, rows, gathers) @ _dense(weights, expert, x.dtype).t()
+            if adapter is not None:
+                product += adapter[0][rows] @ adapter[1][expert].t()
             out[rows] = product if bias_en is None else product + bias_en[expert].to(x.dtype)
     return out
 
 
-def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
-    """The gradient of the sorted rows, [S, K] in the dtype of `grad_sn`."""
-    gradient = grad_sn.new_zeros(len(grad_sn), weights.shape[2])
+def input_gradient(
+    grad_sn: Tensor,
+    weights: Weights,
+    order: Order,
+    *,
+    adapter: Adapter | None = None,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the sorted rows, [S, K] in the dtype of `grad_sn`, plus the adapter's.
+
+    Args:
+        onto: A gradient of the same rows, to which this one is added in place.
+    """
+    gradient = grad_sn.new_zeros(len(grad_sn), weights.shape[2]) if onto is None else onto
     with torch.autocast(grad_sn.device.type, enabled=False):
         for expert, rows in _experts(order):
-            gradient[rows] = grad_sn[rows] @ _dense(weights, expert, grad_sn.dtype)
+            product = grad_sn[rows] @ _dense(weights, expert, grad_sn.dtype)
+            if adapter is not None:
+                product += adapter[0][rows] @ adapter[1][expert]
+            gradient[rows] += product
     return gradient
 
 

@@ -25,7 +25,7 @@ from kernels.blockfloat.triton.store import as_stored, load_blocks, load_wide, s
 from kernels.common.devices import Room
 from kernels.common.dispatch import room
 from kernels.common.triton.numbers import INTERPRETED, as_bits
-from kernels.experts.reference import Order, PackedExperts, Weights
+from kernels.experts.reference import Adapter, Order, PackedExperts, Weights
 from kernels.experts.unpacking import unpacked_at_once
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -288,6 +288,9 @@ def _products(
     x,
     weights,
     bias,
+    low,
+    up,
+    onto,
     slots,
     offsets,
     out,
@@ -300,18 +303,24 @@ def _products(
     weight_expert,
     weight_column,
     weight_depth,
+    rank,
+    up_column,
+    up_rank,
     column_tiles,
     BITS: tl.constexpr,
     BACK: tl.constexpr,
     GATHERS: tl.constexpr,
     BIASED: tl.constexpr,
+    RANK: tl.constexpr,
+    ADDS: tl.constexpr,
     EVEN: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """out[row, column] = sum over depth of x[row, depth] times the weight of (column, depth).
+    """out[row, column] = sum over depth of x[row, depth] times the weight of (column, depth). With RANK, also
+    that over `rank` of low[row, rank] times that of `up`; with ADDS, also what `onto` holds.
 
     Packed weights lie as columns of `depth` numbers, or with BACK as `depth` rows of columns, in `blocks`
     blocks per expert.
@@ -350,12 +359,23 @@ def _products(
             block = column.to(tl.int64) * tl.cdiv(depth, 128) + start // 128
             right = tl.trans(_operand(load_blocks(weights, blocks, block, inside, BITS), x))
         total = tl.dot(_operand(left, x), right, total, input_precision="ieee")
+    if RANK > 0:
+        step = tl.arange(0, RANK)
+        real_steps = (step < rank)[None, :]
+        where = low + rows[:, None].to(tl.int64) * rank + step[None, :]
+        left = tl.load(where, mask=real[:, None] & real_steps, other=0.0)
+        where = up + expert.to(tl.int64) * rank * columns
+        where += column[:, None].to(tl.int64) * up_column + step[None, :] * up_rank
+        right = tl.load(where, mask=inside[:, None] & real_steps, other=0.0)
+        total = tl.dot(_operand(left, x), tl.trans(_operand(right, x)), total, input_precision="ieee")
     if BIASED:
         # Round before the bias is added, as in the reference.
         total = _as_stored(total, out)
         total += _as_stored(load_wide(bias + expert * columns + column, inside), out)[None, :]
-    where = out + rows[:, None].to(tl.int64) * columns + column[None, :]
-    store_rounded(where, total, real[:, None] & inside[None, :])
+    place = rows[:, None].to(tl.int64) * columns + column[None, :]
+    if ADDS:
+        total += load_wide(onto + place, real[:, None] & inside[None, :])
+    store_rounded(out + place, total, real[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -414,93 +434,110 @@ def _of_biases(grad, offsets, out, columns, row_stride, R: tl.constexpr, B: tl.c
 
 
 def matmul(
-    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None = None, *, gathers: bool = False
+    x: Tensor,
+    weights: Weights,
+    order: Order,
+    bias_en: Tensor | None = None,
+    *,
+    gathers: bool = False,
+    adapter: Adapter | None = None,
 ) -> Tensor:
     """See `kernels.experts.reference.matmul`."""
-    return _multiplied(x, weights, order, bias_en, gathers=gathers, back=False)
+    out = torch.empty(order.places.numel(), weights.shape[1], dtype=x.dtype, device=x.device)
+    bias = None if bias_en is None else bias_en.contiguous()
+    _multiply(out, x, weights, order, bias, adapter, gathers=gathers)
+    return out
 
 
-def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
-    """See `kernels.experts.reference.input_gradient`."""
-    return _multiplied(grad_sn, weights, order, None, gathers=False, back=True)
-
-
-def _multiplied(
-    x: Tensor, weights: Weights, order: Order, bias: Tensor | None, *, gathers: bool, back: bool
+def input_gradient(
+    grad_sn: Tensor,
+    weights: Weights,
+    order: Order,
+    *,
+    adapter: Adapter | None = None,
+    onto: Tensor | None = None,
 ) -> Tensor:
-    columns, depth = weights.shape[1:]
-    if back:
-        columns, depth = depth, columns
-    slots = order.places.numel()
-    out = torch.empty(slots, columns, dtype=x.dtype, device=x.device)
-    if not slots or not columns:
-        return out
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    at_once = 0
-    if isinstance(weights, PackedExperts):
-        at_once = unpacked_at_once(len(weights.packed), columns * depth * x.element_size(), slots)
-    if not at_once:
-        _multiply(x, weights, order, order.offsets, bias, out, gathers, back)
-        return out
-    for first in range(0, len(weights.packed), at_once):
-        some = slice(first, first + at_once)
-        dense = unpack_each(weights.packed[some], weights.shape[1:], weights.bits, x.dtype)
-        offsets = order.offsets[first : first + at_once + 1]
-        _multiply(x, dense, order, offsets, None if bias is None else bias[some], out, gathers, back)
+    """See `kernels.experts.reference.input_gradient`."""
+    out = onto
+    if out is None:
+        out = torch.empty(len(grad_sn), weights.shape[2], dtype=grad_sn.dtype, device=grad_sn.device)
+    _multiply(out, grad_sn, weights, order, None, adapter, back=True, adds=onto is not None)
     return out
 
 
 def _multiply(
+    out: Tensor,
     x: Tensor,
     weights: Weights,
     order: Order,
-    offsets: Tensor,
     bias: Tensor | None,
-    out: Tensor,
-    gathers: bool,
-    back: bool,
+    adapter: Adapter | None,
+    *,
+    gathers: bool = False,
+    back: bool = False,
+    adds: bool = False,
 ) -> None:
-    """The rows of `out` that belong to the experts with these weights and offsets."""
-    experts = len(offsets) - 1
+    """Fill `out`; packed weights of many rows are unpacked first, those of some experts at a time."""
     slots, columns = out.shape
-    depth = weights.shape[1 if back else 2]
-    tile = _tile(x, weights, columns, depth, back)
-    column_tiles = triton.cdiv(columns, tile.columns)
-    # No split of the slots has more tiles, because the last tile of every expert may be almost empty.
-    row_tiles = slots // tile.rows + min(experts, slots)
-    packed = isinstance(weights, PackedExperts)
-    data = weights.packed if isinstance(weights, PackedExperts) else weights
-    steps = (0, 0) if packed else data.stride()[1:]
-    _products[(row_tiles * column_tiles,)](
-        x,
-        data,
-        out if bias is None else bias,
-        order.slots,
-        offsets,
-        as_bits(out),
-        experts,
-        order.choices,
-        columns,
-        depth,
-        weights.shape[1] * triton.cdiv(weights.shape[2], BLOCK),
-        x.stride(0),
-        data.stride(0),
-        *(steps[::-1] if back else steps),
-        column_tiles,
-        BITS=weights.bits if isinstance(weights, PackedExperts) else 0,
-        BACK=back,
-        GATHERS=gathers,
-        BIASED=bias is not None,
-        EVEN=depth % tile.depth == 0,
-        M=tile.rows,
-        N=tile.columns,
-        D=tile.depth,
-        E=_width(experts),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=True,
-    )
+    if not slots or not columns:
+        return
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    low, up = (out, out) if adapter is None else (part.contiguous() for part in adapter)
+    rank = 0 if adapter is None else low.shape[1]
+    experts, outputs, inputs = weights.shape
+    depth = outputs if back else inputs
+    at_once = 0
+    if isinstance(weights, PackedExperts):
+        at_once = unpacked_at_once(experts, outputs * inputs * x.element_size(), slots)
+    for first in range(0, experts, at_once or experts):
+        some = slice(first, first + (at_once or experts))
+        part: Weights = weights
+        if at_once and isinstance(weights, PackedExperts):
+            part = unpack_each(weights.packed[some], weights.shape[1:], weights.bits, x.dtype)
+        count = part.shape[0]
+        tile = _tile(x, part, columns, depth, back)
+        column_tiles = triton.cdiv(columns, tile.columns)
+        # No split of the slots has more tiles, because the last tile of every expert may be almost empty.
+        row_tiles = slots // tile.rows + min(count, slots)
+        packed = isinstance(part, PackedExperts)
+        data = part.packed if isinstance(part, PackedExperts) else part
+        steps = (0, 0) if packed else data.stride()[1:]
+        _products[(row_tiles * column_tiles,)](
+            x,
+            data,
+            out if bias is None else bias[some],
+            low,
+            up if adapter is None else up[some],
+            out,
+            order.slots,
+            order.offsets[first : first + count + 1],
+            as_bits(out),
+            count,
+            order.choices,
+            columns,
+            depth,
+            outputs * triton.cdiv(inputs, BLOCK),
+            x.stride(0),
+            data.stride(0),
+            *(steps[::-1] if back else steps),
+            rank,
+            *((1, columns) if back else (rank, 1)),
+            column_tiles,
+            BITS=part.bits if isinstance(part, PackedExperts) else 0,
+            BACK=back,
+            GATHERS=gathers,
+            BIASED=bias is not None,
+            RANK=_width(rank) if rank else 0,
+            ADDS=adds,
+            EVEN=depth % tile.depth == 0,
+            M=tile.rows,
+            N=tile.columns,
+            D=tile.depth,
+            E=_width(count),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=True,
+        )
 
 
 def weight_gradient(

@@ -22,13 +22,13 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torc
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    grad: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of `norm`.
 
     Returns:
-        The gradient of x plus the residual stream's, in the residual's dtype; those of weight and bias,
-        float32.
+        The gradient of x plus the residual stream's, in the residual's dtype, or without it in grad's dtype;
+        those of weight and bias, float32.
     """
     if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import norm as triton_norm
@@ -36,6 +36,8 @@ def norm_backward(
         of_x, of_weight, of_bias = triton_norm.norm_backward(grad, x, residual, weight, bias, eps, 0)
         return of_x, of_weight, None if bias is None else of_bias
     gradient, of_weight, wide_bias = reference.norm_gradient(grad, x, weight, bias, eps)
+    if residual is None:
+        return gradient.to(grad.dtype), of_weight, wide_bias
     return gradient.add_(residual).to(residual.dtype), of_weight, wide_bias
 
 

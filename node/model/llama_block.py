@@ -144,10 +144,12 @@ class LlamaBlock(Block):
 
     def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0) -> Heads:
         heads = [self._to_be_normed(part) for part in projected]
-        heads[: len(norms)] = [
-            reference.norm(part, scale, None, self.norm_eps)
-            for part, scale in zip(heads, norms, strict=False)
-        ]
+        for number, scale in enumerate(norms):
+            part = heads[number]
+            if torch.is_grad_enabled():
+                heads[number] = reference.norm(part, scale, None, self.norm_eps)
+            else:
+                heads[number] = layers.norm(part, scale, None, self.norm_eps, part.dtype)
         query_bhsd, key_bksd, value_bksd = (
             torch.unflatten(part.flatten(2), -1, (-1, self.width)).transpose(1, 2) for part in heads
         )
@@ -174,8 +176,8 @@ class LlamaBlock(Block):
         of_norms = []
         for number, scale in enumerate(norms):
             grad, x = self._to_be_normed(grads[number]), self._to_be_normed(projected[number])
-            of_x, of_scale, _ = reference.norm_gradient(grad, x, scale, None, self.norm_eps)
-            grads[number] = of_x.to(grad.dtype).flatten(2)
+            of_x, of_scale, _ = layers.norm_backward(grad, x, None, scale, None, self.norm_eps)
+            grads[number] = of_x.flatten(2)
             of_norms.append(of_scale.to(scale.dtype))
         return tuple(grads), tuple(of_norms)
 

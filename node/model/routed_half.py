@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kernels.blockfloat import ops as blockfloat
 from kernels.experts import ops
-from kernels.experts.ops import Order, Weights
+from kernels.experts.ops import Adapter, Order, Weights
 from kernels.layers import ops as layers
 from node.model.families.mixture import SWIGLU_ALPHA
 from node.model.lora import AdaptedProjections, FrozenLinear
@@ -134,34 +134,41 @@ class _Experts:
             return None
         return self._each(self.first, dtype), self._each(self.second, dtype), self.layer.scale
 
+    def of_inner(self, grad: Tensor, order: Order) -> Tensor | None:
+        """The gradients of the results of A [R, r] from those of the results; None without an adapter."""
+        if (adapter := self._adapter(grad.dtype)) is None:
+            return None
+        _, up, scale = adapter
+        return ops.input_gradient(grad, up, order).mul_(scale)
+
     def __call__(self, x: Tensor, order: Order, *, gathers: bool = False) -> Tensor:
         """The results [R, N] of rows [R, K], or with `gathers` of tokens [T, K]."""
-        output = ops.matmul(x, self._weights(x.dtype), order, self.bias(x.dtype), gathers=gathers)
+        added: Adapter | None = None
         if (adapter := self._adapter(x.dtype)) is not None:
             down, up, scale = adapter
-            inner = ops.matmul(x, down, order, gathers=gathers)
-            output.add_(ops.matmul(inner, up, order), alpha=scale)
-        return output
+            added = ops.matmul(x, down, order, gathers=gathers).mul_(scale), up
+        weights, bias = self._weights(x.dtype), self.bias(x.dtype)
+        return ops.matmul(x, weights, order, bias, gathers=gathers, adapter=added)
 
-    def backward(self, grad: Tensor, order: Order) -> Tensor:
-        """The gradient of the rows [R, K] from the gradient of the results."""
-        gradient = ops.input_gradient(grad, self._weights(grad.dtype), order)
-        if (adapter := self._adapter(grad.dtype)) is not None:
-            down, up, scale = adapter
-            of_inner = ops.input_gradient(grad, up, order).mul_(scale)
-            gradient.add_(ops.input_gradient(of_inner, down, order))
-        return gradient
+    def backward(
+        self, grad: Tensor, of_inner: Tensor | None, order: Order, onto: Tensor | None = None
+    ) -> Tensor:
+        """The gradient of the rows [R, K] from those of the results and of A's; added to `onto`, if given."""
+        adapter, added = self._adapter(grad.dtype), None
+        if adapter is not None and of_inner is not None:
+            added = of_inner, adapter[0]
+        return ops.input_gradient(grad, self._weights(grad.dtype), order, adapter=added, onto=onto)
 
     def gradients(
-        self, grad: Tensor, x: Tensor, order: Order, *, gathers: bool = False
+        self, grad: Tensor, of_inner: Tensor | None, x: Tensor, order: Order, *, gathers: bool = False
     ) -> list[Tensor | None]:
         """The gradients of weights and biases, or of A and B. The bias's gradient sums `grad` as it is."""
         if self.first is None:
             return [None, None]
-        if (adapter := self._adapter(grad.dtype)) is not None:
-            down, up, scale = adapter
+        adapter = self._adapter(grad.dtype)
+        if adapter is not None and of_inner is not None:
+            down, _, scale = adapter
             assert self.second is not None
-            of_inner = ops.input_gradient(grad, up, order).mul_(scale)
             inner = ops.matmul(x, down, order, gathers=gathers).mul_(scale)
             return [
                 ops.weight_gradient(of_inner, x, order, self.first.dtype, gathers=gathers).flatten(0, 1),
@@ -236,7 +243,8 @@ class _RoutedHalf(torch.autograd.Function):
         rows = of_made.index_select(0, order.slots // parts.choices)
         del of_made
         by_row = weights.reshape(-1).index_select(0, order.slots)[:, None]
-        unweighted = down.backward(rows, order)
+        of_low = down.of_inner(rows, order)
+        unweighted = down.backward(rows, of_low, order)
         of_inner = unweighted * by_row.to(dtype)
         gate, up = kept
         bits = PACKED.get(storage.ffn_input, 0)
@@ -253,15 +261,17 @@ class _RoutedHalf(torch.autograd.Function):
         of_weights = parts.rank.reduce_scatter(of_all).flatten(0, -2)
         of_down: list[Tensor | None] = [None, None]
         if down.is_trained:
-            of_down = down.gradients(rows, inner * by_row.to(dtype), order)
+            of_down = down.gradients(rows, of_low, inner * by_row.to(dtype), order)
             if of_down[1] is not None and not isinstance(down.layer, FrozenLinear):
                 of_bias = ops.bias_gradient(rows * by_row.to(dtype), order, of_down[1].dtype)
                 of_down[1] = of_bias.flatten() if down.counts_bias else torch.zeros_like(of_down[1])
         del rows, inner
-        of_tokens = gate_of.backward(of_gate, order).add_(up_of.backward(of_up, order))
+        of_low_gate, of_low_up = gate_of.of_inner(of_gate, order), up_of.of_inner(of_up, order)
+        of_tokens = gate_of.backward(of_gate, of_low_gate, order)
+        of_tokens = up_of.backward(of_up, of_low_up, order, onto=of_tokens)
         of_projections = [
-            *gate_of.gradients(of_gate, tokens, order, gathers=True),
-            *up_of.gradients(of_up, tokens, order, gathers=True),
+            *gate_of.gradients(of_gate, of_low_gate, tokens, order, gathers=True),
+            *up_of.gradients(of_up, of_low_up, tokens, order, gathers=True),
         ]
         del of_gate, of_up
         of_normed = ops.combine(of_tokens, None, order)

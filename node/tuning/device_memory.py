@@ -40,6 +40,9 @@ MULTIPROCESSORS = 192
 """No GPU has more multiprocessors."""
 OWN_ATTENTION_WIDTHS = (64, 128)
 """Head widths that our own attention backward supports."""
+KEY_SUMS = 2 * 4 * 2 * 512 * 128
+"""Bytes, per element of a head, of the float32 gradients of keys and values by parts of the query heads that
+share them: at most twice as many blocks of 128 keys as `kernels.attention.triton.ENOUGH_PROGRAMS`."""
 WORKSPACES = 2 * (32 << 20) + (1 << 20)
 """cuBLAS workspaces on a GPU, one for the forward thread and one for autograd's (`CUBLAS_WORKSPACE_CONFIG`,
 `node.stage.machine_info.fix_order`); and small tensors."""
@@ -621,7 +624,7 @@ class Share:
         unpacked tensors, and the block's own gradients.
         """
         model, ranks, element = self._model, self._devices.tensor_parallel, self._element
-        keys = self._family.kv_width(model)
+        keys, by_parts = self._family.kv_width(model), 0
         if self._devices.on_cpu:
             return self._row_tokens * self._attention_on_cpu() // ranks
         shared = keys < model.hidden
@@ -630,6 +633,9 @@ class Share:
             # Afterwards, the projections' gradients side by side, and the first norm's result and its
             # gradient.
             a_token = element * (4 * model.hidden + 4 * keys)
+            if shared:
+                queries = model.heads * model.width
+                by_parts = min(2 * 4 * self._row_tokens * queries // ranks, KEY_SUMS * model.width)
         elif self._has_flash:
             samples = self._training.microbatch // self._devices.rows
             copies = -(-self._devices.multiprocessors * ranks // (samples * model.heads))
@@ -647,7 +653,7 @@ class Share:
                 (self._storage.attention_output, model.hidden),
             ):
                 a_token += element * width * (form not in as_kept)
-        return self._row_tokens * (max(0, a_token) // ranks + 2 * element * model.hidden)
+        return by_parts + self._row_tokens * (max(0, a_token) // ranks + 2 * element * model.hidden)
 
     def _attention_on_cpu(self) -> int:
         """Bytes per token, as measured: gradients, rotary's products in float32, and repeated keys and

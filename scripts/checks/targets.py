@@ -198,6 +198,7 @@ def norm_case(dtype: torch.dtype, bits: int, width: int, biased: bool) -> None:
     if not bits:
         layers.norm(x, weight, bias, 1e-5, dtype)
         layers.norm_backward(grad, x, x, weight, bias, 1e-5)
+        layers.norm_backward(grad, x.to(dtype), None, weight, bias, 1e-5)
         return
     _, packed = storage.norm_store(x, weight, bias, 1e-5, bits, dtype)
     storage.norm_from_stored(packed, x.shape, weight, bias, 1e-5, bits, dtype)

@@ -62,6 +62,8 @@ def test_norms_and_activations_are_the_references(width: int, biased: bool, dtyp
     found = ops.norm_backward(grad, x, residual, weight, bias, 1e-5)
     wanted = reference.norm_gradient(grad, x, weight, bias, 1e-5)
     assert distance(found[0], wanted[0] + residual) < 5e-6 and distance(found[1], wanted[1]) < 5e-6
+    alone = ops.norm_backward(grad, x.to(dtype), None, weight, bias, 1e-5)
+    assert alone[0].dtype == dtype and distance(alone[0], wanted[0]) < allowed
     other = None if biased else up
     inner = reference.gelu(gate.double()) if biased else reference.gated(gate.double(), up.double(), False)
     assert distance(ops.activation(gate, other), inner) < allowed

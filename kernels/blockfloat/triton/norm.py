@@ -98,9 +98,11 @@ def _backward(
     eps,
     BITS: tl.constexpr,
     LAYER: tl.constexpr,
+    ADDS: tl.constexpr,
     T: tl.constexpr,
 ):
-    """out = residual + gradient of the row; and partial sums of the parameters' gradients, one row each."""
+    """out = gradient of the row, with ADDS plus residual; and partial sums of the parameters' gradients, one
+    row each."""
     program = tl.program_id(0)
     t = tl.arange(0, T)
     inside = t < per_row
@@ -117,7 +119,8 @@ def _backward(
             y = load_wide(packed + row * width + columns, real)
         # All reads come before the first wait, because the compiler moves none across it.
         upstream = load_wide(grad + row * width + columns, real)
-        beside = load_wide(residual + row * width + columns, real)
+        if ADDS:
+            beside = load_wide(residual + row * width + columns, real)
         normal, inverse = _normal(y, real, width, eps, LAYER)
         sum_weight += upstream * normal
         weighted = upstream * scale
@@ -126,7 +129,9 @@ def _backward(
             sum_bias += upstream
             weighted -= _total(weighted) / width
         result = (weighted - normal * inner) * inverse
-        store_rounded(out + row * width + columns, result + beside, real)
+        if ADDS:
+            result += beside
+        store_rounded(out + row * width + columns, result, real)
         row += tl.num_programs(0)
     partial = program.to(tl.int64) * width + columns
     tl.store(of_weight + partial, sum_weight, mask=real)
@@ -229,7 +234,7 @@ def _run_forward(
 def norm_backward(
     grad: torch.Tensor,
     packed: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
@@ -237,14 +242,16 @@ def norm_backward(
     *,
     programs: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `kernels.blockfloat.layers.norm_backward`. If `bits` is 0, `packed` is the unpacked input."""
+    """See `kernels.blockfloat.layers.norm_backward`. If `bits` is 0, `packed` is the unpacked input.
+    Without a residual the gradient of x is in grad's dtype."""
     if bits >= APART:
         packed, bits = unpack(packed, grad.shape, bits, torch.float32), 0
     width = grad.shape[-1]
-    rows, beside = grad.reshape(-1, width).contiguous(), residual.reshape(-1, width).contiguous()
+    rows = grad.reshape(-1, width).contiguous()
+    beside = rows if residual is None else residual.reshape(-1, width).contiguous()
     if not bits:
         packed = packed.contiguous()
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=grad.device)
+    out = torch.empty(grad.shape, dtype=beside.dtype, device=grad.device)
     launch = _launch(width)
     programs = min(rows.shape[0], programs or BACKWARD_WARPS // launch["num_warps"])
     # Each program writes its row.
@@ -265,6 +272,7 @@ def norm_backward(
             eps,
             BITS=bits,
             LAYER=bias is not None,
+            ADDS=residual is not None,
             **launch,
             **_registers(launch, grad.device),
             enable_fp_fusion=False,

@@ -33,12 +33,23 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     [((16, 32), (32, 16)), ((32, 16), (16, 16))],
     ids=["keys 16 x 32", "keys 32 x 16"],
 )
-@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(64, 2, 2), (77, 4, 2), (5, 3, 1)])
+@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(64, 2, 2), (77, 4, 2), (5, 3, 1), (20, 12, 2)])
+@pytest.mark.parametrize("enough", [1, 9, 512])
 def test_gradients_of_attention_are_the_exact_ones(
-    length: int, heads: int, kv_heads: int, of_keys: tuple[int, int], of_queries: tuple[int, int]
+    length: int,
+    heads: int,
+    kv_heads: int,
+    enough: int,
+    of_keys: tuple[int, int],
+    of_queries: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also with blocks of more queries than keys, and where the sequence ends inside a block."""
+    """Also with blocks of more queries than keys, where the sequence ends inside a block, and where programs
+    share the query heads of a key."""
+    from kernels.attention import triton
     from kernels.attention.triton import Blocks, backward
+
+    monkeypatch.setattr(triton, "ENOUGH_PROGRAMS", enough)
 
     query, key, value, grad = (
         drawn(2, length, count, 16, seed=seed).transpose(1, 2)
@@ -78,6 +89,8 @@ def test_norms_that_store_nothing(width: int, biased: bool) -> None:
     wanted = reference.norm_gradient(grad, x, weight, bias, 1e-5)
     assert near(of_x, wanted[0] + residual) and near(of_weight, wanted[1])
     assert wanted[2] is None or near(of_bias, wanted[2])
+    of_x, of_weight, _ = norm.norm_backward(grad, x, None, weight, bias, 1e-5, 0)
+    assert near(of_x, wanted[0]) and near(of_weight, wanted[1])
 
 
 @inside

@@ -154,6 +154,20 @@ def test_products_and_their_gradients(
     assert torch.equal(triton.matmul(rows, weights, order, bias), found)
     assert near(triton.matmul(rows, weights, order, None), reference.matmul(rows, weights, order, None))
     assert near(triton.input_gradient(grad, weights, order), reference.input_gradient(grad, weights, order))
+    rank = 3
+    low, up, down = (
+        drawn(*shape, seed=8).to(dtype)
+        for shape in ((tokens * choices, rank), (EXPERTS, outputs, rank), (EXPERTS, rank, inputs))
+    )
+    assert near(
+        triton.matmul(x, weights, order, bias, gathers=True, adapter=(low, up)),
+        reference.matmul(x, weights, order, bias, gathers=True, adapter=(low, up)),
+    )
+    once = drawn(tokens * choices, inputs, seed=9).to(dtype)
+    onto = once.clone()
+    wanted = reference.input_gradient(grad, weights, order, adapter=(low, down))
+    assert near(triton.input_gradient(grad, weights, order, adapter=(low, down), onto=onto), once + wanted)
+    assert near(onto, once + wanted)
     found = triton.weight_gradient(grad, x, order, torch.float32, gathers=True)
     assert near(found, reference.weight_gradient(grad.float(), x, order, torch.float32, gathers=True))
     assert torch.equal(found, triton.weight_gradient(grad, rows, order, torch.float32))
@@ -183,11 +197,16 @@ def test_packed_experts_are_unpacked_in_the_product_or_before_it(
     packed = PackedExperts.of(weights, bits)
     bias = drawn(EXPERTS, outputs, seed=5).to(dtype)
     x, grad = drawn(tokens, inputs, seed=6).to(dtype), drawn(2 * tokens, outputs, seed=7).to(dtype)
+    low, up, down = drawn(2 * tokens, 3), drawn(EXPERTS, outputs, 3), drawn(EXPERTS, 3, inputs)
+    of_low, to_up, to_down = (part.to(dtype) for part in (low, up, down))
     assert near(
-        triton.matmul(x, packed, order, bias, gathers=True),
-        reference.matmul(x, packed, order, bias, gathers=True),
+        triton.matmul(x, packed, order, bias, gathers=True, adapter=(of_low, to_up)),
+        reference.matmul(x, packed, order, bias, gathers=True, adapter=(of_low, to_up)),
     )
-    assert near(triton.input_gradient(grad, packed, order), reference.input_gradient(grad, packed, order))
+    assert near(
+        triton.input_gradient(grad, packed, order, adapter=(of_low, to_down)),
+        reference.input_gradient(grad, packed, order, adapter=(of_low, to_down)),
+    )
 
 
 @inside
