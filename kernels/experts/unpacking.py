@@ -1,6 +1,6 @@
 """When packed weights of experts are unpacked before their products. This module imports no torch."""
 
-UNPACKED_ROWS = 96
+UNPACKED_ROWS = 64
 """From this many rows an expert on, on average, packed weights are unpacked before the product."""
 UNPACKED_BYTES = 128 << 20
 """The unpacked matrices that exist at a time; at least one expert's."""
