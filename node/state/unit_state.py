@@ -33,6 +33,10 @@ CACHE_PREFIX = "activation_cache."
 """The prefix of a sample cache's tensors in a unit's state."""
 BFLOAT16 = "bfloat16"
 """The name of a dtype that numpy lacks. Arrays hold its bits as uint16."""
+_SUMMED = 256
+"""Squares that are summed in float32."""
+_LEAST_SQUARE = 1e-30
+"""Squares that are this large on average are not subnormal."""
 
 
 def _letters(dtype: str) -> str:
@@ -218,8 +222,13 @@ def _summed(name: str, array: np.ndarray) -> str | None:
 
 def _sum_of_squares(array: np.ndarray) -> float:
     flat = array.reshape(-1)
-    # `dot` would wake threads and need a copy.
-    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
+    whole = flat.size // _SUMMED * _SUMMED
+    rows, rest = flat[:whole].reshape(-1, _SUMMED), flat[whole:]
+    # Short sums in float32 are four times as fast. `dot` would wake threads.
+    total = float(np.einsum("ij,ij->i", rows, rows).sum(dtype=np.float64))
+    if not whole * _LEAST_SQUARE < total < np.inf:  # else squares may not be float32 numbers
+        rest, total = flat, 0.0
+    return total + float(np.einsum("i,i->", rest, rest, dtype=np.float64))
 
 
 def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:

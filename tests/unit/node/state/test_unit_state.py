@@ -259,3 +259,12 @@ def test_other_files_are_read_as_safetensors_reads_them_or_refused() -> None:
             found = read_tensors(other)
             assert sorted(found) == sorted(expected)
             assert all(found[name].tobytes() == array.tobytes() for name, array in expected.items())
+
+
+@pytest.mark.parametrize("size", [0, 5, 256, 1000])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e-12, 1e-22, 1e25], ids=str)
+def test_sums_of_squares_are_exact_where_squares_are_no_float32_numbers(size: int, scale: float) -> None:
+    array = (np.random.default_rng(1).standard_normal(size) * scale).astype(np.float32)
+    digest = LayerDigest({"parameter.w": ("float32", array.shape)})
+    digest.add("parameter.w", array)
+    assert digest.hash.weights == pytest.approx(float((array.astype(np.float64) ** 2).sum()), rel=1e-7, abs=0)
