@@ -16,6 +16,13 @@ FP8_WAYS = {
 WHOLE_MODEL = RESULTS / "whole_model.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
 PLAIN_TESTS = RESULTS / "gpu_tests_plain.json"
+MIXTURE_STAGE = RESULTS / "mixture_stage.json"
+WAYS = {
+    "all": "thinwire, adapters on all projections",
+    "attention": "thinwire, adapters on attention's",
+    "peft": "transformers with PEFT, adapters on attention's and experts'",
+    "transformers": "transformers, nothing trained",
+}
 OUTCOMES = {"passed": "passed", "skipped": "skipped", "failure": "failed", "error": "erred"}
 """Words for the outcomes, by their names in the record."""
 SHARED_BY = {
@@ -119,6 +126,37 @@ def fp8_loss() -> str:
     return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
 
 
+def mixture_stage() -> str:
+    """A stage of a mixture beside transformers (scripts/bench/mixture_stage.py)."""
+    report = read_report(MIXTURE_STAGE)
+    columns = [("tokens", "right"), ("way", "left")]
+    columns += [(name, "right") for name in ("forward, ms", "backward, ms", "both", "peak, GB")]
+    seconds = {
+        (row["tokens"], row["way"]): row["forward_seconds"] + row["backward_seconds"]
+        for row in report["rows"]
+    }
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            WAYS[row["way"]],
+            f"{1e3 * row['forward_seconds']:.1f}",
+            f"{1e3 * row['backward_seconds']:.1f}",
+            f"{seconds[row['tokens'], row['way']] / seconds[row['tokens'], 'all']:.2f}",
+            f"{row['peak_bytes'] / 1e9:.1f}",
+        ]
+        for row in sorted(report["rows"], key=lambda row: row["tokens"])
+    ]
+    blocks = report["rows"][0]["blocks"]
+    caption = (
+        f"One stage alone: {blocks} of Qwen3-30B-A3B's 48 blocks, random weights, adapters of rank 8. thinwire "
+        f"has the weights in {report['base']} bits and stores activations packed, transformers has bf16 and "
+        "`grouped_mm`. `both` is relative to the first. Peaks include what earlier ways left allocated. "
+        f"{spaced(report['hardware'])}, torch {report['torch']}, transformers {report['transformers']}, "
+        f"commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
+
+
 def gpu_tests() -> str:
     """GPUs that share a stage against one GPU, and all outcomes (scripts/checks/gpu_tests.py)."""
     report = read_report(GPU_TESTS)
@@ -185,5 +223,6 @@ TABLES: Tables = {
     **if_recorded(WHOLE_MODEL, "whole_model", whole_model),
     "coded_loss": fp8_loss,
     **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),
+    **if_recorded(MIXTURE_STAGE, "mixture_stage", mixture_stage),
     **if_recorded(PLAIN_TESTS, "gpu_tests_plain", plain_tests),
 }

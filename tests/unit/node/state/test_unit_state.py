@@ -28,6 +28,7 @@ from node.state.serialization import CACHE_PREFIX, deserialize_unit, serialize_u
 from node.state.snapshot import SnapshotFolder
 from node.state.unit_state import (
     PARAMETER_PREFIX,
+    LayerDigest,
     check_state,
     has_weights_alone,
     read_tensors,
