@@ -267,6 +267,13 @@ def experts_case(dtype: torch.dtype, bits: int) -> None:
         experts.matmul(x, weights, order, bias, gathers=True)
     experts.matmul(drawn(32, WIDTH, dtype=dtype), weights, order, None)
     experts.input_gradient(rows, weights, order)
+    low, up, down = drawn(32, 8, dtype=dtype), drawn(8, 256, 8, dtype=dtype), drawn(8, 8, WIDTH, dtype=dtype)
+    experts.matmul(x, weights, order, None, gathers=True, adapter=(low, up))
+    onto = experts.input_gradient(rows, weights, order, adapter=(low, down))
+    experts.input_gradient(rows, weights, order, adapter=(low, down), onto=onto)
+    if bits:  # of so many rows that they are unpacked before the product
+        many = experts_reference.group(torch.zeros(256, 2, dtype=torch.int64), 8)
+        experts.matmul(drawn(256, WIDTH, dtype=dtype), weights, many, None, gathers=True)
     if not bits:
         experts.weight_gradient(rows, x, order, dtype, gathers=True)
         experts.weight_gradient(rows, drawn(32, WIDTH, dtype=dtype), order, dtype)
