@@ -149,8 +149,8 @@ def mixture_stage() -> str:
     blocks = report["rows"][0]["blocks"]
     caption = (
         f"One stage alone: {blocks} of Qwen3-30B-A3B's 48 blocks, random weights, adapters of rank 8. "
-        f"thinwire has the weights in {report['base']} bits and stores activations packed, transformers has bf16 and "
-        "`grouped_mm`. `both` is relative to the first. Peaks include what earlier ways left allocated. "
+        f"thinwire has the weights in {report['base']} bits and stores activations packed, transformers has "
+        "bf16 and `grouped_mm`. `both` is relative to the first. Peaks include what earlier ways left allocated. "
         f"{spaced(report['hardware'])}, torch {report['torch']}, transformers {report['transformers']}, "
         f"commit {commit(report)}."
     )
