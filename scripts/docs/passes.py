@@ -150,9 +150,9 @@ def mixture_stage() -> str:
     caption = (
         f"One stage alone: {blocks} of Qwen3-30B-A3B's 48 blocks, random weights, adapters of rank 8. "
         f"thinwire has the weights in {report['base']} bits and stores activations packed, transformers has "
-        "bf16 and `grouped_mm`. `both` is relative to the first. Peaks include what earlier ways left allocated. "
-        f"{spaced(report['hardware'])}, torch {report['torch']}, transformers {report['transformers']}, "
-        f"commit {commit(report)}."
+        "bf16 and `grouped_mm`. `both` is relative to the first. Peaks include what earlier ways left "
+        f"allocated. {spaced(report['hardware'])}, torch {report['torch']}, transformers "
+        f"{report['transformers']}, commit {commit(report)}."
     )
     return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
 
