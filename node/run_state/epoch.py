@@ -226,7 +226,7 @@ class Epoch:
         self.opened_at = 0.0
         """When the step that runs began."""
         self._rules = rules
-        self._placed_runs = [*enumerate(self.groups)]
+        self._placed_runs = (*enumerate(self.groups),)
         self._shared = self._as_placed()
         """Which row computes which groups of the current step."""
         self.step = max(record.newest_snapshot, record.newest_state)
@@ -524,7 +524,7 @@ class Epoch:
         self.entering[node_id] = at
         self.entering_since[node_id] = now
         self.placed_nodes[at], self.addresses[at], self.kinds[at] = node_id, address, kind
-        self.__dict__.pop("_rows", None)
+        self._forget_rows()
         # Also those that enter: they have begun to open links to whoever had the seat.
         known = {**dict(enumerate(self.grid)), **{at: node for node, at in self.entering.items()}}
         peers = [known[seat_at] for seat_at in self._linked_seats(seat)]
@@ -591,7 +591,7 @@ class Epoch:
             return []
         seat = self.entering_seat(node_id)
         del self.entering[node_id]
-        self.__dict__.pop("_rows", None)
+        self._forget_rows()
         self._linking.discard(node_id)
         self._linked.discard(node_id)
         return self.emptied(seat, was_offered=True)
@@ -884,8 +884,7 @@ class Epoch:
 
     def _sent_as_one(self, node_id: str) -> list[range]:
         """The groups of a node's row, as it sends their sums."""
-        own = self.replica_of(node_id)
-        runs = [groups for row, groups in self._shared.runs if row == own]
+        runs = self._shared.runs_of(self.replica_of(node_id))
         return [self._tree.span(node) for groups in runs for node in self._tree.subtrees(groups)]
 
     def missed(self, node_id: str, message: SumsMissing, now: float) -> list[Action] | None:
@@ -1022,7 +1021,7 @@ class Epoch:
         at = self._seats.pop(node_id)
         self.grid[at] = ""
         self._late.pop(Seat(*divmod(at, self.stages)), None)
-        self.__dict__.pop("_rows", None)
+        self._forget_rows()
         self.fresh.discard(node_id)
         self.newcomers = self.newcomers.difference([node_id])
         self._count_hosts()
@@ -1316,15 +1315,28 @@ class Epoch:
         ]
         return tuple(tuple(places[row * self.stages :][: self.stages]) for row in range(self.rows))
 
+    @functools.cached_property
+    def _columns(self) -> tuple[tuple[PlacedRow, ...], ...]:
+        """By stage: its node in each row. Of a thousand nodes, hundreds are told of a seat's new node."""
+        rows = [*zip(self._rows, self.groups, strict=True)]
+        return tuple(
+            tuple(PlacedRow(node=places[stage], groups=groups) for places, groups in rows)
+            for stage in range(self.stages)
+        )
+
+    def _forget_rows(self) -> None:
+        """Seats have other nodes now."""
+        for kept in ("_rows", "_columns"):
+            self.__dict__.pop(kept, None)
+
     def _placement(self, node_id: str) -> Placement:
         replica, stage = divmod(self._seats.get(node_id, self.entering.get(node_id, 0)), self.stages)
-        rows = [PlacedRow(node=row[stage], groups=g) for row, g in zip(self._rows, self.groups, strict=True)]
         return Placement(
             epoch=self.number,
             stage=stage,
             stages=self._rows[replica],
             replica=replica,
-            rows=tuple(rows) if self._group_count > 1 else (),
+            rows=self._columns[stage] if self._group_count > 1 else (),
         )
 
     def _tell_work(self) -> list[Action]:

@@ -148,6 +148,10 @@ def row_seconds(hosts: Sequence[str], rows: int, seconds: Mapping[str, float]) -
     return [max(each or 0.0 for each in row) if None not in row else None for row in times]
 
 
+Runs = tuple[tuple[int, tuple[int, ...]], ...]
+"""Rows, each with groups."""
+
+
 class StepGroups:
     """Which rows compute which groups of one step.
 
@@ -158,10 +162,13 @@ class StepGroups:
 
     def __init__(self, shared: Mapping[int, Sequence[int]], now: float) -> None:
         """`shared`: the groups of each row that computes some, from `now` on."""
-        self.runs = [(row, tuple(groups)) for row, groups in shared.items()]
+        self.runs: Runs = tuple((row, tuple(groups)) for row, groups in shared.items())
         """Groups that a row got at a time."""
         self.waiting: list[int] = []
         """Groups that no row has."""
+        self._by_row = dict[int, list[tuple[int, ...]]]()
+        self._sorted: Runs | None = None
+        """The runs of each row, and the `runs` that they are of: a thousand nodes ask for their own."""
         self._began = now
         self._had: dict[int, set[int]] = {}
         """The groups that each row has lost."""
@@ -174,15 +181,25 @@ class StepGroups:
     def hold_back(self, seconds: Mapping[int, float | None]) -> None:
         """Let groups wait that no row computes soon. Call it as the step begins."""
         known = _known_seconds(seconds)
-        for at, (row, groups) in enumerate(self.runs):
+        runs = []
+        for row, groups in self.runs:
             held = max(HELD_GROUPS, math.ceil(HELD_GROUPS * PROMPT_SECONDS / known[row]))
-            self.runs[at] = row, groups[:held]
+            runs.append((row, groups[:held]))
             self.waiting += groups[held:]
+        self.runs = tuple(runs)
         self.waiting.sort()
 
     def of(self, row: int) -> tuple[int, ...]:
         """The groups of a row."""
-        return tuple(group for other, groups in self.runs for group in groups if other == row)
+        return tuple(group for groups in self.runs_of(row) for group in groups)
+
+    def runs_of(self, row: int) -> Sequence[tuple[int, ...]]:
+        """The groups that a row got at a time."""
+        if self._sorted is not self.runs:
+            self._sorted, self._by_row = self.runs, {}
+            for other, groups in self.runs:
+                self._by_row.setdefault(other, []).append(groups)
+        return self._by_row.get(row, ())
 
     def lose(self, row: int, kept: Collection[int] = ()) -> None:
         """A row computes nothing any more: its groups wait, except for those that it has `kept`."""
@@ -193,7 +210,7 @@ class StepGroups:
             (other, tuple(group for group in groups if other != row or group in kept))
             for other, groups in self.runs
         ]
-        self.runs = [(other, groups) for other, groups in runs if groups]
+        self.runs = tuple((other, groups) for other, groups in runs if groups)
         self._free_at.pop(row, None)
 
     def is_for(self, row: int) -> bool:
@@ -238,7 +255,7 @@ class StepGroups:
             counts[row] += 1
             given.setdefault(row, []).append(group)
         self.waiting = left
-        self.runs += [(row, tuple(groups)) for row, groups in sorted(given.items())]
+        self.runs += tuple((row, tuple(groups)) for row, groups in sorted(given.items()))
         self.given_at.update(dict.fromkeys(given, now))
         return bool(given)
 
