@@ -294,6 +294,9 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
                 bpe.model.dropout = None  # with dropout the same text gives other ids each time
             if (around := bpe.num_special_tokens_to_add(is_pair=False)) > MOST_GROWTH:
                 raise DataError(f"{files[0]} puts {around:,} tokens around a text: copy it again")
+            for token in json.loads(tables[0]).get("added_tokens") or ():
+                if (index := bpe.token_to_id(token["content"])) != token["id"]:
+                    _say_other_id(str(folder), token["content"][:50], index, token["id"])
             tables += _mended(bpe, folder)
         else:
             bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
@@ -477,13 +480,7 @@ def _add_tokens(bpe: "tokenizers.Tokenizer", folder: Path, *, flags: bool) -> li
         known[token.content] = repr(token)
         changed.append(repr(token))
         if index is not None and bpe.token_to_id(token.content) != index:
-            logger.warning(
-                "the tokenizer in %s gives %s the id %d, where its settings say %d: ids have no gaps",
-                folder,
-                token.content[:50],
-                bpe.token_to_id(token.content),
-                index,
-            )
+            _say_other_id(str(folder), token.content[:50], bpe.token_to_id(token.content), index)
     return changed
 
 
@@ -569,6 +566,18 @@ def _say_no_end(folder: str) -> None:
         "the tokenizer in %s names no end of text: a zero byte stands between documents; eos_token in "
         "tokenizer_config.json would name one",
         folder,
+    )
+
+
+@cache
+def _say_other_id(folder: str, token: str, index: int, given: int) -> None:
+    logger.warning(
+        "the tokenizer in %s gives %s the id %d, as in transformers, where its files say %d: ids follow the "
+        "order of the tokens, without gaps",
+        folder,
+        token,
+        index,
+        given,
     )
 
 

@@ -423,6 +423,21 @@ def test_an_end_of_text_that_is_no_token_is_reported(
         assert ("eos_token_id" in caplog.text) == reported
 
 
+@pytest.mark.parametrize(("ids", "reports"), [((400, 401, 402), 0), ((400, 401, 410), 1), ((401, 400, 402), 2)])
+@pytest.mark.timeout(20)
+def test_an_added_token_with_another_id_than_its_file_says_is_reported(
+    tables: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, ids: tuple[int, ...], reports: int
+) -> None:
+    folder = write_special(tmp_path / "t", tables, {})
+    values = json.loads((folder / "tokenizer.json").read_text())
+    for token, index in zip(values["added_tokens"][1:], ids, strict=True):
+        token["id"] = index
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    for _ in range(2):
+        load_tokenizer(str(folder))
+    assert len(caplog.records) == reports
+
+
 @pytest.mark.parametrize("value", [[], None, 7, "a"])
 @pytest.mark.timeout(20)
 def test_settings_that_are_no_object_are_refused(tables: Path, tmp_path: Path, value: object) -> None:
