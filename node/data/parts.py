@@ -112,8 +112,9 @@ def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> No
 
 
 def _report_contents(folder: Path, data: Sequence[Path]) -> None:
-    """Warn if files of rows or tokens are empty, or if files have the same content, by their sizes and ends,
-    or perhaps the same rows, by their names."""
+    """Warn if files of rows or tokens are empty, if files have the same content, by their sizes and ends, or
+    perhaps the same rows, by their names, and if text may belong to the data set's page or to its other
+    splits."""
     named: dict[str, Path] = {}
     for path in data:
         if (suffix := content_suffix(path)) in _ROWS:
@@ -122,6 +123,24 @@ def _report_contents(folder: Path, data: Sequence[Path]) -> None:
                 logger.warning(
                     "%s and %s are both read: take one out if they hold the same rows", other, path
                 )
+    texts = [path.relative_to(folder) for path in data if content_suffix(path) in TEXT_SUFFIXES]
+    if named and texts:
+        logger.warning(
+            "%d of the %d files in %s are text beside files of rows, such as %s: they are trained on too; name "
+            "the files of rows, or a folder with them alone, if they should not be",
+            len(texts),
+            len(data),
+            folder,
+            texts[0],
+        )
+    folders = {part for path in texts for part in path.parts[:-1] if part.lower() in SPLITS}
+    if len(folders) > 1 and not {"train", "training"}.isdisjoint(map(str.lower, folders)):
+        logger.warning(
+            "%s has text in folders named %s, and all of it is trained on: set [data] path, sources or valid to "
+            "those that you mean",
+            folder,
+            ", ".join(sorted(folders)),
+        )
     copies: list[tuple[Path, Path]] = []
     first: dict[tuple[int, bytes], Path] = {}
     try:

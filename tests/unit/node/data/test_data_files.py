@@ -465,6 +465,30 @@ def test_parts_of_a_data_set_are_not_mixed(tmp_path: Path, names: tuple[str, str
             assert not several
 
 
+@each(
+    ("names", "reports"),
+    [
+        (("rows.jsonl", "more.jsonl"), 0),
+        (("rows.jsonl", "LICENSE.txt"), 1),
+        (("data/rows.jsonl", "loading.py"), 1),
+        (("train/pos/0.txt", "test/pos/1.txt"), 1),
+        (("lib/0.txt", "test/1.txt"), 0),
+        (("train/a/0.txt", "train/b/1.txt"), 0),
+    ],
+)
+@each("order", ["whole", "shards"])
+def test_text_that_may_not_be_meant_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: tuple[str, ...], reports: int, order: str
+) -> None:
+    caplog.clear()
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        rows = jsonl([{"text": f"{number} {row}"} for row in range(100)])
+        (tmp_path / name).write_bytes(rows if name.endswith(".jsonl") else f"{number} {WORDS}".encode())
+    load_data(config_of(tmp_path, order=order))
+    assert len(caplog.records) == reports
+
+
 def test_missing_files_of_a_split_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "d").mkdir()
     for number in range(3):

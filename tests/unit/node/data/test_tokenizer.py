@@ -423,7 +423,9 @@ def test_an_end_of_text_that_is_no_token_is_reported(
         assert ("eos_token_id" in caplog.text) == reported
 
 
-@pytest.mark.parametrize(("ids", "reports"), [((400, 401, 402), 0), ((400, 401, 410), 1), ((401, 400, 402), 2)])
+@pytest.mark.parametrize(
+    ("ids", "reports"), [((400, 401, 402), 0), ((400, 401, 410), 1), ((401, 400, 402), 2)]
+)
 @pytest.mark.timeout(20)
 def test_an_added_token_with_another_id_than_its_file_says_is_reported(
     tables: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, ids: tuple[int, ...], reports: int
