@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's folder has the template of conversations with tools."""
-CHAT_FORMAT = "17"
+CHAT_FORMAT = "18"
 """Increase this when the same rows give other tokens or labels."""
 _FIRST_TAG = re.compile(r"\s*(<[^<>\s]{1,40}>)")
 _END_CHARACTERS = 20

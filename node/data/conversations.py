@@ -37,6 +37,8 @@ ROLES = {
         "bard",
         "claude",
         "llm",
+        "agent",
+        "teacher",
     ),
     TOOL: ("tool", "function", "observation", "function_response", "tool_response", "tool_result", "ipython"),
 }
@@ -86,6 +88,9 @@ CONTENTS = ("content", "value", "text")
 """Keys that may hold a message's content. The first one that is not empty is read."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that may hold a message's reasoning. Templates read the first."""
+CHANNEL, ANALYSIS = "channel", "analysis"
+"""The key of a message, and its value that says that it is the reasoning of the answer behind it (Harmony's
+format)."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Keys that may hold a call's arguments: OpenAI's, and those of Llama, LangChain and Anthropic."""
 TOOLS = ("tools", "tool_defs", "functions")
@@ -104,7 +109,10 @@ RESULT_PART = "tool_result"
 LEFT_OUT = "tool calls that the template leaves out"
 """The reason for leaving out a conversation whose calls would not be in its text."""
 _PARTLY = "labels for parts of a message"
+_UNANSWERED = "a thought without an answer"
 _UNCLEAR_MASK = "a mask that does not say what 1 means"
+_PARTS = re.compile(r'\s*\[\s*\{\s*"')
+"""The beginning of parts of a content that are given as JSON text."""
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _NUMBERS = dict.fromkeys(("true", "1", "1.0", "yes", "on"), 1) | dict.fromkeys(
     ("false", *ZEROS, "no", "off"), 0
@@ -243,11 +251,19 @@ def question(text: str, system: str, forms: Forms) -> list[Message]:
 
 
 def _unfolded(messages: Iterable[Message]) -> Iterator[Message]:
-    """The messages, where thoughts and calls that were parts of the content stand beside it, and results of
-    tools are messages of their own."""
+    """The messages, where thoughts and calls that were messages or parts of the content stand beside it, and
+    results of tools are messages of their own."""
+    thoughts = list[str]()
     for message in messages:
         content = message.get("content")
-        left, thoughts, calls = list[Any](), list[str](), list[Any]()
+        if message.get(CHANNEL) == ANALYSIS and isinstance(content, str) and _role(message) == ASSISTANT:
+            if _counts(message) is False:
+                raise Dropped(_PARTLY)
+            thoughts.append(content)
+            continue
+        if thoughts and _role(message) != ASSISTANT:
+            raise Dropped(_UNANSWERED)
+        left, calls = list[Any](), list[Any]()
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in (*THOUGHT_PARTS, *CALL_PARTS) and _counts(part) is False:
@@ -262,11 +278,15 @@ def _unfolded(messages: Iterable[Message]) -> Iterator[Message]:
                 yield {"role": TOOL, "content": part.get("content"), **named}
             else:
                 left.append(part)
-        if not isinstance(content, list) or len(left) == len(content):
+        if not thoughts and (not isinstance(content, list) or len(left) == len(content)):
             yield message
         elif left or thoughts or calls:
+            said = left if isinstance(content, list) else content
             beside = {REASONING[0]: "\n\n".join(thoughts)} if thoughts else {}
-            yield {**message, "content": left, **beside, **({"tool_calls": calls} if calls else {})}
+            yield {**message, "content": said, **beside, **({"tool_calls": calls} if calls else {})}
+        thoughts = []
+    if thoughts:
+        raise Dropped(_UNANSWERED)
 
 
 def _spread_marks(messages: list[Message], row: Mapping[str, Any]) -> None:
@@ -369,9 +389,13 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
-    """A question and its answer as messages. Both may already be lists of messages (TRL's format)."""
-    if isinstance(asked, list) and isinstance(answer, list):
-        prompt, completion = _clean(asked), _clean(answer)
+    """A question and its answer as messages. Either may already be a list of messages (TRL's format)."""
+    are_lists = isinstance(asked, list), isinstance(answer, list)
+    if all(are_lists) or (
+        any(are_lists) and not about and isinstance(answer if are_lists[0] else asked, str)
+    ):
+        prompt = _clean(asked if are_lists[0] else [{"role": USER, "content": asked}])
+        completion = _clean(answer if are_lists[1] else [{"role": ASSISTANT, "content": answer}])
         if not all(isinstance(message, dict) for message in (*prompt, *completion)):
             raise DataError(f"{place}: its prompt and completion are no lists of messages")
         # The loss is on the completion, as in TRL.
@@ -379,7 +403,7 @@ def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
     if asked is None or answer is None or (isinstance(answer, str) and not answer.strip()):
         raise Dropped("a question without an answer")
     if not (isinstance(asked, str) and isinstance(answer, str) and isinstance(about, str | None)):
-        raise DataError(f"{place}: a question and its answer must both be text, or both lists of messages")
+        raise DataError(f"{place}: a question and its answer must be text or lists of messages")
     parts = [_text(part) for part in (asked, about or "") if part.strip()]
     return [
         {"role": USER, "content": "\n\n".join(parts)},
@@ -495,6 +519,11 @@ def _written_role(given: str, role: str, forms: Forms) -> str:
 
 
 def _content(content: Any, role: str, forms: Forms) -> Any:
+    if isinstance(content, str) and role != TOOL and _PARTS.match(content):
+        with suppress(ValueError, RecursionError):
+            parts = json.loads(content)
+            if all(isinstance(part, dict) and part.get("type") in TEXT_PARTS for part in parts):
+                content = _texts(parts)
     if isinstance(content, dict) and role != TOOL:
         content = [content]
     if isinstance(content, list) and (role != TOOL or all(map(_is_part, content))):

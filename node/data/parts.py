@@ -126,8 +126,8 @@ def _report_contents(folder: Path, data: Sequence[Path]) -> None:
     texts = [path.relative_to(folder) for path in data if content_suffix(path) in TEXT_SUFFIXES]
     if named and texts:
         logger.warning(
-            "%d of the %d files in %s are text beside files of rows, such as %s: they are trained on too; name "
-            "the files of rows, or a folder with them alone, if they should not be",
+            "%d of the %d files in %s are text beside files of rows, such as %s: they are trained on too; "
+            "name the files of rows, or a folder with them alone, if they should not be",
             len(texts),
             len(data),
             folder,
@@ -136,8 +136,8 @@ def _report_contents(folder: Path, data: Sequence[Path]) -> None:
     folders = {part for path in texts for part in path.parts[:-1] if part.lower() in SPLITS}
     if len(folders) > 1 and not {"train", "training"}.isdisjoint(map(str.lower, folders)):
         logger.warning(
-            "%s has text in folders named %s, and all of it is trained on: set [data] path, sources or valid to "
-            "those that you mean",
+            "%s has text in folders named %s, and all of it is trained on: set [data] path, sources or valid "
+            "to those that you mean",
             folder,
             ", ".join(sorted(folders)),
         )

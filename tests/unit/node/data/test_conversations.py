@@ -75,13 +75,25 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         {"conversation": [{"human": "How warm?", "assistant": "Seven."}]},
         {"conversations": ["How warm?", "Seven."]},
         {"messages": [{"role": "user", "text": "How warm?"}, {"role": "ai", "text": "Seven."}]},
+        {"input": [ASKED], "output": "Seven."},
+        {"prompt": "How warm?", "completion": [ANSWERED]},
+        {"messages": [{"role": "customer", "content": "How warm?"}, {"role": "agent", "content": "Seven."}]},
+        {
+            "messages": [
+                {**ASKED, "content": '[{"type": "text", "text": "How warm?"}]'},
+                {
+                    **ANSWERED,
+                    "content": ' [{"type": "text", "text": "Sev"}, {"type": "text", "text": "en."}]',
+                },
+            ]
+        },
     ],
     ids=[
         *("openai", "json", "sharegpt", "names", "nones", "parts", "part", "marks", "strings", "nulls"),
         "both",
         "columns",
         *("alpaca", "alpaca-text", "united", "completion", "trl", "question", "query", "nemo", "xtuner"),
-        *("ms-swift", "lima", "text"),
+        *("ms-swift", "lima", "text", "nemotron", "mixed", "agent", "packed"),
     ],
 )
 def test_every_form_becomes_the_same(row: dict[str, Any]) -> None:
@@ -290,6 +302,31 @@ def test_reasoning_has_the_name_that_templates_read(given: dict[str, Any]) -> No
 def test_reasoning_in_parts_or_tags_is_the_answers(given: dict[str, Any]) -> None:
     answer = messages_of({"messages": [ASKED, {**ANSWERED, **given}]})[1]
     assert (answer["reasoning_content"].strip(), answer["content"]) == ("Hm.", "Seven.")
+
+
+def test_a_message_in_the_channel_of_analysis_is_the_thought_of_the_answer_behind_it() -> None:
+    """Harmony's format, gpt-oss's."""
+    thought = {"role": "assistant", "channel": "analysis", "content": "Hm."}
+    call = {"role": "assistant", "channel": "commentary", "content": "", "tool_calls": [CALL]}
+    answer = {**ANSWERED, "channel": "final"}
+    result = {"role": "tool", "content": "7"}
+    found = normalized({"messages": [ASKED, thought, call, result, thought, thought, answer]}, "", Forms())
+    assert found.answers == found.trained == (1, 3)
+    assert [found.messages[index]["reasoning_content"] for index in (1, 3)] == ["Hm.", "Hm.\n\nHm."]
+    for messages, reason in (
+        ([ASKED, thought], "a thought without an answer"),
+        ([ASKED, thought, ASKED, ANSWERED], "a thought without an answer"),
+        ([ASKED, {**thought, "train": False}, ANSWERED], "labels for parts of a message"),
+    ):
+        with pytest.raises(Dropped, match=reason):
+            normalized({"messages": messages}, "", Forms())
+
+
+@pytest.mark.parametrize("answer", ['[{"text": "Oslo", "label": "city"}]', '[{"7}]', '[{"type": "city"}]'])
+def test_json_that_is_no_content_in_parts_is_kept_as_it_is(answer: str) -> None:
+    result = '[{"type": "text", "text": "7"}]'
+    row = {"messages": [ASKED, {"role": "tool", "content": result}, {**ANSWERED, "content": answer}]}
+    assert [message["content"] for message in messages_of(row)[1:]] == [result, answer]
 
 
 def test_calls_and_results_in_parts_become_messages() -> None:
@@ -603,7 +640,7 @@ def test_a_question_with_two_answers_is_no_conversation() -> None:
         ({"instruction": "How warm?", "output": " "}, Dropped),
         ({"prompt": None, "completion": "Seven."}, Dropped),
         ({"prompt": "How warm?", "completion": 7}, DataError),
-        ({"prompt": "How warm?", "completion": [ANSWERED]}, DataError),
+        ({"prompt": "How warm?", "context": "In Oslo.", "completion": [ANSWERED]}, DataError),
         ({"prompt": ["How warm?"], "completion": [ANSWERED]}, DataError),
         ({"instruction": "How warm?"}, DataError),
     ],
