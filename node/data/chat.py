@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,7 @@ class ChatEncoder:
         self._with_tools = with_tools
         self._marker = marker
         self._special = SpecialTokens(bpe)
+        self._said_role = False
         self.fingerprint = fingerprint
         """A fingerprint of the tokenizer, the template and the special tokens. It is the same with every
         version."""
@@ -215,6 +217,16 @@ class ChatEncoder:
             _say_zero_label(str(self._path))
         if conversation.others:
             _say_others(str(self._path))
+        roles = (message["role"] for message in conversation.messages)
+        known = {*chain(*ROLES.values()), *template.forms.roles}
+        if not self._said_role and (role := next((role for role in roles if role not in known), "")):
+            self._said_role = True
+            logger.warning(
+                "messages have the role %s, which neither the chat template for %s nor thinwire knows: they "
+                "have no labels; give those of the assistant that role",
+                role[:50],
+                self._path,
+            )
         return conversation, template
 
     def _tokens(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:

@@ -466,6 +466,19 @@ def test_a_tables_mask_of_its_messages_is_read(tmp_path: Path) -> None:
     assert row["mask"] == "User"
 
 
+@pytest.mark.parametrize(("role", "reports"), [("narrator", 1), ("Customer", 0), ("tool", 0), ("critic", 0)])
+def test_a_role_that_nobody_knows_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, role: str, reports: int
+) -> None:
+    template = TEMPLATE + "{% if messages[0].role == 'critic' %}!{% endif %}"
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "plain", template)), "")
+    said = [("user", "Hi."), ("assistant", "Hello."), (role, "So."), ("assistant", "Yes.")]
+    row = {"messages": [{"role": name, "content": content} for name, content in said]}
+    for _ in range(2):
+        encoder.encode(row, "here")
+    assert len(caplog.records) == reports
+
+
 def test_marks_that_ask_for_labels_on_what_others_wrote_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
