@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -337,7 +338,18 @@ def checked_text(path: Path, content: bytes) -> bytes:
     if wrong:
         check_kind(path, content)
         raise NotTextError(path, wrong, f"convert it or leave it out{at}")
+    if b"\r\n" in content:
+        _say_line_ends(path.parent)
     return without_marks(content)
+
+
+@cache
+def _say_line_ends(folder: Path) -> None:
+    logger.warning(
+        "text in %s has lines that end with \\r\\n, as on Windows, and the model learns to write both: "
+        "convert it (dos2unix) if it should not",
+        folder,
+    )
 
 
 class _Zstd:

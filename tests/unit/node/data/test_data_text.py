@@ -26,10 +26,12 @@ def refused(path: Path | str, message: str, field: str = "text") -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_file_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_text_file_is_read_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "any.name"
-    path.write_bytes("Grüße\r\n".encode())
-    assert read(path) == "Grüße\r\n".encode()
+    for ending, reports in (("\n", 0), ("\r\n", 1)):
+        path.write_bytes(f"Grüße{ending}".encode())
+        assert [read(path), read(path)] == [f"Grüße{ending}".encode()] * 2
+        assert len(caplog.records) == reports
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_a_folder_is_read_in_order_of_names(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         assert read(tmp_path) == b"one\0two\0three\0four"
     skipped = [record.getMessage() for record in caplog.records]
-    assert len(skipped) == 3
+    assert len(skipped) == 4 and "beside files of rows" in skipped.pop(0)
     assert skipped[0].startswith("training on 7 of 9 files in ")
     assert skipped[0].endswith("skipped: 1 x hidden, 1 x .png")
     assert "latin.txt is not UTF-8 text" in skipped[1] and "(byte 2)" in skipped[1]
