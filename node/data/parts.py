@@ -44,7 +44,10 @@ _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})")
 """The name of one of several files of a split on the Hugging Face hub."""
 _FRONT = re.compile(r"---[ \t]*\n(.*?\n)---[ \t]*\n", re.DOTALL)
 _CONFIGURATIONS = re.compile(r"^configs:[ \t]*\n((?:[ \t-].*\n|\n)+)", re.MULTILINE)
-_ENTRY = re.compile(r"\s*(?:- +)*(?:(config_name|split|path|data_files|data_dir):)?\s*(.*?)\s*")
+_ENTRY = re.compile(r"\s*(?:- +)*(?:[\"']?(config_name|split|path|data_files|data_dir)[\"']?:)?\s*(.*?)\s*")
+_FLOW = re.compile(r"\{(\s*[\"']?\w+[\"']?\s*:[^{}]*)\}")
+_NEXT_KEY = re.compile(r",(?=\s*[\"']?\w+[\"']?\s*:)")
+"""An object within a line of YAML, and what stands before each of its other keys."""
 
 
 def check_parts(folder: Path, every: Sequence[Path], data: Sequence[Path]) -> None:
@@ -205,7 +208,8 @@ def _listed_parts(card: Path) -> Iterator[tuple[str, str, str]]:
         raise unreadable(card, error) from error
     listed = _CONFIGURATIONS.search(front[1]) if front else None
     configuration = split = ""
-    for line in listed[1].splitlines() if listed else ():
+    text = _FLOW.sub(lambda flow: "\n" + _NEXT_KEY.sub("\n", flow[1]) + "\n", listed[1] if listed else "")
+    for line in text.splitlines():
         if (entry := _ENTRY.fullmatch(line)) is None or entry[2].startswith("#"):
             continue
         values = [value.strip(" \"'") for value in entry[2].strip("[]").split(",") if value.strip(" \"'")]

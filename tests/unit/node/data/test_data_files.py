@@ -383,6 +383,12 @@ configs:
         path: ["{1}"]
 ---
 """
+FLOW_CARD = """---
+configs:
+- {{config_name: default, data_files: [{{split: train, path: {0}}}, {{"split": "heldout", "path": "{1}"}}]}}
+---
+"""
+QUOTED_CARD = SPLITS_CARD.replace("path:", '"path":').replace("split:", "'split':")
 
 
 @each(
@@ -394,6 +400,9 @@ configs:
         (CARD, ("*/*.jsonl", "*.jsonl"), ""),
         (SPLITS_CARD, ("en/a.jsonl", "fr/*"), "splits"),
         (SPLITS_CARD, ("en/a.jsonl", "none/*"), ""),
+        (FLOW_CARD, ("en/a.jsonl", "fr/*"), "splits"),
+        (FLOW_CARD, ("en/a.jsonl", "none/*"), ""),
+        (QUOTED_CARD, ("en/a.jsonl", "fr/*"), "splits"),
         ("configs:\n- config_name: a\n", ("", ""), ""),
     ],
 )
