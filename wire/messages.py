@@ -71,7 +71,7 @@ NODES = "nodes"
 
 
 MOST_HELD = 200
-"""The most layers in one report of what a node holds and lacks."""
+"""The most layers in one report of what a node holds and lacks, and the most holders that it may doubt."""
 
 
 @dataclass(frozen=True, kw_only=True)

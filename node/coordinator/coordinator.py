@@ -683,7 +683,7 @@ class Coordinator:
         past, most = (len(self._held_out), 1) if held_out else (self.config.run.steps * size, most)
         useless = epoch is None or not epoch.may_fetch(node_id, part) or self._fetches_too_often(node_id)
         # Each group once: a member must neither end the run nor fill its memory.
-        useless |= len(set(groups)) < len(groups) or not set(groups) <= set(range(count))
+        useless |= len(groups) > count or len(set(groups)) < len(groups) or not set(groups) <= {*range(count)}
         if useless or steps > most or wanted[-1] * size >= past:
             raise ProtocolViolationError(f"{node_id} does not need that batch of step {step}")
         if held_out:

@@ -34,6 +34,7 @@ from wire.errors import (
 )
 from wire.front import Front
 from wire.layer_exchange import growing_pieces
+from wire.messages import MOST_HELD
 from wire.v1 import control_pb2
 
 PIECE_BYTES = 256 * 1024, 1024 * 1024
@@ -222,6 +223,10 @@ class LayerService:
         """Where the layer is, or that the node's file is right; otherwise its SHA-256 and the file."""
         await when_served(self._desk, node_id, "get layer")
         handler = self._handler
+        if (count := len(request.bad_holders)) > MOST_HELD:
+            why = f"a request that doubts {count} holders of a layer, more than {MOST_HELD}"
+            handler.refused(node_id, why)
+            raise ProtocolViolationError(why)
         placed = handler.layer_holders(node_id, request.step, request.unit, request.bad_holders)
         if placed is not None:
             return place_chunk(*placed)

@@ -259,6 +259,20 @@ async def test_a_report_of_more_layers_than_a_node_names_is_held_against_it() ->
         await node.close()
 
 
+async def test_a_request_that_doubts_more_holders_than_there_are_is_held_against_its_node() -> None:
+    """Each name costs the event loop time, and a request has room for half a million."""
+    handler = Handler()
+    async with coordinator(handler) as (port, _):
+        node = client(port, NODE)
+        doubted = [f"{number:x}" for number in range(MOST_HELD + 1)]
+        assert isinstance(await node.layer(4, "embed", 1 << 24, None, doubted[1:]), LayerFile)
+        assert handler.refusals == []
+        with pytest.raises(RunError, match="201"):
+            await node.layer(4, "embed", 1 << 24, None, doubted)
+        assert [who for who, _ in handler.refusals] == [NODE.node_id]
+        await node.close()
+
+
 @pytest.mark.parametrize(
     "layer",
     [
