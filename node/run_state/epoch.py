@@ -585,6 +585,11 @@ class Epoch:
         """The seat that a node is to have."""
         return Seat(*divmod(self.entering[node_id], self.stages))
 
+    def beside(self, node_id: str) -> dict[Seat, str]:
+        """The hosts to which a node that enters is to have links, by their seats."""
+        near = self._linked_seats(self.entering_seat(node_id))
+        return {Seat(*divmod(at, self.stages)): self.grid[at] for at in near if self.grid[at]}
+
     def drop_entrant(self, node_id: str) -> list[Action]:
         """If the node enters, it does not get its seat."""
         if node_id not in self.entering:

@@ -56,7 +56,7 @@ from node.run_state.failures import (
 from node.run_state.grid import GroupSharing
 from node.run_state.held_out import HeldOutSchedule
 from node.run_state.membership import Member, Roster, loading_seconds, prefetch, prefetch_first
-from node.run_state.newcomers import Newcomers
+from node.run_state.newcomers import ACCUSERS, Newcomers
 from node.run_state.run_plan import Past, RunPlan
 from node.run_state.snapshot_schedule import SnapshotSchedule
 from node.run_state.stage_assignment import Candidate, StageAssigner
@@ -905,11 +905,18 @@ class RunMachine:
                 return epoch.entrant_placed(node_id)
             case Ready() if message.epoch == epoch.number:
                 if epoch.entrant_linked(node_id):
-                    self._newcomers.opened(now - self._unseen - epoch.entering_since[node_id])
+                    seconds = now - self._unseen - epoch.entering_since[node_id]
+                    self._newcomers.opened(seconds, epoch.beside(node_id).values())
                 return []
+            case PeerSilent() if message.epoch == epoch.number:
+                return self._no_link(epoch, node_id, Seat(message.replica, message.stage), now)
             case StepFailed() if message.epoch == epoch.number:
-                is_fault = message.kind is not FailureKind.LINK
-                return self._no_entrant(node_id, message.message, is_fault=is_fault)
+                seat, is_fault = Seat(message.peer_replica, message.peer_stage), True
+                actions = []
+                if message.kind is FailureKind.LINK:
+                    is_fault = False
+                    actions = self._no_link(epoch, node_id, seat, now)
+                return [*actions, *self._no_entrant(node_id, message.message, is_fault=is_fault)]
             case Following():
                 actions = self._newcomers.message(node_id, message)
                 if self._newcomers.follows(node_id) or self._newcomers.moves(node_id):
@@ -917,6 +924,23 @@ class RunMachine:
                 return actions + self._no_entrant(node_id, "it follows no longer")
             case _:
                 return []  # of the seat that it had before
+
+    def _no_link(self, epoch: Epoch, node_id: str, seat: Seat, now: float) -> list[Action]:
+        """A newcomer says that its link to the host of this seat does not open. A host of which several say
+        so gives up its seat: the seats beside it would stay empty."""
+        host = epoch.beside(node_id).get(seat)
+        if host is None or not epoch.can_lose(host) or not self._newcomers.unlinked(node_id, host):
+            return []
+        self._blame.set_back(host, epoch.step)
+        why = f"{ACCUSERS} newcomers could not open links to it"
+        note = f"node {host} gives up its seat, and gets one only if no other node is left: {why}"
+        over = epoch_over([host], epoch.number, why)
+        return [
+            Announce(text=note, about=host),
+            *over,
+            *self._unassign(host, why, now),
+            *self._try_place(now),
+        ]
 
     def _no_entrant(self, node_id: str, why: str, *, is_fault: bool = True) -> list[Action]:
         """A node that enters does not get its seat."""

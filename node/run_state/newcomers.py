@@ -12,7 +12,7 @@ the next epoch begins with that row, whose seats are empty, and they take them.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
@@ -37,6 +37,8 @@ OPENED = 8
 LATE_SECONDS, LATE_TIMES = 30.0, 4.0
 """Where another node could have its seat, a newcomer's links may take this long, or this multiple of what
 links took before. Its state may take this long beyond the time for its bytes."""
+ACCUSERS = 3
+"""A host gives up its seat if so many newcomers say that their links to it do not open."""
 MOST_STEPS = 64
 """A newcomer with this many steps to apply is too slow. It enters at a snapshot for which the others wait."""
 
@@ -116,6 +118,9 @@ class Newcomers:
         """How often each node failed to get a seat, since it had one last. Others come first."""
         self._refused: set[str] = set()
         """Nodes that held another state than the run's."""
+        self._unlinked: dict[str, str] = {}
+        """The host to which a link did not open, as each newcomer says; "" if it has named several, or was
+        heeded."""
 
     # ---- what the machine asks
 
@@ -271,9 +276,22 @@ class Newcomers:
                     taken.add(seat)
         return fillers
 
-    def opened(self, seconds: float) -> None:
-        """A newcomer's links are open, after so many seconds."""
+    def opened(self, seconds: float, hosts: Collection[str]) -> None:
+        """A newcomer's links to these hosts are open, after so many seconds."""
         self._opened.append(seconds)
+        self._unlinked = {node: host for node, host in self._unlinked.items() if host not in hosts}
+
+    def unlinked(self, node_id: str, host: str) -> bool:
+        """A newcomer says that its link to this host does not open. Returns whether enough newcomers have
+        said so for the host to be at fault. Each is heeded once, so that a few cannot drive out one host
+        after another."""
+        if self._unlinked.setdefault(node_id, host) != host:
+            self._unlinked[node_id] = ""
+        accusers = [node for node, named in self._unlinked.items() if named == host]
+        if len(accusers) < ACCUSERS:
+            return False
+        self._unlinked.update(dict.fromkeys(accusers, ""))
+        return True
 
     def idle(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> dict[str, str]:
         """Newcomers that do not progress as others did, with a line for each, where another node that has not

@@ -42,6 +42,9 @@ _MOST_ROWS = 2**16
 """The most rows: the two rows of a link are encoded in one 32-bit number."""
 LINK_SECONDS = 60.0
 """The seconds for a new epoch's links to open. A neighbour may still be ending its previous epoch."""
+ENTERING_SECONDS = 20.0
+"""A node that enters an epoch names the neighbours to which it has no link after this time, before another
+node gets its seat (`node.run_state.newcomers.LATE_SECONDS`)."""
 
 
 def outbox_bytes(config: RunConfig, stages: int) -> int:
@@ -221,6 +224,14 @@ class EpochLinks:
                         offering = group.create_task(self._offer(client, link, reachable, path))
                         offers.setdefault(peer, []).append(offering)
 
+                async def name_unopened() -> None:
+                    await asyncio.sleep(ENTERING_SECONDS)
+                    for peer, link in links.items():
+                        if not link.up:
+                            events.silent(peer)
+
+                naming = [group.create_task(name_unopened())] if placement.enters else []
+
                 async def open_one(peer: Peer, link: Link) -> None:
                     try:
                         await link.ready(LINK_SECONDS)
@@ -266,7 +277,7 @@ class EpochLinks:
                 finally:
                     self._links, self._known = {}, {}
                     self._renew = lambda placement, peers: None
-                    for task in chain.from_iterable(offers.values()):
+                    for task in (*naming, *chain.from_iterable(offers.values())):
                         task.cancel()
                     for link in links.values():
                         await link.close()

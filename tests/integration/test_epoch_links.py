@@ -12,6 +12,7 @@ import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.schedule.routing import Peer
+from node.stage import epoch_links
 from node.stage.epoch_links import EpochLinks, dials, outbox_bytes
 from node.stage.session import IdentityHolder
 from tests.support.links import EPOCH, SECONDS, quick
@@ -193,6 +194,48 @@ async def test_links_open_without_a_neighbour_that_dies_meanwhile(tmp_path: Path
             assert await opening == 0
     finally:
         await ends[0].stop()
+
+
+async def test_a_node_that_enters_names_the_neighbour_to_which_no_link_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of the other row has its link ready; the one of the other stage refuses it."""
+    monkeypatch.setattr(epoch_links, "ENTERING_SECONDS", 3.0)
+    authority = new_authority()
+    nodes = [new_node(authority) for _ in range(3)]
+    ends = [EpochLinks(IdentityHolder(node, tmp_path), quick()) for node in nodes]
+    ports = [await end.start("127.0.0.1:0") for end in ends]
+    own, stage, row = (
+        PlacedStage(node_id=node.node_id, address=f"127.0.0.1:{port}")
+        for node, port in zip(nodes, ports, strict=True)
+    )
+    nobody = PlacedStage(node_id="", address="")
+    rows = tuple(PlacedRow(node=node, groups=(at,)) for at, node in enumerate((own, row)))
+    placement = Placement(epoch=EPOCH, stage=0, stages=(own, stage), rows=rows, enters=True)
+    other = Placement(epoch=EPOCH, stage=0, stages=(row, nobody), replica=1, rows=rows)
+    named = asyncio.get_running_loop().create_future()
+
+    class Events(NoEvents):
+        def silent(self, peer: Peer) -> None:
+            named.set_result(peer)
+
+    async def hold(end: EpochLinks, placed: Placement, *peers: Peer) -> None:
+        async with end.open(placed, peers, SMALL, Events()):
+            await asyncio.Event().wait()
+
+    try:
+        async with asyncio.timeout(SECONDS):
+            holding = [
+                asyncio.create_task(hold(ends[0], placement, Peer(0, 1), Peer(1, 0))),
+                asyncio.create_task(hold(ends[2], other, Peer(0, 0))),
+            ]
+            assert await named == Peer(0, 1)
+            for task in holding:
+                task.cancel()
+            await asyncio.wait(holding)
+    finally:
+        for end in ends:
+            await end.stop()
 
 
 @pytest.mark.parametrize("dials", [True, False])

@@ -29,7 +29,17 @@ from tests.support.machine_driver import (
     unit_numbers,
 )
 from tests.support.machine_world import World
-from wire.messages import FailureKind, Follow, FollowStep, Placed, PlacedStage, Placement, Seat, Vote
+from wire.messages import (
+    FailureKind,
+    Follow,
+    FollowStep,
+    PeerSilent,
+    Placed,
+    PlacedStage,
+    Placement,
+    Seat,
+    Vote,
+)
 
 SEEDS = 12
 EVERY = 50
@@ -549,6 +559,57 @@ def test_a_newcomer_without_progress_does_not_keep_the_seat_from_another(how: st
     assert 0 < seconds_until(run, "y") < ENTERING_SECONDS / 2
     opens(run, "y")
     assert seconds_until(run, "x") >= ENTERING_SECONDS, "it has failed more often than y"
+
+
+def accuses(run: Driver, node: str, *hosts: str) -> list[Action]:
+    """It is to have an empty seat, and says that its links to these hosts do not open; it leaves at last."""
+    run.join(node)
+    told = [*run.step(), *run.stored(run.epoch.step)]
+    (snapshot,) = {order.step for order, *_ in follows(told).values() if isinstance(order, Follow)}
+    run.following(node, snapshot, run.epoch.step)
+    run.placed(node, run.epoch.step)
+    assert [*run.epoch.entering] == [node]
+    actions = []
+    for host in hosts:
+        row, stage = run.epoch.replica_of(host), run.epoch.stage_of(host)
+        silent = PeerSilent(epoch=run.epoch.number, stage=stage, replica=row)
+        actions += run.machine.message(node, silent, run.time)
+    run.machine.lost(node, "it ends", run.time)
+    run.steps(OPEN_STEPS + 1)
+    return actions
+
+
+def test_a_host_to_which_no_newcomer_gets_a_link_gives_up_its_seat() -> None:
+    run = grid(nodes="abcdef", total=2000)
+    run.die("f")
+    for node in "xyz":
+        assert run.epoch.has("e")
+        actions = accuses(run, node, "e")
+    assert not run.epoch.has("e") and "e" in run.machine.members
+    assert [action.about for action in of_kind(actions, Announce) if action.about] == ["e"]
+    run.join("vw")
+    told = [action for _ in range(2) for action in (*run.step(), *run.stored(run.epoch.step))]
+    assert follows(told).keys() == {"v", "w"}, "others come first"
+
+
+@pytest.mark.parametrize("how", ["few", "of several hosts", "of no neighbour", "one got a link"])
+def test_a_few_newcomers_do_not_drive_hosts_out(how: str) -> None:
+    run = grid(nodes="abcdef", total=4000)
+    run.die("f")
+    hosts = {"of several hosts": "de", "of no neighbour": "c"}.get(how, "e")
+    for node in "xyxy" if how == "few" else "xyz":
+        if how == "one got a link" and node == "z":
+            run.machine._newcomers.opened(1.0, ["b", "d", "e"])
+        accuses(run, node, *hosts)
+    assert {*"bcde"} <= {*run.epoch.hosts}
+
+
+def test_a_newcomer_is_heeded_once() -> None:
+    """Else three of them could drive out one host after another."""
+    newcomers = grid().machine._newcomers
+    assert [newcomers.unlinked(node, "b") for node in "xxyz"] == [False, False, False, True]
+    assert not any(newcomers.unlinked(node, "a") for node in "xyz")
+    assert [newcomers.unlinked(node, "a") for node in "uvw"] == [False, False, True]
 
 
 def test_a_newcomer_that_follows_step_by_step_keeps_the_seat() -> None:
