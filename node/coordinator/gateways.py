@@ -392,9 +392,13 @@ class Gateways:
         self.front.admission.known.add(address_group(host))
 
     def _pass_on(self, connection: socket.socket) -> "asyncio.Future[None]":
-        host = str(connection.getpeername()[0]).removeprefix("::ffff:")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
+        try:
+            host = str(connection.getpeername()[0]).removeprefix("::ffff:")
+        except OSError:  # it was reset meanwhile
+            connection.close()
+            return done
         ready = [gateway for gateway in self._gateways if gateway is not None]
         for gateway in sorted(ready, key=lambda each: each.connections):
             if gateway.hand_over(connection, host):
