@@ -294,7 +294,8 @@ class KeptSnapshots:
         self._book.most_bytes(unit)
         addresses = self._run.addresses()
         for other in bad:
-            if self._doubts.take(node_id, time.monotonic()) and self._places.doubted(other, step, unit):
+            taken = self._doubts.take(node_id, time.monotonic())
+            if taken and self._places.doubted(other, step, unit, by=node_id):
                 log.warning("node %s found no good copy of layer %s at node %s", node_id, unit, other)
                 self._run.send(other, Prefetch(step=step, units=(unit,), keep=True))
         entry = self._places.entry(step, unit)

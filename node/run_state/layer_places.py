@@ -42,6 +42,8 @@ class _Layer:
     """Nodes that could not store a copy, and when."""
     late: set[str] = field(default_factory=set)
     """Nodes that were asked for a copy, and said nothing for as long as it takes."""
+    doubts: set[tuple[str, str]] = field(default_factory=set)
+    """Nodes that got no good copy, each with the holder of that copy."""
 
     def is_safe(self, present: Collection[str], now: float) -> bool:
         """Whether enough nodes hold the file. Those that say nothing do not keep the run waiting."""
@@ -294,17 +296,19 @@ class LayerPlaces:
             layer.asked.pop(node_id, None)
             layer.refused[node_id] = now
 
-    def doubted(self, node_id: str, step: int, unit: str) -> bool:
-        """Another node got no good copy from this one, which checks its own. Returns whether it held one.
+    def doubted(self, node_id: str, step: int, unit: str, *, by: str) -> bool:
+        """The node `by` got no good copy from this one, which checks its own. Returns whether it held one.
 
         A copy of a complete snapshot counts on until its holder says that it is bad: whoever doubts it must
-        not keep it from others.
+        not keep it from others. Before that a node is heeded once for each copy: whoever keeps doubting must
+        not keep the snapshot from completing.
         """
         snapshot = self._snapshots.get(step)
-        if snapshot is None or node_id not in snapshot.layers[unit].holders:
+        if snapshot is None or node_id not in (layer := snapshot.layers[unit]).holders:
             return False
-        if not snapshot.complete:
-            snapshot.layers[unit].forget(node_id)
+        if not snapshot.complete and (by, node_id) not in layer.doubts:
+            layer.doubts.add((by, node_id))
+            layer.forget(node_id)
         return True
 
     def completed(self, step: int) -> None:

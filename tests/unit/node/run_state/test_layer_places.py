@@ -83,7 +83,7 @@ def test_who_lies_about_a_right_file_does_not_keep_others_from_it() -> None:
     lie, right = file("embed", size=SIZE - 1, weights="lie"), file("embed")
     assert places.held("a", lie) and places.held("A", right)
     assert places.holders(4, "embed") == ("a",)
-    assert places.doubted("c", 4, "embed") is False and places.doubted("a", 4, "embed")
+    assert places.doubted("c", 4, "embed", by="x") is False and places.doubted("a", 4, "embed", by="x")
     assert places.entry(4, "embed") == UnitEntry("embed", unit_file("embed"), SIZE, right.sha256, "w")
     assert places.held("a", lie) and places.holders(4, "embed") == ("A",)
     assert places.held("b", right) and places.holders(4, "embed") == ("A", "b")
@@ -97,7 +97,7 @@ def test_nodes_without_the_state_do_not_outvote_who_made_the_file() -> None:
     for _ in range(2):
         assert places.entry(4, "embed") == UnitEntry("embed", unit_file("embed"), SIZE, lie.sha256, "w")
         assert not places.is_whole(4, (*HERE, "x", "y", "z"), 1.0)
-        places.doubted("a", 4, "embed")
+        places.doubted("a", 4, "embed", by="x")
 
 
 def test_uploads_of_another_attempt_do_not_count() -> None:
@@ -222,14 +222,25 @@ def test_a_copy_is_made_again_when_its_holder_is_gone() -> None:
 
 def test_a_copy_in_doubt_counts_until_its_holder_has_looked_if_the_snapshot_is_complete() -> None:
     places = complete()
-    assert places.doubted("b", 4, "embed") and not places.doubted("c", 4, "embed")
+    assert places.doubted("b", 4, "embed", by="x") and not places.doubted("c", 4, "embed", by="x")
     assert places.holders(4, "embed") == ("a", "b")
     places.lost("b", 4, "embed", 0.0)
     assert places.holders(4, "embed") == ("a",)
     places = saved()
-    assert places.held("b", file("embed")) and places.doubted("b", 4, "embed")
+    assert places.held("b", file("embed")) and places.doubted("b", 4, "embed", by="x")
     assert places.holders(4, "embed") == ("a",)
     assert places.held("b", file("embed")) and places.holders(4, "embed") == ("a", "b")
+
+
+def test_who_keeps_doubting_copies_does_not_keep_a_snapshot_from_completing() -> None:
+    places = saved()
+    assert places.held("b", file("embed"))
+    for by, holders in (("x", ("a",)), ("x", ("a", "b")), ("y", ("a",)), ("x", ("a", "b"))):
+        assert places.doubted("b", 4, "embed", by=by)
+        assert places.holders(4, "embed") == holders
+        assert places.held("b", file("embed"))
+    places.expect(4, MAKERS, 5.0)
+    assert not places.doubted("b", 4, "embed", by="x"), "of another attempt"
 
 
 def test_older_ones_under_way_are_given_up_for_a_complete_one() -> None:
