@@ -42,7 +42,7 @@ _MOST_ROWS = 2**16
 """The most rows: the two rows of a link are encoded in one 32-bit number."""
 LINK_SECONDS = 60.0
 """The seconds for a new epoch's links to open. A neighbour may still be ending its previous epoch."""
-ENTERING_SECONDS = 20.0
+ENTERING_SECONDS = 25.0
 """A node that enters an epoch names the neighbours to which it has no link after this time, before another
 node gets its seat (`node.run_state.newcomers.LATE_SECONDS`)."""
 
