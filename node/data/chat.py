@@ -40,6 +40,7 @@ from node.data.templates import ChatTemplate, Rendered
 from node.data.text import expanded
 from node.data.tokenizer import (
     SpecialTokens,
+    begin_text,
     json_object,
     one_line,
     parsed_tokenizer,
@@ -67,16 +68,27 @@ MARKED_TEXT = (
     "{% if eos_token and not message['content'].endswith(eos_token) %}{{ eos_token }}{% endif %}"
     "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
-"""The template of rows that are already text. It only adds the end of the text."""
+"""The template of rows that are already text. It only adds the end of the text; `_beginning` goes before
+it."""
 
 
-def marker_template(marker: str) -> str:
+def _beginning(begin: str) -> str:
+    """The part of a template that writes what the tokenizer puts before a text, unless the text has it."""
+    literal = json.dumps(begin)
+    missing = f"not messages[0]['content'].startswith({literal})"
+    return f"{{% if {missing} %}}{{{{ {literal} }}}}{{% endif %}}" if begin else ""
+
+
+def marker_template(marker: str, begin: str) -> str:
     """A chat template for a model that was trained with `data.response_marker`.
 
     A question ends with the marker, as in `Marker.question`; an answer ends with the end of the text.
+
+    Args:
+        begin: what the tokenizer puts before a text.
     """
     literal = json.dumps(marker)
-    return (
+    return _beginning(begin) + (
         "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}"
         "{{ eos_token or '' }}{% elif message['role'] == 'user' and "
         f"{literal} not in message['content'] %}}{{{{ {literal} }}}}{{% endif %}}{{% endfor %}}"
@@ -286,13 +298,15 @@ def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = Non
     bpe, tables = parsed_tokenizer(files)
     bpe.no_truncation()
     bpe.no_padding()
+    beginning = _beginning(begin_text(bpe)) if marker is not None else ""
     # The post-processor writes no special tokens here, and would drop white space from tokens' positions in
     # the text.
     bpe.post_processor = None
     folder = files[0].parent
     sources, where = _template_sources(folder, template) if marker is None else ([MARKED_TEXT], "thinwire")
     tokens = special_tokens(folder)
-    templates = [_template(source, tuple(sorted(tokens.items())), where) for source in sources]
+    named = tuple(sorted(tokens.items()))
+    templates = [_template(f"{beginning}{source}", named, where) for source in sources]
     parts = [*tables, sources[0].encode(errors="surrogatepass"), json.dumps(tokens, sort_keys=True).encode()]
     parts += [source.encode(errors="surrogatepass") for source in sources[1:]]
     parts += [repr(marker).encode()] if marker is not None else []

@@ -530,6 +530,11 @@ def _around(bpe: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ..
     return ((), ()) if start is None else (tuple(whole[:start]), tuple(whole[start + len(plain) :]))
 
 
+def begin_text(bpe: "tokenizers.Tokenizer") -> str:
+    """The tokens that the tables put before a text, as text."""
+    return "".join(bpe.id_to_token(token) or "" for token in _around(bpe)[0])
+
+
 def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
     """The ids that end a text, from the tokenizer's and the model's files in `folder`. Raises DataError."""
     named = bpe.token_to_id(special_tokens(folder).get("eos_token", ""))

@@ -183,7 +183,7 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         elif config.data.chat_template:
             log.warning("%s is not on this machine: the exported folder has no chat template", template)
         elif config.data.response_marker:
-            jinja = marker_template(config.data.response_marker)
+            jinja = marker_template(config.data.response_marker, _begin(config.data.tokenizer))
             (partial / "chat_template.jinja").write_text(jinja, encoding="utf-8")
         if config.data.chat_template or config.data.response_marker:
             _remove_other_templates(partial)
@@ -430,6 +430,15 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         log.warning("the tokenizer %s is not on this machine: the exported folder has no tokenizer", name)
     elif not (out / SETTINGS).exists():
         _write_json(out / SETTINGS, _settings(load_tokenizer(str(out))))
+
+
+def _begin(tokenizer: str) -> str:
+    """What this tokenizer puts before a text; empty if it is not on this machine."""
+    try:
+        tables = load_tokenizer(tokenizer)
+    except UserError:
+        return ""
+    return tables.decode(np.array(tables.begin)) if tables.begin else ""
 
 
 def _settings(tokenizer: Tokenizer) -> dict[str, str]:

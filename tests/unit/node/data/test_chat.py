@@ -23,11 +23,12 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.data import templates
-from node.data.chat import Marker, chat_encoder, load_chat_encoder
+from node.data.chat import Marker, chat_encoder, load_chat_encoder, marker_template
 from node.data.conversations import Dropped, Forms, normalized
 from node.data.documents import list_source, read_rows
 from node.data.samples import held_out_samples
 from node.data.shards import ShardedCorpus, load_data
+from node.data.templates import ChatTemplate
 from node.model.chunk import build_chunk
 from node.model.labels import IGNORED, label_weight
 from node.model.units import parameter_specs, unit_names
@@ -257,6 +258,25 @@ def test_rows_of_text_have_labels_behind_their_marker(tmp_path: Path) -> None:
         encoder.encode({"body": text}, "here")
     other = chat_encoder(replace(data, response_marker="### Answer:"))
     assert other.fingerprint != encoder.fingerprint
+
+
+def test_rows_of_text_begin_as_the_tokenizers_texts_do(tmp_path: Path) -> None:
+    """As Llama's and Gemma's do. The template in an export must write the same."""
+    folder = write_tokenizer(tmp_path / "t", "")
+    bpe = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = "<|endoftext|>"
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, bpe.token_to_id(begin))]
+    )
+    bpe.save(str(folder / "tokenizer.json"))
+    data = DataSection(tokenizer=str(folder), format="chat", response_marker="Answer:")
+    encoder, tables = chat_encoder(data), transformers_tokenizer(folder)
+    for text in ("why?Answer: so", f"{begin}why?Answer: so"):
+        ids, mask = encoder.encode({"text": text}, "here")
+        assert tables.decode(ids) == f"{begin}why?Answer: so<|im_end|>" and not mask[0]
+    assert tables.decode(encoder.question("why?")) == f"{begin}why?Answer:"
+    template = ChatTemplate(marker_template("Answer:", begin), {"eos_token": "<|im_end|>"}, "here")
+    assert template.prompt([{"role": "user", "content": "why?"}]) == f"{begin}why?Answer:"
 
 
 def test_a_token_with_white_space_before_an_answer_is_a_label(tmp_path: Path) -> None:

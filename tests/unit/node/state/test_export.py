@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -422,10 +423,17 @@ def test_settings_of_the_base_go_with_its_own_tokenizer_alone(tmp_path: Path, is
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 7
 
 
-def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin", ["", "<|im_end|>"])
+def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Path, begin: str) -> None:
     import transformers
 
     folder, marker = write_tokenizer(tmp_path / "t", TEMPLATE), '\n### "Answer":\n'
+    if begin:
+        bpe = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        bpe.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, bpe.token_to_id(begin))]
+        )
+        bpe.save(str(folder / "tokenizer.json"))
     (folder / TOOL_TEMPLATE).parent.mkdir()
     (folder / TOOL_TEMPLATE).write_text("another")
     model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400)
@@ -443,7 +451,7 @@ def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Pa
     roles = ["user", "assistant", "user"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
     said = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert said == f"one?{marker}two.<|endoftext|>three?{marker}"
+    assert said == f"{begin}one?{marker}two.<|endoftext|>three?{marker}"
 
 
 ODD_ENDS = ([], -1, "0", 0.0, True, {"a": 1}, [[0]], [None, {}])
