@@ -348,8 +348,14 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
 
 def _turns(given: Sequence[Any]) -> Iterator[Any]:
     """The messages of turns, which may be pairs of a question and its answer (ms-swift's and XTuner's),
-    or texts of the user and the assistant by turns (LIMA's)."""
+    texts of the user and the assistant by turns (LIMA's), or messages as JSON text (of columns whose rows
+    have unlike keys)."""
     are_texts = len(given) > 1 and all(isinstance(turn, str) for turn in given)
+    if are_texts and all(turn.lstrip().startswith("{") for turn in given):
+        with suppress(Dropped):
+            messages = [_json(turn, "no messages") for turn in given]
+            if all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages):
+                given, are_texts = messages, False
     for index, turn in enumerate(given):
         if are_texts:
             yield {"role": (USER, ASSISTANT)[index % 2], "content": turn}

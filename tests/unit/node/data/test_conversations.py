@@ -74,6 +74,7 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         {"conversation": [{"system": "", "input": "How warm?", "output": "Seven."}]},
         {"conversation": [{"human": "How warm?", "assistant": "Seven."}]},
         {"conversations": ["How warm?", "Seven."]},
+        {"messages": [json.dumps(message) for message in TALK]},
         {"messages": [{"role": "user", "text": "How warm?"}, {"role": "ai", "text": "Seven."}]},
         {"input": [ASKED], "output": "Seven."},
         {"prompt": "How warm?", "completion": [ANSWERED]},
@@ -93,7 +94,7 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         "both",
         "columns",
         *("alpaca", "alpaca-text", "united", "completion", "trl", "question", "query", "nemo", "xtuner"),
-        *("ms-swift", "lima", "text", "nemotron", "mixed", "agent", "packed"),
+        *("ms-swift", "lima", "texts", "text", "nemotron", "mixed", "agent", "packed"),
     ],
 )
 def test_every_form_becomes_the_same(row: dict[str, Any]) -> None:
@@ -320,6 +321,12 @@ def test_a_message_in_the_channel_of_analysis_is_the_thought_of_the_answer_behin
     ):
         with pytest.raises(Dropped, match=reason):
             normalized({"messages": messages}, "", Forms())
+
+
+@pytest.mark.parametrize("answer", ["[1]", "{7}", '{"degrees": 7}'])
+def test_texts_by_turns_may_look_like_json(answer: str) -> None:
+    said = ['{"city": "Oslo"}', answer]
+    assert [message["content"] for message in messages_of({"messages": said})] == said
 
 
 @pytest.mark.parametrize("answer", ['[{"text": "Oslo", "label": "city"}]', '[{"7}]', '[{"type": "city"}]'])
