@@ -111,6 +111,10 @@ LEFT_OUT = "tool calls that the template leaves out"
 _PARTLY = "labels for parts of a message"
 _UNANSWERED = "a thought without an answer"
 _UNCLEAR_MASK = "a mask that does not say what 1 means"
+_MARK = re.compile("loss|train|learn|mask")
+"""What the names of marks say that have other names than those of `TRAINED` and `MASKED`."""
+_MASKS = re.compile("mask|ignore|skip|exclude|no_|not_|without")
+"""What the names of those of them say that are true for a message without labels."""
 _PARTS = re.compile(r'\s*\[\s*\{\s*"')
 """The beginning of parts of a content that are given as JSON text."""
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
@@ -213,6 +217,8 @@ def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation
     for message in messages:
         role, calls = _role(message), _name(message) in CALLS
         counts = _counts(message)
+        if role == ASSISTANT:
+            _refuse_unknown_marks(message)
         made = _message(message, role, forms, waiting)
         if calls and answers and answers[-1] == len(converted) - 1:  # it calls in the same turn
             if (counts is not False) != (answers[-1] in trained):
@@ -463,6 +469,13 @@ def _counts(message: Message) -> bool | None:
     if message.get(MASK) in (0, 1):
         raise Dropped(_UNCLEAR_MASK)
     return counts
+
+
+def _refuse_unknown_marks(message: Message) -> None:
+    """Raise Dropped if a key with another name says that the message has no labels."""
+    for key, value in message.items():
+        if type(value) is bool and _MARK.search(name := key.lower()) and value is bool(_MASKS.search(name)):
+            raise Dropped(f"a mark of training with the unknown name {key[:40]}")
 
 
 def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> Message:

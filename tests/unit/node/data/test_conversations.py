@@ -323,6 +323,19 @@ def test_a_message_in_the_channel_of_analysis_is_the_thought_of_the_answer_behin
             normalized({"messages": messages}, "", Forms())
 
 
+def test_a_mark_with_an_unknown_name_that_asks_for_labels_changes_nothing() -> None:
+    marks = {
+        "include_in_loss": True,
+        "no_loss": False,
+        "training_steps": 7,
+        "trained_by": "x",
+        "is_last": False,
+    }
+    asked = {**ASKED, "include_in_loss": False}
+    found = normalized({"messages": [asked, {**ANSWERED, **marks}]}, "", Forms())
+    assert found.trained == (1,)
+
+
 @pytest.mark.parametrize("answer", ["[1]", "{7}", '{"degrees": 7}'])
 def test_texts_by_turns_may_look_like_json(answer: str) -> None:
     said = ['{"city": "Oslo"}', answer]
@@ -523,6 +536,15 @@ def test_content_has_the_form_that_the_template_writes() -> None:
         ([ASKED, {**ANSWERED, "loss_mask": [0, 1]}], "labels for parts of a message"),
         ([ASKED, {**ANSWERED, "train": "sometimes"}], "a weight other than 0 and 1"),
         ([ASKED, {**ANSWERED, "mask": 1}], "a mask that does not say what 1 means"),
+        *(
+            ([ASKED, {**ANSWERED, key: value}], f"a mark of training with the unknown name {key}")
+            for key, value in (
+                ("include_in_loss", False),
+                ("learn", False),
+                ("no_loss", True),
+                ("isMasked", True),
+            )
+        ),
         ([ASKED, {**ANSWERED, "train_detail": [{"train": False}]}], "labels for parts of a message"),
         *(
             ([ASKED, {**ANSWERED, "content": ["Well: ", part]}], "labels for parts of a message")
