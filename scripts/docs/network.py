@@ -1,5 +1,6 @@
 """Tables of links: laboratory, efficiency of a step, all-reduce, and cost of tracing."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
 REACH = RESULTS / "reach.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
 STATE_RATES, STATE_DISK = RESULTS / "state_rates.json", RESULTS / "state_disk.json"
+STATE_FAST = RESULTS / "state_fast.json"
 LINK_FLOOR = RESULTS / "link_floor.json"
 FAST, LINKS = RESULTS / "pipeline_fast.json", RESULTS / "links.json"
 LINK_PAIRS = RESULTS / "link_pairs.json"
@@ -312,7 +314,41 @@ def state_rates(path: Path = STATE_RATES) -> str:
     return f"{table}\n\n{caption}"
 
 
+def state_fast() -> str:
+    """The same of a large state, on a GPU and a fast host (scripts/bench/state_rates.py)."""
+    report = read_report(STATE_FAST)
+    cold, warm, size = report["cold"], report["warm"], report["state_bytes"]
+    middle, ends = len(report["step_ends"]) // 2, report["step_ends"]
+    beside = math.ceil(cold["middle_snapshot_seconds"] / cold["step_seconds"]) - 2
+    slower = beside * cold["step_seconds"] / (ends[middle - 1 + beside] - ends[middle - 1])
+    disk = 2 * size / cold["last_snapshot_seconds"] / report["disk_bytes_a_second"]
+    join = "join_to_first_step_seconds"
+    shown = [
+        ["from the last join to the first step, kernels compiled before, s", f"{warm[join]:.1f}"],
+        ["the same, nothing compiled before, s", f"{cold[join]:.1f}"],
+        [
+            "from a step's end until its snapshot is stored, beside steps, s",
+            f"{cold['middle_snapshot_seconds']:.1f}",
+        ],
+        [f"speed of the {beside} steps beside it, of others'", f"{slower:.2f}"],
+        ["until the model of the last step can be exported, s", f"{cold['last_model_seconds']:.1f}"],
+        ["until its whole snapshot is stored, s", f"{cold['last_snapshot_seconds']:.1f}"],
+        ["processor seconds of it", f"{cold['last_snapshot_processor_seconds']:.0f}"],
+        ["bytes written for it, of what the disk takes", f"{disk:.2f}"],
+        ["MB by which a node's memory grew, at most", f"{cold['grown_bytes_beside_a_snapshot'] / 1e6:.0f}"],
+        ["MB by which the coordinator's memory grew", f"{cold['coordinator_grown_mb']:.0f}"],
+    ]
+    caption = (
+        f"{size / 1e9:.2f} GB of state, {report['nodes']} nodes and the coordinator on one host of "
+        f"{report['cores']} cores with an {spaced(report['hardware'])} and one disk, which takes "
+        f"{report['disk_bytes_a_second'] / 1e9:.1f} GB/s: nodes and coordinator write each byte once. "
+        f"The first row is of another run. Commit {commit(report)}, torch {report['torch']}."
+    )
+    return f"{markdown([('what', 'left'), ('', 'right')], shown)}\n\n{caption}"
+
+
 TABLES: Tables = {
+    **if_recorded(STATE_FAST, "state_fast", state_fast),
     **if_recorded(STATE_RATES, "state_rates", state_rates),
     **if_recorded(STATE_DISK, "state_disk", partial(state_rates, STATE_DISK)),
     **if_recorded(LINK_FLOOR, "link_floor", link_floor),
