@@ -77,6 +77,8 @@ It is longer than a node may take to end the previous epoch."""
 PREPARING_SECONDS = 300.0
 """The same for a node that has just joined, and says that it compiles kernels, tests its device or measures
 a block of a large model."""
+MOST_SUMS = 4096
+"""How many rows' runs of groups are remembered with the sums that they are sent as."""
 ENTERING_SECONDS = 120.0
 """A node that does not open the links of its seat within this time does not get it, even if no other node
 could have it."""
@@ -215,7 +217,8 @@ class Epoch:
         self.stages = len(assignment.hosts) // self.rows
         self._count_hosts()
         self._group_count = sum(map(len, assignment.groups))
-        self._tree = GroupTree(self._group_count)
+        # A row's nodes ask for the same groups, after each death.
+        self._sums_of = functools.lru_cache(maxsize=MOST_SUMS)(GroupTree(self._group_count).spans)
         self._late: dict[Seat, None] = {}
         """Seats that were filled within the step that runs, in the order in which they were."""
         self.seat_lost_at = record.seat_lost_at
@@ -890,7 +893,7 @@ class Epoch:
     def _sent_as_one(self, node_id: str) -> list[range]:
         """The groups of a node's row, as it sends their sums."""
         runs = self._shared.runs_of(self.replica_of(node_id))
-        return [self._tree.span(node) for groups in runs for node in self._tree.subtrees(groups)]
+        return [span for groups in runs for span in self._sums_of(groups)]
 
     def missed(self, node_id: str, message: SumsMissing, now: float) -> list[Action] | None:
         """A node did not get sums that a row's last node of its stage had handed over, so the row loses the

@@ -93,6 +93,10 @@ class GroupTree:
                 nodes += (2 * node + 1, 2 * node)
         return tuple(tops)
 
+    def spans(self, groups: Collection[int]) -> tuple[range, ...]:
+        """The groups below each of the `subtrees`."""
+        return tuple(map(self.span, self.subtrees(groups)))
+
 
 class Fold(Generic[Value]):
     """Sums nodes of the tree as they arrive. An inner node is computed as soon as both its children are
