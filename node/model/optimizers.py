@@ -2,8 +2,8 @@
 torch.
 
 The layout of snapshots, checks of received state, memory plans, state in host memory and rounds read it here.
-`node.training.update_rules` has the arithmetic. An optimizer, as named by `training.optimizer`, chooses an
-update rule for each parameter.
+A rule names the class with its arithmetic. An optimizer, as named by `training.optimizer`, chooses an update
+rule for each parameter.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kernels.fp8.layout import BLOCK, POWER_UNIT
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
@@ -98,6 +98,21 @@ class RoundMean(NamedTuple):
 class UpdateRule(ABC):
     """How an optimizer updates a parameter."""
 
+    IMPLEMENTATION: ClassVar[tuple[str, str]]
+    """The module of `node.training` and the class in it that takes steps: one of
+    `node.training.update_rules.Updates`, which is called with the rule and `[training]`."""
+    KERNELS: ClassVar[str] = ""
+    """The kernels that only its steps use, one of `kernels.common.dispatch.PARTS`; "" if there are none."""
+
+    @abstractmethod
+    def words(self, training: TrainingSection) -> str:
+        """Its name and settings, for people."""
+
+    def of_stacked(self, count: int) -> "UpdateRule":
+        """The rule for a parameter in which this many equal matrices are stacked: queries, keys and values of
+        one product, or experts."""
+        return self
+
     @property
     @abstractmethod
     def moments(self) -> tuple[Moment, ...]:
@@ -133,8 +148,12 @@ class UpdateRule(ABC):
 class AdamWRule(UpdateRule):
     """AdamW: means of the gradient and of its square. It works element by element."""
 
+    IMPLEMENTATION = ("update_rules", "AdamW")
     moments = Moment("exp_avg"), Moment("exp_avg_sq", is_never_negative=True)
     needs_whole = False
+
+    def words(self, training: TrainingSection) -> str:
+        return f"AdamW, betas {training.beta1:g} and {training.beta2:g}, eps {training.eps:g}"
 
     def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
         *_, second, largest = 0, 0, *sorted(sizes)
@@ -159,11 +178,18 @@ class AdamWRule(UpdateRule):
 class MuonRule(UpdateRule):
     """Muon: the orthogonalized mean of the gradient (arXiv 2502.16982)."""
 
+    IMPLEMENTATION = ("muon", "Muon")
+    KERNELS = "orthogonal"
     joined: int = 1
-    """The number of equal matrices stacked in the parameter, each orthogonalized by itself: queries, keys and
-    values of one product, or experts."""
+    """The number of equal matrices stacked in the parameter, each orthogonalized by itself."""
     moments = (Moment("momentum"),)
     needs_whole = True
+
+    def words(self, training: TrainingSection) -> str:
+        return f"Muon, momentum {training.momentum:g}, {training.muon_iterations} iterations"
+
+    def of_stacked(self, count: int) -> "MuonRule":
+        return replace(self, joined=count)
 
     def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
         largest = max(sizes, default=0)
@@ -204,18 +230,16 @@ def update_rule(
     is_adapter = name.endswith((DOWN, UP))
     rule = OPTIMIZERS[training.adapter_optimizer if is_adapter else training.optimizer]
     is_joined = name.startswith(_JOINED) and not name.endswith(DOWN)
-    joined = experts or (3 if is_joined else 1)
-    return replace(rule, joined=joined) if isinstance(rule, MuonRule) else rule
+    return rule.of_stacked(experts or (3 if is_joined else 1))
 
 
 def optimizer_words(training: TrainingSection, lora: LoraSection) -> str:
-    adamw = f"AdamW, betas {training.beta1:g} and {training.beta2:g}, eps {training.eps:g}"
     name, matrices = training.optimizer, "matrices of blocks"
     if lora.rank:
         name, matrices = training.adapter_optimizer, "adapters"
-    count = training.muon_iterations
-    muon = f"Muon, momentum {training.momentum:g}, {count} iterations, for {matrices}; all else "
-    return f"{muon if name == 'muon' else ''}{adamw}, weight decay {training.weight_decay:g}"
+    rule = OPTIMIZERS[name]
+    own = "" if rule is ADAMW else f"{rule.words(training)}, for {matrices}; all else "
+    return f"{own}{ADAMW.words(training)}, weight decay {training.weight_decay:g}"
 
 
 def form_of(training: TrainingSection, moment: Moment, *, is_matrix: bool) -> tuple[Part, ...]:

@@ -40,6 +40,7 @@ from kernels.layers import ops as layers
 from kernels.orthogonal import ops as orthogonal
 from kernels.orthogonal import reference as orthogonal_reference
 from node.config.schema import PLANNED, RunConfig
+from node.model.optimizers import OPTIMIZERS
 from node.model.storage import KINDS, PACKED, STAGE_BITS
 from node.stage.machine_info import arithmetic
 from node.tuning.storage_choice import allowed_storages
@@ -176,7 +177,8 @@ def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
         checks["gradients in FP8"] = ("fp8", _fp8)
     if config.training.compute == "fp8":
         checks["products in FP8"] = ("fp8", partial(_fp8_products, dtype=dtype))
-    if "muon" in (config.training.optimizer, config.training.adapter_optimizer):
+    chosen = config.training.optimizer, config.training.adapter_optimizer
+    if "orthogonal" in {OPTIMIZERS[name].KERNELS for name in chosen}:
         checks["muon"] = ("orthogonal", _orthogonal)
     return checks
 

@@ -27,9 +27,7 @@ from node.model.optimizers import (
     OUTER_PREFIX,
     PARAMETER_PREFIX,
     STEP,
-    AdamWRule,
     Layout,
-    MuonRule,
     Part,
     UpdateRule,
     layout_problem,
@@ -45,9 +43,8 @@ from node.model.units import HEAD, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
 from node.training.host_moments import HostMoments
 from node.training.loss_scale import SKIPPED
-from node.training.muon import Muon
 from node.training.schedule import clip_coefficient
-from node.training.update_rules import AdamW, Step, Turn, Updates
+from node.training.update_rules import Step, Turn, Updates, updates_of
 from wire.errors import NonFiniteError, RunError
 
 
@@ -57,9 +54,6 @@ class StateTensor(NamedTuple):
     tensor: Tensor
     saved: torch.dtype
     """Its dtype in a snapshot."""
-
-
-_UPDATES: Mapping[type[UpdateRule], Callable[..., Updates]] = {AdamWRule: AdamW, MuonRule: Muon}
 
 
 class StageOptimizer:
@@ -133,7 +127,7 @@ class StageOptimizer:
             for parameter, (unit, name) in self._places.items()
         }
         self._updates: dict[UpdateRule, Updates] = {
-            rule: _UPDATES[type(rule)](rule, training) for rule in self._rules.values()
+            rule: updates_of(rule, training) for rule in self._rules.values()
         }
         self._seed = seed
         self.streaming = streaming or Streaming()

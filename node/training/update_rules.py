@@ -1,8 +1,9 @@
-"""The arithmetic of each update rule that `node.model.optimizers` declares."""
+"""The arithmetic of update rules, which `node.model.optimizers` declares, and that of AdamW."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim.adamw import adamw as adamw_of
 from kernels.fp8.ops import adamw_step
 from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment, unpack_gradient
 from node.config.schema import TrainingSection
-from node.model.optimizers import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS, AdamWRule
+from node.model.optimizers import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS, AdamWRule, UpdateRule
 from node.model.shards import Shard
 
 
@@ -95,6 +96,13 @@ class Updates(ABC):
             means: the averages over all groups, flat, by kind.
             step: the last step of the round.
         """
+
+
+def updates_of(rule: UpdateRule, training: TrainingSection) -> Updates:
+    """The arithmetic of a rule."""
+    module, kind = rule.IMPLEMENTATION
+    updates: Updates = getattr(import_module(f"{__package__}.{module}"), kind)(rule, training)
+    return updates
 
 
 class AdamW(Updates):
