@@ -29,6 +29,8 @@ from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.state_copy import StateCopy
 from node.stage.step_order import StepOrder
 from node.stage.step_passes import (
+    BegunStep,
+    StageParts,
     StepPasses,
     boundary_specs,
     put_group_sums,
@@ -315,20 +317,34 @@ class StageExecutor:
             given[part] = dict(zip(own, parts, strict=False))
         compared = self.config.audit.rate > 0.0 or self.wants_digests or bool(self._order.audited)
         self._digests = StepDigests(self.config) if compared and self._share.rows > 1 else None
-        passes = self._passes(epoch, step, io, given, change)
-        passes.loss_weight, passes.scale, passes.hand_over = weight, scale, self.hand_over
+        share = StepChange(
+            generation=0 if change is None else change.generation,
+            work=self._share.whole if change is None else change.work,
+            audited=self._order.audited,
+            hand_over=self.hand_over,
+        )
+        begun = BegunStep(
+            epoch=epoch,
+            step=step,
+            io=io,
+            samples=given,
+            overflow=self._overflow,
+            loss_weight=weight,
+            scale=scale,
+        )
+        passes = StepPasses(self._parts, begun, share)
         if self._sync is not None:
             self._sync.begin(
                 self._sync_plan(step),
                 epoch,
                 step,
                 io,
-                work=passes.work,
+                work=share.work,
                 keep=self.keep_sums,
                 digests=self._digests,
                 told=(passes.handed_over, passes.passed_on),
                 hands_over=self.hand_over is not None,
-                generation=passes.generation,
+                generation=share.generation,
             )
         self._running = passes
         return self.vote()
@@ -340,7 +356,7 @@ class StageExecutor:
         if passes is None:
             raise ProtocolViolationError("the coordinator redistributes work of a step that does not run")
         self.voted = False
-        digests, io, is_done = self._digests, passes.io, False
+        digests, begun, is_done = self._digests, passes.begun, False
         self._transfer.digests, self._running = digests, None
         try:
             if change is not None:
@@ -357,32 +373,32 @@ class StageExecutor:
             raise
         except Exception as error:
             # The sync thread may be waiting for another row.
-            io.interrupt(error)
+            begun.io.interrupt(error)
             raise
         finally:
             self._transfer.settle()
             self._transfer.digests = None
             if self._sync is not None:
                 self._sync.settle(forget=not is_done)
-            if self.config.is_round(passes.step):
+            if self.config.is_round(begun.step):
                 self.model.local.end()
         self._running = passes
         self.clock.switch(TimeKind.OPTIMIZER)
         sums = {group: passes.loss_of(group) for group in passes.losses}
-        counted = passes.work.groups
+        counted = passes.share.work.groups
         norms = self._overflow.told(self._norms())
         self.expert_load = self.model.expert_load()
         self.voted = True
         return Vote(
-            epoch=passes.epoch,
-            step=passes.step,
+            epoch=begun.epoch,
+            step=begun.step,
             norms=norms,
             loss=sums.get(0) if self._sync is None else None,
             group_losses=(
                 {} if self._sync is None else {group: sums[group] for group in counted if group in sums}
             ),
-            digests={} if digests is None else digests.of(counted, sums, passes.audited),
-            generation=passes.generation,
+            digests={} if digests is None else digests.of(counted, sums, passes.share.audited),
+            generation=passes.share.generation,
             sums={} if self._sync is None else self._by_index(self._sync.digests_of_sums()),
         )
 
@@ -401,8 +417,10 @@ class StageExecutor:
         """
         first, step = self.config.microbatches * (1 + number), self.state_step
         given = {part: dict(enumerate(self._cut(part, batch), first)) for part, batch in samples.items()}
+        begun = BegunStep(epoch=epoch, step=step, io=io, samples=given, overflow=self._overflow)
+        share = StepChange(generation=0, work=self._share.whole)
         try:
-            losses = self._passes(epoch, step, io, given).held_out(first, microbatches)
+            losses = StepPasses(self._parts, begun, share).held_out(first, microbatches)
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
         except StepInterrupted:
@@ -466,33 +484,19 @@ class StageExecutor:
     def _by_index(self, values: Mapping[str, Value]) -> dict[int, Value]:
         return {self._unit_index[unit]: value for unit, value in values.items()}
 
-    def _passes(
-        self,
-        epoch: int,
-        step: int,
-        io: LinksIO,
-        samples: Mapping[BatchPart, Mapping[int, Tensor]],
-        change: StepChange | None = None,
-    ) -> StepPasses:
-        return StepPasses(
+    @property
+    def _parts(self) -> StageParts:
+        return StageParts(
             config=self.config,
             layout=self._place,
             order=self._order,
-            work=self._share.whole if change is None else change.work,
-            generation=0 if change is None else change.generation,
-            audited=self._order.audited,
             model=self.model,
             clock=self.clock,
             transfer=self._transfer,
             codec=self._codec,
             sync=self._sync,
-            overflow=self._overflow,
-            epoch=epoch,
-            step=step,
-            io=io,
-            samples=samples,
-            give_way=self.give_way,
             cut=self._cut,
+            give_way=self.give_way,
         )
 
     def _sync_plan(self, step: int) -> SyncPlan:

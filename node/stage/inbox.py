@@ -56,13 +56,16 @@ class RegroupedError(StepInterrupted):
 
 @dataclass(frozen=True, kw_only=True)
 class StepChange:
+    """Who computes which groups of a step from now on."""
+
     generation: int
     """The generation in `wire.messages.Begin`."""
     work: StepWork
     audited: tuple[int, ...] = ()
     """Groups of another row that this row computes too, only for their digests."""
     hand_over: Callable[[HandedOver], None] | None = None
-    """As for `StepPasses`, from now on."""
+    """Called on any thread with groups that no longer depend on this node. None while nothing is handed
+    over."""
     keep: KeepSums | None = None
     """As for `GradientSync.begin`, from now on."""
     samples: Mapping[BatchPart, Mapping[int, np.ndarray]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ through a `LinksIO`. It changes nothing durable: gradients accumulate beside the
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from kernels.common.dispatch import in_double
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart
 from node.model.units import EMBED, HEAD
-from node.schedule.gradient_groups import StepWork, group_of
+from node.schedule.gradient_groups import group_of
 from node.schedule.placement import boundary_shapes, slice_ranges
 from node.schedule.routing import StageLayout
 from node.schedule.schedule import Action, Kind, Order
@@ -67,58 +67,71 @@ def put_group_sums(model: StageCompute, unit: str, sums: dict[str, Tensor], *, o
         model.put_gradients(unit, sums)
 
 
-@dataclass(kw_only=True)
-class StepPasses:
-    """The passes of one step, or of one measurement over held-out samples."""
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """What a stage computes steps with. It is the same for all steps of a placement."""
 
     config: RunConfig
     layout: StageLayout
     order: StepOrder
-    work: StepWork
-    """The gradient groups of this row and of the others."""
     model: StageCompute
     clock: StageClock
     transfer: TensorTransfer
     codec: Callable[[TensorKey], Codec]
     sync: GradientSync | None
-    """Already begun for this step; None without gradient groups."""
-    overflow: Overflow
-    epoch: int
-    step: int
-    io: LinksIO
-    samples: Mapping[BatchPart, Mapping[int, Tensor]]
+    """None without gradient groups."""
     cut: Callable[[BatchPart, np.ndarray], Sequence[Tensor]]
     """Splits samples into microbatches."""
     give_way: GiveWay | None = None
     """Pauses between microbatches while other programs use the GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunStep:
+    """A step that has begun, or a measurement over held-out samples."""
+
+    epoch: int
+    step: int
+    io: LinksIO
+    samples: Mapping[BatchPart, Mapping[int, Tensor]]
+    overflow: Overflow
     loss_weight: float = 1.0
     """The weight for `StageModel.begin_step`."""
     scale: float = 1.0
-    hand_over: Callable[[HandedOver], None] | None = None
-    """Called on any thread with groups that no longer depend on this node. None while nothing is handed
-    over."""
-    generation: int = 0
-    """The generation in `wire.messages.Begin`."""
-    audited: tuple[int, ...] = ()
-    """Groups of another row for which the vote has digests. A death may end their comparison, and this row
-    may get one of them as its own."""
-    losses: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The microbatches' shares of the loss by group, on the stage with the head."""
 
-    def __post_init__(self) -> None:
-        self._boundaries, self._tied = boundary_specs(self.config), tied_spec(self.config)
-        self._slices = slice_ranges(self.config)
-        self._is_round = self.config.is_round(self.step)
+
+class StepPasses:
+    """The passes of one step, or of one measurement over held-out samples."""
+
+    def __init__(self, parts: StageParts, begun: BegunStep, share: StepChange) -> None:
+        """
+        Args:
+            parts: if they have a `sync`, it must begin the step before `complete`.
+            share: the work of this row and of the others, without samples.
+        """
+        self._config, self._layout, self._order = parts.config, parts.layout, parts.order
+        self._model, self._clock, self._transfer = parts.model, parts.clock, parts.transfer
+        self._codec, self._sync = parts.codec, parts.sync
+        self._cut, self._give_way = parts.cut, parts.give_way
+        self.begun = begun
+        self._io = begun.io
+        self.share = share
+        """The newest share."""
+        self.losses: dict[int, list[Tensor]] = {}
+        """The microbatches' shares of the loss by group, on the stage with the head."""
+        self._boundaries, self._tied = boundary_specs(parts.config), tied_spec(parts.config)
+        self._slices = slice_ranges(parts.config)
+        self._is_round = parts.config.is_round(begun.step)
         self._running: Mark | None = None
         """The mark after the newest action, if the device may still be computing it; None if each action ends
         when it returns."""
-        self._given = {part: dict(batches) for part, batches in self.samples.items()}
-        self._waiting = [*self.work.groups, *self.order.audited]
+        self._given = {part: dict(batches) for part, batches in begun.samples.items()}
+        self._waiting = [*share.work.groups, *parts.order.audited]
         """Groups that have not begun."""
         self._known = set(self._waiting)
         """Groups that have begun or are waiting."""
         self._final_losses: dict[int, float] = {}
-        """The shares of groups that are done, for `hand_over`."""
+        """The shares of groups that are done, for hand-overs."""
         self._computes = False
         """Whether passes are running, so that some groups may be incomplete."""
         self._has_sums = False
@@ -132,9 +145,9 @@ class StepPasses:
                 self._compute()
                 self._finish()
             except RegroupedError:
-                assert self.sync is not None, "only a run with gradient groups has rows"
-                self.sync.drain()  # all waits end until the change is taken
-                if (change := self.io.take_change()) is not None:
+                assert self._sync is not None, "only a run with gradient groups has rows"
+                self._sync.drain()  # all waits end until the change is taken
+                if (change := self._io.take_change()) is not None:
                     self.regroup(change)
             else:
                 return
@@ -142,22 +155,22 @@ class StepPasses:
     def regroup(self, change: StepChange) -> None:
         """The step's groups were redistributed: this row gets more than before, or has lost those that it
         had."""
-        assert self.sync is not None, "only a run with gradient groups has rows"
-        self.work, self.generation, self.audited = change.work, change.generation, change.audited
+        assert self._sync is not None, "only a run with gradient groups has rows"
+        self.share = replace(change, samples={})
         more = [group for group in change.work.groups if group not in self._known]
         for part, batches in change.samples.items():
             for group, batch in batches.items():
-                numbers = self.order.numbers_of([group])
-                self._given.setdefault(part, {}).update(zip(numbers, self.cut(part, batch), strict=True))
+                numbers = self._order.numbers_of([group])
+                self._given.setdefault(part, {}).update(zip(numbers, self._cut(part, batch), strict=True))
         if change.has_lost:
             self._drop()
-        self.hand_over = change.hand_over
-        self.sync.use(change.work, change.generation, keep=change.keep, hands_over=self.hand_over is not None)
+        hands_over = change.hand_over is not None
+        self._sync.use(change.work, change.generation, keep=change.keep, hands_over=hands_over)
         if more and self._has_sums:
             # Further passes add to gradients, which start at 0.
-            self.model.begin_step(self.loss_weight)
+            self._model.begin_step(self.begun.loss_weight)
             self._has_sums = False
-            self.sync.again()
+            self._sync.again()
         self._waiting += more
         self._known.update(more)
 
@@ -167,10 +180,10 @@ class StepPasses:
         self._end_action()
         if self._computes:
             self._computes = False
-            self.transfer.settle()
+            self._transfer.settle()
             if self._is_round:
-                self.model.local.end()
-            self.model.begin_step(self.loss_weight)
+                self._model.local.end()
+            self._model.begin_step(self.begun.loss_weight)
 
     def _compute(self) -> None:
         while self._waiting:
@@ -179,20 +192,20 @@ class StepPasses:
                 self._run_round()
             else:
                 groups, self._waiting = self._waiting, []
-                self._run_order(self.order.of(groups), groups)
+                self._run_order(self._order.of(groups), groups)
             self._computes = False
 
     def _finish(self) -> None:
         """Complete the gradients: sum over all groups, and over both copies of a tied weight."""
-        if self.sync is None:
-            self.model.finish_step()
-            self._computed(points.Phase.BACKWARD, self.model.any_gradient())
+        if self._sync is None:
+            self._model.finish_step()
+            self._computed(points.Phase.BACKWARD, self._model.any_gradient())
         else:
-            self.clock.switch(TimeKind.SYNC)
-            for index, (unit, gradients) in enumerate(self.sync.finish()):
+            self._clock.switch(TimeKind.SYNC)
+            for index, (unit, gradients) in enumerate(self._sync.finish()):
                 if index == 0:
-                    points.reach(points.Phase.SYNC, stage=self.layout.stage, step=self.step)
-                put_group_sums(self.model, unit, gradients, of_round=self._is_round)
+                    points.reach(points.Phase.SYNC, stage=self._layout.stage, step=self.begun.step)
+                put_group_sums(self._model, unit, gradients, of_round=self._is_round)
                 self._has_sums = True
         if not self._is_round:
             self._exchange_tied()
@@ -200,57 +213,57 @@ class StepPasses:
     def held_out(self, first: int, microbatches: int) -> list[Tensor]:
         """Run forwards of microbatches from number `first`; their losses on the stage with the head."""
         losses: list[Tensor] = []
-        self.model.begin_step()
-        for action in self.order.held_out(first, microbatches):
-            self.io.check()
-            points.reach(points.Phase.VALIDATION, stage=self.layout.stage, step=self.step)
+        self._model.begin_step()
+        for action in self._order.held_out(first, microbatches):
+            self._io.check()
+            points.reach(points.Phase.VALIDATION, stage=self._layout.stage, step=self.begun.step)
             with torch.no_grad():
                 result = self._forward(action)
             self._end_action()
             if self._has_loss(action):
                 losses.append(result)
-        self.model.begin_step()
+        self._model.begin_step()
         return losses
 
     # ---- actions
 
     def _run_order(self, order: Order, groups: Sequence[int] = ()) -> None:
         """`groups`: the gradient groups of `order`. More may be added while it runs."""
-        extends = bool(groups) and not self.layout.interleaved
+        extends = bool(groups) and not self._layout.interleaved
         needed = [self._needed(action) for action in order]
         # With several chunks, tensors do not arrive in the order in which they are needed.
-        turns = Turns(order, swap=not self.layout.interleaved)
+        turns = Turns(order, swap=not self._layout.interleaved)
         while turns.left:
-            self.io.check()
-            if extends and (change := self.io.take_change()) is not None:
+            self._io.check()
+            if extends and (change := self._io.take_change()) is not None:
                 self.regroup(change)
                 if change.has_lost:
                     raise RegroupedError("the row has lost a node")
                 # Additional groups begin before the pipeline is empty.
                 groups, self._waiting = (*groups, *self._waiting), []
-                order = self.order.of(groups)
+                order = self._order.of(groups)
                 needed = [self._needed(action) for action in order]
                 turns = turns.extended(order)
             upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
-            self.transfer.look_ahead(upcoming, self.codec, self.io)
+            self._transfer.look_ahead(upcoming, self._codec, self._io)
             # While the device computes, submit the next action too, if it is the order's next: another might
             # have to give way to arriving tensors.
-            if self.give_way is not None or not self.transfer.unpacked(needed[turns.choices[0]]):
+            if self._give_way is not None or not self._transfer.unpacked(needed[turns.choices[0]]):
                 self._end_action()
-            if self.give_way is not None:
+            if self._give_way is not None:
                 # The pause counts as work: to the run this node is slow.
                 is_forward = order[turns.choices[0]].kind is Kind.FORWARD
-                self.clock.switch(TimeKind.FORWARD if is_forward else TimeKind.BACKWARD)
-                self.give_way.pause(self.io.check)
+                self._clock.switch(TimeKind.FORWARD if is_forward else TimeKind.BACKWARD)
+                self._give_way.pause(self._io.check)
             if (place := self._begin_turn(turns, order, needed, extends)) is None:
                 continue
             action = order[place]
             phase = points.Phase.FORWARD if action.kind is Kind.FORWARD else points.Phase.BACKWARD
-            points.reach(phase, stage=self.layout.stage, step=self.step)
+            points.reach(phase, stage=self._layout.stage, step=self.begun.step)
             if action.kind is Kind.FORWARD:
                 result = self._forward(action)
                 if self._has_loss(action):
-                    self.losses.setdefault(group_of(self.config, action.microbatch), []).append(result)
+                    self.losses.setdefault(group_of(self._config, action.microbatch), []).append(result)
             else:
                 self._backward(action)
                 if not self._is_round:
@@ -259,21 +272,21 @@ class StepPasses:
 
     def _run_round(self) -> None:
         """Run the row's groups one after another, each from the round's initial weights."""
-        assert self.sync is not None, "a run with local steps has several groups"
-        local = self.model.local
+        assert self._sync is not None, "a run with local steps has several groups"
+        local = self._model.local
         while self._waiting:
             group = self._waiting.pop(0)
             local.begin_group()
-            for number, order in enumerate(self.order.parts(group, self.config.sync.every)):
+            for number, order in enumerate(self._order.parts(group, self._config.sync.every)):
                 self._run_order(order)
-                if self.layout.sums_tie_alone:
-                    sum_own_tie(self.model)
-                if number == 0 and group == self.work.groups[0]:
-                    self._computed(points.Phase.BACKWARD, self.model.any_gradient())
-                self.clock.switch(TimeKind.OPTIMIZER)
-                local.step(self.step)
-                points.reach(points.Phase.LOCAL_STEP, stage=self.layout.stage, step=self.step)
-            self.clock.switch(TimeKind.ENCODE)
+                if self._layout.sums_tie_alone:
+                    sum_own_tie(self._model)
+                if number == 0 and group == self.share.work.groups[0]:
+                    self._computed(points.Phase.BACKWARD, self._model.any_gradient())
+                self._clock.switch(TimeKind.OPTIMIZER)
+                local.step(self.begun.step)
+                points.reach(points.Phase.LOCAL_STEP, stage=self._layout.stage, step=self.begun.step)
+            self._clock.switch(TimeKind.ENCODE)
             self._group_done(group, local.changes())
         local.end()
 
@@ -282,17 +295,17 @@ class StepPasses:
     ) -> int | None:
         """The index of the next action. Waits until one of the candidates has its tensor. None if the row
         gets more groups meanwhile, and the order `extends`: their forwards need not wait for gradients."""
-        while (place := turns.begin(lambda place: self.transfer.ready(needed[place], self.io))) is None:
-            if extends and self.io.has_change:
+        while (place := turns.begin(lambda place: self._transfer.ready(needed[place], self._io))) is None:
+            if extends and self._io.has_change:
                 return None
             keys = [tensor.key for choice in turns.choices if (tensor := needed[choice])]
-            self.clock.switch(_WAITS[order[turns.choices[0]].kind], keys[0])
-            self.io.wait_any(keys, or_change=extends)
+            self._clock.switch(_WAITS[order[turns.choices[0]].kind], keys[0])
+            self._io.wait_any(keys, or_change=extends)
         return place
 
     def _forward(self, action: Action) -> Tensor:
         """The chunk's output, or the microbatch's share of the loss."""
-        index, number = self.layout.global_chunk(action), self.layout.number(action)
+        index, number = self._layout.global_chunk(action), self._layout.number(action)
         own = {part: batches[action.microbatch] for part, batches in self._given.items()}
         positions = self._slices[action.slice]
         tokens = slice(positions.start, positions.stop)
@@ -307,27 +320,27 @@ class StepPasses:
         documents = own.get(BatchPart.DOCUMENTS)
         if documents is not None:
             documents = documents[:, : positions.stop]
-        result = self.model.forward(action.chunk, action.microbatch, fed, wanted, documents, action.slice)
+        result = self._model.forward(action.chunk, action.microbatch, fed, wanted, documents, action.slice)
         if wanted is not None:
-            self._begun(self.transfer.computed(), TimeKind.FORWARD, out)
+            self._begun(self._transfer.computed(), TimeKind.FORWARD, out)
             return result
         self._computed(points.Phase.FORWARD, result)
         self._begun(self._send(out, result), TimeKind.FORWARD, out)
         return result
 
     def _backward(self, action: Action) -> None:
-        index, number = self.layout.global_chunk(action), self.layout.number(action)
+        index, number = self._layout.global_chunk(action), self._layout.number(action)
         key = self._key(number, index, Direction.GRADIENT)
         gradient: Tensor | None = None
         if not self._has_loss(action):
             gradient = self._receive(key, self._boundaries[action.slice], TimeKind.WAIT_DOWNSTREAM)
         self._switch(TimeKind.BACKWARD, key)
-        upstream = self.model.backward(action.chunk, action.microbatch, gradient, action.slice)
+        upstream = self._model.backward(action.chunk, action.microbatch, gradient, action.slice)
         if upstream is not None:
             out = self._key(number, index - 1, Direction.GRADIENT)
-            mark = self._send(out, self.overflow.cleared(upstream))
+            mark = self._send(out, self.begun.overflow.cleared(upstream))
         else:
-            mark = self.transfer.computed()
+            mark = self._transfer.computed()
         self._begun(mark, TimeKind.BACKWARD, key)
 
     def _begun(self, mark: Mark | None, kind: TimeKind, key: TensorKey) -> None:
@@ -335,7 +348,7 @@ class StepPasses:
         counts as this one's. So the clock counts the device's work and not the launches."""
         if self._running is not None:
             self._running.synchronize()
-            self.clock.switch(kind, key)
+            self._clock.switch(kind, key)
         self._running = mark
 
     def _end_action(self) -> None:
@@ -347,45 +360,45 @@ class StepPasses:
     def _switch(self, kind: TimeKind, key: TensorKey) -> None:
         """Count time as `kind`, unless the device is still computing an action."""
         if self._running is None:
-            self.clock.switch(kind, key)
+            self._clock.switch(kind, key)
 
     def _end_group(self, action: Action) -> None:
         """After a chunk's last backward of a gradient group, pack the group's gradients."""
-        group = group_of(self.config, action.microbatch)
-        if not self.layout.ends_microbatch(action):
+        group = group_of(self._config, action.microbatch)
+        if not self._layout.ends_microbatch(action):
             return
         # A chunk's backwards run in the order of microbatches.
-        if self.sync is None or group == group_of(self.config, action.microbatch + 1):
+        if self._sync is None or group == group_of(self._config, action.microbatch + 1):
             return
         self._end_action()
-        self.clock.switch(TimeKind.ENCODE)
-        if not self._waiting and group == self.work.groups[-1]:
-            self._computed(points.Phase.BACKWARD, self.model.any_gradient())
+        self._clock.switch(TimeKind.ENCODE)
+        if not self._waiting and group == self.share.work.groups[-1]:
+            self._computed(points.Phase.BACKWARD, self._model.any_gradient())
             # Other stages wait for the last gradient but none waits for the sums, so these are packed later.
-            self.transfer.drain()
-        taken = self.model.take_gradients(self.layout.chunk_units(action.chunk))
-        self.overflow.clear(taken.values())
+            self._transfer.drain()
+        taken = self._model.take_gradients(self._layout.chunk_units(action.chunk))
+        self.begun.overflow.clear(taken.values())
         self._group_done(group, taken)
 
     def _group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
-        assert self.sync is not None, "only a run with gradient groups has several"
-        if self.work.others and group in self.losses:
+        assert self._sync is not None, "only a run with gradient groups has several"
+        if self.share.work.others and group in self.losses:
             # The device is idle, and the group's sums may arrive elsewhere at any time from now on.
             self._final_losses[group] = self.loss_of(group)
-        self.sync.group_done(group, gradients)
+        self._sync.group_done(group, gradients)
 
     def loss_of(self, group: int) -> float:
         """A group's share of the loss."""
-        return float(in_double(torch.stack(self.losses[group])).sum()) / self.scale
+        return float(in_double(torch.stack(self.losses[group])).sum()) / self.begun.scale
 
     def handed_over(self, generation: int, groups: Sequence[int]) -> None:
         """All that this node has computed of these groups has arrived at other rows. Called on any thread."""
         losses = {group: self._final_losses[group] for group in groups if group in self._final_losses}
-        if self.hand_over is not None and all(map(math.isfinite, losses.values())):
-            self.hand_over(
+        if (hand_over := self.share.hand_over) is not None and all(map(math.isfinite, losses.values())):
+            hand_over(
                 HandedOver(
-                    epoch=self.epoch,
-                    step=self.step,
+                    epoch=self.begun.epoch,
+                    step=self.begun.step,
                     generation=generation,
                     groups=tuple(groups),
                     group_losses=losses,
@@ -395,14 +408,19 @@ class StepPasses:
     def passed_on(self, generation: int, groups: Sequence[int]) -> None:
         """What rows without a node of this stage had handed over of these groups has arrived at other rows.
         Called on any thread."""
-        if self.hand_over is not None:
-            self.hand_over(
-                HandedOver(epoch=self.epoch, step=self.step, generation=generation, passed_on=tuple(groups))
+        if (hand_over := self.share.hand_over) is not None:
+            hand_over(
+                HandedOver(
+                    epoch=self.begun.epoch,
+                    step=self.begun.step,
+                    generation=generation,
+                    passed_on=tuple(groups),
+                )
             )
 
     def _exchange_tied(self) -> None:
         """Set both copies of a tied weight's gradient to their sum, added in a fixed order."""
-        layout, model = self.layout, self.model
+        layout, model = self._layout, self._model
         up = self._key(0, 0, Direction.TIED_SHARE)
         down = self._key(0, 0, Direction.TIED_SUM)
         if layout.sums_tie_alone:
@@ -411,38 +429,38 @@ class StepPasses:
             # Use the received share's memory: with its packed form, the matrix then has at most two copies.
             total = self._receive(up, self._tied, TimeKind.WAIT_DOWNSTREAM)
             sum_tied_gradients(total, model.tied_gradient(EMBED))
-            self._send(down, self.overflow.cleared(total))
+            self._send(down, self.begun.overflow.cleared(total))
             model.put_tied_gradient(EMBED, total)
         elif layout.exchanges_tie and layout.is_last:
-            self._send(up, self.overflow.cleared(model.tied_gradient(HEAD)))
+            self._send(up, self.begun.overflow.cleared(model.tied_gradient(HEAD)))
             model.put_tied_gradient(HEAD, self._receive(down, self._tied, TimeKind.WAIT_UPSTREAM))
 
     # ---- tensors
 
     def _key(self, number: int, boundary: int, direction: Direction) -> TensorKey:
-        return TensorKey(self.epoch, self.step, number, boundary, direction)
+        return TensorKey(self.begun.epoch, self.begun.step, number, boundary, direction)
 
     def _needed(self, action: Action) -> Incoming | None:
         """The tensor that an action needs, if any."""
-        key = self.layout.needed(self.epoch, self.step, action)
+        key = self._layout.needed(self.begun.epoch, self.begun.step, action)
         return None if key is None else Incoming(key, self._boundaries[action.slice])
 
     def _has_loss(self, action: Action) -> bool:
-        return self.layout.global_chunk(action) == self.layout.last_chunk
+        return self._layout.global_chunk(action) == self._layout.last_chunk
 
     def _receive(self, key: TensorKey, spec: TensorSpec, waiting: TimeKind) -> Tensor:
-        if not self.transfer.begun(key):
-            self.clock.switch(waiting, key)
-        self.transfer.begin(Incoming(key, spec), self.codec(key), self.io)
+        if not self._transfer.begun(key):
+            self._clock.switch(waiting, key)
+        self._transfer.begin(Incoming(key, spec), self._codec(key), self._io)
         self._switch(TimeKind.DECODE, key)
-        return self.transfer.finish(key)
+        return self._transfer.finish(key)
 
     def _send(self, key: TensorKey, tensor: Tensor) -> Mark | None:
         """Send a tensor. Returns the mark after the work that computes it."""
-        mark = self.transfer.computed()
-        self.transfer.send(key, self.codec(key), tensor, mark, self.io)
+        mark = self._transfer.computed()
+        self._transfer.send(key, self._codec(key), tensor, mark, self._io)
         return mark
 
     def _computed(self, phase: points.Phase, tensor: Tensor | None) -> None:
-        stage = self.layout.stage
-        points.reach(phase, at=points.At.TENSOR, stage=stage, step=self.step, tensor=tensor)
+        stage = self._layout.stage
+        points.reach(phase, at=points.At.TENSOR, stage=stage, step=self.begun.step, tensor=tensor)
