@@ -4,7 +4,7 @@ Forward copies a block's saved tensors out while the next blocks compute. It fre
 next block that moves is done. Backward requests a block's tensors when the next moved block above it begins,
 so that they arrive while the blocks between compute. So the device holds at most two moved blocks of all
 microbatches in flight (double buffering, as in LLMQ, arXiv 2512.15306, section 3.1).
-`node.tuning.memory_program` says how long compute waits for the copies.
+`node.tuning.memory_columns` says how long compute waits for the copies.
 
 Whole storages are copied, and return with the same strides and offsets. Kernels read the same values as
 without copies, so no bit changes. Weights, tables and the chunk's input stay on the device, because they are

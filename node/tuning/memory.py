@@ -10,6 +10,9 @@ measurements on an H200 (scripts/results/stored_activations.json).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from node.config.schema import ModelSection, RunConfig
 from node.model.shard_shapes import check_shards
@@ -105,7 +108,11 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return self.fixed + self.state + self.workspaces + self.beside + self.step
+        return int(self.total_with(self.state, self.step))
+
+    def total_with(self, state: Any, step: Any) -> Any:
+        """The total with another state and another peak of a step, which may be arrays."""
+        return self.fixed + state + self.workspaces + self._beside(state, step) + step
 
     @property
     def own(self) -> int:
@@ -123,11 +130,11 @@ class StageMemory:
         """What malloc holds of a CPU's memory besides tensors."""
         return int(UNRETURNED_STATE * self.state + UNRETURNED_STEP * self.step) if self.on_cpu else 0
 
-    @property
-    def beside(self) -> int:
+    def _beside(self, state: Any, step: Any) -> Any:
         """Snapshot copies or what malloc holds, whichever is more: the copies use memory that malloc
         holds."""
-        return max(self.snapshot, self.unreturned)
+        held = np.floor(UNRETURNED_STATE * state + UNRETURNED_STEP * step) if self.on_cpu else 0
+        return np.maximum(self.snapshot, held)
 
     def room(self, memory_bytes: float) -> float:
         """The most that `step` may take on a device with this much memory."""

@@ -7,19 +7,19 @@ backward recomputes it, or it waits in host memory (`node.model.offload`). A blo
 input, here or in host memory, and run again. State may be in host memory too: first the optimizer's moments,
 then blocks' weights, then their main gradients (`node.tuning.state_moves`).
 
-`Room.plan` takes the plan that adds the least time among those that fit (`node.tuning.memory_program`), by
+`Room.plan` takes the plan that adds the least time among those that fit (`node.tuning.memory_search`), by
 the times of `node.tuning.block_times`.
 
 `PlannedStage` is one stage on one kind of node. It knows the bytes and seconds of each choice, and the peak
 memory of choices for all blocks.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice, permutations, product
-from operator import mul
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice, product
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from node.config.schema import RunConfig
 from node.model.page_locked import page_locked
@@ -37,17 +37,8 @@ from node.tuning.memory import (
     stage_memory,
     stage_storages,
 )
-from node.tuning.memory_program import (
-    Column,
-    Copied,
-    CopyClock,
-    Program,
-    StateMove,
-    Waits,
-    solve,
-    spread,
-    stays,
-)
+from node.tuning.memory_columns import Array, Column, CopyClock, CopyWaits, StateMove, spread
+from node.tuning.memory_search import SHARES, Score, search
 from node.tuning.state_moves import STAYS, Moved, state_moves
 
 ALL = "all"
@@ -146,6 +137,23 @@ class MemoryPlan:
         return "; ".join(parts)
 
 
+class Estimates(NamedTuple):
+    """What several candidates take, one value each. Names are those of `StageMemory` and `MemoryPlan`."""
+
+    kept: Any
+    working: Any
+    pages: Any
+    state: Any
+    applying: Any
+    total: Any
+    host: Any
+    seconds: Any
+    """The seconds that it adds to a microbatch's passes."""
+    moving: Any
+
+
+_NEVER = 1e15
+"""The score of a candidate that does not fit, besides the bytes that it lacks."""
 GRAPHS_GAIN = 0.02
 """The share of a step that CUDA graphs are assumed to save."""
 _FROM = {
@@ -220,7 +228,7 @@ class PlannedStage:
         head = unit_cost(model, HEAD) / unit_cost(model, block_name(0)) if HEAD in everything else 0.0
         self._whole = (blocks + head) * (times.forward + times.backward)
         heads = [head if HEAD in own else 0.0 for own in units]
-        self._clocks = tuple(
+        clocks = [
             CopyClock(
                 forward=times.forward,
                 backward=times.backward,
@@ -230,11 +238,14 @@ class PlannedStage:
                 in_rate=times.in_rate,
             )
             for own in heads
-        )
-        movable = [column.moved for column in self.columns.values() if column.moved and not column.again]
-        self._windows = [
-            clock.windows(movable, own) for clock, own in zip(self._clocks, self.blocks, strict=True)
         ]
+        columns = tuple(self.columns.values())
+        self._waits = [
+            CopyWaits(clock, columns, count) for clock, count in zip(clocks, self.blocks, strict=True)
+        ]
+        self._all_kept = list(self.columns).index(Choice.KEPT)
+        self._column_arrays = _arrays(Column, columns)
+        self._state_arrays = _arrays(StateMove, self.state_kinds)
 
     def _columns(
         self, config: RunConfig, devices: Devices, storage: Storage, share: Share
@@ -314,44 +325,69 @@ class PlannedStage:
     def alike(self, choice: Choice) -> tuple[Choice, ...]:
         return (choice,) * sum(self.blocks)
 
-    def memory(self, choices: Sequence[Choice], state: Moved = STAYS) -> StageMemory:
-        """The estimate at the stage's peak with these choices, which are in the order of its blocks."""
-        base = self._kept
-        for move, count in self._moved(state):
-            base = replace(
-                base,
-                state=base.state - count * move.freed + move.there,
-                applying=base.applying + move.applying,
-            )
-        if all(choice == Choice.KEPT for choice in choices):
-            return base
-        taken = [self.columns[choice] for choice in choices]
-        after = iter(taken)
-        chunks = [list(islice(after, count)) for count in self.blocks]
-        kept, pages = self._base_kept, self._work_pages
-        for held, own in zip(self._held, chunks, strict=True):
-            kept += held * sum(column.kept for column in own)
-            pages += held * sum(column.pages for column in own)
-        coming, most = 2 * max(column.moved for column in taken), max(column.working for column in taken)
-        left = max(column.left for column in taken)
-        places = []
-
-        def at(working: int, more_pages: int = 0) -> None:
-            places.append(replace(base, kept=kept, pages=pages + more_pages, working=working))
-
-        at(left + coming + most + self._work)
-        at(left + coming + self._ends_work)
+    def estimate(self, counts: Array, state: Array) -> "Estimates":
+        """What candidates take: counts of blocks by chunk and column [N, chunks, columns], and parts of each
+        kind of state that move [N, kinds]."""
+        memory, size, move = self._kept, self._column_arrays, self._state_arrays
+        of_state = memory.state - state @ move["freed"] + (state > 0) @ move["there"]
+        applying = memory.applying + (state > 0) @ move["applying"]
+        held, used = (counts * np.array(self._held)[:, None]).sum(1), (counts > 0).any(1)
+        kept, pages = self._base_kept + held @ size["kept"], self._work_pages + held @ size["pages"]
+        coming, most, left = ((used * size[name]).max(1) for name in ("moved", "working", "left"))
+        beside = left + 2 * coming
+        again = (counts * size["again"]).sum(2).max(1)
         again_pages = self._block_work_pages + self._block_pages - self._work_pages
-        for own in chunks:
-            if not (count := sum(column.again for column in own)):
-                continue
-            at(left + coming + most + self._again_work, again_pages)
-            if self._casts:
-                at(count * self._casts + self._casting_work)
-        peak = max(places, key=lambda place: place.kept + place.working + place.pages)
+        # By place in the passes: a block at work, the head, a block that runs again, and a head or such a
+        # block beside the casts of others.
+        runs = np.where(again > 0, 0.0, -np.inf)
+        casting = again * self._casts + self._casting_work + (runs if self._casts else -np.inf)
+        working = np.stack(
+            [
+                beside + most + self._work,
+                beside + self._ends_work,
+                beside + most + self._again_work + runs,
+                casting,
+            ]
+        )
+        in_pages = np.stack([pages, pages, pages + again_pages, pages])
+        peak = (working + in_pages).argmax(0)[None]
         # Chunks are added up separately. The estimate with everything kept bounds them, as it has their
         # common peak.
-        return replace(peak, kept=min(peak.kept, self._kept.kept))
+        is_kept = counts[:, :, self._all_kept].sum(1) == sum(self.blocks)
+        kept = np.where(is_kept, memory.kept, np.minimum(kept, memory.kept))
+        working = np.where(is_kept, memory.working, np.take_along_axis(working, peak, 0)[0])
+        pages = np.where(is_kept, memory.pages, np.take_along_axis(in_pages, peak, 0)[0])
+        passes = kept + working + pages
+        step = passes + applying if memory.captured else np.maximum(passes, applying)
+        return Estimates(
+            kept=kept,
+            working=working,
+            pages=pages,
+            state=of_state,
+            applying=applying,
+            total=memory.total_with(of_state, step),
+            host=held @ size["host"] + state @ move["host"],
+            seconds=self._pass_seconds(counts, state),
+            moving=state @ move["seconds"],
+        )
+
+    def _pass_seconds(self, counts: Array, state: Array) -> Array:
+        """The seconds that candidates add to a microbatch's forward and backward."""
+        size, move, times = self._column_arrays, self._state_arrays, self._times
+        blocks = counts.sum(1)
+        again, moved = blocks @ size["seconds"], blocks @ size["moved"]
+        waits = sum(waits.seconds(counts[:, chunk]) for chunk, waits in enumerate(self._waits))
+        # In total, copies can hide behind compute up to its length. The engines copy in both directions at
+        # once.
+        forward = np.maximum(moved / times.out_rate, state @ move["forward_in"] / times.in_rate)
+        backward = np.maximum(
+            (moved + state @ move["backward_in"]) / times.in_rate,
+            state @ move["backward_out"] / times.out_rate,
+        )
+        hidden = np.array([self._forward + 0 * again, self._backward + again])
+        waited = np.maximum(np.maximum(0.0, np.stack([forward, backward]) - hidden), waits)
+        seconds: Array = again + waited.sum(0)
+        return seconds
 
     @property
     def _work_pages(self) -> int:
@@ -362,172 +398,81 @@ class PlannedStage:
         """What microbatches keep besides blocks' tensors."""
         return self._kept.kept - self._together * self._block
 
-    def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
-        """The kinds of state that move, and how many parts of each."""
-        return [(move, count) for move, count in zip(self.state_kinds, state, strict=False) if count]
-
-    def host_bytes(self, choices: Sequence[Choice], state: Moved) -> int:
-        """The host memory that these choices use."""
-        held = [count for count, blocks in zip(self._held, self.blocks, strict=True) for _ in range(blocks)]
-        moved = sum(n * self.columns[choice].host for n, choice in zip(held, choices, strict=True))
-        return moved + self._state_host(state)
-
-    def _state_host(self, state: Moved) -> int:
-        return sum(count * move.host for move, count in self._moved(state))
-
-    def added(self, choices: Sequence[Choice], state: Moved = STAYS) -> float:
-        seconds = self._pass_seconds(choices, state) + self._moving_seconds(state)
-        return seconds / self._whole + (0.0 if self._graphs else GRAPHS_GAIN)
-
-    def _moving_seconds(self, state: Moved) -> float:
-        """A microbatch's share of the seconds for copying state for norms and the optimizer's step."""
-        return sum(count * move.seconds for move, count in self._moved(state))
-
-    def _pass_seconds(self, choices: Sequence[Choice], state: Moved) -> float:
-        """The seconds that these choices add to a microbatch's forward and backward."""
-        taken, moves, times = [self.columns[choice] for choice in choices], self._moved(state), self._times
-        waits = self._waits(taken)
-        moved, again = sum(column.moved for column in taken), sum(column.seconds for column in taken)
-        # In total, copies can hide behind compute up to its length. The engines copy in both directions at
-        # once.
-        forward = max(
-            moved / times.out_rate, sum(count * move.forward_in for move, count in moves) / times.in_rate
-        )
-        backward = max(
-            (moved + sum(count * move.backward_in for move, count in moves)) / times.in_rate,
-            sum(count * move.backward_out for move, count in moves) / times.out_rate,
-        )
-        forward = max(0.0, forward - self._forward, sum(wait.forward for wait in waits))
-        backward = max(0.0, backward - self._backward - again, sum(wait.backward for wait in waits))
-        return again + forward + backward
-
-    def _waits(self, taken: Sequence[Column]) -> list[Waits]:
-        """Each chunk's waits for copies of single blocks."""
-        waits, left = [], iter(taken)
-        for clock, windows, count in zip(self._clocks, self._windows, self.blocks, strict=True):
-            parts = Counter((column.moved, column.again) for column in islice(left, count))
-            copied = [Copied(count=n, moved=moved, again=again) for (moved, again), n in parts.items()]
-            waits.append(clock.waits(copied, windows))
-        return waits
-
     def plan(self, choices: tuple[Choice, ...], memory_bytes: int = 0, *, state: Moved = STAYS) -> MemoryPlan:
         """The plan of these choices on a node with this much memory. 0 means no limit."""
-        memory = self.memory(choices, state)
-        host = self.host_bytes(choices, state)
-        graphs = 0.0 if self._graphs else GRAPHS_GAIN
+        names, after = tuple(self.columns), iter(choices)
+        chunks = [list(islice(after, count)) for count in self.blocks]
+        counts = np.array([[own.count(name) for name in names] for own in chunks], dtype=float)
+        moved = np.array(state[: len(self.state_kinds)], dtype=float)
+        estimate = Estimates(*(value.item() for value in self.estimate(counts[None], moved[None])))
+        memory = replace(
+            self._kept,
+            kept=int(estimate.kept),
+            working=int(estimate.working),
+            pages=int(estimate.pages),
+            state=int(estimate.state),
+            applying=int(estimate.applying),
+        )
+        graphs = self._graphs_cost
         return MemoryPlan(
             choices=choices,
             state=state,
             graphs=self._graphs,
             memory=memory,
-            host_bytes=host,
-            added=self.added(choices, state),
-            seconds=self._whole * (1 + graphs) + self._pass_seconds(choices, state),
-            moving=self._moving_seconds(state),
-            fits=(memory_bytes == 0 or memory.total <= memory_bytes) and host <= self._host,
+            host_bytes=int(estimate.host),
+            added=(estimate.seconds + estimate.moving) / self._whole + graphs,
+            seconds=self._whole * (1 + graphs) + estimate.seconds,
+            moving=estimate.moving,
+            fits=(memory_bytes == 0 or memory.total <= memory_bytes) and estimate.host <= self._host,
         )
 
-    def best(self, memory_bytes: int) -> MemoryPlan | None:
-        """The plan that adds the least time in this much memory; None if none fits."""
-        solution = solve(self._program(memory_bytes))
-        if solution is None:
-            return None
-        return self.plan(self.order(solution.blocks), memory_bytes, state=Moved(*solution.state))
+    @property
+    def _graphs_cost(self) -> float:
+        return 0.0 if self._graphs else GRAPHS_GAIN
+
+    def best(self, memory_bytes: int) -> MemoryPlan:
+        """The plan that adds the least time in this much memory. If none fits, one that lacks little."""
+
+        def score(counts: Array, state: Array) -> Array:
+            found = self.estimate(counts, state)
+            lacking = np.maximum(0, found.total - memory_bytes) + np.maximum(0, found.host - self._host)
+            scores: Array = np.where(lacking > 0, _NEVER + lacking, found.seconds + found.moving)
+            return scores
+
+        return self._searched(score, SHARES, memory_bytes)
+
+    def least(self) -> MemoryPlan:
+        """The plan that takes the least memory, and of several the fastest."""
+
+        def score(counts: Array, state: Array) -> Array:
+            found = self.estimate(counts, state)
+            lacking = np.maximum(0, found.host - self._host)
+            share = (found.seconds + found.moving) / self._whole
+            scores: Array = np.where(lacking > 0, _NEVER + lacking, found.total + share / (1 + share))
+            return scores
+
+        return self._searched(score, 1)
+
+    def _searched(self, score: Score, shares: int, memory_bytes: int = 0) -> MemoryPlan:
+        parts = [move.most for move in self.state_kinds]
+        counts, state = search(self.blocks, len(self.columns), parts, score, shares)
+        choices = self.order(counts.astype(int).tolist())
+        return self.plan(choices, memory_bytes, state=Moved(*map(int, state)))
 
     def order(self, counts: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
         """A choice for every block. `counts` says for each chunk how many of its blocks take each column."""
         names, columns = tuple(self.columns), tuple(self.columns.values())
         return tuple(names[k] for own in counts for k in spread(columns, own))
 
-    def least(self) -> MemoryPlan:
-        """The plan that takes the least memory.
 
-        It considers plans in which all blocks are alike except the last of a chunk, or in which as many are
-        alike as host memory has room for, because the savings of a choice grow with the number of blocks.
-        """
-        plans = [
-            self.plan(choices, state=state)
-            for state in self._most_state()
-            for choices in self._alike_or_mixed(self._host - self._state_host(state))
-        ]
-        fitting = [plan for plan in plans if plan.host_bytes <= self._host]
-        return min(fitting, key=lambda plan: (plan.memory.total, plan.added))
-
-    def _most_state(self) -> Iterator[Moved]:
-        """For each set of kinds of state, as much as host memory has room for. The kinds are tried in every
-        order, and each gets what the ones before it leave."""
-        yield STAYS
-        kinds = len(self.state_kinds)
-        lengths = range(kinds)
-        for order in (part for length in lengths for part in permutations(range(1, kinds), length)):
-            counts, host = [0] * kinds, self._host
-            for kind in (0, *order):
-                move = self.state_kinds[kind]
-                counts[kind] = min(move.most, host // max(1, move.host))
-                host -= counts[kind] * move.host
-            if counts[0]:
-                yield Moved(*counts)
-
-    def _alike_or_mixed(self, host: int) -> Iterator[tuple[Choice, ...]]:
-        names, columns = tuple(self.columns), tuple(self.columns.values())
-        # Of the columns that use no host memory, those that leave the least on the device, kept or at work.
-        without = [k for k, column in enumerate(columns) if column.host == 0]
-        others, ends = _least(columns, without), _least(columns, [k for k in without if stays(columns[k])])
-        for main, column in enumerate(columns):
-            yield self.alike(names[main])
-            for end in ends:
-                alike = ([main] * (count - 1) + [end] * (count > 0) for count in self.blocks)
-                yield tuple(names[k] for own in alike for k in own)
-            if column.host == 0 or column.host * sum(map(mul, self._held, self.blocks)) <= host:
-                continue
-            for other in others:
-                room, counts_by_chunk = host, list[list[int]]()
-                for held, blocks in zip(self._held, self.blocks, strict=True):
-                    count = min(blocks, max(0, room) // (held * column.host))
-                    room -= count * held * column.host
-                    counts = [0] * len(columns)
-                    counts[other] += blocks - count
-                    counts[main] += count
-                    counts_by_chunk.append(counts)
-                yield self.order(counts_by_chunk)
-
-    def _program(self, memory_bytes: int) -> Program:
-        kept = self._kept
-        room = int(kept.room(memory_bytes))
-        passes = room - self._base_kept - (kept.applying if kept.captured else 0)
-        beside = passes - self._work_pages
-        again = passes - self._block_work_pages - self._block_pages
-        return Program(
-            columns=tuple(self.columns.values()),
-            blocks=tuple(self.blocks),
-            held=tuple(self._held),
-            room=beside - self._work,
-            room_again=again - self._again_work,
-            room_head=beside - self._ends_work if self._ends_work else None,
-            room_casting=passes - self._casting_work,
-            casts=self._casts,
-            forward=self._forward,
-            backward=self._backward,
-            clocks=self._clocks,
-            host=self._host,
-            state=self.state_kinds,
-            applying=None if kept.captured else room - kept.applying,
-        )
+def _arrays(kind: type[Column] | type[StateMove], of: Sequence[Any]) -> dict[str, Array]:
+    """The values of each field, in order."""
+    return {field.name: np.array([getattr(one, field.name) for one in of], float) for field in fields(kind)}
 
 
 def _size(sizes: StoredBytes, kind: str) -> int:
     size: int = getattr(sizes, kind)
     return size
-
-
-def _least(columns: Sequence[Column], among: Sequence[int]) -> list[int]:
-    """The columns that leave the least on the device between passes, at work, and in total."""
-    least = (
-        min(among, key=lambda k: (columns[k].there, columns[k].working)),
-        min(among, key=lambda k: (columns[k].working, columns[k].there)),
-        min(among, key=lambda k: columns[k].there + columns[k].working),
-    )
-    return sorted(set(least))
 
 
 def _unbeaten(columns: dict[Choice, Column]) -> dict[Choice, Column]:
@@ -609,7 +554,7 @@ def _fastest(variants: Sequence[PlannedStage], memory_bytes: int) -> MemoryPlan:
     everything = variants[0].plan(variants[0].alike(Choice.KEPT), memory_bytes)
     if everything.fits:
         return everything
-    plans = [plan for variant in variants if (plan := variant.best(memory_bytes)) is not None and plan.fits]
+    plans = [plan for variant in variants if (plan := variant.best(memory_bytes)).fits]
     if plans:
         return min(plans, key=lambda plan: plan.added)
     least = min((variant.least() for variant in variants), key=lambda plan: (plan.memory.total, plan.added))

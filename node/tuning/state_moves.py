@@ -16,7 +16,7 @@ from node.config.schema import RunConfig
 from node.model.units import is_block
 from node.tuning.block_times import BlockTimes
 from node.tuning.device_memory import Devices, Share
-from node.tuning.memory_program import StateMove
+from node.tuning.memory_columns import StateMove
 
 _THERE = 2
 """The number of blocks whose weights or gradients are on the device (`node.model.streamed.AT_ONCE`)."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from node.model import offload
 from node.model.host_memory import Copy, HostMemory
 from node.model.offload import ALL, Offload, Passing
-from node.tuning.memory_program import Column, Copied, CopyClock, spread
+from node.tuning.memory_columns import Column, CopyClock, CopyWaits, spread
 
 CPU = torch.device("cpu")
 BLOCK = 1 << 12
@@ -119,16 +120,20 @@ class Chunk:
             out_rate=rate,
             in_rate=rate,
         )
-        sizes = [size * BLOCK for size in self.sizes]
-        parts = [Copied(count=sizes.count(size), moved=size, again=False) for size in dict.fromkeys(sizes)]
-        waits = clock.waits(parts, clock.windows([size for size in sizes if size], len(sizes)))
-        compute = len(sizes) * (FORWARD + BACKWARD) + 3 * self.head
-        return compute + waits.forward + waits.backward
+        sizes = dict.fromkeys(self.sizes)
+        waits = CopyWaits(clock, [column(size * BLOCK) for size in sizes], len(self.sizes))
+        counts = np.array([[list(self.sizes).count(size) for size in sizes]])
+        compute = len(self.sizes) * (FORWARD + BACKWARD) + 3 * self.head
+        return compute + float(waits.seconds(counts).sum())
+
+
+def column(size: int) -> Column:
+    return Column(kept=0, moved=size, host=size, seconds=0.0, working=0, again=False)
 
 
 def arranged(counts: dict[int, int]) -> list[int]:
     """Sizes in the order that a plan has them."""
-    columns = [Column(kept=0, moved=size, host=size, seconds=0.0, working=0, again=False) for size in counts]
+    columns = [column(size) for size in counts]
     return [columns[k].moved for k in spread(columns, list(counts.values()))]
 
 

@@ -17,6 +17,7 @@ from node.stage.stage_model import StageModel
 from node.tuning.block_times import BlockTimes, assumed_times
 from node.tuning.device_memory import Devices
 from node.tuning.memory import stage_memory
+from node.tuning.memory_columns import Column, spread
 from node.tuning.memory_plan import (
     Choice,
     MemoryPlan,
@@ -27,7 +28,6 @@ from node.tuning.memory_plan import (
     frontier,
     least_stage_bytes,
 )
-from node.tuning.memory_program import Column, spread
 from node.tuning.state_moves import Moved
 from tests.support.memory_meter import measured
 from tests.support.passes import Forced
@@ -183,7 +183,7 @@ def test_copies_have_the_compute_of_other_blocks_to_hide_behind() -> None:
 
 @pytest.mark.parametrize("rate", [1.0, 0.05])
 @pytest.mark.parametrize(("storage", "blocks"), [(StorageSection(), 5), (PACKED, 2)])
-def test_copies_that_blocks_wait_for_are_in_the_program(
+def test_copies_that_blocks_wait_for_are_in_the_plan(
     storage: StorageSection, blocks: int, rate: float
 ) -> None:
     """Where a copy of a block takes about as long as it computes, up to twenty times as long."""
@@ -350,7 +350,7 @@ def test_a_head_on_the_first_stage_counts_in_the_schedule() -> None:
     assert held > 0
     everything = stage_memory(config, 2, CPUS)[0]
     one = _stages(config, 2, CPUS)[0]
-    again = one.memory(one.alike(Choice.AGAIN))
+    again = one.plan(one.alike(Choice.AGAIN)).memory
     kept, input_alone = (one.columns[choice].kept for choice in (Choice.KEPT, Choice.AGAIN))
     assert everything.kept - again.kept == held * (kept - input_alone)
 
