@@ -22,7 +22,7 @@ from node.tuning.codec_plan import Lines
 from node.tuning.codec_times import PackingTimes, slowest_packing
 from node.tuning.memory import most_held
 from node.tuning.storage_choice import stage_configs
-from node.tuning.window_plan import StepMeasures, WindowControl, Windows, measured, plan_windows
+from node.tuning.window_plan import StepMeasures, WindowControl, Windows, combined, measured, plan_windows
 from wire.figures import Place
 from wire.telemetry import CodecTimes
 
@@ -346,20 +346,4 @@ def where_shown(measures: StepMeasures, costs: StepCosts, microbatches: int) -> 
 
 def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
     """Each stage's time and each link's rate in the row where it is slowest. Rows have the same codecs."""
-    first = rows[0]
-
-    def rate(rates: Sequence[LinkRate]) -> LinkRate:
-        return replace(
-            rates[0],
-            up=min(link.up for link in rates),
-            down=min(link.down for link in rates),
-            latency=max(link.latency for link in rates),
-        )
-
-    return replace(
-        first,
-        forward=tuple(map(max, zip(*(row.forward for row in rows), strict=True))),
-        backward=tuple(map(max, zip(*(row.backward for row in rows), strict=True))),
-        links=tuple(rate(links) for links in zip(*(row.links for row in rows), strict=True)),
-        packing=tuple(map(min, zip(*(row.packing for row in rows), strict=True))),
-    )
+    return combined(rows, max, min)

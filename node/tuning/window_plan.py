@@ -256,33 +256,44 @@ class WindowControl:
         return windows
 
 
+Combine = Callable[[Sequence[float]], float]
+
+
 def middle(steps: Sequence[StepMeasures]) -> StepMeasures:
     """The median of each time and rate over a row's steps in one epoch."""
-    first = steps[0]
+    return combined(steps, median_low, median_low)
 
-    def times(of: Callable[[StepMeasures], Sequence[float]]) -> tuple[float, ...]:
-        return tuple(map(median_low, zip(*map(of, steps), strict=True)))
+
+def combined(measures: Sequence[StepMeasures], longer: Combine, shorter: Combine) -> StepMeasures:
+    """Several measures of the same stages and links as one.
+
+    Args:
+        longer: combines times, sizes and latencies.
+        shorter: combines rates, and the part of times that is packing.
+    """
+
+    def times(of: Callable[[StepMeasures], Sequence[float]], combine: Combine = longer) -> tuple[float, ...]:
+        return tuple(map(combine, zip(*map(of, measures), strict=True)))
 
     def rates(of: Callable[[StepMeasures], Sequence[LinkRate]]) -> tuple[LinkRate, ...]:
         return tuple(
-            replace(
-                measured_rates[0],
-                up=median_low(rate.up for rate in measured_rates),
-                down=median_low(rate.down for rate in measured_rates),
-                latency=median_low(rate.latency for rate in measured_rates),
+            LinkRate(
+                up=shorter([rate.up for rate in links]),
+                down=shorter([rate.down for rate in links]),
+                latency=longer([rate.latency for rate in links]),
             )
-            for measured_rates in zip(*map(of, steps), strict=True)
+            for links in zip(*map(of, measures), strict=True)
         )
 
     return replace(
-        first,
-        forward=times(lambda step: step.forward),
-        backward=times(lambda step: step.backward),
-        activation_bytes=median_low(step.activation_bytes for step in steps),
-        gradient_bytes=median_low(step.gradient_bytes for step in steps),
-        links=rates(lambda step: step.links),
-        packing=times(lambda step: step.packing),
-        lines=rates(lambda step: step.lines),
+        measures[0],
+        forward=times(lambda each: each.forward),
+        backward=times(lambda each: each.backward),
+        activation_bytes=longer([each.activation_bytes for each in measures]),
+        gradient_bytes=longer([each.gradient_bytes for each in measures]),
+        links=rates(lambda each: each.links),
+        packing=times(lambda each: each.packing, shorter),
+        lines=rates(lambda each: each.lines),
     )
 
 
