@@ -117,7 +117,8 @@ def test_what_a_cpu_is_expected_to_take_is_less_than_the_most() -> None:
     assert {a - b for a, b in zip(few, plain, strict=True)} == {COMPILED_CODEC_BYTES}
     # Bounds know of malloc's share where a snapshot's copies are less.
     held = stage_memory(replace(CONFIG, training=replace(CONFIG.training, microbatch=8)), 4)[0]
-    assert held.unreturned == held.beside > held.snapshot
+    assert held.unreturned > held.snapshot
+    assert held.total == held.fixed + held.state + held.workspaces + held.unreturned + held.step
     cards = totals(explained, machines_for(4, [parse_machine("h100,4")]))
     assert cards.memory == cards.most_memory
     assert cards.memory[3] == explained.memory[3].gpu.total
