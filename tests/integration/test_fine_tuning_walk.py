@@ -64,13 +64,13 @@ def test_the_walk_continues_a_model_and_gives_a_better_one(
     assert joins == [["thinwire", "join", "TOKEN"]] * 2
     with Run(tmp_path, text=text, launch=prefork.popen) as run:
         run.run_file, run.run_dir = Path(start[2]).absolute(), Path(start[4]).absolute()
-        coordinator = run.start("coordinator.listen=127.0.0.1:0")
+        coordinator = run.start("coordinator.listen=127.0.0.1:0", "run.steps=30", "run.snapshot_every=15")
         run.add_nodes(len(joins))
         assert coordinator.wait_exit() == 0
         losses = {one.step: one.uncompressed for one in coordinator.all(HeldOutLoss)}
-        assert list(losses) == [10, 20, 30, 40, 50, 60]
-        assert losses[60] < losses[30] < losses[10] - 0.3
-        assert {one.step for one in coordinator.all(SnapshotStored)} >= {30, 60}
+        assert list(losses) == [10, 20, 30]
+        assert losses[30] < losses[10] - 0.3
+        assert {one.step for one in coordinator.all(SnapshotStored)} >= {15, 30}
     said = {}
     for line in looks:
         assert main(line[1:]) == 0
