@@ -1,4 +1,4 @@
-"""`thinwire demo` through the real command: six processes, mutual TLS, the default codecs."""
+"""`thinwire demo` through the real command: four processes, mutual TLS, the default codecs."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def with_torch(run: Run) -> dict[str, bool]:
 
 
 def test_ctrl_c_ends_the_demo_on_the_users_text_and_all_of_its_processes(tmp_path: Path) -> None:
-    """The installed recipe, on a folder of texts. The snapshot of the step that was running is kept, so the
+    """The installed recipe on two stages, on a folder of texts. The snapshot of the step that was running is kept, so the
     run can go on. `test_deploy_commands.py` runs a demo to its end."""
     library = tmp_path / "library"
     (library / "shelf").mkdir(parents=True)
@@ -33,9 +33,9 @@ def test_ctrl_c_ends_the_demo_on_the_users_text_and_all_of_its_processes(tmp_pat
         demo = run.command(
             *("demo", "--json", "--data", str(library), "--run-dir", str(run.run_dir)),
             # Enough steps that even a late Ctrl-C comes before the end and before the first snapshot.
-            *("run.steps=100000", "run.snapshot_every=100000"),
+            *("run.steps=100000", "run.snapshot_every=100000", "pipeline.stages=2"),
         )
-        # Six processes start with all imports and may compile codecs.
+        # Four processes start with all imports and may compile codecs.
         demo.wait_line(lambda line: '"event": "step"' in line, 180)
         # In a run that trains: a small machine is enough for a coordinator.
         assert with_torch(run) == {"demo": False, "coordinator": False, "join": True}
