@@ -130,4 +130,4 @@ class TokenMachine(RuleBasedStateMachine):
 
 
 TestTokenMachine = TokenMachine.TestCase
-TestTokenMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)
+TestTokenMachine.settings = settings(max_examples=examples(20), stateful_step_count=30)

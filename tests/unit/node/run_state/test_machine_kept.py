@@ -15,7 +15,7 @@ from wire.messages import HandedOver, PeerSilent, Seat, SumsMissing
 
 SAID = 0.5
 """The loss of each group as it is handed over; votes have half of it."""
-SEEDS = 60
+SEEDS = 30
 
 
 def run_of(rows: int = 4, *, lost: bool = True) -> Driver:
