@@ -23,8 +23,8 @@ def with_torch(run: Run) -> dict[str, bool]:
 
 
 def test_ctrl_c_ends_the_demo_on_the_users_text_and_all_of_its_processes(tmp_path: Path) -> None:
-    """The installed recipe on two stages, on a folder of texts. The snapshot of the step that was running is kept, so the
-    run can go on. `test_deploy_commands.py` runs a demo to its end."""
+    """The installed recipe on two stages, on a folder of texts. The snapshot of the step that was running is
+    kept, so the run can go on. `test_deploy_commands.py` runs a demo to its end."""
     library = tmp_path / "library"
     (library / "shelf").mkdir(parents=True)
     (library / "shelf" / "words.md").write_bytes(TEXT)
