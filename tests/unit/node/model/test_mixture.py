@@ -188,11 +188,11 @@ def test_steps_have_the_losses_of_transformers(family: str, tmp_path: Path) -> N
     weights = asyncio.run(read_units(run.model, unit_names(run.model)))
     reference = ReferenceTrainer(run, corpus(run))
     reference.start_from(weights)
-    found = [step.loss for step in reference.train(20)]
+    found = [step.loss for step in reference.train(8)]
     theirs.train()
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     data, expected = corpus(run), []
-    for step in range(20):
+    for step in range(8):
         samples = torch.from_numpy(np.asarray(data.batch(step), dtype=np.int64))
         loss = F.cross_entropy(theirs(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten())
         optimizer.zero_grad()
