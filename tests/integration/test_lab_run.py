@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from node.cli.main import main
 from node.lab import namespaces
@@ -262,17 +261,6 @@ def refusal(words: list[str], env: dict[str, str], folder: Path) -> str:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     return done.stderr
-
-
-@pytest.mark.usefixtures("own_home")
-def test_a_profile_for_gpus_says_at_once_that_there_are_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["lab", "run", str(SMOKE.with_name("gpt2-xl-4gpu.toml"))]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "gpt2-xl-4gpu.toml needs 4 GPUs" in line
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lab_without_iproute2_names_the_package(tmp_path: Path, mark: str) -> None:
