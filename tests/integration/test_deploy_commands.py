@@ -238,7 +238,7 @@ def test_a_coordinator_and_nodes_as_deployed(
         token_by(run, tmp_path, written.take("token", "create", "7d"))
         path = DEPLOY / "systemd" / "thinwire-node.service"
         service, unit = here(exec_start(path), tmp_path), unit_environment(path)
-        volunteer = run.deployed(unit, *service, "--device", "cpu", name="volunteer", really=True)
+        volunteer = run.deployed(unit, *service, "--device", "cpu", name="volunteer")
         assert not seen(again, RunFinished).failed
         assert volunteer.wait_exit() == 0, volunteer.report()
         assert list((tmp_path / "lib" / "thinwire").rglob("identity.json"))
