@@ -342,15 +342,17 @@ class SnapshotHandler:
             raise NotYetError(DISK_FULL)
         reserving = asyncio.create_task(disk.write(folder.arriving, permit.step, permit.unit, size))
         full = asyncio.create_task(disk.full())
+        is_ours = False
         try:
             await asyncio.wait({reserving, full}, return_when=asyncio.FIRST_COMPLETED)
+            is_ours = reserving.done()
         finally:
             full.cancel()
-            if not reserving.done():
-                # It waits for space, and tells the operator.
+            if not is_ours:
+                # The upload has ended, or it waits for space and tells the operator.
                 self._reserving.add(reserving)
                 reserving.add_done_callback(self._drop)
-        if not reserving.done():
+        if not is_ours:
             raise NotYetError(DISK_FULL)
         try:
             return reserving.result()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -225,6 +226,31 @@ async def test_a_full_disk_pauses_until_there_is_room(
         assert (await told.stored.get()).step == 4
         assert told.failed == []
         assert len(told.said) == 2, "that it pauses, and that it goes on"
+
+
+async def test_an_upload_that_is_cancelled_as_its_file_fails_leaves_no_error_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another layer's error has just ended the run."""
+
+    async def fails(*_: object) -> NewFile:
+        raise RunError("File too large")
+
+    unread: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: unread.append(error))
+    async with desk_at(tmp_path) as (handler, told):
+        await asked(handler, 4, files(0))
+        monkeypatch.setattr(told.disk, "write", fails)
+        upload = asyncio.create_task(handler.arriving(handler.permit(SEATS[0], 4, UNITS[0]), 9))
+        for _ in range(2):  # the second time the file has failed, and the upload does not know it
+            await asyncio.sleep(0)
+        upload.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upload
+        del upload
+        await asyncio.sleep(0)
+        gc.collect()
+    assert not unread
 
 
 async def test_the_disk_takes_several_layers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
