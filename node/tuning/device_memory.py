@@ -545,7 +545,7 @@ class Share:
         ranks = self._devices.tensor_parallel
         weight = 0 if kept_as_computed else unpacked * largest_projection(self._model) // ranks
         rows = self._row_tokens * max(self._model.experts_per_token, 1)
-        if self._model.experts and not self._devices.on_cpu:
+        if self._model.experts and weight and not self._devices.on_cpu:
             weight *= max(1, unpacked_at_once(self._model.experts, weight, rows))
         wide = rows * max(self._model.hidden, self._model.ffn // ranks)
         if not self.plain:
