@@ -39,7 +39,9 @@ def add_parser(commands: Any) -> None:
     init.add_argument("--data", default="stdlib", metavar="PATH", help="your text: a file or a folder")
     init.add_argument("--tokenizer", default="bytes", metavar="PATH", help="a tokenizer's file or folder")
     init.add_argument(
-        "--recipe", metavar="NAME", help="copy an installed run file, with its comments, instead"
+        "--recipe",
+        metavar="NAME",
+        help="copy an installed run file, with its comments, instead; with --machine, for these machines",
     )
     init.set_defaults(run=run_init, parser=init)
     for action in (explain, init):
@@ -134,13 +136,13 @@ def run_init(args: argparse.Namespace) -> int:
 
 
 def _copy(args: argparse.Namespace) -> int:
-    """Write a recipe for the given text and tokenizer, with steps for at most a few passes over the text."""
-    from node.cli.parser import UsageError
+    """Write a recipe for the given text, tokenizer and machines, with steps for at most a few passes over the
+    text."""
+    from node.display.explain import total_lines
     from node.run_file.loader import load_config, recipe, toml_value
-    from node.view.first_run import most_steps
+    from node.view.first_run import for_machines, most_steps
+    from node.view.machines import parse_machine
 
-    if args.machine:
-        raise UsageError("--recipe copies a run file for any machines: leave out --machine or --recipe")
     source = recipe(args.recipe)
     config = load_config(source)
     text = _text(args.data, args.tokenizer, config.model.sequence)
@@ -153,12 +155,27 @@ def _copy(args: argparse.Namespace) -> int:
         "path": text.path,
         "tokenizer": text.tokenizer,
     }
+    totals: list[str] = []
+    if args.machine:
+        proposed = for_machines(config, [parse_machine(text) for text in args.machine])
+        totals = total_lines(proposed.explanation, proposed.machines)
+        training, pipeline = proposed.config.training, proposed.config.pipeline
+        changed |= {
+            "stages": pipeline.stages,
+            "base": proposed.config.lora.base,
+            "precision": training.precision,
+            "balance_loss": proposed.config.model.balance_loss,
+            "forward_codec": pipeline.forward_codec,
+            "backward_codec": pipeline.backward_codec,
+        }
     written = source.read_text(encoding="utf-8")
     for key, value in changed.items():
         line = f"{key} = {toml_value(value)}"
         written = _with_line(written, key, line)
     _write(args.run_file, written)
-    explained = f"thinwire config explain {shlex.quote(str(args.run_file))}"
+    sys.stdout.write("".join(f"{line}\n" for line in totals))
+    machines = "".join(f" --machine {shlex.quote(machine)}" for machine in args.machine)
+    explained = f"thinwire config explain {shlex.quote(str(args.run_file))}{machines}"
     sys.stdout.write(f"wrote {args.run_file}; see what it costs: {explained}\n")
     return 0
 

@@ -1,4 +1,5 @@
-"""Proposes a run file for given machines: the largest model that fits their memory, lines and time."""
+"""Proposes a run file for given machines: the largest model that fits their memory, lines and time. Or has a
+known model, such as a mixture of experts, trained by them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.model.lora_shapes import FORMS
 from node.run_file.loader import toml_value
 from node.view.explain import Explanation, explain
 from node.view.machines import Machine
@@ -98,6 +100,36 @@ def first_run(machines: Sequence[Machine], *, days: float, text: Text | None = N
     return best
 
 
+def for_machines(config: RunConfig, machines: Sequence[Machine]) -> FirstRun:
+    """A run of the same model by these machines, one stage each. Frozen weights have the most bits that fit,
+    and links the codecs that `config explain` would advise.
+
+    Raises:
+        UserError: the model does not fit.
+    """
+    if config.model.layers < len(machines):
+        blocks = config.model.layers
+        raise UserError(f"{blocks} blocks are no stages for {len(machines)} machines: name fewer")
+    config = replace(config, pipeline=replace(config.pipeline, stages=len(machines), split=()))
+    if config.training.precision != "float32":
+        config = replace(config, training=replace(config.training, precision=_precision(machines)))
+    if config.training.precision == "float16":
+        # Blocks add these terms without the loss's scale.
+        config = replace(config, model=replace(config.model, balance_loss=0.0, z_loss=0.0))
+    forms = FORMS[1:] if config.lora.rank else (config.lora.base,)
+    choices = [replace(config, lora=replace(config.lora, base=form)) for form in forms]
+    fitting = next((choice for choice in choices if _fits(choice, machines)), choices[-1])
+    # Nodes move kept activations to main memory where they have to, but hardly what is left then.
+    if not _fits(fitting, machines, activations=False):
+        raise UserError(f"the model does not fit {len(machines)} such machines: name more, or larger ones")
+    explained = explain(fitting)
+    for _ in range(MOST_ADVICE):
+        if (other := better_codecs(explained, machines)) is None:
+            break
+        explained = other
+    return _worked_out(explained.config, machines)
+
+
 def most_steps(config: RunConfig, text: Text) -> int:
     """The steps of `MOST_PASSES` over the text, at least 1. A pass may leave out one sample at the end."""
     samples = max(1, text.tokens // config.model.sequence - 1)
@@ -132,9 +164,6 @@ def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Tex
     """A model of this shape, stored in few bits if it does not fit otherwise; None if it does not fit at
     all."""
     layers, hidden, heads = shape
-    on_cpu = any(machine.on_cpu for machine in machines)
-    # All machines compute in a dtype that each of them supports.
-    half = "float16" if any(machine.card.half == "float16" for machine in machines) else "bfloat16"
     if layers < len(machines):
         return None
     by_muon = hidden in MUON_WIDTHS
@@ -155,7 +184,7 @@ def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Tex
             microbatch=MICROBATCH,
             optimizer="muon" if by_muon else "adamw",
             lr=RATES[hidden] * (MUON_RATE if by_muon else 1),
-            precision="float32" if on_cpu else half,
+            precision=_precision(machines),
         ),
         pipeline=PipelineSection(stages=len(machines)),
     )
@@ -167,13 +196,24 @@ def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Tex
         storage=StorageSection(preset="agoq"),
     )
     # Sums in e4m3 cannot be combined with a scaled loss.
-    return few_bits if not on_cpu and half == "bfloat16" and _fits(few_bits, machines) else None
+    return few_bits if config.training.precision == "bfloat16" and _fits(few_bits, machines) else None
 
 
-def _fits(config: RunConfig, machines: Sequence[Machine]) -> bool:
-    needs = zip(machines, explain(config).memory, strict=True)
+def _precision(machines: Sequence[Machine]) -> str:
+    """The dtype in which all machines compute."""
+    if any(machine.on_cpu for machine in machines):
+        return "float32"
+    return "float16" if any(machine.card.half == "float16" for machine in machines) else "bfloat16"
+
+
+def _fits(config: RunConfig, machines: Sequence[Machine], *, activations: bool = True) -> bool:
+    """Whether each stage fits its machine, with or without the activations that it keeps."""
+    needs = [
+        (machine, need.cpu if machine.on_cpu else need.gpu)
+        for machine, need in zip(machines, explain(config).memory, strict=True)
+    ]
     return all(
-        (need.cpu if machine.on_cpu else need.gpu).total <= MOST_HELD * 1e9 * machine.card.memory_gb
+        need.total - (0 if activations else need.kept) <= MOST_HELD * 1e9 * machine.card.memory_gb
         for machine, need in needs
     )
 

@@ -263,6 +263,40 @@ def test_from_machines_to_a_run_file_in_one_command(
     assert "no such card" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("card", "count", "base", "precision"),
+    [
+        ("h100,1000", 4, "bf16", "bfloat16"),
+        ("rtx 4090,100", 4, "8", "bfloat16"),
+        ("rtx 4090,100", 8, "bf16", "bfloat16"),
+        ("40tflops,12gb,100", 4, "3", "bfloat16"),
+        ("t4,100", 6, "8", "float16"),
+    ],
+)
+def test_a_mixture_is_written_for_the_machines_that_are_given(
+    tmp_path: Path, card: str, count: int, base: str, precision: str
+) -> None:
+    path = tmp_path / "new.toml"
+    asked = ["config", "init", str(path), "--recipe", "mixture"]
+    assert main([*asked, *(word for _ in range(count) for word in ("--machine", card))]) == 0
+    config = load_config(path)
+    assert (config.pipeline.stages, config.lora.base) == (count, base)
+    assert config.training.precision == precision
+    balance = 0.0 if precision == "float16" else 0.001
+    assert config.model == replace(load_config(recipe("mixture")).model, balance_loss=balance)
+    assert codec_advice(explain(config), machines_for(count, [parse_machine(card)])) is None
+
+
+@pytest.mark.parametrize(("card", "count"), [("rtx 3060,100", 1), ("rtx 4090,100", 49)])
+def test_a_mixture_is_not_written_for_too_few_or_too_many_machines(
+    tmp_path: Path, card: str, count: int
+) -> None:
+    path = tmp_path / "new.toml"
+    asked = ["config", "init", str(path), "--recipe", "mixture"]
+    assert main([*asked, *(word for _ in range(count) for word in ("--machine", card))]) == 2
+    assert not path.exists()
+
+
 def test_a_recipe_is_written_for_the_text_that_is_given(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("A line of text, as long as any.\n" * 40_000)
