@@ -26,7 +26,8 @@ from kernels.common.dispatch import room
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 ENOUGH_PROGRAMS = 512
-"""Of the kernel for keys, whose first ones work longest. It determines the order of sums."""
+"""The kernel for keys divides query heads until it has this many programs, because its first programs work
+longest. The number determines the order of sums."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class RelayPlan:
         """Choose relays for the neighbours of a placement. `rows` are its pipelines."""
         load = dict.fromkeys(self.offers, 0)
         self._routes = {}
-        # Of a thousand nodes, 60,000 pairs are neighbours.
+        # A run of a thousand nodes has 60,000 pairs of neighbours.
         for pair in pairs_to_relay(rows) if self.offers else ():
             choices = sorted(
                 (self._seconds(pair, relay, load[relay]), relay)

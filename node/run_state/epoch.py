@@ -1325,7 +1325,8 @@ class Epoch:
 
     @functools.cached_property
     def _columns(self) -> tuple[tuple[PlacedRow, ...], ...]:
-        """By stage: its node in each row. Of a thousand nodes, hundreds are told of a seat's new node."""
+        """For each stage, its node in each row. They are kept, because hundreds of nodes are told when a seat
+        of a large run gets a new node."""
         rows = [*zip(self._rows, self.groups, strict=True)]
         return tuple(
             tuple(PlacedRow(node=places[stage], groups=groups) for places, groups in rows)

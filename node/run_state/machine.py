@@ -926,8 +926,8 @@ class RunMachine:
                 return []  # of the seat that it had before
 
     def _no_link(self, epoch: Epoch, node_id: str, seat: Seat, now: float) -> list[Action]:
-        """A newcomer says that its link to the host of this seat does not open. A host of which several say
-        so gives up its seat: the seats beside it would stay empty."""
+        """A newcomer says that its link to the host of this seat does not open. If several newcomers say so,
+        the host gives up its seat, because the seats beside it would stay empty."""
         host = epoch.beside(node_id).get(seat)
         if host is None or not epoch.can_lose(host) or not self._newcomers.unlinked(node_id, host):
             return []

@@ -69,7 +69,8 @@ def _value(found: Found) -> float:
 
 
 def _mixtures(blocks: Sequence[int], columns: int, shares: int) -> Iterator[Array]:
-    """Counts of which a share of each chunk's blocks, or none, takes one column and all others another."""
+    """Counts in which a share of each chunk's blocks, or none, takes one column, and all others take
+    another."""
     each, whole = np.eye(columns), np.array(blocks, dtype=float)
     some = np.unique([np.round(whole * share / shares) for share in range(shares)], axis=0)
     for one in each if len(some) > 1 else each[:1]:
@@ -96,7 +97,7 @@ def _first_states(parts: Sequence[int]) -> Array:
 
 
 def _near_states(state: Array, parts: Sequence[int]) -> Array:
-    """This state, and those of which one kind has a part more or less, or no or all parts."""
+    """This state, and the states in which one kind has a part more or less, or none or all of its parts."""
     near = [state]
     for kind, most in enumerate(parts):
         for count in sorted({state[kind] - 1, state[kind] + 1, 0.0, float(most)} - {state[kind]}):

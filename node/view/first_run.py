@@ -1,5 +1,5 @@
-"""Proposes a run file for given machines: the largest model that fits their memory, lines and time. Or has a
-known model, such as a mixture of experts, trained by them."""
+"""Proposes a run file for given machines: the largest model that fits their memory, lines and time, or a
+given model, such as a mixture of experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -109,7 +109,7 @@ def for_machines(config: RunConfig, machines: Sequence[Machine]) -> FirstRun:
     """
     if config.model.layers < len(machines):
         blocks = config.model.layers
-        raise UserError(f"{blocks} blocks are no stages for {len(machines)} machines: name fewer")
+        raise UserError(f"{blocks} blocks are too few for {len(machines)} machines: name fewer machines")
     config = replace(config, pipeline=replace(config.pipeline, stages=len(machines), split=()))
     if config.training.precision != "float32":
         config = replace(config, training=replace(config.training, precision=_precision(machines)))
@@ -119,7 +119,7 @@ def for_machines(config: RunConfig, machines: Sequence[Machine]) -> FirstRun:
     forms = FORMS[1:] if config.lora.rank else (config.lora.base,)
     choices = [replace(config, lora=replace(config.lora, base=form)) for form in forms]
     fitting = next((choice for choice in choices if _fits(choice, machines)), choices[-1])
-    # Nodes move kept activations to main memory where they have to, but hardly what is left then.
+    # A node whose card is too small for kept activations moves them to main memory.
     if not _fits(fitting, machines, activations=False):
         raise UserError(f"the model does not fit {len(machines)} such machines: name more, or larger ones")
     explained = explain(fitting)
