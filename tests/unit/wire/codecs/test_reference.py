@@ -189,6 +189,10 @@ def inputs() -> dict[str, torch.Tensor]:
     spiky[0, 1, 64:128] = 1.5
     cubed = normal(3, 4, 100) ** 3
     shifted = normal(2, 200) + 1000
+    # Of 4096, in turn: just no outlier, one, and one of either sign.
+    near = normal(4, 64).clamp(-1, 1)
+    near[:, 20] = torch.tensor([4096.0, 4096.0, -4096.0, 4096.0])
+    near[:, 50] = torch.tensor([2048.0, 2047.0, 2047.0, -2047.0])
     return {
         "spikes": spiky,
         "odd widths": cubed,
@@ -203,6 +207,7 @@ def inputs() -> dict[str, torch.Tensor]:
         "bf16": (normal(2, 4, 192) ** 3).bfloat16(),
         "fp16": (normal(2, 4, 70) * 20000).clamp(-65504, 65504).half(),
         "ties": torch.ones(1, 10, 64),
+        "near outliers": near,
     }
 
 
