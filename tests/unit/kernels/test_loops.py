@@ -1,4 +1,4 @@
-"""The compiled loops of `fixed-b` and `tah` give the bits of their references, both ways and for any tensor."""
+"""Compiled loops of `fixed-b` and `tah` give the bits of their references, both ways and for any tensor."""
 
 from collections.abc import Callable
 from typing import Any
