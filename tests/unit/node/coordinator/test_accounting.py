@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting, Answers
+from node.coordinator.reports import NO_REPORT, is_continued, longest_kind
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import OTHER_CODEC, Ledger, bits_per_element, idle_by_stage, mbit_by_stage, summed
 from tests.support.totals import EPOCH, totals
@@ -287,3 +288,19 @@ def test_a_node_waited_for_votes_until_the_last_answer_came() -> None:
     # One that has not answered yet has not waited, and other messages say nothing of it.
     assert answers.waited("d", begin) == 0.0
     assert answers.waited("b", Finish(reason="over", failed=False)) is None
+
+
+# ---- totals of one node that are compared
+
+
+def test_what_grew_most_between_two_reports() -> None:
+    assert longest_kind(totals(1), totals(2)) == longest_kind(NO_REPORT, totals(1)) == "forward"
+    assert longest_kind(totals(2), totals(2)) == longest_kind(totals(1), totals(0.5)) == ""
+    later = totals(0.5, epoch=EPOCH + 1)
+    assert longest_kind(totals(1), later) == "forward", "totals begin at 0 with an epoch"
+
+
+def test_a_report_goes_on_unless_links_were_opened_again_or_have_other_codecs() -> None:
+    assert is_continued(totals(1), totals(2))
+    for other in (totals(0.5), totals(2, epoch=EPOCH + 1), totals(2, codec="fp32"), NO_REPORT):
+        assert not is_continued(totals(1), other)

@@ -393,3 +393,55 @@ def test_ids_that_are_not_text_belong_to_nobody(directory: Path) -> None:
         for nobody in ("\ud800", "node-\udcff", "kn\u00f6tchen"):
             assert not store.evict(nobody, NOW)
             assert not store.revoke_token(nobody)
+
+
+# ---- a run's database where it may only be read: on read-only media, or as another user
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Path:
+    """Of a run that ended. Its name is one that a URI would take for its own signs."""
+    ended = tmp_path / "a run? #1 %41"
+    with Store.create(ended, run_id="run-a", config_json='{"a": {}}', pin=bytes(32), now=NOW) as store:
+        store.set_addresses(["127.0.0.1:7700"])
+    return ended
+
+
+@pytest.fixture
+def read_only(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ended` is, as `access` has it there; tests run as root, who may write whatever permissions say."""
+    real = os.access
+    monkeypatch.setattr(
+        "node.coordinator.database.os.access",
+        lambda path, mode: mode != os.W_OK and real(path, mode),
+    )
+
+
+@pytest.mark.usefixtures("read_only")
+def test_a_run_that_ended_is_read_and_leaves_no_file_beside_it(ended: Path) -> None:
+    before = sorted(path.name for path in ended.iterdir())
+    with Store.open(ended) as store:
+        assert store.run().run_id == "run-a"
+        with pytest.raises(RunError, match="read-only"):
+            store.create_token(NOW, timedelta(hours=1), 1)
+        with pytest.raises(RunError, match="cannot be changed"):
+            store.set_addresses(["127.0.0.1:7700"])
+        assert sorted(path.name for path in ended.iterdir()) == before
+
+
+def test_a_run_that_goes_on_is_read_as_it_is_now(ended: Path, request: pytest.FixtureRequest) -> None:
+    with Store.open(ended) as writer:
+        writer.set_addresses(["127.0.0.1:7701"])
+        assert ended.joinpath(f"{DATABASE_FILE}-wal").exists()
+        request.getfixturevalue("read_only")
+        with Store.open(ended) as store:
+            assert store.run().addresses == ("127.0.0.1:7701",)
+            writer.set_addresses(["127.0.0.1:7702"])
+            assert store.run().addresses == ("127.0.0.1:7702",)
+
+
+@pytest.mark.usefixtures("read_only")
+def test_a_file_that_is_not_a_database_is_refused_there_too(ended: Path) -> None:
+    (ended / DATABASE_FILE).write_bytes(b"no database" * 1000)
+    with pytest.raises(UserError, match="is not a run's database"):
+        Store.open(ended)
