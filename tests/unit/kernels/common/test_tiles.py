@@ -1,11 +1,11 @@
-"""Exponents, powers of two, fp16 rounding and bit-planes."""
+"""Exponents, powers of two, fp16 rounding and tiles."""
 
 import math
 
 import pytest
 import torch
 
-from kernels.common import bitplanes, tiles
+from kernels.common import tiles
 from tests.support.cases import each
 
 
@@ -22,11 +22,6 @@ def test_the_range_of_exponents_is_tight() -> None:
     assert tiles.tensor_exponent(torch.tensor([2.0**-149])) == tiles.MIN_EXPONENT
     assert tiles.tensor_exponent(torch.tensor([torch.finfo(torch.float32).max])) == tiles.MAX_EXPONENT
     assert tiles.tensor_exponent(torch.zeros(3)) == -tiles.NORMAL_BITS
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_values_have_no_exponent(bad: float) -> None:
-    assert tiles.tensor_exponent(torch.tensor([1.0, bad, 2.0])) == tiles.NON_FINITE
 
 
 @each("exponent", range(-161, 162))
@@ -68,33 +63,3 @@ def test_tiles_are_cut_along_the_last_dimension(width: int) -> None:
     assert (cut[:, width:] == 0).all()
     last = tiles.short_tiles(torch.arange(3 * tiles.tiles_per_row(width)), width)
     assert last.tolist() == [tiles.tiles_per_row(width) * (row + 1) - 1 for row in range(3)]
-
-
-@each("bits", range(1, 9))
-@each("count", [1, 3, 100])
-def test_planes_hold_the_bits_of_each_element(bits: int, count: int) -> None:
-    generator = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 2**bits, (count, 64), generator=generator, dtype=torch.uint8)
-    planes = bitplanes.pack_planes(codes.clone(), bits)
-    assert planes.shape == (bits, count) and planes.dtype == torch.int64
-    for plane in range(bits):
-        words = [sum(int(q >> plane & 1) << i for i, q in enumerate(tile)) for tile in codes.tolist()]
-        assert [word % 2**64 for word in planes[plane].tolist()] == words
-    assert torch.equal(bitplanes.unpack_planes(planes), codes)
-
-
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1001])
-def test_flags_and_sextets(count: int) -> None:
-    generator = torch.Generator().manual_seed(count)
-    flags = torch.rand(count, generator=generator) < 0.5
-    packed = bitplanes.pack_flags(flags)
-    expected = sum(1 << i for i, flag in enumerate(flags.tolist()) if flag)
-    assert int.from_bytes(packed.numpy().tobytes(), "little") == expected
-    assert torch.equal(bitplanes.unpack_flags(packed, count), flags)
-
-    values = torch.randint(0, 64, (count,), generator=generator)
-    packed = bitplanes.pack_sextets(values)
-    assert packed.numel() == -(-count * 6 // 8)
-    expected = sum(value << 6 * i for i, value in enumerate(values.tolist()))
-    assert int.from_bytes(packed.numpy().tobytes(), "little") == expected
-    assert torch.equal(bitplanes.unpack_sextets(packed, count), values)
