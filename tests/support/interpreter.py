@@ -1,10 +1,10 @@
 """Tests of Triton kernels on a CPU, under Triton's interpreter.
 
-Triton chooses the interpreter when a kernel is defined, so these tests run in a process of their own: one
-test of each file, marked `outside`, asks the fixture `interpreted` whether those marked `inside` passed.
-One process runs the files of a whole session, as it takes longer to start than many of their tests.
-Names of these files end in `_interpreter.py`. Without Triton, which torch for CPUs does not bring, they are
-skipped: `needs_triton`.
+Triton chooses the interpreter when a kernel is defined, so these tests, which are marked `inside`, run in a
+process of their own: `tests/unit/kernels/test_in_interpreter.py` starts it and asks whether they passed; `-k`
+and the name of a file choose that file. One process runs the files of a whole session, as it takes longer to
+start than many of their tests. Names of these files end in `_interpreter.py`. Without Triton, which torch for
+CPUs does not bring, they are skipped.
 """
 
 import importlib.util
@@ -27,13 +27,15 @@ SECONDS = 1800
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
-_in_front = pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+_there = pytest.mark.skipif(not INTERPRETED, reason="tests/unit/kernels/test_in_interpreter.py runs it")
+inside = [needs_triton, _there]
+"""The marks of a file whose tests all run under the interpreter."""
+outside = pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 
 
-def outside(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark the test that asks for the others of its file; the first of a session waits for all files."""
-    return pytest.mark.timeout(SECONDS + 30)(_in_front(test))
+def in_interpreter(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark one test that runs under the interpreter, in a file that has others, too."""
+    return needs_triton(_there(test))
 
 
 def skip_overflow_checks() -> None:
@@ -58,7 +60,7 @@ def accept_loop_bounds() -> None:
 
 
 class Interpreted:
-    """Runs the tests of `files` that are marked `inside`, once.
+    """Runs the tests of `files` under the interpreter, once.
 
     pytest writes their results, as JUnit's XML, and its output to `folder`.
     """
@@ -91,15 +93,14 @@ class Interpreted:
                 stderr=subprocess.STDOUT,
             )
 
-    def passed(self, file: str) -> None:
+    def passed(self, file: Path) -> None:
         """Fails as the tests of `file` did, or if none of them ran."""
         if self._cases is None:
             self._process.wait(SECONDS)
             self._cases = []
             if self._report.exists():
                 self._cases = list(ElementTree.parse(self._report).iter("testcase"))
-        stem = Path(file).stem
-        cases = [case for case in self._cases if stem in case.get("classname", "").split(".")]
+        cases = [case for case in self._cases if file.stem in case.get("classname", "").split(".")]
         wrong = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
         ran = [case for case in cases if case.find("skipped") is None]
         printed = self._printed.read_text(encoding="utf-8", errors="replace")[-4000:]

@@ -76,7 +76,7 @@ def interpreted(
 ) -> Iterator[Interpreted]:
     """A process under Triton's interpreter for all files of the session that use it."""
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
-    files = {item.path for item in items if "interpreted" in item.fixturenames}
+    files = {item.callspec.params["file"] for item in items if "interpreted" in item.fixturenames}
     process = Interpreted(sorted(files), tmp_path_factory.mktemp("interpreter"))
     yield process
     process.end()

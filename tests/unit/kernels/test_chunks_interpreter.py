@@ -1,7 +1,4 @@
-"""Attention of a chunk's queries to all keys before them, and sinks, under Triton's interpreter, on a CPU.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+"""Attention of a chunk's queries to all keys before them, and sinks, under Triton's interpreter, on a CPU."""
 
 from collections.abc import Iterator
 
@@ -11,20 +8,15 @@ from torch import Tensor
 
 from kernels.attention import reference
 from kernels.attention.reach import Documents, Reach
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 from tests.support.poison import poisoned_memory
 
 pytestmark = [
-    needs_triton,
+    *inside,
     # The powers of a row that has seen no key yet are of minus infinity, in numpy as on a GPU.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 BATCH, LENGTH = 2, 77
-
-
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +51,6 @@ REACHES = {
 }
 
 
-@inside
 @pytest.mark.parametrize(
     ("first", "last", "reach", "sinks", "cut", "heads", "width", "dtype"),
     [
@@ -110,7 +101,6 @@ def test_a_chunk_attends_to_all_keys_before_it(
         assert near(change, expected[1 + number], torch.float16 if dtype == torch.float16 else torch.float32)
 
 
-@inside
 def test_a_whole_sequence_with_sinks_is_a_chunk_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the functions that models call, whose launches follow from the device."""
     from kernels.attention import ops

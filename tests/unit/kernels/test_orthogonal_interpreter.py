@@ -4,19 +4,13 @@ import pytest
 import torch
 
 from tests.support import orthogonal_cases as cases
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 
-pytestmark = needs_triton
+pytestmark = inside
 
 CPU = torch.device("cpu")
 
 
-@outside
-def test_products_in_a_separate_process(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
-
-
-@inside
 @pytest.mark.parametrize("shape", cases.SHAPES)
 def test_products_are_exact(shape: tuple[int, int]) -> None:
     from kernels.orthogonal import triton
@@ -25,7 +19,6 @@ def test_products_are_exact(shape: tuple[int, int]) -> None:
     cases.check_product(triton.product, shape, CPU, torch.float32)
 
 
-@inside
 @pytest.mark.parametrize("shape", [(3, 40), (20, 17)])
 def test_a_matrix_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
     from kernels.orthogonal import triton

@@ -1,7 +1,4 @@
-"""The Triton kernels give the golden bits under Triton's interpreter, on a CPU.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+"""The Triton kernels give the golden bits under Triton's interpreter, on a CPU."""
 
 import hashlib
 import json
@@ -16,7 +13,7 @@ from kernels.common.dispatch import Launch
 from kernels.fixed import reference as fixed
 from kernels.tah import reference as tah
 from tests.support.cases import each
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.formats import FixedFormat
@@ -36,15 +33,10 @@ FIXED = ((4, LAUNCHES[0]), (7, LAUNCHES[1]), (9, LAUNCHES[1]))
 """Widths and launches."""
 
 pytestmark = [
-    needs_triton,
+    *inside,
     # Tiles beyond a tensor's end and refused input divide by zero and overflow in numpy, as on a GPU.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-
-
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
 
 
 @pytest.fixture
@@ -64,7 +56,6 @@ def digest(x: torch.Tensor) -> str:
     return hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@inside
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 @each("name", [name for name in DIGESTS if name.rsplit(".", 1)[1] in CODECS])
 def test_bytes_and_values_are_the_golden_ones(name: str) -> None:
@@ -102,7 +93,6 @@ def inputs() -> dict[str, torch.Tensor]:
     }
 
 
-@inside
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 @each(("name", "width"), [("fixed-4", 256), ("fixed-7", 70), ("fixed-8", 128), ("fixed-10", 61)])
 def test_rows_together_are_each_by_itself(name: str, width: int) -> None:
@@ -134,7 +124,6 @@ def test_rows_together_are_each_by_itself(name: str, width: int) -> None:
             assert torch.equal(values[number].view(torch.int32), expected.view(torch.int32))
 
 
-@inside
 @each(
     ("which", "launch"),
     [
@@ -181,7 +170,6 @@ def test_tah_is_the_reference_for_any_launch(which: str, launch: Launch) -> None
     assert not status.any() and digest(out) == digest(decoded) and only_written_inside(room)
 
 
-@inside
 @each(
     ("which", "width", "launch"),
     [
@@ -209,7 +197,6 @@ def test_fixed_is_the_reference_for_any_launch(which: str, width: int, launch: L
     assert not status.any() and digest(out) == digest(decoded) and only_written_inside(room)
 
 
-@inside
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 @pytest.mark.parametrize("name", ["tah", "fixed-8"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -221,7 +208,6 @@ def test_non_finite_values_are_refused(name: str, bad: float) -> None:
         seal(packed.numpy())
 
 
-@inside
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 @pytest.mark.parametrize(("name", "offset"), [("tah", 13), ("fixed-8", 13), ("fixed-8", -1)])
 def test_bits_that_hold_nothing_are_refused_before_kernels_see_them(name: str, offset: int) -> None:
@@ -234,7 +220,6 @@ def test_bits_that_hold_nothing_are_refused_before_kernels_see_them(name: str, o
         codec(name).decode(packed, TensorSpec(x.dtype, tuple(x.shape)))
 
 
-@inside
 @each(
     ("name", "section", "value"),
     [

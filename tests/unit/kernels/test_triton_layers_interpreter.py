@@ -1,7 +1,4 @@
-"""Attention's backward, and norms, activations and rotary that store nothing, under Triton's interpreter.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+"""Attention's backward, and norms, activations and rotary that store nothing, under Triton's interpreter."""
 
 import pytest
 import torch
@@ -9,14 +6,9 @@ from torch import Tensor
 
 from kernels.common import layers as reference
 from kernels.common.matrices import side_by_side
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 
-pytestmark = needs_triton
-
-
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
+pytestmark = inside
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
@@ -27,7 +19,6 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     return bool((found.double() - wanted.double()).norm() <= 3e-6 * wanted.double().norm())
 
 
-@inside
 @pytest.mark.parametrize(
     ("of_keys", "of_queries"),
     [((16, 32), (32, 16)), ((32, 16), (16, 16))],
@@ -76,7 +67,6 @@ def test_gradients_of_attention_are_the_exact_ones(
     assert side_by_side([part.transpose(1, 2).flatten(2) for part in found]).data_ptr() == found[0].data_ptr()
 
 
-@inside
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("width", [1, 130, 256])
 def test_norms_that_store_nothing(width: int, biased: bool) -> None:
@@ -93,7 +83,6 @@ def test_norms_that_store_nothing(width: int, biased: bool) -> None:
     assert near(of_x, wanted[0]) and near(of_weight, wanted[1])
 
 
-@inside
 @pytest.mark.parametrize("gate_of", ["", "silu", "gelu"])
 @pytest.mark.parametrize("width", [1, 130])
 def test_activations_that_store_nothing(width: int, gate_of: str) -> None:
@@ -113,7 +102,6 @@ def test_activations_that_store_nothing(width: int, gate_of: str) -> None:
     assert near(found, torch.cat(wanted, dim=-1))
 
 
-@inside
 def test_activations_of_columns_are_those_of_whole_tensors() -> None:
     """One product makes the gate and up side by side; their gradients too are columns of one tensor."""
     from kernels.blockfloat.triton import ffn
@@ -128,7 +116,6 @@ def test_activations_of_columns_are_those_of_whole_tensors() -> None:
     assert torch.equal(found, wanted)
 
 
-@inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("first", "stride"), [(0, 77), (7 * 77 + 5, 200), (2**32 - 100, 2**20)])
 def test_dropout_has_the_references_bits(dtype: torch.dtype, first: int, stride: int) -> None:
@@ -145,7 +132,6 @@ def test_dropout_has_the_references_bits(dtype: torch.dtype, first: int, stride:
         assert abs(float((wanted == 0).float().mean()) - share) < 0.02
 
 
-@inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [7, 64, 301])
 def test_losses_of_logits_and_their_gradients(
@@ -173,7 +159,6 @@ def test_losses_of_logits_and_their_gradients(
     assert triton.cross_entropy_(logits, labels, -100, 1.0).isnan().tolist() == [n == 4 for n in range(6)]
 
 
-@inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_residual_sum_has_torchs_bits(dtype: torch.dtype) -> None:
     from kernels.layers.triton import add
@@ -182,7 +167,6 @@ def test_the_residual_sum_has_torchs_bits(dtype: torch.dtype) -> None:
     assert torch.equal(add(x, made), x + made)
 
 
-@inside
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize(("heads", "width"), [(3, 16), (9, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,7 +1,4 @@
-"""The kernels that store tensors give the reference's bits under Triton's interpreter, on a CPU.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+"""The kernels that store tensors give the reference's bits under Triton's interpreter, on a CPU."""
 
 from itertools import product
 
@@ -12,18 +9,13 @@ from torch import Tensor
 from kernels.blockfloat import layers as blockfloat_layers
 from kernels.blockfloat import reference as blockfloat
 from kernels.blockfloat.layout import APART, WIDTHS
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 
 pytestmark = [
-    needs_triton,
+    *inside,
     # Blocks of NaNs and beyond a tensor's end divide by zero and overflow in numpy, as on a GPU.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-
-
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
 
 
 def inputs() -> dict[str, Tensor]:
@@ -66,7 +58,6 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     return found.shape == wanted.shape and found.dtype == wanted.dtype and bool(close)
 
 
-@inside
 @pytest.mark.parametrize(
     ("which", "bits"),
     [
@@ -90,7 +81,6 @@ def test_stored_bits_are_the_references(which: str, bits: int) -> None:
         assert same(found, blockfloat.unpack(packed, x.shape, bits, dtype))
 
 
-@inside
 @pytest.mark.parametrize(
     ("width", "biased", "bits", "dtype"),
     [

@@ -1,7 +1,4 @@
-"""The kernels of mixtures of experts under Triton's interpreter, on a CPU, against the plain reference.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+"""The kernels of mixtures of experts under Triton's interpreter, on a CPU, against the plain reference."""
 
 from collections.abc import Iterator
 
@@ -11,20 +8,15 @@ from torch import Tensor
 
 from kernels.experts import reference
 from kernels.experts.reference import Order, PackedExperts, Weights
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 from tests.support.poison import poisoned_memory
 
 pytestmark = [
-    needs_triton,
+    *inside,
     # Logits that are not finite, and packed rows beyond the last, overflow in numpy, as on a GPU.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 EXPERTS = 5
-
-
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +48,6 @@ CASES = [(1, 1, 1), (20, 2, 4), (35, 3, EXPERTS), (3, EXPERTS, EXPERTS)]
 """Tokens, choices, and experts that get tokens."""
 
 
-@inside
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 1, 1), (13, 6, 3), (9, 40, 8), (11, 17, 17)])
 def test_routing_has_the_references_experts(tokens: int, experts: int, choices: int, normalize: bool) -> None:
@@ -79,7 +70,6 @@ def test_routing_has_the_references_experts(tokens: int, experts: int, choices: 
     )
 
 
-@inside
 def test_logits_that_are_not_finite_are_routed_to_real_experts() -> None:
     from kernels.experts import triton
 
@@ -93,7 +83,6 @@ def test_logits_that_are_not_finite_are_routed_to_real_experts() -> None:
     assert chosen[2, 0] == 3 and weights[[0, 2, 3]].isnan().all()
 
 
-@inside
 @pytest.mark.parametrize(("tokens", "choices", "used"), [(0, 2, 2), *CASES])
 def test_groups_are_the_references(tokens: int, choices: int, used: int) -> None:
     from kernels.experts import triton
@@ -116,7 +105,6 @@ def kinds(rows: int, columns: int, depth: int):  # type: ignore[no-untyped-def]
     return Tiles(half=tile, packed=tile, packed_back=tile, weights=tile, wide=tile)
 
 
-@inside
 @pytest.mark.parametrize(
     ("outputs", "inputs", "bits", "case", "dtype"),
     [
@@ -175,7 +163,6 @@ def test_products_and_their_gradients(
     assert near(found, reference.bias_gradient(grad, order, torch.float32))
 
 
-@inside
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3])
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs", "dtype"),
@@ -209,7 +196,6 @@ def test_packed_experts_are_unpacked_in_the_product_or_before_it(
     )
 
 
-@inside
 def test_a_row_has_the_same_bits_whatever_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.experts import triton
 
@@ -225,7 +211,6 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(monkeypatch: pytest.Mon
         assert torch.equal(alone[0], found[place])
 
 
-@inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("columns", [1, 130, 2050])
 @pytest.mark.parametrize("choices", [1, 3])

@@ -13,15 +13,9 @@ from kernels.fp8.products import (
     weight_gradient,
 )
 from kernels.fp8.rows import Coded, decoded
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import in_interpreter, outside
 
 CPU = torch.device("cpu")
-
-
-@outside
-@needs_triton
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
 
 
 def inputs(width: int) -> Tensor:
@@ -94,7 +88,7 @@ def test_torchs_product_of_codes_agrees(dtype: torch.dtype) -> None:
     assert (found.double() - wanted.double()).norm() < (1e-6 if dtype == torch.float32 else 3e-3) * 500
 
 
-@inside
+@in_interpreter
 @pytest.mark.parametrize(
     ("width", "chunk", "dtype"),
     [
@@ -122,7 +116,7 @@ def test_codes_and_scales_are_the_references(width: int, chunk: int, dtype: torc
         assert torch.equal(found.scales.nan_to_num(nan=-1.0), wanted.scales.nan_to_num(nan=-1.0))
 
 
-@inside
+@in_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("width", "tile"), [(1, 16), (48, 16), (100, 64)])
 def test_codes_of_columns_are_the_references(width: int, tile: int, dtype: torch.dtype) -> None:

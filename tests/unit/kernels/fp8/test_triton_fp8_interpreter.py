@@ -1,8 +1,5 @@
 """The kernels of gradients and moments in e4m3 give the reference's bits under Triton's interpreter, on CPUs;
-moments but for the last bits of logarithms.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+moments but for the last bits of logarithms."""
 
 from functools import partial
 
@@ -11,10 +8,10 @@ import torch
 
 from tests.support import fp8_cases as cases
 from tests.support.cases import each
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 
 pytestmark = [
-    needs_triton,
+    *inside,
     # What lies beyond a tensor's end overflows or has no logarithm in numpy, as on a GPU; nobody keeps it.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
@@ -23,12 +20,6 @@ CPU = torch.device("cpu")
 SIZES = (1, 127, 129, 1000, 2048)
 
 
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
-
-
-@inside
 @each(("rows", "stochastic"), [(1, False), (8, True), (1, True)])
 @each(("count", "scale"), [*zip(SIZES, (1e-40, 1e30, 1e-40, 1e30, 1e-40), strict=True), (129, 1e30)])
 def test_accumulation_gives_the_references_bits(
@@ -40,7 +31,6 @@ def test_accumulation_gives_the_references_bits(
     cases.check_accumulation(accumulate, CPU, count, scale, torch.float32, stochastic=stochastic)
 
 
-@inside
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_non_finite_values_are_marked_as_by_the_reference(bad: float, stochastic: bool) -> None:
@@ -49,21 +39,18 @@ def test_non_finite_values_are_marked_as_by_the_reference(bad: float, stochastic
     cases.check_not_finite(triton_fp8.accumulate_gradient, CPU, bad, stochastic=stochastic)
 
 
-@inside
 def test_extremes_are_rounded_as_by_the_reference() -> None:
     from kernels.fp8 import triton as triton_fp8
 
     cases.check_extremes(triton_fp8.accumulate_gradient, CPU)
 
 
-@inside
 def test_the_salt_is_read_when_the_kernel_runs() -> None:
     from kernels.fp8 import triton as triton_fp8
 
     cases.check_replays(triton_fp8.accumulate_gradient, CPU)
 
 
-@inside
 @each("count", SIZES)
 @each("many", [1, 2, 5])
 def test_sums_give_the_references_bits(count: int, many: int) -> None:
@@ -72,7 +59,6 @@ def test_sums_give_the_references_bits(count: int, many: int) -> None:
     cases.check_sums(triton_fp8.sum_gradients, CPU, count, many)
 
 
-@inside
 @each("count", SIZES[1:4])
 @each("packed", [False, True])
 def test_momentum_is_the_references_but_for_logarithms(count: int, packed: bool) -> None:
@@ -81,7 +67,6 @@ def test_momentum_is_the_references_but_for_logarithms(count: int, packed: bool)
     cases.check_momentum(triton_fp8.momentum_step, CPU, count, packed=packed)
 
 
-@inside
 @each("count", SIZES[1:4])
 @each(("weights", "packed"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
 def test_adamw_is_the_references_but_for_logarithms(count: int, weights: torch.dtype, packed: bool) -> None:

@@ -1,7 +1,6 @@
 """`trellis-R`'s encoder for a GPU gives the CPU's bytes under Triton's interpreter, and never waits.
 
-Its lanes are coded by the CPU's loops here: `test_trellis_interpreter` compares those with Triton's. In a
-process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
+Its lanes are coded by the CPU's loops here: `test_trellis_interpreter` compares those with Triton's.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from kernels.common import dispatch
 from kernels.common.tiles import NON_FINITE
 from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis.triton.state import CONTROLS
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 from wire.codecs import trellis
 from wire.codecs.base import Codec
 from wire.codecs.header import EXPONENT, HEADER_BYTES
@@ -23,7 +22,7 @@ from wire.codecs.registry import codec
 from wire.errors import PackedMismatchError
 from wire.spec import TensorSpec
 
-pytestmark = needs_triton
+pytestmark = inside
 
 POISON = 0xA5
 NAME = "trellis-4.41"
@@ -115,12 +114,6 @@ def encoded(x: torch.Tensor, salt: int | None = None) -> tuple[torch.Tensor, int
     return payload, int(exponent)
 
 
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
-
-
-@inside
 @pytest.mark.usefixtures("cpu_lanes", "large_shares")
 @pytest.mark.timeout(300)
 def test_payload_is_the_cpus() -> None:
@@ -131,27 +124,23 @@ def test_payload_is_the_cpus() -> None:
     check_payload(x, expected)
 
 
-@inside
 @pytest.mark.usefixtures("cpu_lanes", "large_shares")
 def test_payload_with_dither_is_the_cpus() -> None:
     x, salt = normal(9, 20), 2**32 - 5
     check_payload(x, codec(NAME.replace("trellis", "dither")).salted(salt).encode(x), salt)
 
 
-@inside
 @pytest.mark.usefixtures("cpu_lanes", "large_shares")
 def test_payload_of_zeros_is_the_cpus() -> None:
     check_payload(torch.zeros(2, 3), codec(NAME).encode(torch.zeros(2, 3)))
 
 
-@inside
 @pytest.mark.usefixtures("cpu_lanes")
 def test_payload_is_the_cpus_by_the_shares_of_gpus() -> None:
     x = normal(1, 19) * 1e-40
     check_payload(x, codec(NAME).encode(x))
 
 
-@inside
 @pytest.mark.usefixtures("large_shares")
 @pytest.mark.timeout(300)
 def test_rows_together_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +216,6 @@ def check_payload(x: torch.Tensor, expected: torch.Tensor, salt: int | None = No
     assert exponent == int(expected[EXPONENT].view(torch.int32))
 
 
-@inside
 @pytest.mark.usefixtures("cpu_lanes", "large_shares")
 def test_what_is_not_finite_leaves_zeros() -> None:
     x = normal(2, 5)
@@ -253,7 +241,6 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@inside
 def test_neither_waiting_nor_launches_depend_on_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are counted, not run, so that large tensors can be asked about."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -281,7 +268,6 @@ def test_neither_waiting_nor_launches_depend_on_the_tensor(monkeypatch: pytest.M
         assert len(launched) == LAUNCHES and len(fills) == FILLS and not others
 
 
-@inside
 def test_waiting_would_be_seen() -> None:
     waits: list[Callable[[torch.Tensor], object]] = [
         lambda x: x[0].item(),

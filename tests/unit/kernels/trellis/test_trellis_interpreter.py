@@ -1,7 +1,4 @@
-"""`trellis-R`'s Triton kernels give the CPU's words under Triton's interpreter.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+"""`trellis-R`'s Triton kernels give the CPU's words under Triton's interpreter."""
 
 import pytest
 import torch
@@ -10,18 +7,12 @@ from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import reference as trellis
 from kernels.trellis.grid import Grid
 from kernels.trellis.tables import DITHERED
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 from tests.support.trellis_cases import empty_lanes, encode_lanes
 
-pytestmark = needs_triton
+pytestmark = inside
 
 
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
-
-
-@inside
 @pytest.mark.parametrize(
     ("where", "highest", "salt"),
     [
@@ -61,7 +52,6 @@ def test_lanes_give_the_cpus_words(where: Grid, highest: int, salt: int | None) 
         assert not triton_trellis_decode.decode(made.states, wrong, joined, number, where, family)[1]
 
 
-@inside
 def test_only_symbols_are_coded_as_such() -> None:
     """Multiples of a step around the last symbols and the place that the escape's own has, and below all."""
 
@@ -76,7 +66,6 @@ def test_only_symbols_are_coded_as_such() -> None:
         assert torch.equal(made.words[0, -count:], expected.words[0, -count:])
 
 
-@inside
 def test_lanes_follow_the_given_path() -> None:
     """Two families at once, into slots of their own, from elements further on; a third does not run."""
     from kernels.trellis.triton import state as at

@@ -1,8 +1,5 @@
 """What surrounds the lanes when a `trellis` tensor is decoded on a GPU gives the CPU's bits under Triton's
-interpreter.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+interpreter."""
 
 import pytest
 import torch
@@ -11,16 +8,11 @@ from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors
 from kernels.trellis.loops import matrices as matrix_loops
 from tests.support.cases import each
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 
-pytestmark = needs_triton
+pytestmark = inside
 
 STEP_CODE = 20 * 1024 + 77
-
-
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
 
 
 def integers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -42,7 +34,6 @@ def factors(rows: int, columns: int, rank: int) -> Factors:
     )
 
 
-@inside
 @each(("rank", "salt"), [(0, None), (1, None), (7, 2**31 + 9), (32, None), (0, 0)])
 @each(("rows", "columns"), [(1, 1), (3, 19), (16, 64), (37, 131)])
 @each(
@@ -67,7 +58,6 @@ def test_values_are_the_cpus(
     assert (guarded[:32] == -7).all() and (guarded[-32:] == -7).all()
 
 
-@inside
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 19), (16, 256), (37, 300)])
 def test_classes_are_the_cpus(rows: int, columns: int) -> None:
     from kernels.trellis.triton import restore as triton_trellis_restore

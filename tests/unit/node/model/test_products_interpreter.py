@@ -14,15 +14,9 @@ from node.model import blocks, products
 from node.model.chunk import build_chunk, compute_precision
 from node.model.storage import configured
 from node.training.optimizer import StageOptimizer
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import in_interpreter, outside
 
 CPU = torch.device("cpu")
-
-
-@outside
-@needs_triton
-def test_in_a_process_of_their_own(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
 
 
 @outside
@@ -66,7 +60,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "has_kernels", lambda *_: True)
 
 
-@inside
+@in_interpreter
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(
     ("family", "filled", "preset", "gradients", "compute"),

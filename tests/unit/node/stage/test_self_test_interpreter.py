@@ -1,7 +1,4 @@
-"""The self-test of a device with its kernels, under Triton's interpreter, on a CPU.
-
-In a process of their own, which `test_devices_in_separate_processes` starts (`tests.support.interpreter`).
-"""
+"""The self-test of a device with its kernels, under Triton's interpreter, on a CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +18,10 @@ from node.config.schema import (
 )
 from node.stage.self_test import checks_of, failing_parts
 from tests.support.cases import each
-from tests.support.interpreter import Interpreted, inside, needs_triton, outside
+from tests.support.interpreter import inside
 from wire.errors import RunError
 
-pytestmark = needs_triton
+pytestmark = inside
 CPU = torch.device("cpu")
 CONFIG = RunConfig(
     pipeline=PipelineSection(forward_codec="fp32", backward_codec="fp32"),
@@ -37,11 +34,6 @@ MIXTURE = RunConfig(
     training=TrainingSection(precision="float32", compute="fp8"),
     lora=LoraSection(rank=4, base="4"),
 )
-
-
-@outside
-def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
-    interpreted.passed(__file__)
 
 
 @pytest.fixture
@@ -67,14 +59,12 @@ class Zeros:
         return launched
 
 
-@inside
 @pytest.mark.usefixtures("kernels")
 @each("config", [CONFIG, MIXTURE])
 def test_right_kernels_pass(config: RunConfig) -> None:
     assert failing_parts(checks_of(config), CPU) == []
 
 
-@inside
 @pytest.mark.usefixtures("kernels")
 def test_kernels_that_compute_zeros_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is withdrawn; plain torch computes what it should."""
@@ -88,7 +78,6 @@ def test_kernels_that_compute_zeros_are_caught(monkeypatch: pytest.MonkeyPatch) 
     assert failing_parts(checks_of(CONFIG), CPU) == []
 
 
-@inside
 @pytest.mark.usefixtures("kernels")
 def test_what_plain_torch_computes_wrong_too_refuses_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.blockfloat import ops
