@@ -7,6 +7,7 @@ functions, so what it shows about losses and weights holds for the arithmetic of
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from math import inf, isfinite
 from types import TracebackType
@@ -344,6 +345,21 @@ class MemoryPipeline:
             )
             for unit in unit_names(self.config.model)
         )
+
+
+def changed(config: RunConfig, **sections: dict[str, object]) -> RunConfig:
+    """It with other values in some sections."""
+    return replace(
+        config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()}
+    )
+
+
+def trained(
+    config: RunConfig, steps: int, rows: Sequence[Sequence[int]] | None = None
+) -> tuple[list[Step], str]:
+    """As `reference_run`, by a pipeline."""
+    with MemoryPipeline(config, rows=rows) as stages:
+        return stages.train(steps), stages.weights_sha256()
 
 
 def reference_run(

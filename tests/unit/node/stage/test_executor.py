@@ -10,7 +10,7 @@ from torch import Tensor
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.schedule.placement import split_units
 from node.stage.inbox import Inbox
-from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run
+from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run, trained
 from tests.support.reference_trainer import Step
 from wire.spec import Direction, TensorKey
 
@@ -84,23 +84,18 @@ def test_the_reference_learns() -> None:
 def test_every_split_and_schedule_is_the_unsplit_model(
     layers: int, pipeline: PipelineSection, family: str, tied: bool, head: str
 ) -> None:
-    expected, weights = unsplit(layers, family, tied)
-    pipeline = replace(pipeline, head=head)
-    with MemoryPipeline(placed(model(layers, family, tied), pipeline, ("fp32", "fp32"))) as stages:
-        assert stages.train(TRAINED) == expected
-        assert stages.weights_sha256() == weights
+    config = placed(model(layers, family, tied), replace(pipeline, head=head), ("fp32", "fp32"))
+    assert trained(config, TRAINED) == unsplit(layers, family, tied)
 
 
 def test_a_run_in_float16_skips_and_takes_the_steps_of_the_unsplit_model() -> None:
     config = model(4, "llama", True)
     training = replace(config.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=2)
     config = placed(replace(config, training=training), PipelineSection(stages=3), ("fp32", "fp32"))
-    expected, weights = reference_run(config, STEPS)
-    norms = [step.grad_norm for step in expected]
+    expected = reference_run(config, STEPS)
+    norms = [step.grad_norm for step in expected[0]]
     assert inf in norms and min(norms) < inf, "some are skipped, and some are not"
-    with MemoryPipeline(config) as stages:
-        assert stages.train(STEPS) == expected
-        assert stages.weights_sha256() == weights
+    assert trained(config, STEPS) == expected
 
 
 @pytest.mark.parametrize(
@@ -117,11 +112,9 @@ def test_codecs_are_deterministic_and_sit_where_the_reference_has_them(
 ) -> None:
     config = placed(model(4, "llama", False), pipeline, codecs)
     groups = split_units(config.model, pipeline.stages * pipeline.chunks)
-    expected, weights = reference_run(config, TRAINED, groups)
-    assert expected != unsplit(4, "llama", False)[0]
-    with MemoryPipeline(config) as stages:
-        assert stages.train(TRAINED) == expected
-        assert stages.weights_sha256() == weights
+    expected = reference_run(config, TRAINED, groups)
+    assert expected[0] != unsplit(4, "llama", False)[0]
+    assert trained(config, TRAINED) == expected
 
 
 class LateInbox(Inbox):

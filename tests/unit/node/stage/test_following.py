@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from node.stage.sums_kept import SumsKept
 from node.state.serialization import serialize_unit
 from node.telemetry.clock import StageClock
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
+from tests.support import memory_pipeline
 from tests.support.memory_pipeline import CPU, MemoryPipeline
 from tests.support.services import FakeServices
 from wire.errors import LinkError
@@ -41,11 +43,7 @@ ROWS = [(0,), (1,)]
 SECONDS = 20.0
 
 
-def changed(**sections: dict[str, object]) -> RunConfig:
-    """`CONFIG` with other values in some sections."""
-    return replace(
-        CONFIG, **{name: replace(getattr(CONFIG, name), **values) for name, values in sections.items()}
-    )
+changed = partial(memory_pipeline.changed, CONFIG)
 
 
 VARIANTS = {

@@ -25,8 +25,9 @@ from node.stage import gradient_sync
 from node.stage.device_transfer import CudaTransfer
 from node.stage.stage_model import StageModel
 from node.training import group_sums
+from tests.support import memory_pipeline
 from tests.support.fake_streams import FakeStreams
-from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run
+from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_run, trained
 from tests.support.reference_trainer import Step
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
@@ -64,17 +65,12 @@ def unsplit(config: RunConfig) -> tuple[list[Step], str]:
     return reference_run(config, TRAINED)
 
 
-def trained(config: RunConfig, rows: int = 1) -> tuple[list[Step], str]:
-    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
-        return stages.train(TRAINED), stages.weights_sha256()
-
-
 @pytest.mark.parametrize(
     ("rows", "codec"),
     [(1, "bf16"), (2, "fp32"), (3, "fixed-8"), (4, "bf16")],
 )
 def test_any_number_of_rows_gives_the_bits_of_the_unsplit_model(rows: int, codec: str) -> None:
-    assert trained(synced(codec), rows) == unsplit(synced(codec))
+    assert trained(synced(codec), TRAINED, ROWS[rows]) == unsplit(synced(codec))
 
 
 def test_a_row_that_is_sent_its_sums_with_the_signs_reversed_has_another_result() -> None:
@@ -115,18 +111,14 @@ def test_pieces_that_go_together_give_the_same_bits(
 ) -> None:
     # Two or three matrices of a block at a time.
     monkeypatch.setattr(group_sums, "MOST_TOGETHER", 3 * 16 * 24)
-    assert trained(synced(codec, NARROW), rows) == unsplit(synced(codec, NARROW))
+    assert trained(synced(codec, NARROW), TRAINED, ROWS[rows]) == unsplit(synced(codec, NARROW))
 
 
 def test_codecs_differ() -> None:
     assert len({unsplit(synced(codec, NARROW))[1] for codec in CODECS}) == len(CODECS)
 
 
-def changed(**sections: dict[str, object]) -> RunConfig:
-    """`CONFIG` with other values in some sections."""
-    return replace(
-        CONFIG, **{name: replace(getattr(CONFIG, name), **values) for name, values in sections.items()}
-    )
+changed = partial(memory_pipeline.changed, CONFIG)
 
 
 VARIANTS = {
@@ -156,16 +148,14 @@ def test_every_kind_of_run_has_groups(name: str) -> None:
     config = VARIANTS[name]
     groups = range(config.pipeline.groups)
     rows = [groups[: len(groups) // 2 + 1], groups[len(groups) // 2 + 1 :]] if len(groups) > 2 else [[0], [1]]
-
-    with MemoryPipeline(config, rows=rows) as stages:
-        assert (stages.train(TRAINED), stages.weights_sha256()) == unsplit(config)
+    assert trained(config, TRAINED, rows) == unsplit(config)
 
 
 def test_codecs_between_stages_sit_where_the_reference_has_them() -> None:
     config = changed(pipeline={"forward_codec": "tah", "backward_codec": "fixed-8"})
     expected = reference_run(config, TRAINED, split_units(config.model, 2))
 
-    assert trained(config, rows=2) == expected
+    assert trained(config, TRAINED, ROWS[2]) == expected
 
 
 def test_rows_in_float16_skip_the_steps_of_the_unsplit_model() -> None:
@@ -173,12 +163,10 @@ def test_rows_in_float16_skip_the_steps_of_the_unsplit_model() -> None:
     config = synced("fixed-8")
     training = replace(config.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=2)
     config = replace(config, training=training)
-    expected, weights = reference_run(config, 5)
-    norms = [step.grad_norm for step in expected]
+    expected = reference_run(config, 5)
+    norms = [step.grad_norm for step in expected[0]]
     assert inf in norms and min(norms) < inf, "some are skipped, and some are not"
-    with MemoryPipeline(config, rows=ROWS[2]) as stages:
-        assert stages.train(5) == expected
-        assert stages.weights_sha256() == weights
+    assert trained(config, 5, ROWS[2]) == expected
 
 
 def test_a_node_sends_little_more_than_a_reduce_scatter_and_an_all_gather() -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -28,8 +28,10 @@ from node.telemetry.clock import StageClock
 from node.telemetry.points import At, Phase
 from node.training.local_steps import LocalSteps
 from node.training.schedule import learning_rate
-from tests.support.memory_pipeline import CPU, MemoryPipeline, corpus, reference_run
+from tests.support import memory_pipeline
+from tests.support.memory_pipeline import CPU, MemoryPipeline, corpus, reference_run, trained
 from tests.support.reference_trainer import ReferenceTrainer, Step
+from tests.unit.node.stage.test_gradient_sync import ROWS
 from wire.errors import NonFiniteError, RunError
 from wire.spec import Direction
 
@@ -42,19 +44,9 @@ CONFIG = RunConfig(
     pipeline=PipelineSection(stages=2, forward_codec="fp32", backward_codec="fp32", groups=4),
     sync=SyncSection(every=2, warmup=WARMUP, codec="fixed-4", outer_lr=0.6, outer_momentum=0.9),
 )
-ROWS = {
-    1: [(0, 1, 2, 3)],
-    2: [(0, 1), (2, 3)],
-    3: [(0, 1), (2,), (3,)],
-    4: [(0,), (1,), (2,), (3,)],
-}
 
 
-def changed(**sections: dict[str, object]) -> RunConfig:
-    """`CONFIG` with other values in some sections."""
-    return replace(
-        CONFIG, **{name: replace(getattr(CONFIG, name), **values) for name, values in sections.items()}
-    )
+changed = partial(memory_pipeline.changed, CONFIG)
 
 
 @cache
@@ -68,9 +60,7 @@ def unsplit(config: RunConfig) -> tuple[list[Step], str]:
 )
 def test_rounds_in_any_number_of_rows_have_the_bits_of_the_unsplit_model(rows: int, codec: str) -> None:
     config = changed(sync={"codec": codec})
-    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
-        assert stages.train(TRAINED) == unsplit(config)[0]
-        assert stages.weights_sha256() == unsplit(config)[1]
+    assert trained(config, TRAINED, ROWS[rows]) == unsplit(config)
 
 
 def test_reports_name_the_codec_of_the_step() -> None:
@@ -102,10 +92,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_of_run_takes_local_steps(name: str) -> None:
-    config = VARIANTS[name]
-    with MemoryPipeline(config, rows=ROWS[3]) as stages:
-        assert stages.train(TRAINED) == unsplit(config)[0]
-        assert stages.weights_sha256() == unsplit(config)[1]
+    assert trained(VARIANTS[name], TRAINED, ROWS[3]) == unsplit(VARIANTS[name])
 
 
 def test_local_steps_change_a_run_only_after_its_warmup() -> None:

@@ -26,7 +26,7 @@ from node.model.blocks import Block
 from node.model.offload import Offload
 from node.stage.stage_model import StageModel
 from tests.support.host_memory import LateHostMemory
-from tests.support.memory_pipeline import MemoryPipeline
+from tests.support.memory_pipeline import MemoryPipeline, trained
 from tests.support.reference_trainer import Step
 
 STEPS = 2
@@ -102,14 +102,9 @@ def cut(config: RunConfig, slices: int, **pipeline: Any) -> RunConfig:
     return replace(config, pipeline=replace(config.pipeline, sequence_chunks=slices, **pipeline))
 
 
-def trained(config: RunConfig, rows: tuple[tuple[int, ...], ...] | None = None) -> tuple[list[Step], str]:
-    with MemoryPipeline(config, rows=rows) as stages:
-        return stages.train(STEPS), stages.weights_sha256()
-
-
 @cache
 def alone(config: RunConfig) -> tuple[list[Step], str]:
-    return trained(config)
+    return trained(config, STEPS)
 
 
 Gradients = dict[str, Tensor]
@@ -164,7 +159,7 @@ def test_what_runs_again_or_waits_in_host_memory_has_the_same_bits(
 def test_rounds_of_local_steps_have_the_same_bits_on_any_split() -> None:
     config = replace(cut(LLAMA, SLICES, groups=2), sync=SyncSection(every=2, warmup=0))
     config = replace(config, training=replace(config.training, global_batch=8))
-    assert trained(config) == trained(replace(config, pipeline=replace(config.pipeline, stages=2)))
+    assert trained(config, STEPS) == trained(cut(config, SLICES, stages=2), STEPS)
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -196,19 +191,17 @@ SPLIT = (
 def test_as_many_slices_have_the_same_bits_on_any_split(name: str, pipeline: PipelineSection) -> None:
     config = cut({**EXACT, **LOSSY}[name], SLICES)
     there = replace(pipeline, sequence_chunks=SLICES, forward_codec="fp32", backward_codec="fp32")
-    assert trained(replace(config, pipeline=there)) == alone(config)
+    assert trained(replace(config, pipeline=there), STEPS) == alone(config)
 
 
 def test_rows_and_gradient_groups_count_microbatches() -> None:
     config = cut(LLAMA, SLICES, stages=2, groups=2)
-    assert trained(config) == trained(config, rows=((0,), (1,)))
+    assert trained(config, STEPS) == trained(config, STEPS, ((0,), (1,)))
 
 
 def test_a_run_in_float16_scales_the_loss_of_each_slice() -> None:
     config = of(training={"precision": "float16", "loss_scale": 2.0**20, "loss_scale_steps": 2}, tied=True)
-    with MemoryPipeline(cut(config, SLICES)) as one, MemoryPipeline(cut(config, SLICES, stages=2)) as two:
-        steps = one.train(6)
-        assert two.train(6) == steps
-        assert two.weights_sha256() == one.weights_sha256()
-    norms = [step.grad_norm for step in steps]
+    run = trained(cut(config, SLICES), 6)
+    assert trained(cut(config, SLICES, stages=2), 6) == run
+    norms = [step.grad_norm for step in run[0]]
     assert inf in norms and min(norms) < inf
