@@ -1,4 +1,4 @@
-"""What a stage sends, holds and refuses; an aborted step leaves nothing behind."""
+"""What a stage sends, keeps and refuses, with which codecs; an aborted step leaves nothing behind."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,18 +9,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.config.schema import (
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    StorageSection,
+    TrainingSection,
+)
 from node.model.labels import BatchPart
+from node.run_file.validate import problems
 from node.schedule.placement import chunk_units, hops
 from node.schedule.routing import target_stage
 from node.stage.executor import StageExecutor, UnitState
 from node.stage.inbox import LinksIO, StepInterrupted
+from node.stage.stage_model import StageModel
+from node.stage.stage_plans import StageStorage
 from node.state.serialization import deserialize_unit, serialize_unit
+from node.telemetry.clock import StageClock
+from node.tuning.memory import stage_storages
+from node.tuning.storage_choice import chosen_config, storage_named
 from node.view.explain import explain, framed_bytes
-from tests.support.memory_pipeline import MemoryPipeline, reference_run
+from tests.support.memory_pipeline import MemoryPipeline, reference_run, trained
+from tests.support.run_harness import TINY
 from wire.codecs.base import Codec
+from wire.codecs.formats import codec_format
 from wire.codecs.host_copies import Mark
-from wire.errors import NonFiniteError
+from wire.errors import NonFiniteError, ProtocolViolationError
 from wire.spec import Direction, TensorKey
 
 CONFIG = RunConfig(
@@ -256,3 +271,155 @@ def test_a_loss_that_is_not_finite_is_voted_as_such() -> None:
         executor.restore(1, state.__getitem__)
         (outcome,) = alone.outcomes()
         assert outcome.loss is not None and not math.isfinite(outcome.loss)
+
+
+# ---- codecs that the coordinator plans, at a stage: those that the run file allows, each at its boundary
+
+
+CPU = torch.device("cpu")
+PLANNED = RunConfig(
+    model=TINY,
+    training=TrainingSection(global_batch=4, microbatch=2),
+    pipeline=PipelineSection(stages=3, forward_codec="auto", backward_codec="auto", min_bits=3.0),
+)
+SHAPE = (2, TINY.sequence, TINY.hidden)
+
+
+def stage(config: RunConfig = PLANNED) -> StageExecutor:
+    """The one in the middle."""
+    executor = StageExecutor(config, CPU, StageClock(), StageModel(config, CPU))
+    executor.place(1, 3)
+    return executor
+
+
+def test_each_boundary_has_its_own_codec() -> None:
+    executor = stage()
+    executor.use_codecs(("trellis-3", "trellis-6"), ("dither-4", "dither-8"))
+    received = TensorKey(1, 0, 0, 0, Direction.ACTIVATION), TensorKey(1, 0, 0, 1, Direction.GRADIENT)
+    sizes = [executor.expected_bytes(key) for key in received]
+    assert sizes == [codec_format(name).packed_bytes(SHAPE) for name in ("trellis-3", "dither-8")]
+    assert executor.codec_name(Direction.ACTIVATION) == "trellis-6"
+    assert executor.codec_name(Direction.GRADIENT) == "dither-4"
+    # A placement forgets them.
+    executor.place(1, 3)
+    assert executor.codec_name(Direction.ACTIVATION) == "trellis-4.41"
+
+
+@pytest.mark.parametrize(
+    ("activations", "gradients", "why"),
+    [
+        ((), (), "expected 2 of each"),
+        (("trellis-4",) * 3, ("dither-4",) * 3, "expected 2 of each"),
+        (("trellis-2.5", "trellis-4"), ("dither-4",) * 2, "allows only"),
+        (("fp32", "trellis-4"), ("dither-4",) * 2, "allows only"),
+        (("trellis-4",) * 2, ("dither-4", "no such codec"), "allows only"),
+    ],
+)
+def test_what_the_run_file_does_not_allow_is_refused(
+    activations: tuple[str, ...], gradients: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(ProtocolViolationError, match=why):
+        stage().use_codecs(activations, gradients)
+
+
+def test_a_run_with_set_codecs_takes_no_plan() -> None:
+    fixed = replace(PLANNED, pipeline=PipelineSection(stages=3))
+    stage(fixed).use_codecs((), ())
+    with pytest.raises(ProtocolViolationError, match="expected 0 of each"):
+        stage(fixed).use_codecs(("trellis-4",) * 2, ("dither-4",) * 2)
+
+
+# ---- packed activations in a pipeline: the unsplit trainer's bits, whatever the stages keep
+
+
+STEPS = 2
+STORED = RunConfig(
+    run=RunSection(steps=STEPS, seed=7),
+    model=ModelSection(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
+    training=TrainingSection(global_batch=4, microbatch=1, lr=1e-2, warmup_steps=1),
+    pipeline=PipelineSection(stages=3, window=0, forward_codec="fp32", backward_codec="fp32"),
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "storage", "pipeline"),
+    [
+        ("llama", StorageSection(preset="agoq"), {"window": 2}),
+        ("gpt2", StorageSection(preset="agoq", bits_by_stage=True), {}),
+        ("llama", StorageSection(preset="compact", bits_by_stage=True), {"chunks": 2}),
+        ("llama", StorageSection(norm_input="5", attention="recompute", attention_output="recompute"), {}),
+    ],
+    ids=["agoq-window2", "agoq-by-stage", "compact-by-stage-x2", "recompute"],
+)
+def test_a_pipeline_gives_the_unsplit_models_bits(
+    family: str, storage: StorageSection, pipeline: dict[str, int]
+) -> None:
+    config = replace(
+        STORED,
+        model=replace(STORED.model, family=family, layers=3 * pipeline.get("chunks", 1)),
+        storage=storage,
+        pipeline=replace(STORED.pipeline, **pipeline),
+    )
+    assert problems(config) == []
+    expected = reference_run(config, STEPS, groups=chunk_units(config, 3))
+    assert expected[0][-1] != reference_run(replace(config, storage=StorageSection()), STEPS)[0][-1]
+    assert trained(config, STEPS) == expected
+
+
+def test_stages_that_the_coordinator_chose_storages_for_have_the_bits_of_a_run_file_that_says_so() -> None:
+    config = replace(STORED, storage=StorageSection(allow=("ffn_input:8", "ffn_input:4")))
+    assert problems(config) == []
+    names = ["none/8/none/none", "none/none/none/none", "none/8/none/none"]
+    chosen = [chosen_config(config, storage_named(config, name)) for name in names]
+
+    def weights(one: RunConfig, chosen: tuple[str, ...]) -> str:
+        with MemoryPipeline(one) as stages:
+            for executor in stages.executors:
+                executor.use_storages(chosen)
+                executor.restore(0, lambda unit: {})
+            stages.train(STEPS)
+            return stages.weights_sha256()
+
+    mixed = weights(config, tuple(names))
+    assert weights(config, tuple(names)) == mixed
+    alike = weights(config, ("none/8/none/none",) * 3)
+    assert alike == reference_run(chosen[0], STEPS, groups=chunk_units(config, 3))[1]
+    plain = reference_run(chosen[1], STEPS)[1]
+    assert weights(config, (names[1],) * 3) == plain
+    assert len({mixed, alike, plain}) == 3
+
+
+def test_a_state_that_was_built_with_another_storage_is_forgotten() -> None:
+    config = replace(STORED, storage=StorageSection(allow=("8",)))
+    narrow = ("8/8/none/none",) * 3
+    with MemoryPipeline(config) as stages:
+        executor = stages.executors[1]
+        executor.use_storages(narrow)
+        assert executor.state_step == -1
+        executor.restore(0, lambda unit: {})
+        executor.use_storages(narrow)
+        assert executor.state_step == 0
+        assert executor.storage.config.storage.norm_input == "8"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("8/8/none/none",) * 2, "chooses 2 storages for 3 stages"),
+        ((), "chooses 0 storages for 3 stages"),
+        (("4/4/none/none",) * 3, "'4/4/none/none', which this run's file does not allow"),
+    ],
+)
+def test_a_coordinator_that_chooses_what_is_not_allowed_is_refused(
+    names: tuple[str, ...], message: str
+) -> None:
+    storage = StageStorage(replace(STORED, storage=StorageSection(allow=("8",))))
+    with pytest.raises(ProtocolViolationError, match=message):
+        storage.choose(names, 1, 3)
+    with pytest.raises(ProtocolViolationError, match="chooses 3 storages"):
+        StageStorage(STORED).choose(("8/8/none/none",) * 3, 1, 3)
+
+
+def test_stages_differ_where_bits_go_by_stage() -> None:
+    config = replace(STORED, storage=StorageSection(preset="agoq", bits_by_stage=True))
+    assert [storage.ffn_input for storage in stage_storages(config, 3)] == ["4", "6", "8"]
