@@ -876,7 +876,7 @@ class Epoch:
         wanted = groups if stage == self.loss_stage else set()
         if message.group_losses.keys() != wanted:
             return RefusedVote(node_id, "it handed over groups with the losses of others")
-        if not {*groups, *message.passed_on} <= set(range(self._group_count)):
+        if max((*groups, *message.passed_on), default=0) >= self._group_count:
             return RefusedVote(node_id, "it handed over groups that the run does not have")
         if message.generation > self.generation or not self._hands_over:
             return RefusedVote(node_id, "it handed over groups that nobody asked it for")
