@@ -15,7 +15,7 @@ Each class is compiled once, at import: a thousand members send reports twice a 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, get_args
 
@@ -241,17 +241,19 @@ def _spans_of(message: control_pb2.StepSpans) -> SpanColumns:
 
 def _runs(where: str, lengths: Sequence[int], groups: Sequence[int]) -> list[tuple[int, ...]]:
     """Groups in runs of these lengths."""
-    ends = list(accumulate(lengths))
-    if (ends[-1] if ends else 0) != len(groups):
-        _refuse(where, f"cannot have {len(groups)} groups in runs of {sum(lengths)}")
-    return [tuple(groups[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    ends, held = list(accumulate(lengths)), tuple(groups)
+    if (ends[-1] if ends else 0) != len(held):
+        _refuse(where, f"cannot have {len(held)} groups in runs of {sum(lengths)}")
+    return [held[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def _portions_of(message: control_pb2.Begin) -> tuple[Portion, ...]:
     rows, lengths = message.portion_rows, message.portion_lengths
     if len(rows) != len(lengths):
         _refuse("Begin.portions", f"cannot have {len(rows)} rows and {len(lengths)} lengths")
-    return tuple(map(Portion, rows, _runs("Begin.portions", lengths, message.portion_groups)))
+    runs = _runs("Begin.portions", lengths, message.portion_groups)
+    # A NamedTuple's own constructor is written in Python, and there may be a thousand portions.
+    return tuple(map(tuple.__new__, repeat(Portion), zip(rows, runs, strict=True)))
 
 
 def _rows_of(message: control_pb2.Placement) -> tuple[PlacedRow, ...]:
