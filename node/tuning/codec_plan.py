@@ -21,10 +21,11 @@ from functools import cached_property
 
 from node.config.schema import PipelineSection
 from node.schedule.floor import Network
+from node.telemetry.events import read_value
 from node.tuning.codec_times import PackingTimes, of_gradients
 from node.tuning.window_plan import StepMeasures, Windows
 from wire.codecs.formats import codec_format
-from wire.errors import ConfigError
+from wire.errors import ConfigError, ProtocolViolationError
 from wire.spec import Direction
 
 CAUTION = 1.1
@@ -60,11 +61,10 @@ class CodecPlan:
             ConfigError: `to_json` does not write this.
         """
         try:
-            given = json.loads(text)
-            plan = cls(activations=tuple(given["activations"]), gradients=tuple(given["gradients"]))
+            plan: CodecPlan = read_value(json.loads(text), cls, "plan")
             for name in (*plan.activations, *plan.gradients):
                 codec_format(name)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, RecursionError, ProtocolViolationError, ConfigError) as error:
             raise ConfigError(f"a recorded plan of codecs cannot be read ({error})") from None
         return plan
 
