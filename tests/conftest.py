@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from node.cli.importing import importing
+
 # Here and in all that tests start: threads that wait for their next part of a product spin, on cores that
 # others need. This stands before anything imports torch.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -39,7 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = getattr(options, "numprocesses", None) and not options.collectonly
     if not workers or hasattr(config, "workerinput"):
         # Importing torch takes seconds. A process that leaves tests to workers does without it.
-        config.pluginmanager.import_plugin("tests.support.session")
+        with importing():
+            config.pluginmanager.import_plugin("tests.support.session")
 
 
 @pytest.hookimpl(optionalhook=True)

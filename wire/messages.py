@@ -430,7 +430,7 @@ class Seat(NamedTuple):
 class PlacedRow:
     """A row of the grid, as a node sees it: a thousand of them need not know all of each other."""
 
-    node: Annotated[PlacedStage, Present()]
+    node: PlacedStage
     """The node that hosts the same stage as the node that gets this message."""
     groups: tuple[int, ...]
     """The gradient groups that it computes, a contiguous run."""

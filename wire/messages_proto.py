@@ -4,7 +4,7 @@ Fields have the names that they have in `wire/v1/control.proto`. Where the two f
 
 - A mapping travels as entries: messages whose first fields are the key and whose others are the value.
 - A number that may be None has a field `has_NAME` beside it.
-- Spans travel in columns.
+- Spans, portions and placed rows travel in columns: a thousand nodes are told of a thousand groups.
 
 Reading checks every value once, and raises `ProtocolViolationError` with the field's name for one that is not
 allowed. Whether a message makes sense in the run is for the state machines to decide.
@@ -13,8 +13,9 @@ Each class is compiled once, at import: a thousand members send reports twice a 
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import accumulate, repeat
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, get_args
 
@@ -24,7 +25,17 @@ from google.protobuf.message_factory import GetMessageClass
 from wire.declared import AtMost, Declared, Line, Parsed, Present, Size, Within, declared_fields, line
 from wire.errors import ConfigError, ProtocolViolationError
 from wire.identity.enrolment import Refusal
-from wire.messages import CoordinatorMessage, HeldLayer, NodeMessage, Waiting
+from wire.messages import (
+    Begin,
+    CoordinatorMessage,
+    HeldLayer,
+    NodeMessage,
+    PlacedRow,
+    PlacedStage,
+    Placement,
+    Portion,
+    Waiting,
+)
 from wire.telemetry import MOST_SPANS, SPAN_COLUMNS, SpanColumns, StepSpans
 from wire.v1 import control_pb2, enrolment_pb2
 
@@ -228,8 +239,56 @@ def _spans_of(message: control_pb2.StepSpans) -> SpanColumns:
         _refuse("StepSpans.spans", f"cannot be read: {error}")
 
 
+def _runs(where: str, lengths: Sequence[int], groups: Sequence[int]) -> list[tuple[int, ...]]:
+    """Groups in runs of these lengths."""
+    ends, held = list(accumulate(lengths)), tuple(groups)
+    if (ends[-1] if ends else 0) != len(held):
+        _refuse(where, f"cannot have {len(held)} groups in runs of {sum(lengths)}")
+    return [held[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _portions_of(message: control_pb2.Begin) -> tuple[Portion, ...]:
+    rows, lengths = message.portion_rows, message.portion_lengths
+    if len(rows) != len(lengths):
+        _refuse("Begin.portions", f"cannot have {len(rows)} rows and {len(lengths)} lengths")
+    runs = _runs("Begin.portions", lengths, message.portion_groups)
+    # A NamedTuple's own constructor is written in Python, and there may be a thousand portions.
+    return tuple(map(tuple.__new__, repeat(Portion), zip(rows, runs, strict=True)))
+
+
+def _rows_of(message: control_pb2.Placement) -> tuple[PlacedRow, ...]:
+    nodes, addresses, lengths = message.row_nodes, message.row_addresses, message.row_lengths
+    if not len(nodes) == len(addresses) == len(lengths):
+        counts = f"{len(nodes)} nodes, {len(addresses)} addresses and {len(lengths)} lengths"
+        _refuse("Placement.rows", f"cannot have {counts}")
+    runs = _runs("Placement.rows", lengths, message.row_groups)
+    return tuple(
+        PlacedRow(node=PlacedStage(node_id=node, address=address), groups=groups)
+        for node, address, groups in zip(nodes, addresses, runs, strict=True)
+    )
+
+
 _JOINT: dict[tuple[type, str], _Joint] = {
-    (StepSpans, "spans"): _Joint(("names", *SPAN_COLUMNS), _columns_of, _spans_of)
+    (StepSpans, "spans"): _Joint(("names", *SPAN_COLUMNS), _columns_of, _spans_of),
+    (Begin, "portions"): _Joint(
+        ("portion_rows", "portion_lengths", "portion_groups"),
+        lambda begin: {
+            "portion_rows": [row for row, _ in begin.portions],
+            "portion_lengths": [len(groups) for _, groups in begin.portions],
+            "portion_groups": [group for _, groups in begin.portions for group in groups],
+        },
+        _portions_of,
+    ),
+    (Placement, "rows"): _Joint(
+        ("row_nodes", "row_addresses", "row_lengths", "row_groups"),
+        lambda placement: {
+            "row_nodes": [row.node.node_id for row in placement.rows],
+            "row_addresses": [row.node.address for row in placement.rows],
+            "row_lengths": [len(row.groups) for row in placement.rows],
+            "row_groups": [group for row in placement.rows for group in row.groups],
+        },
+        _rows_of,
+    ),
 }
 
 
@@ -431,17 +490,21 @@ def held_layer_from_proto(message: control_pb2.HeldLayer) -> HeldLayer:
 # ---- what gateways pass on
 
 
-_newest_packed: tuple[CoordinatorMessage | None, bytes] = (None, b"")
+KEPT_PACKED = 256
+"""How many of the newest messages are kept as bytes."""
+_packed: dict[int, tuple[CoordinatorMessage, bytes]] = {}
+"""By the identity of the message, in the order in which they came."""
 
 
 def packed(message: CoordinatorMessage) -> bytes:
-    """The message as bytes. The newest is kept: a step has the same for many nodes."""
-    global _newest_packed
-    kept, data = _newest_packed
-    if message is not kept and message != kept:
-        data = coordinator_message_to_proto(message).SerializeToString()
-        _newest_packed = message, data
-    return data
+    """The message as bytes. The newest are kept: many nodes get the same object, by several gateways."""
+    kept = _packed.get(id(message))
+    if kept is None:
+        kept = message, coordinator_message_to_proto(message).SerializeToString()
+        _packed[id(message)] = kept
+        if len(_packed) > KEPT_PACKED:
+            del _packed[next(iter(_packed))]
+    return kept[1]
 
 
 def wait_head(message: Waiting) -> bytes:

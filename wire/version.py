@@ -3,4 +3,4 @@
 VERSION = "0.1.0"
 
 # Raised whenever a message or frame changes meaning. Peers with another number are refused at enrolment.
-PROTOCOL = 11
+PROTOCOL = 12

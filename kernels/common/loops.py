@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime.nrt import rtsys
 from numpy.typing import NDArray
 
 from kernels.common.compile_turn import CompileTurn
@@ -81,11 +82,16 @@ class LoopCache(FunctionCache):
         """Like numba's, but a process waits for its turn before it compiles.
 
         It then looks in the cache again, because another process may have compiled the loop meanwhile.
+
+        Numba's own method first imports all that the compiler knows to translate, a fifth of a second in
+        every process that packs. Code that is already compiled only needs numba's runtime, and the compiler
+        imports the rest itself.
         """
-        overload = super().load_overload(sig, target_context)
+        rtsys.initialize(target_context)
+        overload = self._load_overload(sig, target_context)
         if overload is None and _TURN is not None:
             _TURN.take()
-            overload = super().load_overload(sig, target_context)
+            overload = self._load_overload(sig, target_context)
         return overload
 
 

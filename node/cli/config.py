@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def _as_fast_as_here(config: "RunConfig", machines: "tuple[Machine, ...]") -> "tuple[Machine, ...]":
     from node.cli.measured_times import measured_times
     from node.cli.parser import UsageError
-    from node.view.machine_speed import measured_machine
+    from node.view.machines import measured_machine
 
     if not any(machine.on_cpu for machine in machines):
         raise UsageError(

@@ -37,6 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from node.cli.importing import importing
     from node.cli.parser import check_devices
     from node.display.volunteer import VolunteerScreen
     from wire.errors import UserError
@@ -44,8 +45,9 @@ def run(args: argparse.Namespace) -> int:
     check_devices(args)
     screen = VolunteerScreen(json_lines=args.json)
     with screen.seconds_of("checking this machine" + (" and the token's coordinator" if args.token else "")):
-        from node.processes.doctor import Status, checks_json, checks_text, examine, healthy
-        from node.stage.processes import choose_devices
+        with importing():
+            from node.processes.doctor import Status, checks_json, checks_text, examine, healthy
+            from node.stage.processes import choose_devices
 
         chosen = choose_devices(args.device, args.gpus)
         checks = examine(token=args.token, state_dir=args.state_dir)

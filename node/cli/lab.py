@@ -149,13 +149,13 @@ def _table(args: argparse.Namespace) -> int:
     from node.lab.reach import reach_table, read_reach_results
     from node.lab.results import read_results
     from node.lab.table import tables_text
+    from node.telemetry.format import table_lines
 
     texts, others = [], []
     for path in args.results:
         if (reach := read_reach_results(path)) is not None:
-            rows = reach_table(reach)
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            texts.append("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+            head, *rows = reach_table(reach)
+            texts.append("\n".join(table_lines(head, rows, left=len(head))))
         else:
             others.append((str(path), read_results(path)))
     if others:

@@ -16,35 +16,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from node.cli import (
-    chat,
-    compare,
-    completion,
-    config,
-    coordinator,
-    dashboard,
-    data,
-    demo,
-    doctor,
-    eval,
-    evict,
-    export,
-    join,
-    lab,
-    plan,
-    recover,
-    resume,
-    sample,
-    serve,
-    set,
-    status,
-    token,
-    top,
-    trace,
-)
 from node.cli.parser import Parser
 from node.display.terminal import discard, open_closed_streams, say, take_any_text
 from wire.errors import MOST_LINE, MemoryExhaustedError, ThinwireError, UserError, leaves, shortened
@@ -52,26 +27,11 @@ from wire.identity.files import state_folder
 from wire.version import VERSION
 
 COMMANDS = (
-    *(demo, coordinator, join, resume, set, status, top, dashboard),
-    *(
-        chat,
-        serve,
-        eval,
-        sample,
-        trace,
-        compare,
-        export,
-        token,
-        evict,
-        recover,
-        config,
-        plan,
-        data,
-        lab,
-        doctor,
-    ),
-    completion,
+    *("demo", "coordinator", "join", "resume", "set", "status", "top", "dashboard"),
+    *("chat", "serve", "eval", "sample", "trace", "compare", "export", "token", "evict", "recover"),
+    *("config", "plan", "data", "lab", "doctor", "completion"),
 )
+"""The modules of the commands, in the order of the help."""
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself, such as a full disk or a closed terminal. Errors of files have a file name."""
 PATH_ERRORS = (
@@ -158,16 +118,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(command: str = "") -> Parser:
-    """The parser for all commands, or for one command, which takes a tenth of the time. `completion` needs
-    all commands.
+    """The parser for all commands, or for one command, whose module alone is then imported. `completion`
+    needs all commands.
     """
     description = "Train language models across machines joined only by a slow network."
     parser = Parser(prog="thinwire", description=description)
     parser.add_argument("--version", action="version", version=f"thinwire {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    named = [module for module in COMMANDS if module.__name__.rpartition(".")[2] == command]
-    for module in COMMANDS if named in ([], [completion]) else named:
-        module.add_parser(commands)
+    alone = command in COMMANDS and command != "completion"
+    for name in (command,) if alone else COMMANDS:
+        import_module(f"node.cli.{name}").add_parser(commands)
     return parser
 
 

@@ -94,9 +94,12 @@ def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
 
     Raises the errors of `open_snapshot` and `build_model`.
     """
-    from node.state import whole_model  # noqa: F401 - imports torch, which takes seconds
+    from node.cli.importing import importing
     from node.state.snapshot import is_complete
     from wire.errors import RunError
+
+    with importing():
+        from node.state import whole_model  # noqa: F401 - imports torch, which takes seconds
 
     tries_left = SNAPSHOT_TRIES
     while True:

@@ -8,18 +8,22 @@ epochs end.
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
 from node.run_state.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.costs import Ledger, Work
-from node.telemetry.metrics import RUN_METRICS, Families, Histogram
+from node.telemetry.metrics import RUN_METRICS, Families, step_histogram
 from node.view.run_view import RunView
 from wire.figures import LinkFigures, LinkKey, Place, StageFigures
 from wire.relay import Relay
 from wire.telemetry import Telemetry, is_relayed
 from wire.version import PROTOCOL, VERSION
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 COUNTED = (
     "steps_total",
@@ -54,7 +58,7 @@ class RunMetrics:
         self._view = view
         self._counts = dict.fromkeys(COUNTED, 0.0)
         self._work = Work()
-        self._step_seconds = Histogram()
+        self._step_seconds = step_histogram()
         self._last_step = 0.0
 
     def apply(self, event: events.Event, at: float) -> None:
@@ -67,7 +71,7 @@ class RunMetrics:
             case events.StepDone():
                 counts["steps_total"] += 1
                 counts["tokens_total"] += event.tokens_per_second * event.seconds
-                self._step_seconds.add(event.seconds)
+                self._step_seconds.observe(event.seconds)
                 self._last_step = at
             case events.SeatLost():
                 counts["nodes_lost_in_steps_total"] += 1
@@ -99,7 +103,7 @@ class RunMetrics:
         return Scrape(
             view=view,
             counts=dict(self._counts),
-            step_seconds=self._step_seconds.buckets(),
+            step_seconds=tuple(next(iter(self._step_seconds.collect())).samples),
             last_step=self._last_step,
             stages=dict(run.stages),
             links=dict(run.links),
@@ -127,8 +131,8 @@ class Scrape:
     view: RunView
     counts: Mapping[str, float]
     """Counters of events by name."""
-    step_seconds: tuple[Sequence[tuple[str, float]], float]
-    """The result of `Histogram.buckets`."""
+    step_seconds: "Sequence[Sample]"
+    """The samples of the histogram of step times."""
     last_step: float
     """The Unix time of the last step; 0 before the first."""
     stages: Mapping[Place, StageFigures]
@@ -152,7 +156,7 @@ class Scrape:
             families.set(name, value)
         for gateway, sessions in enumerate(self.gateway_sessions):
             families.set("gateway_sessions", sessions, gateway)
-        families.observed("step_seconds", *self.step_seconds)
+        families.observed("step_seconds", self.step_seconds)
         families.set("last_step_timestamp_seconds", self.last_step)
         self._run(families)
         self._stages(families)

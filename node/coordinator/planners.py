@@ -18,8 +18,7 @@ from node.schedule.placement import boundary_shapes, chunks_of, head_share, hops
 from node.schedule.schedule import held_activations, schedule
 from node.telemetry.costs import row_costs
 from node.telemetry.events import Event, StepCosts, WindowsPlanned
-from node.tuning.codec_plan import Lines
-from node.tuning.codec_times import PackingTimes, slowest_packing
+from node.tuning.codec_plan import Lines, PackingTimes, slowest_packing
 from node.tuning.memory import most_held
 from node.tuning.storage_choice import stage_configs
 from node.tuning.window_plan import StepMeasures, WindowControl, Windows, combined, measured, plan_windows

@@ -34,7 +34,7 @@ from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Notice, Recovered
 from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
-from node.tuning.codec_times import of_gradients
+from node.tuning.codec_plan import of_gradients
 from node.tuning.snapshot_place import stage_state_bytes
 from node.tuning.storage_choice import StoragePlan, words_of_name
 from node.view.explain import framed_bytes

@@ -12,30 +12,22 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from node.display.terminal import lasting
 from node.telemetry.events import (
     Event,
-    HeldOutLoss,
     JoinLine,
     NodeJoined,
-    NodeLeft,
-    Notice,
     PageServed,
     PlacementMade,
     RunFinished,
     RunStarted,
     RunSummary,
-    SampleMade,
-    SeatFilled,
-    SeatLost,
     SnapshotStored,
-    StepAborted,
     StepDone,
-    TaskScores,
+    text_of,
 )
 from node.telemetry.format import (
     NO_LABELS,
@@ -254,38 +246,19 @@ def event_lines(event: Event, names: Mapping[str, str] = MappingProxyType({})) -
         case PageServed():
             changes = f"changes there need the key in {event.key_file}" if event.key_file else "read-only"
             return [printable(f"page at {event.url} ({changes})")]
-        case NodeJoined():
-            where = f"at {event.address}" if event.address else "through a relay: neighbours cannot dial it"
-            node = named(event.node_id[:SHORT_ID], event.name)
-            return [printable(f"joined: {node} ({event.device}) {where}")]
-        case NodeLeft():
-            return [printable(f"left: {shown(event.node_id)}: {event.reason}")]
-        case PlacementMade():
-            short = replace(event, nodes=tuple(map(shown, event.nodes)))
-            return [printable(f"placed (epoch {event.epoch}): {short.placed}; from step {event.resume_step}")]
-        case StepAborted():
-            if event.is_planned:
-                return [f"planned change of placement before step {event.step}"]
-            return [printable(f"step {event.step} aborted and runs again: {event.reason}")]
-        case SeatLost() | SeatFilled():
-            return [printable(event.text)]
-        case SnapshotStored():
-            return [printable(f"snapshot of step {event.step}: {bytes_text(event.bytes)} in {event.path}")]
-        case HeldOutLoss():
-            return [event.line]
-        case SampleMade() | TaskScores():
-            return [printable(event.line)]
-        case Notice():
-            return [printable(event.text)]
         case RunFinished():
             return finished_lines(event)
-        case _:
-            return []
+    text = text_of(event, shown)
+    if isinstance(event, NodeJoined):
+        where = f"at {event.address}" if event.address else "through a relay: neighbours cannot dial it"
+        text = f"{text} {where}"
+    elif isinstance(event, SnapshotStored):
+        text = f"{text} in {event.path}"
+    return [] if text is None else [printable(text)]
 
 
 def finished_lines(event: RunFinished) -> list[str]:
-    word = "failed" if event.failed else "stopped" if event.resume else "finished"
-    lines = ["", printable(f"{word}: {event.reason}")]
+    lines = ["", printable(str(text_of(event, str)))]
     lines += summary_lines(event.summary) if event.summary else []
     return [*lines, printable(f"continue with: {event.resume}")] if event.resume else lines
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from wire.errors import escaped
@@ -86,6 +87,14 @@ def say(line: str) -> None:
         sys.stderr.flush()
     except OSError:
         discard(sys.stderr)
+
+
+def last_words(log: Path) -> str:
+    """The last line that one of our commands wrote to this file, which is its error; empty if it wrote
+    nothing."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    words = next((line for line in reversed(lines) if line.strip()), "")
+    return words.removeprefix("thinwire: ").removeprefix("error: ")
 
 
 def discard(stream: TextIO) -> None:

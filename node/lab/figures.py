@@ -14,7 +14,7 @@ from node.lab.calibration import Calibration
 from node.lab.network import WireBytes
 from node.lab.shape import PAYLOAD_SHARE, Shape
 from node.lab.topology import Wire
-from node.schedule.floor import Floor, LinkRate, PipelineStep
+from node.schedule.floor import Floor, LinkRate, PipelineStep, joints
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import bits_per_element, idle_by_stage
 from node.telemetry.events import StepCosts, WindowsPlanned
@@ -82,8 +82,7 @@ def cell_floor(
     Rates are those of the payload: measured for links, and for interfaces as configured and checked by
     calibration.
     """
-    stages = len(compute.forward)
-    joints = stages - 1 + ((chunks > 1 or head_share is not None) and stages > 2)
+    joined = len(joints(len(compute.forward), chunks, head_share))
     links: tuple[LinkRate, ...] = ()
     interfaces: tuple[LinkRate, ...] = ()
     if wires[0].higher < 0:
@@ -102,7 +101,7 @@ def cell_floor(
                 down=calibration.payload_mbit(wire.higher, wire.lower) * 1e6 / 8,
                 latency=calibration.rtt_ms(wire.lower, wire.higher) / 2e3,
             )
-            for wire in wires[:joints]
+            for wire in wires[:joined]
         )
     return PipelineStep(
         microbatches=microbatches,

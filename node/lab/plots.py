@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from node.lab.table import codec_pair
 from wire.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def draw(results: Mapping[str, Any], directory: Path, tell: Callable[[str], None
     cells = results["cells"]
     if not cells:
         raise UserError("there is nothing to draw: no cell has been measured")
-    colours = {pair: COLOURS[i % len(COLOURS)] for i, pair in enumerate(dict.fromkeys(map(_pair, cells)))}
+    colours = {pair: COLOURS[i % len(COLOURS)] for i, pair in enumerate(_by_pair(cells))}
     files = []
     directory.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(dict(STYLE)):
@@ -136,12 +137,8 @@ def _settings(cells: Sequence[Cell], *, by_shape: bool) -> dict[str, list[Cell]]
 def _by_pair(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(_pair(cell), []).append(cell)
+        groups.setdefault(codec_pair(cell["key"]), []).append(cell)
     return groups
-
-
-def _pair(cell: Cell) -> str:
-    return f"{cell['key']['forward_codec']}/{cell['key']['backward_codec']}"
 
 
 def _file_name(setting: str) -> str:

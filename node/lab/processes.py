@@ -20,6 +20,7 @@ from typing import Self, TypeVar
 
 from node import program
 from node.config.schema import RunConfig
+from node.display.terminal import last_words
 from node.lab.tools import prefix
 from node.lab.topology import COORDINATOR, COORDINATOR_ADDRESS, node_address, node_name
 from node.run_file.loader import to_toml
@@ -174,9 +175,7 @@ class LabProcesses:
         # If the coordinator reports an error, that one should be raised first.
         await asyncio.sleep(GRACE_SECONDS / 5)
         path = self._logs / f"{name}.log"
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        words = next((line for line in reversed(lines) if line.strip()), "it wrote no output")
-        words = words.removeprefix("thinwire: ").removeprefix("error: ")
+        words = last_words(path) or "it wrote no output"
         raise RunError(f"{words} ({name} in the lab ended with exit code {code}; its output is in {path})")
 
     async def _read_events(self) -> AsyncIterator[Event]:

@@ -173,9 +173,7 @@ def grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
     """Group cells that differ only in their seed, in the order they were measured."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for cell in cells:
-        key = cell["key"]
-        setting = (key["shape"], key["microbatch"], str(key["window"]), codec_pair(key))
-        groups.setdefault(setting, []).append(cell)
+        groups.setdefault(_setting(cell["key"]), []).append(cell)
     return list(groups.values())
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from node import program
-from node.display.terminal import ending_signals
+from node.display.terminal import ending_signals, last_words
 from node.run_file.loader import recipe
 from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted, from_json
 from wire import event_loop
@@ -213,10 +213,7 @@ class _Demo:
 
     def _last_words(self, name: str) -> str:
         """The last line of a child's log, which is its error."""
-        lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
-        nothing = f"{self._log(name)} is empty: is its disk full?"
-        words = next((line for line in reversed(lines) if line.strip()), nothing)
-        return words.removeprefix("thinwire: ").removeprefix("error: ")
+        return last_words(self._log(name)) or f"{self._log(name)} is empty: is its disk full?"
 
     def _refusal(self) -> UserError:
         """The coordinator's error about its input. The run has not begun, so its folder is removed."""

@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -116,6 +116,23 @@ async def _ask_all(
     Otherwise returns None, and each address's error.
     """
     failures: list[ThinwireError] = []
+    async with aclosing(authorities(token)) as answers:
+        async for address, authority in answers:
+            if isinstance(authority, ThinwireError):
+                failures.append(authority)
+                continue
+            try:
+                identity, control = await _join_at(address, token, authority, key_pem, request)
+            except (LinkError, TokenError) as error:
+                failures.append(error)
+            else:
+                return (identity, address, control), failures
+    return None, failures
+
+
+async def authorities(token: JoinToken) -> AsyncGenerator[tuple[str, x509.Certificate | ThinwireError], None]:
+    """Ask all of the token's addresses at once for the certificate of the coordinator's authority. Yields
+    each address with the certificate, or with why there is none, in the order of the answers."""
 
     async def look(address: str) -> tuple[str, x509.Certificate | ThinwireError]:
         try:
@@ -126,17 +143,7 @@ async def _ask_all(
     looks = [asyncio.create_task(look(address)) for address in token.addresses]
     try:
         for coming in asyncio.as_completed(looks):
-            address, authority = await coming
-            if isinstance(authority, ThinwireError):
-                failures.append(authority)
-                continue
-            try:
-                identity, control = await _join_at(address, token, authority, key_pem, request)
-            except (LinkError, TokenError) as error:
-                failures.append(error)
-            else:
-                return (identity, address, control), failures
-        return None, failures
+            yield await coming
     finally:
         for task in looks:
             task.cancel()

@@ -86,20 +86,10 @@ async def look(
                 sent += len(PADDING)
             await call.done_writing()
             await _next(call, "done")
-            return SeenThere(
-                host=seen.host,
-                reached=seen.reached,
-                mapped_reached=seen.mapped_reached,
-                relayed=seen.relayed,
-                relays=tuple(seen.relays),
-                links=tuple(seen.links),
-                refusal=seen.refusal,
-                control_port=seen.control_port,
-                precision=seen.precision,
-                compute=seen.compute,
-                down=down,
-                up=sent / max(1e-6, time.monotonic() - began),
-            )
+            up = sent / max(1e-6, time.monotonic() - began)
+            told = {field.name: value for field, value in seen.ListFields()}
+            told |= {"relays": tuple(seen.relays), "links": tuple(seen.links)}
+            return SeenThere(**told, down=down, up=up)
     except grpc.aio.AioRpcError as error:
         raise LinkError(f"the coordinator did not report what it sees ({error.details()})") from None
 

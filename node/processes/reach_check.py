@@ -17,12 +17,12 @@ from cryptography import x509
 
 from node.config.schema import PLANNED, TrainingSection
 from node.processes.doctor import CONTACT_SECONDS, Check, Status, fail, ok, warn
+from node.processes.enrol import authorities
 from node.processes.look import SeenThere, look
 from node.run_file.validate import COMPUTES, PRECISIONS
 from node.stage.machine_info import cannot_compute
-from node.telemetry.format import printable
+from node.telemetry.format import mbit_text, printable
 from wire import event_loop
-from wire.bootstrap import fetch_authority
 from wire.dialing import Place, connect, proxy_for
 from wire.errors import LinkError, ThinwireError, TokenError
 from wire.identity.names import join_address, split_address
@@ -94,21 +94,11 @@ def check_reach(text: str, device: torch.device) -> Iterator[Check]:
 async def _find_by(token: JoinToken) -> Findings | None:
     """The findings from the first of the token's addresses that is the coordinator's; None if none is."""
 
-    async def ask(address: str) -> tuple[str, x509.Certificate] | None:
-        with contextlib.suppress(LinkError, TokenError):
-            return address, await fetch_authority(address, token.pin, CONTACT_SECONDS)
-        return None
-
-    looks = [asyncio.create_task(ask(address)) for address in token.addresses]
-    try:
-        for coming in asyncio.as_completed(looks):
-            if (coordinator := await coming) is not None:
-                return await find(token, *coordinator)
-        return None
-    finally:
-        for task in looks:
-            task.cancel()
-        await asyncio.wait(looks)
+    async with contextlib.aclosing(authorities(token)) as answers:
+        async for address, authority in answers:
+            if not isinstance(authority, ThinwireError):
+                return await find(token, address, authority)
+    return None
 
 
 # ---- in words
@@ -252,14 +242,10 @@ def _line(findings: Findings) -> Check:
     return Check(
         name="line",
         status=Status.WARN if slow else Status.OK,
-        detail=f"{_mbit(down)} down and {_mbit(up)} up, to and from the coordinator, "
+        detail=f"{mbit_text(down)} down and {mbit_text(up)} up, to and from the coordinator, "
         f"{1000 * findings.round_trip:.0f} ms away",
         fix="a slow line may make the whole run wait: close other programs that use it" if slow else "",
     )
-
-
-def _mbit(value: float) -> str:
-    return f"{value:.0f} Mbit/s" if value >= 10 else f"{value:.2g} Mbit/s"
 
 
 # ---- finding out

@@ -13,7 +13,7 @@ from node.telemetry.events import LEFT
 from node.tuning.codec_plan import CodecPlan
 from node.tuning.storage_choice import StoragePlan
 from wire.errors import without_folders
-from wire.messages import Abort, Begin, CoordinatorMessage, Finish, Portion, UnitHash
+from wire.messages import Abort, Begin, Commit, CoordinatorMessage, Finish, Portion, UnitHash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,12 +294,15 @@ def let_go(node_id: str) -> list[Action]:
 
 
 def without_old_work(actions: Sequence[Action]) -> Sequence[Action]:
-    """Leave out each `Begin` that a later one to the same node replaces: after a death work may be shared
-    several times at once."""
+    """Leave out each `Begin`, alone or with a commit, that a later one to the same node replaces: after a
+    death work may be shared several times at once."""
     told: set[str] = set()
     kept: list[Action] = []
     for action in reversed(actions):
-        if isinstance(action, Send) and isinstance(action.message, Begin):
+        if isinstance(action, Send) and (
+            isinstance(action.message, Begin)
+            or (isinstance(action.message, Commit) and action.message.then is not None)
+        ):
             if action.node_id in told:
                 continue
             told.add(action.node_id)

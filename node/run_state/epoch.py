@@ -267,6 +267,10 @@ class Epoch:
         """Values by group of the current step that nodes which are gone have computed and that count."""
         self.votes: dict[str, Vote] = {}
         """Votes for the newest step, by node."""
+        self._votes_from = 0
+        """The generation since which no row's groups have changed: votes since then count."""
+        self._complete: set[str] = set()
+        """Nodes that have voted in the step that runs: they have all sums, and keep them to its end."""
         self._restore = Restore(epoch=number, step=0)
         self._snapshot: TakeSnapshot | None = None
         self.snapshot_nodes: tuple[str, ...] = ()
@@ -472,7 +476,8 @@ class Epoch:
         # All stages must run the step with the same windows, also one that receives it again.
         self._windows = self.planned_windows
         self._keeps_sums = keep_sums
-        self.votes.clear()
+        self._drop_votes()
+        self._complete.clear()
         self._known_losses = {}
         self._handed = HandedGroups()
         self.audit = None
@@ -635,7 +640,7 @@ class Epoch:
         if not self._give(now):
             return []
         self.generation += 1
-        self.votes.clear()
+        self._drop_votes()
         return self._tell_work()
 
     def _filled(self, node_id: str) -> Action:
@@ -840,7 +845,7 @@ class Epoch:
         `go_on`."""
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
-        if vote.generation != self.generation or self.waits:
+        if not self._votes_from <= vote.generation <= self.generation or self.waits:
             return []  # the node is about to hear that it has other work
         groups = self.groups_of(self.replica_of(node_id)) if self._group_count > 1 else None
         stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
@@ -864,6 +869,7 @@ class Epoch:
             if loss is not None and not math.isfinite(loss):
                 return NonFinite(node_id, "the loss")
         self.votes[node_id] = vote
+        self._complete.add(node_id)
         if len(self.votes) < len(self.hosts):
             return []
         return self._commit_step()
@@ -876,7 +882,7 @@ class Epoch:
         wanted = groups if stage == self.loss_stage else set()
         if message.group_losses.keys() != wanted:
             return RefusedVote(node_id, "it handed over groups with the losses of others")
-        if not {*groups, *message.passed_on} <= set(range(self._group_count)):
+        if max((*groups, *message.passed_on), default=0) >= self._group_count:
             return RefusedVote(node_id, "it handed over groups that the run does not have")
         if message.generation > self.generation or not self._hands_over:
             return RefusedVote(node_id, "it handed over groups that nobody asked it for")
@@ -965,17 +971,37 @@ class Epoch:
     def _lost_with(self, node_id: str) -> dict[int, list[int]]:
         """The groups of the step that are lost with a node, by row. Its own row is among these."""
         row, stage = self.replica_of(node_id), self.stage_of(node_id)
+        is_complete = self._is_complete_without(node_id)
         kept = set[int]()
-        if not self._handed.keeps(row, stage):
-            kept = self._kept_without(node_id) - self._to_compare(node_id)
-        at_risk = self._handed.at_risk(node_id, stage, self.groups_of)
+        if is_complete or not self._handed.keeps(row, stage):
+            kept = self._kept_without(node_id, is_complete) - self._to_compare(node_id)
+        at_risk = () if is_complete else self._handed.at_risk(node_id, stage, self.groups_of)
         lost = {other: [*self.groups_of(other)] for other in at_risk}
         return {**lost, row: [group for group in self.groups_of(row) if group not in kept]}
 
-    def _kept_without(self, node_id: str) -> set[int]:
+    def _is_complete_without(self, node_id: str) -> bool:
+        """Whether all sums of a node's stage are at each of its other nodes, so that none is lost with it.
+        Nodes that have come within the step get them from the others."""
+        stage = self.stage_of(node_id)
+        others = [
+            node
+            for row, node in enumerate(self.grid[stage :: self.stages])
+            if node not in ("", node_id) and Seat(row, stage) not in self._late
+        ]
+        return bool(others) and self._complete.issuperset(others)
+
+    def _kept_without(self, node_id: str, is_complete: bool) -> set[int]:
         row = self.replica_of(node_id)
-        mates = [mate for mate in self.row(row) if mate not in ("", node_id)]
-        return self._handed.kept_without(node_id, mates, self.groups_of(row))
+        mates = [mate for mate in self.row(row) if mate not in ("", node_id) and mate not in self._complete]
+        if not is_complete:
+            return self._handed.kept_without(node_id, mates, self.groups_of(row))
+        kept = self._handed.computed(mates, self.groups_of(row))
+        if self.stage_of(node_id) == self.loss_stage:  # its losses must be known, too
+            vote = self.votes.get(node_id)
+            kept &= self._handed.losses(node_id).keys() | (
+                set() if vote is None else vote.group_losses.keys()
+            )
+        return kept
 
     def _to_compare(self, node_id: str) -> set[int]:
         """The groups of a node's row that do not count without the row's audit, which its death ends.
@@ -1031,6 +1057,7 @@ class Epoch:
         self._late.pop(Seat(*divmod(at, self.stages)), None)
         self._forget_rows()
         self.fresh.discard(node_id)
+        self._complete.discard(node_id)
         self.newcomers = self.newcomers.difference([node_id])
         self._count_hosts()
         self.generation += 1
@@ -1056,8 +1083,11 @@ class Epoch:
         """The node of this seat is gone in the step, after its vote if it gave one. `lost`: as
         `_lost_with`."""
         row = seat.row
+        # A node that has voted keeps all sums, so its vote counts as long as the groups stay where they are.
+        votes_stay = not self.waits and not any(lost.values())
         if self.audit is not None and row in self.audit.rows:
             self.audit = None
+            votes_stay = False  # they have digests that nobody asks for any more
         self._note_uneven()
         self._keeps_sums = True  # of the work that all are told of now
         if len(self.votes) == len(self.hosts):
@@ -1066,16 +1096,23 @@ class Epoch:
             if len({**self._known_losses, **self._group_losses()}) == self._group_count:
                 return self._commit_step()
         column = self.column(seat.stage)
-        losses = self._handed.node_lost(node_id, seat.stage, column, self.generation)
+        losses = {} if vote is None else dict(vote.group_losses)
+        losses |= self._handed.node_lost(node_id, seat.stage, column, self.generation)
         self._lose_groups(lost, seat.stage)
         self._known_losses.update((group, losses[group]) for group in self.groups_of(row) if group in losses)
-        return self._shared_again(now)
+        if not votes_stay:
+            return self._shared_again(now)
+        return self._commit_step() if len(self.votes) == len(self.hosts) else self._tell_work()
 
     def _shared_again(self, now: float) -> list[Action]:
         """Give groups that wait to whole rows, and have all nodes vote on the new work."""
         self._give(now)
-        self.votes.clear()
+        self._drop_votes()
         return self._tell_work()
+
+    def _drop_votes(self) -> None:
+        self.votes.clear()
+        self._votes_from = self.generation
 
     def _give(self, now: float) -> bool:
         """Give groups that wait to whole rows that need them; whether any got some."""

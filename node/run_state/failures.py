@@ -633,7 +633,8 @@ class _Phase:
     epoch: Epoch
     at: tuple[int, int, Phase, int]
     """Epoch, step, phase, and held-out passes done."""
-    asked: tuple[str, ...]
+    asked: Mapping[str, None]
+    """The nodes that it waits for, in their order. There may be a thousand, each with many messages."""
     is_first: bool
     """Whether it is the first step of its epoch."""
     began: float
@@ -730,7 +731,8 @@ class Stragglers:
         self._phase = None
         if epoch is not None and at is not None:
             is_first = epoch.steps_done == 0
-            self._phase = _Phase(epoch=epoch, at=at, asked=epoch.asked, is_first=is_first, began=now)
+            asked = dict.fromkeys(epoch.asked)
+            self._phase = _Phase(epoch=epoch, at=at, asked=asked, is_first=is_first, began=now)
 
     def forget(self, node_id: str) -> None:
         """The node has lost its stage."""

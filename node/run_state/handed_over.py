@@ -36,8 +36,11 @@ class HandedGroups:
 
     def kept_without(self, node_id: str, mates: Iterable[str], groups: Collection[int]) -> set[int]:
         """The groups that a row keeps if it loses this node. `mates`: its other nodes."""
-        kept = set(groups).intersection(self._safe.get(node_id, ()))
-        return kept.intersection(*(self._computed.get(mate, set()) for mate in mates))
+        return self.computed(mates, groups).intersection(self._safe.get(node_id, ()))
+
+    def computed(self, nodes: Iterable[str], groups: Collection[int]) -> set[int]:
+        """The groups of these that all of some nodes have computed completely."""
+        return set(groups).intersection(*(self._computed.get(node, set()) for node in nodes))
 
     def keeps(self, row: int, stage: int) -> bool:
         """Whether a row has lost its node of this stage and kept groups."""
@@ -64,11 +67,16 @@ class HandedGroups:
             column: the other nodes of the stage.
             generation: the first in which they know.
         """
-        losses = self._safe.pop(node_id, {})
+        losses = self.losses(node_id)
+        self._safe.pop(node_id, None)
         self._computed.pop(node_id, None)
         self._passed_on.pop(node_id, None)
         for other in column:
             self._safe.pop(other, None)
             self._passed_on.pop(other, None)
         self._valid_from[stage] = generation
-        return {group: loss for group, loss in losses.items() if loss is not None}
+        return losses
+
+    def losses(self, node_id: str) -> dict[int, float]:
+        """The losses of groups that a node has reported."""
+        return {group: loss for group, loss in self._safe.get(node_id, {}).items() if loss is not None}

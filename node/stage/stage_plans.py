@@ -8,8 +8,7 @@ from node.config.schema import PLANNED, RunConfig
 from node.schedule.placement import boundaries, slices_of
 from node.schedule.routing import source_stage
 from node.stage.boundary_caches import BoundaryCaches
-from node.tuning.codec_plan import Way
-from node.tuning.codec_times import of_gradients, to_time
+from node.tuning.codec_plan import Way, of_gradients, to_time
 from node.tuning.storage_choice import allowed_storages, chosen_config, name_of
 from wire.codecs.base import Codec
 from wire.codecs.formats import ladder

@@ -7,14 +7,14 @@ events. In JSON an event is one object: `event` names its kind, and the other ke
 import json
 import shlex
 import types
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from enum import EnumType
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
-from node.telemetry.format import NO_LABELS, dropped_text
+from node.telemetry.format import NO_LABELS, bytes_text, dropped_text
 from wire.errors import ProtocolViolationError
 from wire.figures import Figures, LinkFigures, StageFigures
 
@@ -544,6 +544,38 @@ class RunFinished(Event):
     summary: RunSummary | None = None
     resume: str = ""
     """The command that continues the run; empty once all steps are done."""
+
+
+def text_of(event: Event, shown: Callable[[str], str]) -> str | None:
+    """An event in one line, for display; None for kinds that are shown in other ways. It may quote nodes, so
+    escape it.
+
+    Args:
+        shown: how to show a node, by its id.
+    """
+    match event:
+        case NodeJoined():
+            return f"joined: {shown(event.node_id)} ({event.device})"
+        case NodeLeft():
+            return f"left: {shown(event.node_id)}: {event.reason}"
+        case PlacementMade():
+            seats = replace(event, nodes=tuple(map(shown, event.nodes))).placed
+            return f"placed (epoch {event.epoch}): {seats}; from step {event.resume_step}"
+        case StepAborted():
+            if event.is_planned:
+                return f"planned change of placement before step {event.step}"
+            return f"step {event.step} aborted and runs again: {event.reason}"
+        case SnapshotStored():
+            return f"snapshot of step {event.step}: {bytes_text(event.bytes)}"
+        case HeldOutLoss() | SampleMade() | TaskScores():
+            return event.line
+        case SeatLost() | SeatFilled() | Notice():
+            return event.text
+        case RunFinished():
+            word = "failed" if event.failed else "stopped" if event.resume else "finished"
+            return f"{word}: {event.reason}"
+        case _:
+            return None
 
 
 def from_json(line: str) -> Event:

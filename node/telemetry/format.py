@@ -29,6 +29,11 @@ def count_text(count: float) -> str:
     return _scaled(count, ("", "k", "M", "G", "T", "P"), "")
 
 
+def mbit_text(rate: float) -> str:
+    """A rate of a line, given in Mbit/s: 18.437 -> `18.4 Mbit/s`."""
+    return f"{rate:.3g} Mbit/s" if rate < 999.5 else f"{rate:.0f} Mbit/s"
+
+
 def counted(count: int, noun: str) -> str:
     """`1 node`, `3 nodes`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

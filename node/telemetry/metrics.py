@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, cast
 from wire.figures import LinkFigures, StageFigures
 
 if TYPE_CHECKING:
+    from prometheus_client import Histogram
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
+    from prometheus_client.samples import Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The HTTP content type of Prometheus' text format."""
@@ -167,22 +169,11 @@ NODE_METRICS: tuple[Definition, ...] = (
 nothing is counted twice. `peer` is the neighbour's stage."""
 
 
-class Histogram:
-    """Counts of step times in `STEP_BUCKETS`."""
+def step_histogram() -> "Histogram":
+    """An empty histogram of step times."""
+    from prometheus_client import Histogram
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(STEP_BUCKETS) + 1)
-        self._sum = 0.0
-
-    def add(self, seconds: float) -> None:
-        bucket = next((i for i, bound in enumerate(STEP_BUCKETS) if seconds <= bound), len(STEP_BUCKETS))
-        self._counts[bucket] += 1
-        self._sum += seconds
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound, and the sum."""
-        bounds = [*(str(bound) for bound in STEP_BUCKETS), "+Inf"]
-        return [(bound, float(sum(self._counts[: i + 1]))) for i, bound in enumerate(bounds)], self._sum
+    return Histogram(f"{PREFIX}step_seconds", "", buckets=STEP_BUCKETS, registry=None)
 
 
 class Families:
@@ -230,13 +221,10 @@ class Families:
         for name in _STATE:
             self.set(prefix + name, getattr(stage, name), *labels)
 
-    def observed(self, name: str, buckets: Iterable[tuple[str, float]], total: float) -> None:
-        """Add a histogram from `Histogram.buckets`."""
-        metric, count = self._metrics[name], 0.0
-        for bound, count in buckets:
-            metric.add_sample(f"{PREFIX}{name}_bucket", {"le": bound}, count)
-        metric.add_sample(f"{PREFIX}{name}_count", {}, count)
-        metric.add_sample(f"{PREFIX}{name}_sum", {}, total)
+    def observed(self, name: str, samples: "Iterable[Sample]") -> None:
+        """Add the samples of a histogram, without the time of its creation, which counters lack too."""
+        kept = [sample for sample in samples if not sample.name.endswith("_created")]
+        self._metrics[name].samples = kept
 
     def collect(self) -> "Iterable[Metric]":
         """All metrics, including those without samples."""

@@ -17,6 +17,7 @@ from node.model.families.known import family_of
 from node.model.storage import KINDS, PACKED, Storage, configured
 from node.model.units import block_name, unit_cost
 from node.schedule.placement import slices_of
+from node.telemetry.events import read_value
 from node.tuning.device_memory import Devices
 from wire.errors import ConfigError
 
@@ -148,11 +149,8 @@ class BlockTimes:
     @classmethod
     def from_json(cls, text: str) -> "BlockTimes":
         """The inverse of `to_json`."""
-        fields = json.loads(text)
-        stored = {**fields.pop("stored")}
-        stored["offload"] = tuple(stored["offload"])
-        packing = tuple(PackTime(**row) for row in fields.pop("packing"))
-        return cls(**fields, stored=Storage(**stored), packing=packing)
+        times: BlockTimes = read_value(json.loads(text), cls, "times")
+        return times
 
     def _packing(self, storage: Storage, part: str) -> float:
         known = {(time.kind, time.form): float(getattr(time, part)) for time in self.packing}

@@ -16,16 +16,17 @@ A plan holds for an epoch. `node.tuning.rate_control` decides when a new plan is
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from node.config.schema import PipelineSection
 from node.schedule.floor import Network
-from node.tuning.codec_times import PackingTimes, of_gradients
+from node.telemetry.events import read_value
 from node.tuning.window_plan import StepMeasures, Windows
-from wire.codecs.formats import codec_format
-from wire.errors import ConfigError
+from wire.codecs.formats import codec_format, ladder
+from wire.errors import ConfigError, ProtocolViolationError
 from wire.spec import Direction
+from wire.telemetry import CodecTime
 
 CAUTION = 1.1
 """Transfers are assumed to take this much longer than measured."""
@@ -37,6 +38,57 @@ FREE = 0.02
 
 Way = tuple[int, Direction]
 """A boundary's number and the kind of tensor."""
+
+
+def of_gradients(name: str) -> str:
+    """The codec of gradients that a plan uses together with this codec of activations."""
+    return codec_format(name).for_gradients
+
+
+def to_time(min_bits: float) -> tuple[str, ...]:
+    """The codecs to time so that a node's packing time with any of the run's is known: the two ends of each
+    family."""
+    by_family: dict[str, list[str]] = {}
+    for rung in ladder(min_bits):
+        for name in dict.fromkeys((rung, of_gradients(rung))):
+            by_family.setdefault(codec_format(name).family, []).append(name)
+    return tuple(dict.fromkeys(name for names in by_family.values() for name in (names[0], names[-1])))
+
+
+@dataclass(frozen=True)
+class PackingTimes:
+    """How long packing and unpacking take on a node. Both are 0 if nothing is known, as on a GPU.
+
+    The run's own steps limit how far a node's report is believed: see `Lines.believed`.
+    """
+
+    times: tuple[CodecTime, ...] = ()
+    factor: float = field(default=1.0, kw_only=True)
+    """A factor of all times."""
+
+    def of(self, codec: str) -> tuple[float, float]:
+        """The seconds per element for packing and for unpacking. They are those of the codec of the same
+        family with the nearest number of bits."""
+        asked = codec_format(codec)
+        known = [time for time in self.times if codec_format(time.codec).family == asked.family]
+        if not known:
+            return 0.0, 0.0
+        near = min(
+            known,
+            key=lambda time: (abs(codec_format(time.codec).precision - asked.precision), time.codec),
+        )
+        return self.factor * near.pack, self.factor * near.unpack
+
+
+def slowest_packing(nodes: Sequence[PackingTimes]) -> PackingTimes:
+    """The slowest times of nodes that have the same codecs, codec by codec."""
+    if len(nodes) == 1:
+        return nodes[0]
+    slowest = []
+    for name in sorted({times.codec for node in nodes for times in node.times}):
+        pack, unpack = map(max, zip(*(node.of(name) for node in nodes), strict=True))
+        slowest.append(CodecTime(codec=name, pack=pack, unpack=unpack))
+    return PackingTimes(tuple(slowest))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +112,10 @@ class CodecPlan:
             ConfigError: `to_json` does not write this.
         """
         try:
-            given = json.loads(text)
-            plan = cls(activations=tuple(given["activations"]), gradients=tuple(given["gradients"]))
+            plan: CodecPlan = read_value(json.loads(text), cls, "plan")
             for name in (*plan.activations, *plan.gradients):
                 codec_format(name)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, RecursionError, ProtocolViolationError, ConfigError) as error:
             raise ConfigError(f"a recorded plan of codecs cannot be read ({error})") from None
         return plan
 

@@ -11,12 +11,13 @@ shorter than such a line would allow refute the report. Then the lines in use ar
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
+from node.telemetry.events import read_value
 from node.tuning.decisions import pays
 from node.tuning.speeds import Speeds
 from node.tuning.stage_order import (
@@ -28,7 +29,7 @@ from node.tuning.stage_order import (
     split_by_speed,
     step_seconds,
 )
-from wire.errors import ConfigError
+from wire.errors import ConfigError, ProtocolViolationError
 
 MOST_GROWTH = 2
 """The factor by which a stage's blocks may grow in one move."""
@@ -61,20 +62,14 @@ class PlacePlan:
     """The measured seconds of a step before the move."""
     then_seconds: float
     """The planned seconds of a step after the move."""
-    shown: dict[str, float] = field(default_factory=dict)
+    shown: Mapping[str, float] = field(default_factory=dict)
     """The seconds of a block on each node, as steps have shown."""
 
     def to_json(self) -> str:
         """One line, for the run's database."""
-        return json.dumps(
-            {
-                "hosts": self.grid.hosts,
-                "split": self.grid.split,
-                "now_seconds": self.now_seconds,
-                "then_seconds": self.then_seconds,
-                "shown": self.shown,
-            }
-        )
+        fields = {**vars(self), **vars(self.grid)}
+        del fields["grid"]
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> "PlacePlan":
@@ -85,17 +80,10 @@ class PlacePlan:
         """
         try:
             fields = json.loads(text)
-            return cls(
-                grid=Grid(
-                    hosts=tuple(map(str, fields["hosts"])),
-                    split=tuple(int(count) for count in fields["split"]),
-                ),
-                now_seconds=float(fields["now_seconds"]),
-                then_seconds=float(fields["then_seconds"]),
-                shown={str(node): float(seconds) for node, seconds in fields["shown"].items()},
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            plan: PlacePlan = read_value({**fields, "grid": fields}, cls, "plan")
+        except (ValueError, TypeError, RecursionError, ProtocolViolationError) as error:
             raise ConfigError(f"the plan of places is damaged ({error})") from None
+        return plan
 
     def text(self, before: Grid) -> str:
         """A description of the change for the operator."""

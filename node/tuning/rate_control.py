@@ -8,8 +8,7 @@ record, whatever is measured then.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from node.tuning.codec_plan import FREE, CodecPlan, Lines, Way, plan_codecs, seconds_of
-from node.tuning.codec_times import of_gradients
+from node.tuning.codec_plan import FREE, CodecPlan, Lines, Way, of_gradients, plan_codecs, seconds_of
 from node.tuning.decisions import WORSE, Trial, pays
 from wire.codecs.formats import codec_format
 from wire.spec import Direction

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from node.schedule.floor import Floor, ResourceKind
-from node.telemetry.format import counted, duration_text
+from node.telemetry.format import counted, duration_text, mbit_text
 from node.view.remedies import Remedy, better_codec, better_split, same_bytes_less_loss
 from node.view.run_view import LinkView, RunView, StageView
 from node.view.step_model import BY_PROGRAM, FULL, LITTLE, SharedUpload, StepModel, shared_uploads
@@ -209,7 +209,7 @@ def _links(
 def _upload(upload: SharedUpload) -> str:
     targets = _stages_text([link.target for link in upload.links])
     return (
-        f"stage {upload.stage} sends {_mbit(upload.mbit)} of about {_mbit(upload.capacity_mbit)} to "
+        f"stage {upload.stage} sends {mbit_text(upload.mbit)} of about {mbit_text(upload.capacity_mbit)} to "
         f"{targets} together: its links to them are full and seem to share its upload"
     )
 
@@ -339,11 +339,7 @@ def _packing_share(stage: StageView) -> float:
 
 
 def _rate(link: LinkView) -> str:
-    return _mbit(link.capacity_mbit)
-
-
-def _mbit(rate: float) -> str:
-    return f"{rate:.3g} Mbit/s" if rate < 999.5 else f"{rate:.0f} Mbit/s"
+    return mbit_text(link.capacity_mbit)
 
 
 def _percent(share: float) -> str:

@@ -21,8 +21,7 @@ from node.tuning.snapshot_place import NODES, is_url, snapshot_bytes
 from node.tuning.stage_order import Machines, Work, plan_order
 from node.tuning.window_plan import MARGIN, TOLERANCE
 from node.view.explain import Explanation, Flow, explain
-from node.view.machine_speed import CPUS_DIFFER, other_cpus, stage_seconds
-from node.view.machines import Machine
+from node.view.machines import CPUS_DIFFER, Machine, other_cpus, stage_seconds
 from wire.codecs.formats import codec_format, known_format
 
 MOST_PASSES = 4

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, TypeVar
 from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.costs import Work
-from node.telemetry.format import bytes_text, duration_text, named, printable, without_addresses
+from node.telemetry.format import named, printable, without_addresses
 from node.view.bottleneck import Evidence, bottleneck
 from node.view.link_views import NOT_LISTENING, NOT_REACHED, alike, link_views
 from node.view.run_view import (
@@ -478,49 +478,41 @@ def _for_others(text: str) -> str:
     return without_folders(without_addresses(printable(text)))
 
 
+_LISTED: Mapping[type[events.Event], tuple[str, str]] = {
+    events.RunStarted: ("started", "info"),
+    events.NodeJoined: ("joined", "info"),
+    events.NodeLeft: ("left", "warning"),
+    events.PlacementMade: ("placed", "info"),
+    events.StepAborted: ("aborted", "warning"),
+    events.SeatLost: ("lost", "warning"),
+    events.SeatFilled: ("filled", "info"),
+    events.Recovered: ("recovered", "info"),
+    events.HeldOutLoss: ("held-out", "info"),
+    events.TaskScores: ("scores", "info"),
+    events.SnapshotStored: ("snapshot", "info"),
+    events.SnapshotSetAside: ("snapshot", "warning"),
+    events.NodeReplaced: ("replaced", "warning"),
+    events.RunFinished: ("finished", "info"),
+}
+"""The kind and level under which events are listed. Other notices are listed as `notice`."""
+
+
 def _listed(event: events.Event, name_of: Callable[[str], str]) -> tuple[str, str, str] | None:
     """The kind, level and text of an event that is listed; None for others.
 
     Args:
         name_of: gives the name of a node by its id.
     """
-    match event:
-        case events.RunStarted():
-            resumed = f", from step {event.first_step}" if event.first_step else ""
-            return "started", "info", f"the coordinator started: {event.steps} steps{resumed}"
-        case events.NodeJoined():
-            return "joined", "info", f"{named(event.node_id, event.name)} joined ({event.device})"
-        case events.NodeLeft():
-            return "left", "warning", f"{named(event.node_id, name_of(event.node_id))} left: {event.reason}"
-        case events.PlacementMade():
-            nodes = tuple(named(node, name_of(node)) for node in event.nodes)
-            placed = replace(event, nodes=nodes).placed
-            return "placed", "info", f"epoch {event.epoch} from step {event.resume_step}: {placed}"
-        case events.StepAborted():
-            if event.is_planned:
-                return "planned", "info", f"planned change of placement before step {event.step}"
-            return "aborted", "warning", f"step {event.step} aborted and runs again: {event.reason}"
-        case events.SeatLost():
-            return "lost", "warning", event.text
-        case events.SeatFilled():
-            return "filled", "info", event.text
-        case events.Recovered():
-            return "recovered", "info", f"back at step {event.step} in {duration_text(event.seconds)}"
-        case events.HeldOutLoss():
-            return "held-out", "info", event.line
-        case events.TaskScores():
-            return "scores", "info", event.line
-        case events.SnapshotStored():
-            return "snapshot", "info", f"snapshot of step {event.step}: {bytes_text(event.bytes)}"
-        case events.SnapshotSetAside():
-            return "snapshot", "warning", event.text
-        case events.NodeReplaced():
-            return "replaced", "warning", event.text
-        case events.Notice():
-            return "notice", "info", event.text
-        case events.RunFinished():
-            level = "error" if event.failed else "info"
-            word = "failed" if event.failed else "stopped" if event.resume else "ended"
-            return "finished", level, f"{word}: {event.reason}"
-        case _:
-            return None
+    notice = ("notice", "info") if isinstance(event, events.Notice) else None
+    if (listed := _LISTED.get(type(event), notice)) is None:
+        return None
+    kind, level = listed
+    if isinstance(event, events.StepAborted) and event.is_planned:
+        kind, level = "planned", "info"
+    if isinstance(event, events.RunFinished) and event.failed:
+        level = "error"
+    if isinstance(event, events.RunStarted):
+        resumed = f", from step {event.first_step}" if event.first_step else ""
+        return kind, level, f"the coordinator started: {event.steps} steps{resumed}"
+    text = events.text_of(event, lambda node: named(node, name_of(node)))
+    return kind, level, text or ""

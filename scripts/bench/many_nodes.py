@@ -400,6 +400,7 @@ def _churn(
             "deaths_a_step": deaths * calm / used["seconds"],
             "calm_step_seconds": calm,
             "steps": len(new["step"]),
+            "step_seconds": [round(event["seconds"], 1) for event in new["step"]],
             "goodput": len(new["step"]) * calm / used["seconds"],
             "seats_lost": len(new["seat-lost"]),
             "seats_filled": len(new["seat-filled"]),

@@ -144,6 +144,10 @@ class Node:
     """The newest step that it has voted for."""
     vote: tuple[int, int] = (-1, -1)
     """Step and generation of the vote that is due."""
+    summed: int = -1
+    """The newest step of which it has all sums. It keeps them, whatever is computed again."""
+    sums_at: float = 0.0
+    """When it has those of the step that runs, as far as the nodes of its stage allow."""
     told: set[tuple[int, ...]] = field(default_factory=set)
     """The groups that it has said it has handed over, to the nodes that its stage has now."""
     follow: Follow | None = None
@@ -314,7 +318,7 @@ class Churn:
         epoch = node.placement.epoch if node.placement is not None else 0
         match message:
             case Placement() if message.epoch != epoch:
-                node.placement, node.begun, node.vote = message, None, (-1, -1)
+                node.placement, node.begun, node.vote, node.summed = message, None, (-1, -1), -1
                 if not message.enters:
                     node.follow = None
                 voted = node.voted == node.state
@@ -389,7 +393,7 @@ class Churn:
             node.state, node.follow = begin.step, None
         before = node.begun
         if before is None or before.step != begin.step:
-            before, node.done, node.busy_until = None, {}, self.now
+            before, node.done, node.busy_until, node.sums_at = None, {}, self.now, 0.0
         node.begun, node.vote = begin, (begin.step, begin.generation)
         row = node.placement.replica
         portions = begin.portions or [(at, one.groups) for at, one in enumerate(node.placement.rows)]
@@ -420,9 +424,10 @@ class Churn:
             {seat for seat in one.absent if seat.stage == node.placement.stage}
             for one in (begin, before or begin)
         )
+        again = self.case.delay + self.case.sync / 2 / self.case.rows
         if before is None or absent != known:
             node.told.clear()
-        again = self.case.delay + self.case.sync / 2 / self.case.rows
+            node.sums_at = self.now + again  # what the dead node would have summed comes from others
         for groups in runs:
             for top in self._tree.subtrees(groups):
                 of = tuple(self._tree.span(top))
@@ -474,15 +479,20 @@ class Churn:
         epoch = self.machine.epoch
         if epoch is None or epoch.number != begin.epoch:
             return
+        if node.summed == begin.step:
+            self._say(node, self._ballot(node, begin))
+            return
         peers = self._peers(node, begin)
-        last = max((max(other.done.values(), default=0.0) for other in peers), default=self.now)
-        self.at(max(self.now, last) + self.case.sync, partial(self._summed, node, begin, peers))
+        last = max((max(other.done.values(), default=0.0) for other in peers), default=0.0)
+        when = max(self.now, last + self.case.sync, node.sums_at)
+        self.at(when, partial(self._summed, node, begin, peers))
 
     def _summed(self, node: Node, begin: Begin, peers: Sequence[Node]) -> None:
         """The node votes, unless it has left the epoch meanwhile. The sums of a node that has died are not
         complete."""
         is_on = node.placement is not None and node.vote == (begin.step, begin.generation)
         if is_on and all(peer.here for peer in peers):
+            node.summed = begin.step
             self._say(node, self._ballot(node, begin))
 
     def _peers(self, node: Node, begin: Begin) -> list[Node]:

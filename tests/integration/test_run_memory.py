@@ -80,7 +80,7 @@ def test_spares_take_the_stages_of_nodes_that_ran_out(
         page = run.command("dashboard", str(run.run_dir), "--listen", "127.0.0.1:0")
         url = page.wait_line(lambda line: line.startswith("page at ")).split()[2]
         seen = [(event.level, event.text) for event in PageWatch(url).view().events if event.kind == "left"]
-        assert seen == [("warning", f"{left.node_id} left: {left.reason}") for left in departures]
+        assert seen == [("warning", f"left: {left.node_id}: {left.reason}") for left in departures]
         page.interrupt()
         assert page.wait_exit() == 0
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from wire.declared import AtMost, Declared, Line, Parsed, Present, Size, Within, declared_fields
 from wire.identity.enrolment import Hardware, at_least_one
 from wire.identity.names import clean_name
-from wire.messages import Follow, PlacedStage, Placement, node_id
+from wire.messages import Begin, Follow, PlacedRow, PlacedStage, Placement, Portion, node_id
 from wire.messages_proto import form_of, parts_of
 from wire.spec import ON_LINKS, TensorKey
 from wire.telemetry import Span, StepSpans, known_codec
@@ -54,7 +54,13 @@ SPAN = st.builds(
     | st.builds(TensorKey, st.just(0), NUMBER, NUMBER, NUMBER, st.sampled_from(sorted(ON_LINKS))),
     peer_stage=st.integers(-1, 2**31 - 1),
 )
-JOINT = {(StepSpans, "spans"): st.lists(SPAN, max_size=5).map(tuple)}
+GROUPS = st.lists(NUMBER, max_size=4).map(tuple)
+PLACED = st.builds(PlacedStage, node_id=TEXT, address=TEXT)
+JOINT = {
+    (StepSpans, "spans"): st.lists(SPAN, max_size=5).map(tuple),
+    (Begin, "portions"): st.lists(st.builds(Portion, NUMBER, GROUPS), max_size=4).map(tuple),
+    (Placement, "rows"): st.lists(st.builds(PlacedRow, node=PLACED, groups=GROUPS), max_size=4).map(tuple),
+}
 """Fields that travel as several."""
 
 

@@ -5,6 +5,7 @@ what they say to it are models (`machine_nodes.py`). Invariants are asserted whe
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -58,6 +59,8 @@ from wire.messages import (
     FollowStep,
     Leave,
     Placement,
+    Portion,
+    Seat,
     StepFailed,
     UnitHash,
     Vote,
@@ -119,6 +122,8 @@ class World:
         """What nodes have handed over in a step of an epoch."""
         self.seated: set[tuple[int, str, int]] = set()
         """Rows, nodes and processes of the epoch's seats before the newest event."""
+        self.complete: set[tuple[int, int, int]] = set()
+        """Stages whose nodes all had voted in a step when one of them was lost, by epoch and step."""
         self.kept = 0
         """Portions of rows that had lost a node which counted in commits."""
         self.restored: dict[int, int] = {}
@@ -257,6 +262,7 @@ class World:
                 shared = [group for _, groups in action.portions for group in groups]
                 assert sorted(shared) == list(range(self.plan.groups)), "every group is somebody's"
                 assert set(action.groups) <= set(shared)
+                self._note_complete(machine, action)
             case Aborted():
                 ended = machine._epochs.ended
                 early = action.kind is AbortKind.LOST and action.epoch not in self.restored
@@ -320,26 +326,30 @@ class World:
         hosts = [node for node in epoch.hosts if node not in new]
         assert cast.keys() >= set(hosts), "a commit comes after every stage's vote"
         assert set(self.disk.hosts) >= set(hosts)
-        voters = {node: cast[node] for node in hosts}
-        # Who computed what, as the newest that all have answered says. Of a node that is gone the sums had
-        # come already, or the others' votes would not be there.
-        newest = max(begin.generation for _, begin in voters.values())
-        counted: dict[int, dict[int, int]] = {}
-        for place, begin in cast.values():
-            if begin.generation == newest:
-                of_row = groups_of(place, begin) if place.rows else (0,)
-                for group in of_row:
-                    counted.setdefault(place.stage, {})[group] = (
-                        counted.get(place.stage, {}).get(group, 0) + 1
-                    )
-        self._count_kept(commit, hosts, newest, counted)
+        voters = [cast[node] for node in hosts]
+        # Who computes what, as the newest that all have answered says. Votes before it count, too, as long as
+        # no row's groups have changed.
+        place, newest = max(voters, key=lambda voter: voter[1].generation)
+        shared = newest.portions or tuple(Portion(row, of.groups) for row, of in enumerate(place.rows))
+        counted: dict[int, Counter[int]] = {stage: Counter() for stage in range(epoch.stages)}
+        for place, begin in voters:
+            assert begin.portions == newest.portions, "it was voted on the same work"
+            counted[place.stage].update(groups_of(place, begin) if place.rows else (0,))
+        # Of a node that is gone since its vote the sums had come already, or the others' votes would not be
+        # there.
+        voted = {
+            (place.replica, place.stage)
+            for place, begin in cast.values()
+            if begin.portions == newest.portions
+        }
+        empty = [at for at, node in enumerate(epoch.grid) if not node or node in new]
+        for row, stage in (divmod(at, epoch.stages) for at in empty):
+            groups = {group for of, groups in shared if of == row for group in groups}
+            if groups and ((row, stage) not in voted or Seat(row, stage) in newest.absent):
+                self._check_kept(commit, Seat(row, stage), groups)
+            counted[stage].update(groups)
         for stage in range(epoch.stages):
-            groups = counted.get(stage, {})
-            assert set(groups.values()) <= {1}, "every group counts once at every stage"
-            # Who had them all may have died before it took notice of the newest order.
-            assert groups or "" in epoch.grid[stage :: epoch.stages], "every group counts at every stage"
-        losses = counted[epoch.loss_stage]
-        assert sorted(losses) == list(range(self.plan.groups))
+            assert sorted(counted[stage].elements()) == [*range(self.plan.groups)], "each counts once"
         assert commit.loss == total_loss(commit.step, self.plan.groups)
         assert commit.step <= len(self.disk.commits), "steps are committed in order, without a gap"
         assert commit.step != self.poisoned_step
@@ -347,35 +357,29 @@ class World:
         assert content == outcome(commit.step), "votes were computed on the right state"
         assert self.disk.commits.setdefault(commit.step, content) == content, "a replay ends the same"
 
-    def _count_kept(
-        self,
-        commit: RecordCommit,
-        hosts: list[str],
-        newest: int,
-        counted: dict[int, dict[int, int]],
-    ) -> None:
-        """Groups that broken rows have kept count where the seat is empty, too: what its node computed is at
+    def _note_complete(self, machine: RunMachine, lost: SeatLost) -> None:
+        epoch = machine.epoch or machine._epochs.ended
+        assert epoch is not None
+        column = [
+            node
+            for row, node in enumerate(epoch.grid[lost.stage :: epoch.stages])
+            if node not in ("", lost.node_id) and Seat(row, lost.stage) not in epoch._late
+        ]
+        if column and self.cast.get((lost.epoch, lost.step), {}).keys() >= set(column):
+            self.complete.add((lost.epoch, lost.step, lost.stage))
+
+    def _check_kept(self, commit: RecordCommit, seat: Seat, groups: set[int]) -> None:
+        """Groups that a broken row has kept count where the seat is empty, too: what its node computed is at
         all nodes that had got it."""
-        place, begin = next(
-            voted
-            for node, voted in self.cast[commit.epoch, commit.step].items()
-            if node in hosts and voted[1].generation == newest
-        )
-        for row, groups in begin.portions or [*enumerate(one.groups for one in place.rows)]:
-            for seat in begin.absent:
-                if seat.row != row:
-                    continue
-                found = {
-                    group
-                    for of, handed, parts in self.handed.get((commit.epoch, commit.step), ())
-                    for group in handed
-                    if of == seat and all(any(some <= self.seated for some in part) for part in parts)
-                }
-                assert found >= set(groups), "a row keeps only what others have"
-                self.kept += 1
-                for group in groups:
-                    column = counted.setdefault(seat.stage, {})
-                    column[group] = column.get(group, 0) + 1
+        found = {
+            group
+            for of, handed, parts in self.handed.get((commit.epoch, commit.step), ())
+            for group in handed
+            if of == seat and all(any(some <= self.seated for some in part) for part in parts)
+        }
+        has_all = (commit.epoch, commit.step, seat.stage) in self.complete
+        assert has_all or found >= groups, "a row keeps only what others have"
+        self.kept += 1
 
     def check_machine(self, machine: RunMachine) -> None:
         """Check the invariants that hold between any two events."""

@@ -406,6 +406,12 @@ def test_commands_without_tensors_load_no_torch() -> None:
     assert loaded_by(dict.fromkeys(names)) == []
 
 
+def test_a_node_loads_no_numba_before_it_packs_on_its_cpu() -> None:
+    """On a GPU it never does. numba is a sixth of what a node's imports take, and 57 MB."""
+    names = ["node.processes.node", "node.stage.worker", "wire.codecs.tah", "wire.codecs.aqsgd"]
+    assert [line for line in loaded_by(names) if line.startswith("numba")] == []
+
+
 def test_what_loads_something_heavy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     names = brought_in(Path("node/cli/join.py"))
     assert "torch" in names and any(name.startswith("kernels.fp8.reference.") for name in names)

@@ -21,7 +21,6 @@ from kernels.common.tiles import (
     TILE,
     tiles_per_row,
 )
-from kernels.fixed import loops as fixed_loops
 from kernels.fixed import reference as fixed
 from wire.codecs.base import Codec, Layout
 from wire.codecs.formats import HEADER_BYTES, FixedFormat
@@ -121,7 +120,12 @@ class FixedCodec(Codec):
 
 def plain(device: torch.device) -> Any:
     """The module that encodes and decodes on a device without kernels."""
-    return fixed_loops if device.type == "cpu" else fixed
+    if device.type != "cpu":
+        return fixed
+    # Here, because a node that computes on a GPU needs no numba, which takes long to import.
+    from kernels.fixed import loops
+
+    return loops
 
 
 @lru_cache(maxsize=256)

@@ -20,8 +20,6 @@ from kernels.common.tiles import (
     tiles_per_row,
 )
 from kernels.tah import reference as tah
-from kernels.tah.loops import decode as tah_loops_decode
-from kernels.tah.loops import encode as tah_loops
 from wire.codecs.base import Codec, Layout
 from wire.codecs.formats import TahFormat, four_bit_tiles, samples_and_tiles
 from wire.errors import NonFiniteError, PackedMismatchError
@@ -75,6 +73,9 @@ class TahCodec(Codec):
             triton_encode.encode(tensor, *sections, exponent, samples=samples, four_bit=four)
             return exponent
         if tensor.device.type == "cpu":
+            # Here, because a node that computes on a GPU needs no numba, which takes long to import.
+            from kernels.tah.loops import encode as tah_loops
+
             arrays = layout.arrays(payload)
             return tah_loops.encode(tensor, arrays, samples=samples, four_bit=four)
         parts = tah.TahSections(*layout.views(payload))
@@ -96,6 +97,8 @@ class TahCodec(Codec):
         scales, zero_points, bit_map = arrays[:3]
         _refuse(_fault(scales, zero_points, bit_map, samples, tiles), tiles)
         if on_cpu:
+            from kernels.tah.loops import decode as tah_loops_decode
+
             tah_loops_decode.decode(arrays, out, exponent)
         else:
             tah.decode(tah.TahSections(*layout.views(payload)), out, exponent)

@@ -545,35 +545,33 @@ class PlacedStage(_message.Message):
     address: str
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
-class PlacedRow(_message.Message):
-    __slots__ = ("node", "groups")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    node: PlacedStage
-    groups: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node: _Optional[_Union[PlacedStage, _Mapping]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
-
 class Placement(_message.Message):
-    __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays", "also", "enters", "renewed")
+    __slots__ = ("epoch", "stage", "stages", "replica", "relays", "also", "enters", "renewed", "row_nodes", "row_addresses", "row_lengths", "row_groups")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     ALSO_FIELD_NUMBER: _ClassVar[int]
     ENTERS_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
+    ROW_NODES_FIELD_NUMBER: _ClassVar[int]
+    ROW_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ROW_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    ROW_GROUPS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
     replica: int
-    rows: _containers.RepeatedCompositeFieldContainer[PlacedRow]
     relays: _containers.RepeatedCompositeFieldContainer[PeerRelays]
     also: _containers.RepeatedCompositeFieldContainer[PeerAddresses]
     enters: bool
     renewed: _containers.RepeatedCompositeFieldContainer[Seat]
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ..., also: _Optional[_Iterable[_Union[PeerAddresses, _Mapping]]] = ..., enters: bool = ..., renewed: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ...) -> None: ...
+    row_nodes: _containers.RepeatedScalarFieldContainer[str]
+    row_addresses: _containers.RepeatedScalarFieldContainer[str]
+    row_lengths: _containers.RepeatedScalarFieldContainer[int]
+    row_groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ..., also: _Optional[_Iterable[_Union[PeerAddresses, _Mapping]]] = ..., enters: bool = ..., renewed: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., row_nodes: _Optional[_Iterable[str]] = ..., row_addresses: _Optional[_Iterable[str]] = ..., row_lengths: _Optional[_Iterable[int]] = ..., row_groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PeerAddresses(_message.Message):
     __slots__ = ("node_id", "addresses")
@@ -644,7 +642,7 @@ class Restore(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ..., storages: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds", "loss_scale", "digests", "generation", "portions", "absent", "late", "hands_over")
+    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds", "loss_scale", "digests", "generation", "absent", "late", "hands_over", "portion_rows", "portion_lengths", "portion_groups")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINK_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -654,10 +652,12 @@ class Begin(_message.Message):
     LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    PORTIONS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
+    PORTION_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PORTION_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PORTION_GROUPS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     link_windows: _containers.RepeatedScalarFieldContainer[int]
@@ -667,19 +667,13 @@ class Begin(_message.Message):
     loss_scale: float
     digests: bool
     generation: int
-    portions: _containers.RepeatedCompositeFieldContainer[Portion]
     absent: _containers.RepeatedCompositeFieldContainer[Seat]
     late: _containers.RepeatedCompositeFieldContainer[Seat]
     hands_over: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ..., loss_scale: _Optional[float] = ..., digests: bool = ..., generation: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., late: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., hands_over: bool = ...) -> None: ...
-
-class Portion(_message.Message):
-    __slots__ = ("row", "groups")
-    ROW_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    row: int
-    groups: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, row: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
+    portion_rows: _containers.RepeatedScalarFieldContainer[int]
+    portion_lengths: _containers.RepeatedScalarFieldContainer[int]
+    portion_groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ..., loss_scale: _Optional[float] = ..., digests: bool = ..., generation: _Optional[int] = ..., absent: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., late: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., hands_over: bool = ..., portion_rows: _Optional[_Iterable[int]] = ..., portion_lengths: _Optional[_Iterable[int]] = ..., portion_groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Seat(_message.Message):
     __slots__ = ("row", "stage")

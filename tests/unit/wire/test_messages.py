@@ -140,7 +140,7 @@ def test_values_just_outside_of_what_a_field_declares_are_refused(record: Record
 def test_bounds_are_attacked() -> None:
     attacked = {field for record in PARTS for field, _ in attacks(record)}
     assert {"Vote.norms", "LinkFigures.capacity", "UnitHash.sha256", "RelayTimes.times"} <= attacked
-    assert {"CodecTimes.times", "PlacedRow.node", "Refusal.code", "Welcome.heartbeat_seconds"} <= attacked
+    assert {"CodecTimes.times", "ProbePeer.peer", "Refusal.code", "Welcome.heartbeat_seconds"} <= attacked
 
 
 def parsed(record: Record, encoded: dict[str, Any]) -> Message:
@@ -197,9 +197,22 @@ def test_impossible_node_messages_are_refused(message: control_pb2.NodeMessage) 
         control_pb2.CoordinatorMessage(
             placement=control_pb2.Placement(replica=1, stages=[control_pb2.PlacedStage(node_id="a")])
         ),
-        control_pb2.CoordinatorMessage(
-            placement=control_pb2.Placement(
-                stages=[control_pb2.PlacedStage(node_id="a")], rows=[control_pb2.PlacedRow(groups=[0])]
+        *(
+            control_pb2.CoordinatorMessage(
+                placement=control_pb2.Placement(stages=[control_pb2.PlacedStage(node_id="a")], **rows)
+            )
+            for rows in (
+                {"row_groups": [0]},
+                {"row_nodes": ["a"], "row_lengths": [1], "row_groups": [0]},
+                {"row_nodes": ["a"], "row_addresses": ["a:1"], "row_lengths": [2], "row_groups": [0]},
+            )
+        ),
+        *(
+            control_pb2.CoordinatorMessage(begin=control_pb2.Begin(**portions))
+            for portions in (
+                {"portion_groups": [0]},
+                {"portion_lengths": [1], "portion_groups": [0]},
+                {"portion_rows": [0], "portion_lengths": [2**32 - 1], "portion_groups": [0]},
             )
         ),
     ],

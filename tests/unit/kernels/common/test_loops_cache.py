@@ -107,6 +107,21 @@ def test_what_was_compiled_is_used_for_the_same_sources_alone(
     }
 
 
+def test_a_loop_that_is_found_compiled_is_loaded_without_the_compiler(
+    load: Callable[[int, str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing all that the compiler can translate takes longer than loading a codec's loops."""
+    assert load(2, "before").scaled(10) == 20
+    scaled = load(2, "before").scaled
+
+    def refused(_: object) -> None:
+        raise AssertionError("the compiler was made ready")
+
+    monkeypatch.setattr(type(scaled.targetctx), "refresh", refused)
+    assert scaled(10) == 20
+    assert sum(scaled.stats.cache_hits.values()) == 1
+
+
 def test_processes_that_save_at_once_get_no_code_of_each_other(tmp_path: Path) -> None:
     """Both have read the index before either writes it: an entry may be lost, never mistaken."""
     one, other = (loops._Files(str(tmp_path), "f", "sources") for _ in range(2))

@@ -19,8 +19,7 @@ from node.run_state.codec_control import CodecControl
 from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
 from node.schedule.floor import LinkRate
-from node.tuning.codec_plan import CodecPlan, Lines
-from node.tuning.codec_times import PackingTimes, of_gradients
+from node.tuning.codec_plan import CodecPlan, Lines, PackingTimes, of_gradients
 from node.tuning.decisions import WATCHED, StepHistory
 from node.tuning.window_plan import StepMeasures
 from tests.support.examples import examples

@@ -322,6 +322,63 @@ def test_rows_keep_groups_whatever_happens(audit_rate: float) -> None:
     assert kept
 
 
+def work_is_given(run: Driver) -> None:
+    while run.epoch.waits:
+        run.tick(1.0)
+
+
+def test_votes_count_as_long_as_no_groups_move() -> None:
+    """All sums are at a node that has voted."""
+    run = run_of()
+    work_is_given(run)
+    hands_over(run, "cd")
+    for node in "abefg":
+        run.vote(node)
+    assert begins(run.die("c")), "its stage learns that it is gone"
+    assert run.epoch.votes.keys() == {*"abefg"} and run.epoch.groups_of(1)
+    assert of_kind(run.vote("d"), RecordCommit)
+
+
+def test_votes_of_before_groups_moved_do_not_count() -> None:
+    run = run_of()
+    work_is_given(run)
+    for node in "abefg":
+        run.vote(node)
+    run.die("c")
+    assert not run.epoch.groups_of(1) and not run.epoch.votes
+    work_is_given(run)
+    assert of_kind(run.all_vote(), RecordCommit)
+
+
+@pytest.mark.parametrize("voted", ["aeg", "aedg", "ae"])
+def test_a_stage_whose_other_nodes_have_all_sums_loses_none(voted: str) -> None:
+    """Nothing of it is handed over. The other node of the row has voted, or says that it has computed all."""
+    run = run_of()
+    work_is_given(run)
+    for node in voted:
+        run.vote(node)
+    groups = run.epoch.groups_of(1)
+    if "d" not in voted:
+        hands_over(run, "d")
+    run.die("c")
+    assert run.epoch.groups_of(1) == (groups if "g" in voted else ())
+    work_is_given(run)
+    assert of_kind(run.all_vote(), RecordCommit)
+
+
+@pytest.mark.parametrize("voted", [True, False])
+def test_losses_that_nobody_knows_are_computed_again(voted: bool) -> None:
+    run = run_of()
+    work_is_given(run)
+    for node in "bcf" + "d" * voted:
+        run.vote(node)
+    groups = run.epoch.groups_of(1)
+    run.die("d")
+    assert run.epoch.groups_of(1) == (groups if voted else ())
+    work_is_given(run)
+    assert of_kind(run.all_vote(), RecordCommit)
+
+
 # ---- a loss that is far from those of earlier steps counts against the node that reported it, in any row
 
 

@@ -24,8 +24,8 @@ from node.telemetry.metrics import (
     RUN_METRICS,
     STEP_BUCKETS,
     Families,
-    Histogram,
     MetricKind,
+    step_histogram,
 )
 from node.view.link_views import NOT_LISTENING
 from node.view.run_view import RunView
@@ -243,14 +243,16 @@ def test_every_counted_event_is_a_metric() -> None:
 
 
 def test_a_histogram_is_cumulative() -> None:
-    histogram = Histogram()
+    histogram, families = step_histogram(), Families(RUN_METRICS)
     for seconds in (0.05, 0.1, 0.11, 3.0, 1e6):
-        histogram.add(seconds)
-    buckets, total = histogram.buckets()
-    counts = dict(buckets)
-    assert total == pytest.approx(1_000_003.26)
+        histogram.observe(seconds)
+    families.observed("step_seconds", next(iter(histogram.collect())).samples)
+    samples = parsed(families.text())
+    assert samples["thinwire_step_seconds_sum", ()] == pytest.approx(1_000_003.26)
+    counts = {dict(labels)["le"]: n for (name, labels), n in samples.items() if name.endswith("_bucket")}
     assert (counts["0.1"], counts["0.25"], counts["5.0"], counts["+Inf"]) == (2, 3, 4, 5)
     assert len(counts) == len(STEP_BUCKETS) + 1
+    assert not any(name.endswith("_created") for name, _ in samples)
 
 
 def test_wrong_names_and_labels_are_mistakes() -> None:

@@ -15,11 +15,12 @@ from node.tuning.codec_plan import (
     PACKING_CAUTION,
     CodecPlan,
     Lines,
+    PackingTimes,
     Way,
+    of_gradients,
     plan_codecs,
     seconds_of,
 )
-from node.tuning.codec_times import PackingTimes, of_gradients
 from node.tuning.decisions import WATCHED, StepHistory
 from node.tuning.rate_control import MORE_BITS, RISE, RateControl
 from node.tuning.window_plan import StepMeasures

@@ -27,8 +27,15 @@ from node.tuning.memory import COMPILED_CODEC_BYTES, expected_bytes, stage_memor
 from node.tuning.snapshot_place import last_snapshot_bytes
 from node.view.explain import explain, text_plan
 from node.view.first_run import MUON_RATE, MUON_WIDTHS, RATES, TOKENS_A_PARAMETER, Text, first_run, run_file
-from node.view.machine_speed import measured_machine
-from node.view.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines_for, parse_machine
+from node.view.machines import (
+    CARDS,
+    PAYLOAD_SHARE,
+    Card,
+    Machine,
+    machines_for,
+    measured_machine,
+    parse_machine,
+)
 from node.view.totals import (
     ACKNOWLEDGED,
     MOST_PASSES,

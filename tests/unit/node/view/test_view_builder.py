@@ -49,7 +49,7 @@ def test_a_node_has_the_name_that_its_owner_gave_it_also_while_it_is_away() -> N
         builder.apply(event, at)
     seen = copy(builder).view()
     assert [stage.name for stage in seen.stages] == ["Ana's 4090", ""]
-    assert f'{NODES[0]} "Ana\'s 4090" joined (cpu)' in [event.text for event in seen.events]
+    assert f'joined: {NODES[0]} "Ana\'s 4090" (cpu)' in [event.text for event in seen.events]
 
 
 def test_a_running_run() -> None:
@@ -152,7 +152,7 @@ def test_who_lost_a_stage_stays_on_view_with_the_reason() -> None:
         *(events.Notice(text="something else") for _ in range(MOST_EVENTS)),
     ):
         builder.apply(event, 2.0)
-    expected = (shut_out.text, f"{NODES[0]} left: {silent}")
+    expected = (shut_out.text, f"left: {NODES[0]}: {silent}")
     assert builder.view().replaced == copy(builder).view().replaced == expected
     for number in range(MOST_REPLACED):
         builder.apply(events.NodeReplaced(text=str(number), node_id=str(number)), 3.0)
