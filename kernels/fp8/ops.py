@@ -1,14 +1,12 @@
 """e4m3 gradients and AdamW by device: Triton's kernels on a GPU, pieces on a CPU, and otherwise the
 reference."""
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from kernels.common import dispatch
 from kernels.common.random_bits import random_bits
 from kernels.fp8 import reference
-from kernels.fp8.layout import BLOCK, blocks
+from kernels.fp8.layout import BLOCK
 from kernels.fp8.reference import (
     ROUNDED_BITS,
     Draw,
@@ -32,11 +30,11 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None
         triton.accumulate_gradient(gradient, addend, draw)
     elif addend.device.type == "cpu":
         salt = None if draw is None else draw.salt
-        for where, of_blocks in _pieces(addend.numel()):
-            piece, noise = addend[where], None
+        for first in range(0, addend.numel(), PIECE):
+            piece, noise = addend[first : first + PIECE], None
             if salt is not None:
-                noise = random_bits(piece.numel(), salt, piece.device, bits=ROUNDED_BITS, first=where.start)
-            part = Fp8Gradient(gradient.codes[where], gradient.exponents[of_blocks])
+                noise = random_bits(piece.numel(), salt, piece.device, bits=ROUNDED_BITS, first=first)
+            part = gradient.part(first, first + PIECE)
             pack_gradient(unpack_gradient(part) + piece.float(), part, noise)
     else:
         reference.accumulate_gradient(gradient, addend, draw)
@@ -49,9 +47,10 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
 
         triton.sum_gradients(codes, exponents, into)
     elif codes.device.type == "cpu":
-        for where, of_blocks in _pieces(into.codes.numel()):
-            part = Fp8Gradient(into.codes[where], into.exponents[of_blocks])
-            reference.sum_gradients(codes[:, where], exponents[:, of_blocks], part)
+        for first in range(0, into.codes.numel(), PIECE):
+            end = first + PIECE
+            of_blocks = slice(first // BLOCK, end // BLOCK)
+            reference.sum_gradients(codes[:, first:end], exponents[:, of_blocks], into.part(first, end))
     else:
         reference.sum_gradients(codes, exponents, into)
 
@@ -69,10 +68,3 @@ def momentum_step(
 
 # On a GPU the last bits of the moments' logarithms may differ.
 adamw_step = dispatch.by_device("fp8", f"{__package__}.triton", reference.adamw_step)
-
-
-def _pieces(elements: int) -> Iterator[tuple[slice, slice]]:
-    """The elements and the blocks of each piece."""
-    for start in range(0, elements, PIECE):
-        end = min(start + PIECE, elements)
-        yield slice(start, end), slice(start // BLOCK, blocks(end))

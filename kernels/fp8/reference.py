@@ -68,6 +68,11 @@ class Fp8Gradient:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.exponents.nbytes
 
+    def part(self, first: int, end: int) -> "Fp8Gradient":
+        """The elements from `first`, the start of a block, to `end`, not copied. `end` is a block's end, or
+        the gradient's."""
+        return Fp8Gradient(self.codes[first:end], self.exponents[first // BLOCK : blocks(end)])
+
     def clear(self) -> None:
         """Set it to zero."""
         self.codes.zero_()
@@ -92,6 +97,17 @@ class Draw:
         return mixed(int(self.microbatch.item()) ^ self.parameter)
 
 
+def exponents_of(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest exponents, from `SMALLEST_EXPONENT` on, of the powers of two that bring these largest
+    magnitudes within e4m3's range; and which of the magnitudes are finite."""
+    finite = torch.isfinite(largest)
+    mantissa, exponent = torch.frexp(torch.where(finite, largest, 1.0))
+    # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
+    exponent = exponent - 9 + (mantissa > LARGEST / 512).int()
+    exponent = torch.where(largest > 0, exponent, SMALLEST_EXPONENT).clamp(min=SMALLEST_EXPONENT)
+    return exponent, finite
+
+
 def pack_gradient(values: Tensor, into: Fp8Gradient, noise: Tensor | None = None) -> None:
     """Write fp32 `values` [n] to `into`, rounded to nearest, ties to even.
 
@@ -99,13 +115,8 @@ def pack_gradient(values: Tensor, into: Fp8Gradient, noise: Tensor | None = None
         noise: int32 [n] with `ROUNDED_BITS` random bits each, to round stochastically instead.
     """
     rows = _rows(values)
-    largest = rows.abs().amax(dim=1)
-    finite = torch.isfinite(largest)
+    exponent, finite = exponents_of(rows.abs().amax(dim=1))
     all_finite = bool(finite.all())
-    mantissa, exponent = torch.frexp(torch.where(finite, largest, 1.0))
-    # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
-    exponent = exponent - 9 + (mantissa > LARGEST / 512).int()
-    exponent = torch.where(largest > 0, exponent, SMALLEST_EXPONENT).clamp(min=SMALLEST_EXPONENT)
     # The exponent keeps finite values in range.
     scaled = rows * power_of_two(-exponent)[:, None]
     if not all_finite:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST = 448.0
-SMALLEST_EXPONENT = -126
+from kernels.fp8.reference import LARGEST, exponents_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,7 @@ def code_rows(x: Tensor, into: Coded) -> None:
     """Write x [rows, columns], of any float dtype, to `into`, rounded to nearest, ties to even."""
     wide = x.float()
     largest = wide.abs().amax(dim=1, keepdim=True)
-    finite = torch.isfinite(largest)
-    mantissa, exponent = torch.frexp(torch.where(finite, largest, 1.0))
-    # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
-    exponent = exponent - 9 + (mantissa > LARGEST / 512).int()
-    exponent = torch.where(largest > 0, exponent, SMALLEST_EXPONENT).clamp(min=SMALLEST_EXPONENT)
+    exponent, finite = exponents_of(largest)
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     coded = torch.where(finite, wide / scale, 0.0).clamp_(-LARGEST, LARGEST)
     into.codes.copy_(coded.to(torch.float8_e4m3fn))

@@ -21,8 +21,7 @@ from kernels.common.triton.e4m3 import (
     scale_of,
     store_codes,
 )
-from kernels.common.triton.numbers import lacks_functions, mixed, random_16, wrapped
-from kernels.common.triton.tiles import widened
+from kernels.common.triton.numbers import half_bits, lacks_functions, mixed, random_16, widened, wrapped
 from kernels.fp8.layout import blocks
 from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
 from kernels.fp8.rows import Coded
@@ -419,10 +418,8 @@ def _moment(codes, scales, powers, row, place, inside, real):
 @triton.jit
 def _store_moment(codes, scales, powers, value, row, place, inside, real):
     magnitude = tl.where(inside, tl.abs(value), 0.0)
-    bits = tl.max(magnitude, 1).to(tl.int32, bitcast=True)
     # bf16, to nearest even.
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    largest = bits.to(tl.float32, bitcast=True)
+    largest = (half_bits(tl.max(magnitude, 1)) << 16).to(tl.float32, bitcast=True)
     smallest = tl.min(tl.where(magnitude > 0, magnitude, float("inf")), 1)
     some = largest > 0
     top = _log2(tl.where(some, largest, 1.0))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kernels.common import dispatch
 from kernels.common.matrices import following
-from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.ops import accumulate_gradient
 from kernels.fp8.products import weight_gradient
 from kernels.fp8.reference import Draw, Fp8Gradient, pack_gradient, unpack_gradient
@@ -282,8 +281,7 @@ class Fp8Gradients:
         kept = self.stored(parameter)
         if not isinstance(kept, Fp8Gradient):
             return kept.view(-1)[first : first + count]
-        begin, end = first // BLOCK, blocks(first + count)
-        return Fp8Gradient(kept.codes[first : first + count], kept.exponents[begin:end])
+        return kept.part(first, first + count)
 
     def take(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
         kept = self.stored(parameter)
@@ -392,9 +390,8 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 def _pieces(gradient: Fp8Gradient) -> Iterator[Fp8Gradient]:
     """The same codes and exponents, in pieces of `GRADIENT_PIECE` elements."""
-    codes = torch.split(gradient.codes, GRADIENT_PIECE)
-    exponents = torch.split(gradient.exponents, blocks(GRADIENT_PIECE))
-    return (Fp8Gradient(*pair) for pair in zip(codes, exponents, strict=True))
+    starts = range(0, gradient.codes.numel(), GRADIENT_PIECE)
+    return (gradient.part(first, first + GRADIENT_PIECE) for first in starts)
 
 
 def gradient_of(tensor: Tensor) -> Tensor:

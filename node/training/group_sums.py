@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.fp8.layout import BLOCK
 from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.schedule.gradient_groups import Fold, Piece, piece_format
 from wire.codecs.base import Codec
@@ -146,6 +145,5 @@ def gradient_part(gradient: Gradient, first: int, end: int) -> Tensor:
     """Elements of a gradient, flat and in float32."""
     if isinstance(gradient, Fp8Gradient):
         # All pieces except the last consist of whole blocks.
-        exponents = gradient.exponents[first // BLOCK : -(-end // BLOCK)]
-        return unpack_gradient(Fp8Gradient(gradient.codes[first:end], exponents))
+        return unpack_gradient(gradient.part(first, end))
     return gradient.flatten()[first:end].float()

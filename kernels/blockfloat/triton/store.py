@@ -28,7 +28,10 @@ from kernels.common.triton.numbers import (
     MAGIC,
     MAGIC_BITS,
     as_bits,
+    half_bits,
     reciprocal,
+    rounded,
+    widened,
 )
 
 _SMALLEST = tl.constexpr(SMALLEST_BITS)
@@ -56,40 +59,23 @@ ROWS_SUMMED = 256
 @triton.jit
 def load_wide(pointers, mask):
     """Load fp32, fp16 or bf16 numbers as fp32, 0 where masked."""
-    values = tl.load(pointers, mask=mask, other=0.0)
-    if pointers.dtype.element_ty == tl.bfloat16:
-        # The interpreter's own conversion is wrong for subnormal numbers.
-        wide = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        wide = values.to(tl.float32)
-    return wide
-
-
-@triton.jit
-def half_bits(y):
-    """The upper half of fp32's bits, rounded to nearest even: bf16, as int32."""
-    bits = y.to(tl.int32, bitcast=True)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return widened(tl.load(pointers, mask=mask, other=0.0))
 
 
 @triton.jit
 def store_rounded(pointers, y, mask):
     """Round y to the pointers' dtype; int16 stands for bf16 under the interpreter."""
-    if pointers.dtype.element_ty == tl.int16:
-        rounded = half_bits(y).to(tl.int16)
-    else:
-        rounded = y.to(pointers.dtype.element_ty)
-    tl.store(pointers, rounded, mask=mask)
+    tl.store(pointers, rounded(y, pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def as_stored(y, pointers):
     """y as `store_rounded` stores it, in fp32; for pointers to fp32 or bf16."""
     if pointers.dtype.element_ty == tl.float32:
-        rounded = y
+        stored = y
     else:
-        rounded = (half_bits(y) << 16).to(tl.float32, bitcast=True)
-    return rounded
+        stored = (half_bits(y) << 16).to(tl.float32, bitcast=True)
+    return stored
 
 
 @triton.jit
@@ -246,10 +232,10 @@ def store_blocks(packed, n, block, inside, y, BITS: tl.constexpr, LIMIT: tl.cons
     """Store y, fp32 `[T, 128]` with zeros as padding, as the blocks `block` (int64 `[T]`) of n."""
     if BITS == 16:
         bits = y.to(tl.int32, bitcast=True)
-        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN_SCALE, half_bits(y)).to(tl.int16)
+        halves = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN_SCALE, half_bits(y)).to(tl.int16)
         where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         target = packed.to(tl.pointer_type(tl.int16), bitcast=True)
-        tl.store(target + where, rounded, mask=inside[:, None] & (where >= 0))
+        tl.store(target + where, halves, mask=inside[:, None] & (where >= 0))
     else:
         magnitudes = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         scale = _scale_bits(tl.max(magnitudes, 1), LIMIT)

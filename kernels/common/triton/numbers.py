@@ -67,6 +67,31 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def widened(values):
+    """fp32, fp16 or bf16 numbers in fp32."""
+    if values.dtype == tl.bfloat16:
+        # The interpreter's own conversion is wrong for subnormal numbers.
+        bits = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def half_bits(y):
+    """The upper half of fp32's bits, rounded to nearest even: bf16, as int32."""
+    bits = y.to(tl.int32, bitcast=True)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@triton.jit
+def rounded(y, dtype: tl.constexpr):
+    """fp32 numbers in another dtype. Under the interpreter int16 stands for bf16 (`as_bits`)."""
+    if dtype == tl.int16:
+        return half_bits(y).to(tl.int16)
+    return y.to(dtype)
+
+
+@triton.jit
 def in_record(pointer, number, record):
     """Move `pointer` from the first of many records of `record` times `RECORD` bytes to record `number`
     (int64). The constant factor tells the compiler how addresses are aligned."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.tiles import TILE, tiles_per_row
-from kernels.common.triton.numbers import INTERPRETED
+from kernels.common.triton.numbers import INTERPRETED, rounded, widened
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -68,15 +68,6 @@ def load_block(
 
 
 @triton.jit
-def widened(values):
-    if values.dtype == tl.bfloat16:
-        # The interpreter's own conversion is wrong for subnormal numbers.
-        bits = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    return values.to(tl.float32)
-
-
-@triton.jit
 def load_tile(x, tile, width, row_stride, per_row):
     """Load one tile (int64) in fp32, `[64]`, 0 outside its row."""
     row = tile // per_row
@@ -89,30 +80,21 @@ def store_tile(out, y, tile, width, per_row):
     """Inverse of `load_tile`, into contiguous rows."""
     row = tile // per_row
     column = (tile - row * per_row) * 64 + tl.arange(0, 64)
-    tl.store(out + row * width + column, _rounded(y, out.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
-def _rounded(y, dtype: tl.constexpr):
-    if dtype == tl.int16:
-        # Under the interpreter, integers round to bf16, to nearest even.
-        bits = y.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    return y.to(dtype)
+    tl.store(out + row * width + column, rounded(y, out.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
 def store_block(out, y, base, n, width, per_row, T: tl.constexpr, FLAT: tl.constexpr):
     """Round y to the dtype of `out`, whose rows are contiguous; inverse of `load_block`."""
-    rounded = tl.reshape(_rounded(y, out.dtype.element_ty), (T * 64,))
+    numbers = tl.reshape(rounded(y, out.dtype.element_ty), (T * 64,))
     i = tl.arange(0, T * 64)
     if FLAT:
-        tl.store(out + base * 64 + i, rounded, mask=i < (n - base) * 64)
+        tl.store(out + base * 64 + i, numbers, mask=i < (n - base) * 64)
     else:
         whole = base + i // 64
         row = whole // per_row
         column = (whole - row * per_row) * 64 + i % 64
-        tl.store(out + row * width + column, rounded, mask=(whole < n) & (column < width))
+        tl.store(out + row * width + column, numbers, mask=(whole < n) & (column < width))
 
 
 @triton.jit

@@ -9,8 +9,7 @@ the search for a step reads only the histograms.
 import triton
 import triton.language as tl
 
-from kernels.common.triton.numbers import in_record
-from kernels.common.triton.tiles import widened
+from kernels.common.triton.numbers import in_record, widened
 from kernels.trellis.triton import state as at
 
 _NON_FINITE = tl.constexpr(0x7FFF)
