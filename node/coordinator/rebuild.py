@@ -41,10 +41,17 @@ from node.coordinator.store import (
 )
 from node.run_file.loader import read_toml, stored_config, to_json, to_toml
 from node.run_state.actions import RecordPlan
-from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError, SnapshotStore, UnitEntry
+from node.state.manifest import (
+    MANIFEST_NAME,
+    RECORD_FILE,
+    Manifest,
+    SnapshotDamagedError,
+    SnapshotStore,
+    UnitEntry,
+)
 from node.state.object_store import ObjectStore, wrong_url
 from node.state.snapshot import SnapshotFolder, list_snapshots, read_manifest, snapshot_directory
-from node.state.snapshot_cache import RECORD_FILE, SnapshotCache
+from node.state.snapshot_cache import SnapshotCache
 from node.telemetry import events
 from node.telemetry.history import evicted_nodes, plans_made, step_done
 from node.tuning.codec_plan import CodecPlan

@@ -82,7 +82,7 @@ def cell_floor(
     Rates are those of the payload: measured for links, and for interfaces as configured and checked by
     calibration.
     """
-    joined = len(joints(len(compute.forward), chunks, head_share))
+    joined = len(joints(len(compute.forward), closes=chunks > 1 or head_share is not None))
     links: tuple[LinkRate, ...] = ()
     interfaces: tuple[LinkRate, ...] = ()
     if wires[0].higher < 0:

@@ -154,7 +154,7 @@ class PipelineStep:
             raise ValueError(
                 "give forward and backward for every stage, and at least 1 microbatch, chunk and slice"
             )
-        wanted = len(joints(stages, self.chunks, self.head_share))
+        wanted = len(joints(stages, closes=self.chunks > 1 or self.head_share is not None))
         if self.links and len(self.links) != wanted:
             raise ValueError(
                 f"{len(self.links)} links given; {stages} stages with {self.chunks} chunks have {wanted}"
@@ -188,11 +188,13 @@ class PipelineStep:
         )
 
 
-def joints(stages: int, chunks: int, head_share: float | None) -> list[tuple[int, int]]:
-    """The pairs of stages that a link joins: neighbours, and the last and the first of three or more with
-    several chunks or a head on the first."""
-    ring = (chunks > 1 or head_share is not None) and stages > 2
-    return [*((stage, stage + 1) for stage in range(stages - 1)), *[(stages - 1, 0)] * ring]
+def joints(stages: int, *, closes: bool) -> list[tuple[int, int]]:
+    """The pairs of stages that a link joins: neighbours, and the last and the first of three or more if the
+    line `closes` to a ring, as with several chunks or a head on the first."""
+    return [
+        *((stage, stage + 1) for stage in range(stages - 1)),
+        *[(stages - 1, 0)] * (closes and stages > 2),
+    ]
 
 
 def chunk_shares(stages: int, chunks: int, head_share: float | None = None) -> tuple[float, ...]:

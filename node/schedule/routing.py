@@ -7,6 +7,7 @@ per stage, or with the head on the first stage, the last stage sends to the firs
 from typing import NamedTuple
 
 from node.config.schema import RunConfig
+from node.schedule.floor import joints
 from node.schedule.placement import chunk_units, chunks_of, head_first, slices_of
 from node.schedule.schedule import Action, Kind, dependencies
 from wire.spec import Direction, TensorKey
@@ -70,10 +71,8 @@ def link_ends(config: RunConfig) -> tuple[tuple[int, int], ...]:
 
     A link that closes the ring comes last and starts at the last stage.
     """
-    stages = config.pipeline.stages
-    ends = [(stage, stage + 1) for stage in range(stages - 1)]
-    closes = stages > 2 and (config.pipeline.chunks > 1 or config.sums_tied_gradients)
-    return (*ends, (stages - 1, 0)) if closes else tuple(ends)
+    closes = config.pipeline.chunks > 1 or config.sums_tied_gradients
+    return tuple(joints(config.pipeline.stages, closes=closes))
 
 
 class StageLayout:

@@ -21,6 +21,8 @@ from wire.codecs.host_copies import HostCopies, Mark, Streams
 from wire.errors import NonFiniteError
 from wire.spec import TensorSpec
 
+CPU = torch.device("cpu")
+
 
 class DeviceTransfer(ABC):
     @abstractmethod
@@ -47,7 +49,11 @@ class DeviceTransfer(ABC):
 
 
 class CpuTransfer(DeviceTransfer):
-    """For a CPU: tensors are on the host already."""
+    """For a CPU, and for a device whose codecs run on the CPU and whose copies themselves wait for all
+    submitted work. On a CPU nothing is copied."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
 
     def mark(self) -> None:
         return None
@@ -56,24 +62,10 @@ class CpuTransfer(DeviceTransfer):
         pass
 
     def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
-        return codec.encode(tensor)
+        return codec.encode(tensor.cpu())
 
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
-        return codec.decode(packed, spec), None
-
-
-class PlainTransfer(CpuTransfer):
-    """For a device whose codecs run on the CPU and whose copies themselves wait for all submitted work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
-        return super().pack(codec, tensor.cpu(), mark)
-
-    def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
-        tensor, _ = super().unpack(codec, packed, spec)
-        return tensor.to(self._device), None
+        return codec.decode(packed, spec).to(self._device), None
 
 
 class CudaTransfer(DeviceTransfer):
@@ -160,6 +152,4 @@ class CudaTransfer(DeviceTransfer):
 
 
 def device_transfer(device: torch.device) -> DeviceTransfer:
-    if device.type == "cuda":
-        return CudaTransfer(device)
-    return CpuTransfer() if device.type == "cpu" else PlainTransfer(device)
+    return CudaTransfer(device) if device.type == "cuda" else CpuTransfer(device)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -24,17 +23,15 @@ from node.stage.layer_peers import LayerPeers, LayerPlace
 from node.stage.state_copy import READERS, ReadLayer, StateCopy, hash_layer, read_layer
 from node.state.hub import PREFIX as HUB
 from node.state.hub import Repository
-from node.state.manifest import LayerFile, unit_weights_sha256
+from node.state.manifest import LayerFile
 from node.state.object_store import ObjectStore, is_below, wrong_url
 from node.state.serialization import deserialize_unit
 from node.state.snapshot_cache import NO_ROOM, NoRoomError, SnapshotCache
 from node.state.start import read_units
 from node.state.unit_state import (
     PARAMETER_PREFIX,
-    check_state,
+    checked_digest,
     has_weights_alone,
-    parameters_of,
-    read_tensors,
     weights_file,
 )
 from node.telemetry import points
@@ -500,21 +497,20 @@ class SnapshotTransfer:
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         if kept is None:
             raise RunError(NO_ROOM)
-        held = await asyncio.to_thread(self._held, step, unit, data)
+        held = await asyncio.to_thread(self._held, step, unit, LayerFile(data, ""))
         for unknown in await self._client.hold_layers([held]):
             await asyncio.to_thread(self._cache.drop, *unknown)
 
-    def _held(self, step: int, unit: str, data: bytes) -> HeldLayer:
+    def _held(self, step: int, unit: str, file: LayerFile) -> HeldLayer:
         """The report of a file, after checking that a stage can start from it. Raises RunError."""
-        tensors = read_tensors(data)
         alone = has_weights_alone(self._config, step)
-        check_state(self._config, self._windows, unit, tensors, weights_alone=alone)
+        digest = checked_digest(self._config, self._windows, unit, file, weights_alone=alone)
         return HeldLayer(
             step=step,
             unit=unit,
-            bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            weights_sha256=unit_weights_sha256(parameters_of(tensors)),
+            bytes=digest.bytes,
+            sha256=digest.hash.sha256,
+            weights_sha256=digest.weights_sha256,
         )
 
     async def _send(self, wanted: SendLayers) -> None:
@@ -524,7 +520,7 @@ class SnapshotTransfer:
             if (kept := await asyncio.to_thread(self._cache.get, wanted.step, unit)) is None:
                 await self._client.hold_layers([], [(wanted.step, unit)])
             elif wanted.place:
-                held = await asyncio.to_thread(self._held, wanted.step, unit, kept.data)
+                held = await asyncio.to_thread(self._held, wanted.step, unit, kept)
                 await self._put(wanted.place, wanted.step, unit, kept.data)
                 await self._client.hold_layers([held])
             else:

@@ -214,7 +214,7 @@ class HubFiles:
         import aiohttp
 
         if (cached := await self._cached(name)) is not None:
-            return await asyncio.to_thread(_read_range, cached, start, end)
+            return await asyncio.to_thread(read_range, cached, start, end)
         url = _library().hf_hub_url(self._repository.name, name, revision=self._repository.revision)
         data, backoff, failures = bytearray(), Backoff(0.5, 8.0), 0
         while True:
@@ -282,7 +282,8 @@ def is_pinned(repository: Repository) -> bool:
     return _COMMIT.fullmatch(repository.revision) is not None
 
 
-def _read_range(path: Path, start: int, end: int) -> bytes:
+def read_range(path: Path, start: int, end: int) -> bytes:
+    """The bytes from `start` to `end` of a file. Raises DataError."""
     try:
         with path.open("rb") as file:
             file.seek(start)

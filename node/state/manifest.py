@@ -8,7 +8,7 @@ parameter, sorted by name.
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,8 @@ from node.config.schema import RunConfig
 from node.training.loss_scale import LossScale
 from wire.errors import RunError
 
+RECORD_FILE = "run.json"
+"""Where a store keeps what `thinwire recover` needs."""
 FORMAT = 1
 """The format's number, which increases whenever files or manifest change meaning."""
 MOST_STEPS, MOST_BYTES = 2**32 - 1, 2**62
@@ -289,18 +291,8 @@ def unit_file(unit: str) -> str:
     return f"{unit}.safetensors"
 
 
-def unit_weights_sha256(parameters: Mapping[str, np.ndarray]) -> str:
-    """The hash of one unit's parameters, given as arrays by name without prefix."""
-    digest = sha256()
-    for name in sorted(parameters):
-        array = np.ascontiguousarray(parameters[name])
-        digest.update(weights_line(name, array.dtype, array.shape))
-        digest.update(array.data)
-    return digest.hexdigest()
-
-
 def weights_line(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """What precedes a parameter's bytes in `unit_weights_sha256`."""
+    """What precedes a parameter's bytes in the hash of a unit's weights."""
     return f"{name} {dtype.str} {shape}\n".encode()
 
 

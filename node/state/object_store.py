@@ -17,10 +17,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from node.state.manifest import MANIFEST_NAME, LayerFile, Manifest, unit_file
+from node.state.manifest import MANIFEST_NAME, RECORD_FILE, LayerFile, Manifest, unit_file
 from wire.errors import RunError, UserError, shortened
 
-RECORD_FILE = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _EXTRAS = {"s3": "s3fs"}
 """The additional packages that fsspec needs, by scheme. `thinwire[store]` installs them."""

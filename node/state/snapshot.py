@@ -356,7 +356,7 @@ class SnapshotFolder:
         """
         path = snapshot_directory(self._root, step) / unit_file(unit)
         with write_errors(path, size):
-            return when_there_are_some(lambda: NewFile(self._root, path, size, step))
+            return when_there_are_some(lambda: _new_file(self._root, path, size, step))
 
     def place(self, step: int, entry: UnitEntry, written: Path) -> Manifest | None:
         """Move a unit's file, written and synced, into the snapshot of `step`. Returns and raises what `put`
@@ -428,7 +428,7 @@ class SnapshotFolder:
 class NewFile:
     """A file that is written in parts, under a temporary name. Its methods block."""
 
-    def __init__(self, directory: Path, path: Path, size: int, step: int) -> None:
+    def __init__(self, directory: Path, path: Path, size: int) -> None:
         """Reserves `size` bytes in `directory`. `path` is the name that it will have. Raises OSError."""
         self._final, self.size = path, size
         self._file: FileIO | None = None
@@ -436,7 +436,6 @@ class NewFile:
         handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}.", suffix=".tmp")
         self.path, self._file = Path(temporary), FileIO(handle, "r+b")
         try:
-            points.reach(points.Phase.SNAPSHOT, at=points.At.WRITE, step=step)
             _reserve(handle, directory, size)
         except OSError:
             self.close()
@@ -444,19 +443,23 @@ class NewFile:
 
     def take(self, data: bytes | memoryview) -> None:
         """Append the next part. Raises RunError."""
-        left = memoryview(data)
         with write_errors(self._final, self.size):
-            while left:
-                left = left[self._open.write(left) :]
+            self.write(data)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """As `take`, but raises OSError."""
+        left = memoryview(data)
+        while left:
+            left = left[self._open.write(left) :]
 
     def read(self, offset: int, size: int) -> bytes:
         """As `LayerBytes.read`, but raises OSError."""
-        return pread(self._open.fileno(), offset, size)
+        return pread(self.handle, offset, size)
 
     def sync(self) -> None:
         """Make what was written durable. Raises RunError."""
         with write_errors(self._final, self.size):
-            os.fsync(self._open.fileno())
+            os.fsync(self.handle)
 
     def close(self) -> None:
         """Close the file, and remove it unless it has its final name."""
@@ -468,9 +471,20 @@ class NewFile:
     __del__ = close
 
     @property
+    def handle(self) -> int:
+        """The descriptor of the open file."""
+        return self._open.fileno()
+
+    @property
     def _open(self) -> FileIO:
         assert self._file is not None, "the file is open"
         return self._file
+
+
+def _new_file(directory: Path, path: Path, size: int, step: int) -> NewFile:
+    """A file of the snapshot of `step`. Raises OSError."""
+    points.reach(points.Phase.SNAPSHOT, at=points.At.WRITE, step=step)
+    return NewFile(directory, path, size)
 
 
 def _reserve(handle: int, directory: Path, size: int) -> None:
@@ -516,7 +530,7 @@ def _write(path: Path, data: bytes, step: int) -> None:
 
 
 def _write_file(path: Path, data: bytes, step: int) -> None:
-    with closing(NewFile(path.parent, path, len(data), step)) as file:
+    with closing(_new_file(path.parent, path, len(data), step)) as file:
         file.take(data)
         file.sync()
         _move(file.path, path, step)

@@ -14,19 +14,18 @@ import hashlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from node.state.manifest import LayerFile, StoredLayer, is_unit_name
+from node.state.manifest import RECORD_FILE, LayerFile, StoredLayer, is_unit_name
+from node.state.snapshot import NewFile
 from wire.errors import RunError
 from wire.identity.files import sync_directory
 
 KEPT_STEPS = 2
 """How many steps to keep besides those that the coordinator has requested."""
-RECORD_FILE = "run.json"
 NO_ROOM = "this node's disk space is used up: free some, or join with a larger --max-disk"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _SUM = 32
@@ -93,10 +92,9 @@ class SnapshotCache:
                 if not self._make_room(path, size + _SUM):
                     raise NoRoomError(NO_ROOM)
                 self._coming[path] = size + _SUM
-            with _Replacement(path) as replacement:
-                # A full disk must be detected now, not when half of a state has been received.
-                replacement.reserve(size + _SUM)
-                yield LayerWriter(replacement)
+            # A full disk must be detected now, not when half of a state has been received.
+            with contextlib.closing(NewFile(path.parent, path, size + _SUM)) as file:
+                yield LayerWriter(file, path)
         except OSError as error:
             wrong = NoRoomError if error.errno in FULL else RunError
             raise wrong(f"{path} cannot be written ({error.strerror}): free some space") from error
@@ -132,10 +130,12 @@ class SnapshotCache:
         if record:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
-                path = self._directory / RECORD_FILE
-                with _Replacement(path) as replacement:
-                    replacement.file.write(record.encode())
-                    replacement.keep()
+                path, data = self._directory / RECORD_FILE, record.encode()
+                with contextlib.closing(NewFile(self._directory, path, len(data))) as file:
+                    file.write(data)
+                    os.fsync(file.handle)
+                    file.path.replace(path)
+                    sync_directory(self._directory)
             except OSError:
                 return
 
@@ -197,53 +197,24 @@ class SnapshotCache:
 class LayerWriter:
     """Writes a layer's file. Methods raise OSError."""
 
-    def __init__(self, replacement: "_Replacement") -> None:
-        self._replacement = replacement
+    def __init__(self, file: NewFile, path: Path) -> None:
+        """`path` is where the complete file is kept."""
+        self._file, self._path = file, path
+        self._size = -_SUM
         self.write(bytes(_SUM))
 
     def write(self, piece: bytes | memoryview) -> None:
-        self._replacement.file.write(piece)
+        self._file.write(piece)
+        self._size += len(piece)
 
     def keep(self, sha256: str, *, durable: bool = True) -> StoredLayer:
         """Move the complete file, which has this SHA-256, to its final path."""
-        file = self._replacement.file
-        size = file.tell() - _SUM
-        file.truncate()
-        file.seek(0)
-        file.write(bytes.fromhex(sha256))
-        self._replacement.keep(durable=durable)
-        return StoredLayer(os.dup(file.fileno()), size, sha256, start=_SUM)
-
-
-class _Replacement:
-    """Writes a file beside `path` and then replaces `path` with it."""
-
-    def __init__(self, path: Path) -> None:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-        self.file = os.fdopen(handle, "w+b")
-        self._partial, self._path = Path(name), path
-
-    def __enter__(self) -> "_Replacement":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-        self._partial.unlink(missing_ok=True)
-
-    def reserve(self, size: int) -> None:
-        """Raise OSError if the disk is full, on systems that can tell."""
-        try:
-            os.posix_fallocate(self.file.fileno(), 0, size)
-        except AttributeError:
-            return
-        except OSError as error:
-            if error.errno in FULL:
-                raise
-
-    def keep(self, *, durable: bool = True) -> None:
-        self.file.flush()
+        handle = self._file.handle
+        os.ftruncate(handle, _SUM + self._size)
+        os.pwrite(handle, bytes.fromhex(sha256), 0)
         if durable:
-            os.fsync(self.file.fileno())
-        self._partial.replace(self._path)
+            os.fsync(handle)
+        self._file.path.replace(self._path)
         if durable:
             sync_directory(self._path.parent)
+        return StoredLayer(os.dup(handle), self._size, sha256, start=_SUM)

@@ -192,7 +192,7 @@ class LayerDigest:
 
     @property
     def weights_sha256(self) -> str:
-        """See `node.state.manifest.unit_weights_sha256`."""
+        """The hash of the unit's parameters, as in a manifest."""
         assert self._reports is not None, "`reports` was given"
         return self._weights.hexdigest()
 
@@ -265,35 +265,18 @@ def has_weights_first(config: RunConfig, step: int) -> bool:
     return config.snapshots.last == ALL and step >= config.run.steps and config.lora.rank == 0
 
 
-def check_state(
-    config: RunConfig,
-    windows: int,
-    unit: str,
-    tensors: Mapping[str, np.ndarray],
-    *,
-    weights_alone: bool = False,
-) -> None:
-    """Check that a run can resume from a unit's tensors.
-
-    Args:
-        windows: the number of samples in one pass over the text.
-        weights_alone: whether there is no optimizer state.
-
-    Raises:
-        RunError: it cannot. The message says why.
-    """
-    _check_layout(config, unit, layout_of(tensors), weights_alone)
-    for name, array in tensors.items():
-        _check_numbers(name, array, windows)
-
-
 def checked_digest(
     config: RunConfig, windows: int, unit: str, file: LayerBytes, *, weights_alone: bool = False
 ) -> "LayerDigest":
     """Check that a run can resume from a unit's file, and hash it, in one pass that holds a slice of a tensor
     at a time.
 
-    Arguments and errors are those of `check_state`. Only a file that `LayerDigest` describes passes.
+    Args:
+        windows: the number of samples in one pass over the text.
+        weights_alone: whether there is no optimizer state.
+
+    Raises:
+        RunError: it cannot, or no node writes such a file. The message says why.
     """
     head = file.read(0, min(_head_bytes(file.read(0, 8)), MOST_HEAD_BYTES))
     if (digest := _digest(head, windows)) is None or digest.bytes != file.size:

@@ -22,7 +22,7 @@ from node.data.text import LFS_POINTER, check_link
 from node.model.families.family import FileTensor
 from node.model.units import EMBED, HEAD, parameter_specs
 from node.state.families import OUTPUT, tensors
-from node.state.hub import INDEX, PIECE_BYTES, SINGLE
+from node.state.hub import INDEX, PIECE_BYTES, SINGLE, read_range
 from wire.errors import DataError, shortened
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -104,18 +104,7 @@ class FolderFiles:
         return path.stat().st_size if path.is_file() else None
 
     async def read(self, name: str, start: int, end: int) -> bytes:
-        def work() -> bytes:
-            with (self._folder / name).open("rb") as file:
-                file.seek(start)
-                return file.read(end - start)
-
-        try:
-            data = await asyncio.to_thread(work)
-        except OSError as error:
-            raise DataError(f"cannot read {self._folder / name}: {error.strerror}") from error
-        if len(data) != end - start:
-            raise DataError(f"{self._folder / name} is truncated: {start + len(data)} of {end} bytes")
-        return data
+        return await asyncio.to_thread(read_range, self._folder / name, start, end)
 
     def digest(self, name: str) -> str:
         return ""

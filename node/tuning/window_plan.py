@@ -110,7 +110,7 @@ def measured(
             latency=min(round_trips, default=0.0) / 2,
         )
 
-    pairs = joints(stages, chunks, head_share)
+    pairs = joints(stages, closes=chunks > 1 or head_share is not None)
     links = tuple(link(low, high) for low, high in pairs)
 
     def line(stage: int) -> LinkRate:

@@ -89,7 +89,8 @@ class StepModel(PipelineStep):
             activation_bytes=tensor_bytes("activation"),
             gradient_bytes=tensor_bytes("gradient"),
             links=_rates(
-                [link for link in view.links if link.source not in uploads], joints(stages, chunks, share)
+                [link for link in view.links if link.source not in uploads],
+                joints(stages, closes=chunks > 1 or share is not None),
             ),
             interfaces=tuple(
                 LinkRate(up=uploads[stage].capacity_mbit / 8e-6 if stage in uploads else math.inf)

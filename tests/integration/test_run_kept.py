@@ -9,7 +9,7 @@ from pathlib import Path
 from node.config.schema import SnapshotsSection
 from node.coordinator.rebuild import newest_record
 from node.model.units import unit_names
-from node.state.snapshot_cache import RECORD_FILE
+from node.state.manifest import RECORD_FILE
 from node.telemetry.events import PlacementMade, SnapshotStored
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held

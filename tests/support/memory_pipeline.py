@@ -28,13 +28,14 @@ from node.schedule.routing import BETWEEN_ROWS, source_stage, target_stage
 from node.stage.executor import StageExecutor, UnitState
 from node.stage.inbox import Inbox, StepChange, StepInterrupted
 from node.stage.stage_model import StageModel
-from node.state.manifest import unit_weights_sha256, weights_sha256
+from node.state.manifest import weights_sha256
 from node.telemetry.clock import StageClock
 from node.training.loss_scale import LEAST, SKIPPED, loss_scales
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.tuning.memory_plan import Room
 from tests.support.host_memory import LateHostMemory
 from tests.support.reference_trainer import Boundary, ReferenceTrainer, Step
+from tests.support.snapshots import unit_weights_sha256
 from wire.codecs.registry import codec
 from wire.messages import Vote
 from wire.spec import Direction, TensorKey, TensorSpec

@@ -21,7 +21,7 @@ from node.model.chunk import build_chunk, compute_precision, weight_dtype
 from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
 from node.schedule.gradient_groups import parts_of_group
-from node.state.manifest import unit_weights_sha256, weights_sha256
+from node.state.manifest import weights_sha256
 from node.state.serialization import load_unit
 from node.state.snapshot import read_manifest
 from node.training.gradients import gradient_of
@@ -33,6 +33,7 @@ from node.training.overflow import Overflow
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.tuning.memory import stage_storages
 from tests.support.device_sums import model_sums
+from tests.support.snapshots import unit_weights_sha256
 from wire.errors import DataError
 from wire.spec import Direction, TensorKey
 

@@ -1,6 +1,7 @@
 """Snapshots of a small model, as a run writes them."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 from node.config.schema import ModelSection, RunConfig
 from node.model.chunk import build_chunk
 from node.schedule.placement import split_units
-from node.state.manifest import Manifest
+from node.state.manifest import Manifest, weights_line
 from node.state.serialization import serialize_unit
 from node.state.snapshot import SnapshotFolder
 from node.state.unit_state import LayerDigest, UnitHash, layout_of
@@ -26,6 +27,16 @@ def unit_hash(tensors: Mapping[str, np.ndarray]) -> UnitHash:
     for name in digest.order:
         digest.add(name, tensors[name])
     return digest.hash
+
+
+def unit_weights_sha256(parameters: Mapping[str, np.ndarray]) -> str:
+    """The hash of one unit's parameters, given as arrays by name without prefix."""
+    digest = sha256()
+    for name in sorted(parameters):
+        array = np.ascontiguousarray(parameters[name])
+        digest.update(weights_line(name, array.dtype, array.shape))
+        digest.update(array.data)
+    return digest.hexdigest()
 
 
 def unit_states(seed: int = 0, chunks: int = 1) -> dict[str, dict[str, Tensor]]:

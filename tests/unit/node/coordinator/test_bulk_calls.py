@@ -99,7 +99,7 @@ class Handler(NobodyAsks):
 
     async def arriving(self, permit: UploadPermit, size: int) -> NewFile:
         folder = Path(tempfile.gettempdir())
-        self.files.append(NewFile(folder, folder / "layer", size, permit.step))
+        self.files.append(NewFile(folder, folder / "layer", size))
         return self.files[-1]
 
     async def store_layer(self, permit: UploadPermit, file: NewFile | None) -> None:

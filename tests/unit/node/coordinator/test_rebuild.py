@@ -34,7 +34,7 @@ from node.run_state.epoch import Assignment, Epoch, OnRecord, StepRules
 from node.run_state.failures import Failures
 from node.run_state.votes import VoteHistory
 from node.schedule.placement import split_units
-from node.state.manifest import FORMAT, Manifest, UnitEntry, unit_file, unit_weights_sha256, weights_sha256
+from node.state.manifest import FORMAT, Manifest, UnitEntry, unit_file, weights_sha256
 from node.state.serialization import serialize_unit
 from node.state.snapshot import list_snapshots
 from node.state.snapshot_cache import SnapshotCache

@@ -67,10 +67,10 @@ class Behind(CpuTransfer):
 
     def __init__(self, device: Device) -> None:
         super().__init__()
-        self._device = device
+        self._behind = device
 
     def mark(self) -> Mark:  # type: ignore[override]  # a CPU has none
-        return self._device.mark()
+        return self._behind.mark()
 
 
 def put_behind(executor: StageExecutor, patch: pytest.MonkeyPatch) -> Device:

@@ -22,8 +22,9 @@ from node.schedule.gradient_groups import RowShare, model_pieces, parts_of_group
 from node.stage.executor import StageExecutor
 from node.stage.passes import AutogradPasses
 from node.stage.stage_model import StageModel
+from node.state.manifest import LayerFile
 from node.state.serialization import deserialize_unit, serialize_unit
-from node.state.unit_state import check_state
+from node.state.unit_state import checked_digest
 from node.telemetry.clock import StageClock
 from node.telemetry.points import At, Phase
 from node.training.local_steps import LocalSteps
@@ -281,7 +282,7 @@ def test_a_snapshot_after_a_round_has_the_outer_momentum_and_goes_on_to_the_same
             }
             outer = {name.removeprefix(OUTER_PREFIX) for name in state if name.startswith(OUTER_PREFIX)}
             assert outer == (named if has_outer else set())
-            check_state(CONFIG, 100, unit, {name: tensor.numpy() for name, tensor in state.items()})
+            checked_digest(CONFIG, 100, unit, LayerFile(data, ""))
     for step, saved in ((1, exact), (2, files)):
         with MemoryPipeline(CONFIG, rows=ROWS[1]) as stages:
             stages.restore(step, lambda unit, saved=saved: deserialize_unit(saved[unit]))  # type: ignore[misc]

@@ -38,7 +38,7 @@ from node.stage.allocator import (
     most_allocated,
 )
 from node.stage.block_measure import block_seconds, copy_rate, measured_times
-from node.stage.device_transfer import PlainTransfer
+from node.stage.device_transfer import CpuTransfer
 from node.stage.executor import StageExecutor
 from node.stage.machine_info import cannot_compute, choose_device, describe, fix_order, limit_memory
 from node.stage.packing_meter import LEAST_TENSORS, PackingMeter
@@ -207,7 +207,7 @@ class NoFloat64(TorchDispatchMode):
 def mac(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (dispatch, stage_model, machine_info):
         monkeypatch.setattr(module, "kind_of", lambda device: MPS)
-    monkeypatch.setattr(executor, "device_transfer", PlainTransfer)
+    monkeypatch.setattr(executor, "device_transfer", CpuTransfer)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 << 30)
 

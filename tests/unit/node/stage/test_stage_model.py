@@ -19,11 +19,11 @@ from node.model import chunk
 from node.stage import stage_model, state_copy
 from node.stage.stage_model import StageModel
 from node.stage.state_copy import StateCopy, hash_layer, read_layer
-from node.state.manifest import unit_weights_sha256
 from node.state.serialization import serialize_unit
 from node.state.snapshot_cache import SnapshotCache
 from node.state.unit_state import parameters_of
 from node.training.optimizer import StateTensor
+from tests.support.snapshots import unit_weights_sha256
 from wire.errors import RunError
 
 CONFIG = RunConfig(

@@ -23,7 +23,6 @@ from node.state.manifest import (
     DAMAGED_NAME,
     MANIFEST_NAME,
     SnapshotDamagedError,
-    unit_weights_sha256,
     weights_sha256,
 )
 from node.state.serialization import deserialize_unit, load_unit, serialize_unit
@@ -39,7 +38,7 @@ from node.state.snapshot import (
     set_damaged_aside,
     snapshot_directory,
 )
-from tests.support.snapshots import CONFIG, MODEL, put, unit_states, write_snapshot
+from tests.support.snapshots import CONFIG, MODEL, put, unit_states, unit_weights_sha256, write_snapshot
 from wire import descriptors
 from wire.errors import DiskFullError, ProtocolViolationError, RunError
 

@@ -1,6 +1,6 @@
 """A unit's snapshot file: what the optimizer saves is accepted, what no node can load is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -24,12 +24,13 @@ from node.model.chunk import build_chunk, weight_dtype
 from node.model.optimizers import unit_layout
 from node.model.units import unit_names
 from node.schedule.placement import split_units
+from node.state.manifest import LayerFile
 from node.state.serialization import CACHE_PREFIX, deserialize_unit, serialize_unit
 from node.state.snapshot import SnapshotFolder
 from node.state.unit_state import (
     PARAMETER_PREFIX,
     LayerDigest,
-    check_state,
+    checked_digest,
     has_weights_alone,
     read_tensors,
     weights_file,
@@ -47,6 +48,14 @@ BLOCK = "block.0000"
 WINDOWS = 5
 
 Arrays = dict[str, np.ndarray]
+
+
+def check(
+    config: RunConfig, windows: int, unit: str, state: Mapping[str, Tensor], *, weights_alone: bool = False
+) -> None:
+    """Check the file of a unit's state."""
+    file = LayerFile(serialize_unit(state), "")
+    checked_digest(config, windows, unit, file, weights_alone=weights_alone)
 
 
 def states(config: RunConfig) -> dict[str, dict[str, Tensor]]:
@@ -83,7 +92,7 @@ def test_saved_optimizer_state_matches_the_unit_layout(family: str, moments: str
         tensors = read_tensors(serialize_unit(state))
         found = {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
         assert found == unit_layout(config, unit)
-        check_state(config, WINDOWS, unit, tensors)
+        check(config, WINDOWS, unit, state)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "fp8"])
@@ -113,25 +122,25 @@ def test_the_last_snapshot_may_have_weights_alone() -> None:
     config = replace(PLAIN, run=RunSection(steps=4), snapshots=SnapshotsSection(last="weights"))
     assert has_weights_alone(config, 4) and not has_weights_alone(config, 3)
     assert not has_weights_alone(replace(config, snapshots=SnapshotsSection()), 4)
-    tensors = read_tensors(serialize_unit(states(config)[BLOCK]))
+    tensors = states(config)[BLOCK]
     weights = {name: one for name, one in tensors.items() if name.startswith(PARAMETER_PREFIX)}
-    check_state(config, WINDOWS, BLOCK, weights, weights_alone=True)
+    check(config, WINDOWS, BLOCK, weights, weights_alone=True)
     for wrong, alone in ((tensors, True), (weights, False)):
         with pytest.raises(RunError):
-            check_state(config, WINDOWS, BLOCK, wrong, weights_alone=alone)
+            check(config, WINDOWS, BLOCK, wrong, weights_alone=alone)
 
 
 def test_a_boundarys_sample_cache_is_used_where_the_codec_has_one() -> None:
     state = states(REMEMBERS)[BLOCK]
-    check_state(REMEMBERS, WINDOWS, BLOCK, read_tensors(serialize_unit(state)))
-    remembering = read_tensors(serialize_unit({**state, **cache(REMEMBERS)}))
-    check_state(REMEMBERS, WINDOWS, BLOCK, remembering)
+    check(REMEMBERS, WINDOWS, BLOCK, state)
+    remembering = {**state, **cache(REMEMBERS)}
+    check(REMEMBERS, WINDOWS, BLOCK, remembering)
     empty = {f"{CACHE_PREFIX}{name}": tensor for name, tensor in SampleCache(5, (8, 16), 0).state().items()}
-    check_state(REMEMBERS, WINDOWS, BLOCK, read_tensors(serialize_unit({**state, **empty})))
+    check(REMEMBERS, WINDOWS, BLOCK, {**state, **empty})
     with pytest.raises(RunError, match=r"activation_cache.samples is unknown"):
-        check_state(PLAIN, WINDOWS, BLOCK, remembering)
+        check(PLAIN, WINDOWS, BLOCK, remembering)
     with pytest.raises(RunError, match="samples has values"):
-        check_state(REMEMBERS, 4, BLOCK, remembering)
+        check(REMEMBERS, 4, BLOCK, remembering)
 
 
 def without(name: str) -> Callable[[Arrays], Arrays]:
