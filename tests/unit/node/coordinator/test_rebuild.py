@@ -45,6 +45,7 @@ from node.training.optimizer import StageOptimizer
 from tests.support import snapshots
 from tests.support.recorded_run import append
 from tests.support.run_events import BEGAN, NODES, done, joined, placed, started
+from tests.support.snapshots import unit_weights_sha256
 from wire.errors import ConfigError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.enrolment import Hardware
