@@ -992,7 +992,8 @@ class Epoch:
 
     def _kept_without(self, node_id: str, is_complete: bool) -> set[int]:
         row = self.replica_of(node_id)
-        mates = [mate for mate in self.row(row) if mate not in ("", node_id) and mate not in self._complete]
+        # A mate that has voted on the present work has computed all of it.
+        mates = [mate for mate in self.row(row) if mate not in ("", node_id) and mate not in self.votes]
         if not is_complete:
             return self._handed.kept_without(node_id, mates, self.groups_of(row))
         kept = self._handed.computed(mates, self.groups_of(row))

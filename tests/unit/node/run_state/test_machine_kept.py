@@ -366,6 +366,21 @@ def test_a_stage_whose_other_nodes_have_all_sums_loses_none(voted: str) -> None:
     assert of_kind(run.all_vote(), RecordCommit)
 
 
+def test_groups_that_a_row_got_after_a_vote_are_not_computed_yet() -> None:
+    """All other nodes of the stage have all sums, but those of other stages wait for the row."""
+    run = run_of()
+    work_is_given(run)
+    for node in "aedg":
+        run.vote(node)
+    run.die("f")
+    work_is_given(run)
+    assert run.epoch.groups_of(1) and not run.epoch.votes
+    run.die("c")
+    assert not run.epoch.groups_of(1)
+    work_is_given(run)
+    assert of_kind(run.all_vote(), RecordCommit)
+
+
 @pytest.mark.parametrize("voted", [True, False])
 def test_losses_that_nobody_knows_are_computed_again(voted: bool) -> None:
     run = run_of()
