@@ -127,7 +127,7 @@ def build_parser(command: str = "") -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     alone = command in COMMANDS and command != "completion"
     for name in (command,) if alone else COMMANDS:
-        import_module(f"node.cli.{name}").add_parser(commands)
+        import_module(f"{__package__}.{name}").add_parser(commands)
     return parser
 
 

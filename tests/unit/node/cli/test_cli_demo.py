@@ -25,7 +25,7 @@ HEARS_HANGUPS = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 """For a program: tests may themselves be run by something that ignores them."""
 STAND_IN = textwrap.dedent(
     """
-    import os, pathlib, signal, sys, threading
+    import os, pathlib, signal, sys, time
 
     role, plan = sys.argv[1], {plan!r}
     directory = pathlib.Path({directory!r})
@@ -40,10 +40,25 @@ STAND_IN = textwrap.dedent(
     # Whoever sees the name reads it whole.
     (directory / f"{{name}}.written").write_text(str(os.getpid()))
     (directory / f"{{name}}.written").rename(directory / f"{{name}}.pid")
-    interrupted, over = threading.Event(), directory / "over"
-    signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-    released = threading.Event()  # by the test
-    signal.signal(signal.SIGUSR1, lambda *_: released.set())
+    class Flag:  # set by a signal; a `threading.Event` that is waited for may hold its lock then
+        value = False
+
+        def set(self, *_):
+            self.value = True
+
+        def is_set(self):
+            return self.value
+
+        def wait(self, seconds):
+            end = time.monotonic() + seconds
+            while not self.value and time.monotonic() < end:
+                time.sleep(0.002)
+            return self.value
+
+    interrupted, over = Flag(), directory / "over"
+    signal.signal(signal.SIGINT, interrupted.set)
+    released = Flag()  # by the test
+    signal.signal(signal.SIGUSR1, released.set)
 
     def say(event):
         print(event.to_json(), flush=True)
