@@ -241,10 +241,10 @@ def _spans_of(message: control_pb2.StepSpans) -> SpanColumns:
 
 def _runs(where: str, lengths: Sequence[int], groups: Sequence[int]) -> list[tuple[int, ...]]:
     """Groups in runs of these lengths."""
-    ends, held = list(accumulate(lengths)), tuple(groups)
-    if (ends[-1] if ends else 0) != len(held):
-        _refuse(where, f"cannot have {len(held)} groups in runs of {sum(lengths)}")
-    return [held[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    held = tuple(groups)
+    if (told := sum(lengths)) != len(held):
+        _refuse(where, f"cannot have {len(held)} groups in runs of {told}")
+    return [held[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
 def _portions_of(message: control_pb2.Begin) -> tuple[Portion, ...]:

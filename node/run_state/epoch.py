@@ -980,8 +980,8 @@ class Epoch:
         return {**lost, row: [group for group in self.groups_of(row) if group not in kept]}
 
     def _is_complete_without(self, node_id: str) -> bool:
-        """Whether all sums of a node's stage are at each of its other nodes, so that none is lost with it.
-        Nodes that have come within the step get them from the others."""
+        """Whether each other node of this node's stage has all sums, so that none is lost with it. Nodes that
+        have come within the step do not count: they get the sums from the others."""
         stage = self.stage_of(node_id)
         others = [
             node
@@ -1363,8 +1363,8 @@ class Epoch:
 
     @functools.cached_property
     def _columns(self) -> tuple[tuple[PlacedRow, ...], ...]:
-        """For each stage, its node in each row. They are kept, because hundreds of nodes are told when a seat
-        of a large run gets a new node."""
+        """For each stage, its node in each row. The result is kept, because hundreds of nodes of a large run
+        are told when a seat gets a new node."""
         rows = [*zip(self._rows, self.groups, strict=True)]
         return tuple(
             tuple(PlacedRow(node=places[stage], groups=groups) for places, groups in rows)

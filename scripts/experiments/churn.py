@@ -145,7 +145,7 @@ class Node:
     vote: tuple[int, int] = (-1, -1)
     """Step and generation of the vote that is due."""
     summed: int = -1
-    """The newest step of which it has all sums. It keeps them, whatever is computed again."""
+    """The newest step for which it has all sums. It keeps them even if groups are computed again."""
     sums_at: float = 0.0
     """When it has those of the step that runs, as far as the nodes of its stage allow."""
     told: set[tuple[int, ...]] = field(default_factory=set)
