@@ -122,6 +122,8 @@ class World:
         """What nodes have handed over in a step of an epoch."""
         self.seated: set[tuple[int, str, int]] = set()
         """Rows, nodes and processes of the epoch's seats before the newest event."""
+        self.in_step: dict[str, int] = {}
+        """The stages of the nodes that the newest event found in the step from its beginning."""
         self.complete: set[tuple[int, int, int]] = set()
         """Stages whose nodes all had voted in a step when one of them was lost, by epoch and step."""
         self.kept = 0
@@ -178,6 +180,12 @@ class World:
             self.seated = {
                 (epoch.replica_of(node), node, members[node].process_nonce) for node in epoch.hosts
             }
+            late = {
+                node
+                for node in epoch.hosts
+                if Seat(epoch.replica_of(node), epoch.stage_of(node)) in epoch._late
+            }
+            self.in_step = {node: epoch.stage_of(node) for node in epoch.hosts if node not in late}
         actions = event(machine)
         # A newcomer is told at once of all steps since the snapshot that it loads.
         told = [one for one in actions if isinstance(one, Send) and isinstance(one.message, FollowStep)]
@@ -262,7 +270,7 @@ class World:
                 shared = [group for _, groups in action.portions for group in groups]
                 assert sorted(shared) == list(range(self.plan.groups)), "every group is somebody's"
                 assert set(action.groups) <= set(shared)
-                self._note_complete(machine, action)
+                self._note_complete(action)
             case Aborted():
                 ended = machine._epochs.ended
                 early = action.kind is AbortKind.LOST and action.epoch not in self.restored
@@ -357,15 +365,11 @@ class World:
         assert content == outcome(commit.step), "votes were computed on the right state"
         assert self.disk.commits.setdefault(commit.step, content) == content, "a replay ends the same"
 
-    def _note_complete(self, machine: RunMachine, lost: SeatLost) -> None:
-        epoch = machine.epoch or machine._epochs.ended
-        assert epoch is not None
-        column = [
-            node
-            for row, node in enumerate(epoch.grid[lost.stage :: epoch.stages])
-            if node not in ("", lost.node_id) and Seat(row, lost.stage) not in epoch._late
-        ]
-        if column and self.cast.get((lost.epoch, lost.step), {}).keys() >= set(column):
+    def _note_complete(self, lost: SeatLost) -> None:
+        # The same event may have begun the next step, with other nodes.
+        self.in_step.pop(lost.node_id, None)
+        column = {node for node, stage in self.in_step.items() if stage == lost.stage}
+        if column and self.cast.get((lost.epoch, lost.step), {}).keys() >= column:
             self.complete.add((lost.epoch, lost.step, lost.stage))
 
     def _check_kept(self, commit: RecordCommit, seat: Seat, groups: set[int]) -> None:
