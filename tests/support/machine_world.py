@@ -122,6 +122,8 @@ class World:
         """What nodes have handed over in a step of an epoch."""
         self.seated: set[tuple[int, str, int]] = set()
         """Rows, nodes and processes of the epoch's seats before the newest event."""
+        self.known: set[str] = set()
+        """The members before the newest event."""
         self.in_step: dict[str, int] = {}
         """The stages of the nodes that the newest event found in the step from its beginning."""
         self.complete: set[tuple[int, int, int]] = set()
@@ -175,6 +177,7 @@ class World:
         if machine is None or self.stopped is not None:
             return
         self.events += 1
+        self.known = set(machine.members)
         if (epoch := machine.epoch) is not None:
             members = machine.members
             self.seated = {
@@ -254,7 +257,8 @@ class World:
             case SeatOffered():
                 pass
             case SeatFilled():
-                assert action.epoch == self.disk.last_epoch and action.node_id in machine.members
+                # The same event may lose it again, as what follows says.
+                assert action.epoch == self.disk.last_epoch and action.node_id in self.known
                 assert (
                     action.nodes[action.row * (len(action.nodes) // action.rows) + action.stage]
                     == action.node_id
