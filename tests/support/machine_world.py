@@ -122,6 +122,8 @@ class World:
         """What nodes have handed over in a step of an epoch."""
         self.seated: set[tuple[int, str, int]] = set()
         """Rows, nodes and processes of the epoch's seats before the newest event."""
+        self.liars: set[str] = set()
+        """Nodes whose word need not be true."""
         self.known: set[str] = set()
         """The members before the newest event."""
         self.in_step: dict[str, int] = {}
@@ -302,7 +304,13 @@ class World:
                 pass
 
     def _is_in(self, node: SimNode, epoch: int) -> bool:
-        return node.alive and node.epoch is not None and node.epoch.placement.epoch == epoch
+        """Whether a node takes part in an epoch, as far as its word is checked."""
+        return (
+            node.node_id not in self.liars
+            and node.alive
+            and node.epoch is not None
+            and node.epoch.placement.epoch == epoch
+        )
 
     def _record_placement(self, machine: RunMachine, placement: RecordPlacement) -> None:
         assert placement.epoch > self.disk.last_epoch, "epoch numbers only grow"
