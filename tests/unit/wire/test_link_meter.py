@@ -438,7 +438,8 @@ async def test_a_tensor_waits_for_one_small_piece_of_other_traffic_however_many_
         for transfer in transfers:
             transfer.cancel()
         await asyncio.gather(*transfers, return_exceptions=True)
-    assert waits <= pacer.piece / pacer.rate
+    # For one piece; a second's time is for a machine that is slow to read the clock. It would be four.
+    assert waits <= 2 * pacer.piece / pacer.rate
 
 
 async def test_other_traffic_yields_to_tensors_but_not_for_ever() -> None:
