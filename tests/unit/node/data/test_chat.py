@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from node.config.schema import (
@@ -211,6 +211,9 @@ def test_tokens_are_those_of_transformers_and_labels_the_answers(tmp_path: Path,
     @given(row=talks(tools=family != "gemma3"), silent=st.booleans())
     def check(row: dict[str, Any], silent: bool) -> None:
         messages = row["messages"]
+        asks = [message["content"] for message in messages if message["role"] == "user"]
+        # It compares questions with the last one: where two are the same, the row is left out.
+        assume(family != "mistral" or "tools" not in row or len({*asks}) == len(asks))
         expected = theirs.apply_chat_template(messages, tools=row.get("tools"), return_dict=True)["input_ids"]
         ids, mask = encoder.encode(row, "here")
         assert ids.tolist() == expected
