@@ -111,6 +111,10 @@ class LightNode:
     """The newest."""
     done: dict[int, float] = field(default_factory=dict)
     """By group of the running step: when the node is done with it."""
+    worked: float = 0.0
+    """Seconds of this epoch until its votes, without those in which it had nothing to do."""
+    working_since: float = 0.0
+    """When it began what is not counted yet."""
     seats: list[list[int]] = field(default_factory=list)
     """Rows without a node of its stage, and those that got one within the step."""
     handed: set[int] = field(default_factory=set)
@@ -168,6 +172,7 @@ class LightNode:
                 self.pause = message.pause
             case Placement() if self.placement is None or message.epoch != self.placement.epoch:
                 self.placement, self.placed_at, self.steps = message, time.monotonic(), 0
+                self.worked = 0.0
                 self.begun = None
                 if not message.enters:
                     self.follow = None
@@ -226,14 +231,23 @@ class LightNode:
         now, rows = time.monotonic(), len(place.rows)
         if self.begun is None or self.begun.step != begin.step:
             self.done, self.handed, self.passed_on = {}, set(), set()
+            self.working_since = now
         self.begun = begin
         usual = place.rows[place.replica].groups if rows else tuple(range(self.config.pipeline.groups))
         portions = begin.portions or [(place.replica, usual)]
         own = [group for row, groups in portions for group in groups if row == place.replica]
-        busy = max([now, *self.done.values()])
+        ended = max(self.done.values(), default=self.working_since)
+        if ended <= now:
+            self.worked += max(0.0, ended - self.working_since)
+            self.working_since = now
+        # As long as others, the row's pipeline fills; then it ends a microbatch after the other.
+        length = self.config.microbatches // self.config.pipeline.groups
+        fill = len(place.stages) - 1
+        each = self.pace.step_seconds / (max(1, len(usual)) * length + fill)
+        busy = max([now + fill * each, *self.done.values()])
         for group in own:
             if group not in self.done:
-                busy += self.pace.step_seconds / max(1, len(usual))
+                busy += length * each
                 self.done[group] = busy
         self.done = {group: self.done[group] for group in own}
         if begin.hands_over:
@@ -290,6 +304,9 @@ class LightNode:
         place = self.placement
         if place is None or self.begun != begin or self.config is None:
             return
+        now = time.monotonic()
+        self.worked += now - self.working_since
+        self.working_since = now
         stages, names = len(place.stages), unit_names(self.config.model)
         units = _units(self.config, stages)[place.stage]
         share = LOSS / self.config.pipeline.groups
@@ -350,14 +367,23 @@ class LightNode:
                 session.post(Following(snapshot=step.snapshot, step=self.held))
 
     def _telemetry(self) -> Telemetry:
-        """Of an ordinary stage: all kinds of time, and a link to each neighbour."""
+        """Of an ordinary stage: all kinds of time, and a link to each neighbour. It waits for votes once its
+        work is done."""
         if (place := self.placement) is None:
             return Telemetry(memory_bytes=10**8)
-        wall = time.monotonic() - self.placed_at
+        now = time.monotonic()
+        wall = now - self.placed_at
+        until = min(now, max(self.done.values(), default=0.0))
+        worked = self.worked + max(0.0, until - self.working_since)
         near = [stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < len(place.stages)]
         return Telemetry(
             epoch=place.epoch,
-            seconds={kind.value: wall / len(TimeKind) for kind in TimeKind},
+            seconds={
+                **{kind.value: 0.0 for kind in TimeKind},
+                TimeKind.FORWARD.value: worked / 3,
+                TimeKind.BACKWARD.value: worked * 2 / 3,
+                TimeKind.WAIT_VOTES.value: wall - worked,
+            },
             wall_seconds=wall,
             links=tuple(self._link(stage, forward=stage > place.stage) for stage in near),
             memory_bytes=10**8,
