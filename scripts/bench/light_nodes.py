@@ -4,7 +4,8 @@ COUNT members in one process, one enrolled every EVERY seconds. They keep a cont
 own client, send heartbeats, take places, compute groups one after the other, save snapshots and follow the
 run. To fetch a state takes them as long as a step. Orders come as lines of JSON on stdin: `{"step_seconds":
 S}` changes how long a step takes them (the first order lets them end their first step), `{"kill": N, "back":
-S}` ends a member without a goodbye and starts it again after so many seconds. Events go to stdout.
+S}` ends a member without a goodbye and starts it again after so many seconds, and `{"gone": NODE}` lets those
+that have a link to it say so. Events go to stdout.
 """
 
 import asyncio
@@ -53,11 +54,13 @@ from wire.messages import (
     HeartbeatReply,
     HeldLayer,
     Hello,
+    PeerSilent,
     Placed,
     Placement,
     Prefetch,
     Ready,
     Restore,
+    Seat,
     StateHashes,
     TakeSnapshot,
     UnitHash,
@@ -125,6 +128,7 @@ class LightNode:
     told: list[FollowStep] = field(default_factory=list)
     """Committed since the state that it fetches."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    session: Session | None = None
 
     async def enrol(self) -> float:
         """Seconds that the enrolment took."""
@@ -139,7 +143,7 @@ class LightNode:
         self.held, self.placement, nonce = -1, None, secrets.randbits(63)
         self.begun = self.follow = None
         self.client = CoordinatorClient(self.address, lambda: self.identity, 600.0)
-        session = Session(self.client)
+        self.session = session = Session(self.client)
 
         def hello() -> Hello:
             return Hello(
@@ -159,9 +163,21 @@ class LightNode:
         try:
             await session.run(hello, handle)
         finally:
+            self.session = None
             for task in self.tasks:
                 task.cancel()
             await session.close()
+
+    def misses(self, node_id: str) -> None:
+        """A node is gone. Its neighbours and the nodes of its stage see their links to it closed."""
+        if self.session is None or (place := self.placement) is None:
+            return
+        row, stage = place.replica, place.stage
+        linked = {Seat(row, near): node for near, node in enumerate(place.stages) if abs(near - stage) == 1}
+        linked |= {Seat(of, stage): placed.node for of, placed in enumerate(place.rows)}
+        for seat, node in linked.items():
+            if node.node_id == node_id:
+                self.session.post(PeerSilent(epoch=place.epoch, stage=seat.stage, replica=seat.row))
 
     def _handle(self, session: Session, message: CoordinatorMessage) -> None:
         match message:
@@ -486,6 +502,8 @@ async def members(token: str, folder: Path, count: int, every: float) -> None:
             life.cancel()
             await asyncio.wait([life])
             asyncio.get_running_loop().call_later(order.get("back", 0.0), begin, number)
+        for node in nodes if (gone := order.get("gone")) is not None else ():
+            node.misses(gone)
     for life in lives.values():
         life.cancel()
 

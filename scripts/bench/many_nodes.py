@@ -37,6 +37,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -269,10 +270,7 @@ def measure(
             for n, share in enumerate(shares)
         ]
 
-        def order(**what: Any) -> None:
-            for process, _ in crowds:
-                process.stdin.write(json.dumps(what) + "\n")
-                process.stdin.flush()
+        order = partial(_order, crowds)
 
         def events(kind: str) -> list[dict[str, Any]]:
             return [event for _, crowd in crowds for event in crowd.of(kind)]
@@ -369,6 +367,13 @@ def _steps(pid: int, output: Output, seconds: float, page: str, nodes: int) -> d
     }
 
 
+def _order(crowds: Any, **what: Any) -> None:
+    """Tell all members."""
+    for process, _ in crowds:
+        process.stdin.write(json.dumps(what) + "\n")
+        process.stdin.flush()
+
+
 def _churn(
     arguments: argparse.Namespace, crowds: Any, output: Output, pid: int, end_at: float
 ) -> Iterator[dict[str, Any]]:
@@ -427,6 +432,7 @@ def _churn(
         process, _ = crowds[crowd]
         process.stdin.write(json.dumps({"kill": member, "back": arguments.back}) + "\n")
         process.stdin.flush()
+        _order(crowds, gone=names[crowd][member])
         deaths += 1
         if time.monotonic() >= tell_at:
             tell_at = time.monotonic() + TELL_SECONDS
