@@ -188,7 +188,7 @@ class LightNode:
                 self.pause = message.pause
             case Placement() if self.placement is None or message.epoch != self.placement.epoch:
                 self.placement, self.placed_at, self.steps = message, time.monotonic(), 0
-                self.worked = 0.0
+                self.worked, self.working_since, self.done = 0.0, self.placed_at, {}
                 self.begun = None
                 if not message.enters:
                     self.follow = None
