@@ -108,7 +108,6 @@ class StreamReceiver:
         self.session = 0
         self.frames = 0
         self.rejects = 0  # damaged frames
-        self.duplicates = 0
         self.stale = 0  # frames of tensors that nobody expects
         self.held_bytes = 0  # buffers of tensors that are incomplete or not released
         self.peak_held_bytes = 0
@@ -174,7 +173,6 @@ class StreamReceiver:
             )
         new = [piece for piece in pieces if piece >= self._next and piece not in self._beyond]
         if not new:
-            self.duplicates += 1
             self._ack_at = now  # the sender seems to have missed our acknowledgement
             return None
         tensor = self._tensor_of(frame)

@@ -59,17 +59,6 @@ class Timeline:
         """The compute time of each stage."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """The time of each stage without compute, from the start of the step to its end."""
-        return tuple(self.total - busy for busy in self.busy)
-
-    @property
-    def floor(self) -> float:
-        """A lower bound for any schedule of the same work: the busiest stage's compute or link's
-        transfers."""
-        return max((*self.busy, *self.link_busy.values()))
-
 
 def simulate(
     orders: Orders,

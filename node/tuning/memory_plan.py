@@ -50,7 +50,6 @@ class Choice:
     """What a block does with the tensors that it keeps for backward."""
 
     KEPT: ClassVar["Choice"]
-    FFN: ClassVar["Choice"]
     AGAIN: ClassVar["Choice"]
     MOVED: ClassVar["Choice"]
     INPUT_MOVED: ClassVar["Choice"]
@@ -75,7 +74,6 @@ class Choice:
 
 
 Choice.KEPT = Choice()
-Choice.FFN = Choice(recomputed=("ffn_input",))
 Choice.AGAIN = Choice(again=True)
 Choice.MOVED = Choice(moved=(ALL,))
 Choice.INPUT_MOVED = Choice(again=True, moved=(ALL,))
@@ -99,11 +97,6 @@ class MemoryPlan:
     moving: float = 0.0
     """A microbatch's share of the seconds for copying state for norms and the optimizer's step."""
     fits: bool
-
-    @property
-    def again(self) -> int:
-        """The number of blocks that recompute something."""
-        return sum(choice.again or bool(choice.recomputed) for choice in self.choices)
 
     @property
     def moves(self) -> bool:

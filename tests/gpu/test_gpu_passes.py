@@ -153,7 +153,7 @@ def test_blocks_that_run_again_and_a_head_in_pieces_give_the_same_bits(
 def test_feed_forwards_that_run_again_give_the_same_bits() -> None:
     wanted, _ = steps(run_file("autocast", "llama", graphs=False), 0)
     for graphs in (False, True):
-        room = Forced((Choice.FFN, Choice.AGAIN))
+        room = Forced((Choice(recomputed=("ffn_input",)), Choice.AGAIN))
         found, _ = steps(run_file("autocast", "llama", graphs=graphs), 0, room=room)
         assert_same(found, wanted)
 

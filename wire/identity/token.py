@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from zlib import crc32
 
@@ -185,10 +185,6 @@ class TokenRecord:
         if now >= self.expires:
             return "expired"
         return "used up" if self.uses >= self.uses_allowed else "usable"
-
-    def bind(self, public_key_hash: bytes) -> "TokenRecord":
-        """The record after admitting this key."""
-        return replace(self, bound=self.bound | {public_key_hash})
 
 
 @dataclass(frozen=True, slots=True)

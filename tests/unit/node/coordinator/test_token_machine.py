@@ -149,7 +149,7 @@ TOKEN = TokenRecord("t", b"h" * 32, NOW - 10, NOW + 10, 3)
     [
         ([], 0),
         ([TOKEN], 3),
-        ([TOKEN.bind(b"a" * 32), TOKEN], 5),
+        ([replace(TOKEN, bound=frozenset({b"a" * 32})), TOKEN], 5),
         ([replace(TOKEN, revoked=True), replace(TOKEN, expires=NOW)], 0),
     ],
 )

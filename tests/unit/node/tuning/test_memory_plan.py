@@ -208,10 +208,12 @@ def test_copies_that_blocks_wait_for_are_in_the_plan(
 def test_less_memory_costs_more_operations_and_what_costs_least_per_byte_goes_first() -> None:
     config = replace(deep("autocast"), storage=PACKED)
     plans = frontier(config, 2, 0, CPUS)
-    assert plans[0].again == 0 and plans[0].added == 0.0
+    assert not any(choice.again or choice.recomputed for choice in plans[0].choices)
+    assert plans[0].added == 0.0
     totals, added = [plan.memory.total for plan in plans], [plan.added for plan in plans]
     assert totals == sorted(totals, reverse=True) and added == sorted(added)
-    assert Choice.AGAIN not in plans[1].choices and plans[1].again == 1
+    assert Choice.AGAIN not in plans[1].choices
+    assert sum(bool(choice.recomputed) for choice in plans[1].choices) == 1
     # A block's forward is a third of its time, and packs what attention keeps once more.
     assert 0.0 < added[-1] <= 0.4
 
@@ -314,7 +316,7 @@ def test_computing_again_changes_no_bit(case: str, stage: int) -> None:
     elif case in OTHERS:
         config = replace(config, model=replace(config.model, **OTHERS[case]))
     plain = gradients(config, Room(), stage)
-    first = Choice.FFN if case == "packed" else Choice.KEPT if stage else Choice.AGAIN
+    first = Choice(recomputed=("ffn_input",)) if case == "packed" else Choice.KEPT if stage else Choice.AGAIN
     for mine, expected in zip(gradients(config, Forced((Choice.AGAIN, first)), stage), plain, strict=True):
         assert torch.equal(mine, expected)
 
