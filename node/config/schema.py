@@ -1,10 +1,13 @@
 """The run file's sections as frozen dataclasses. `node/run_file` reads and checks them.
 
 The docstring below a field is its text in the run file's reference. Units are in the name or the docstring.
+What a number must be stands beside its type, as a `Rule`. Rules between keys are in `node.run_file.validate`.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 from wire.codecs.formats import codec_format, known_format, ladder
 
@@ -23,6 +26,48 @@ MOST_SIZE = 1 << 24
 """The most of a model's widths, heads, tokens of a vocabulary or tokens of a sample. No model has more."""
 MOST_POSITIONS = 1 << 40
 """The most positions for which a checkpoint is made."""
+LEAST_COMPUTED = 1e-37
+"""The least number above 0 that enters computations. Below it float32 loses digits, and then the number."""
+MOST_COMPUTED = 1e18
+"""The largest number that enters computations. Messages to nodes hold no larger one."""
+
+
+class Rule(NamedTuple):
+    """What a number must be. A key that may also be a text, such as `auto`, has rules for its numbers."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+def at_least(least: int) -> Rule:
+    return Rule(f"at least {least}", lambda value: value >= least)
+
+
+def at_most(most: int, why: str = "") -> Rule:
+    return Rule(f"at most {most}{why}", lambda value: value <= most)
+
+
+ABOVE_0 = Rule("a finite number above 0", lambda value: 0 < value < math.inf)
+NOT_BELOW_0 = Rule("a finite number of at least 0", lambda value: 0 <= value < math.inf)
+BELOW_1 = Rule("at least 0 and below 1", lambda value: 0 <= value < 1)
+SHARE = Rule("from 0 to 1", lambda value: 0 <= value <= 1)
+COMPUTED = Rule(
+    f"from {LEAST_COMPUTED:g} to {MOST_COMPUTED:g}",
+    lambda value: value == 0 or LEAST_COMPUTED <= value <= MOST_COMPUTED,
+)
+"""Of a number that float32 must hold. 0 is for another rule."""
+
+Count = Annotated[int, at_least(1)]
+Whole = Annotated[int, at_least(0)]
+Size = Annotated[int, at_least(1), at_most(MOST_SIZE)]
+Experts = Annotated[int, at_most(MOST_EXPERTS)]
+Positions = Annotated[int, at_most(MOST_POSITIONS)]
+Layers = Annotated[int, at_least(1), at_most(MOST_LAYERS)]
+Positive = Annotated[float, ABOVE_0]
+Factor = Annotated[float, ABOVE_0, COMPUTED]
+FactorOr0 = Annotated[float, NOT_BELOW_0, COMPUTED]
+Decay = Annotated[float, BELOW_1]
+Share = Annotated[float, SHARE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +76,15 @@ class RunSection:
 
     name: str = "run"
     """Shown to volunteers and used as the run directory's name."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0), at_most(2**63 - 1)] = 0
     """Seed of all randomness: data order, initial weights, stochastic rounding."""
-    steps: int = 300
+    steps: Count = 300
     """Steps in the whole run: optimizer steps, or rounds of local ones (see `sync.every`)."""
-    tokens: int = 0
+    tokens: Whole = 0
     """Tokens in the whole run, rounded up to whole steps, instead of `steps`; 0 uses `steps`."""
-    snapshot_every: Every = 100
+    snapshot_every: Annotated[Every, at_least(1)] = 100
     """Steps between snapshots, or a time such as `"10 min"`; the last step always writes one."""
-    keep_snapshots: int = 3
+    keep_snapshots: Count = 3
     """Complete snapshots to keep; older ones are deleted."""
     keep_best: bool = True
     """With `data.valid_every`: also keep the snapshot with the least held-out loss. A new best is saved at
@@ -57,21 +102,21 @@ class ModelSection:
     from_: str = ""
     """Start from a Hugging Face checkpoint: a folder, or `hf://owner/name@revision`. Its `config.json` sets
     the other keys of this section, except `sequence`."""
-    layers: int = 8
+    layers: Layers = 8
     """Transformer blocks."""
-    hidden: int = 256
+    hidden: Size = 256
     """Model width: channels of the tensors between stages."""
-    heads: int = 8
+    heads: Size = 8
     """Attention heads; must divide `hidden`."""
-    kv_heads: int = 8
+    kv_heads: Size = 8
     """Key and value heads (llama only; must divide `heads`)."""
-    head_width: int = 0
+    head_width: Annotated[int, at_most(MOST_SIZE)] = 0
     """Width of a head (llama only); 0 means `hidden` / `heads`."""
-    ffn: int = 688
+    ffn: Size = 688
     """Inner width of the feed-forward layer; with experts, of each expert."""
-    experts: int = 0
+    experts: Experts = 0
     """Experts in each block (mixture only)."""
-    experts_per_token: int = 0
+    experts_per_token: Experts = 0
     """Experts that compute each token: those with the largest logits of the router (mixture only)."""
     normalized_routing: bool = True
     """The weights of a token's experts add up to 1 (mixture only). Otherwise they are shares of the softmax
@@ -89,13 +134,13 @@ class ModelSection:
     """Each head has a trained logit for attending to nothing (mixture only; gpt-oss)."""
     all_biases: bool = False
     """Attention's output, the router and the experts have biases too (mixture only; gpt-oss)."""
-    vocab: int = 256
+    vocab: Size = 256
     """Size of the vocabulary, at least 256 for byte tokens."""
-    sequence: int = 256
+    sequence: Size = 256
     """Tokens in a sample."""
     tied: bool = False
     """The output head shares the embedding's weight. `pipeline.head` determines what is sent for it."""
-    norm_eps: float = 1e-5
+    norm_eps: Factor = 1e-5
     """Epsilon of the norms."""
     rope_theta: float = 10000.0
     """Base of the rotary position embedding (llama only)."""
@@ -107,7 +152,7 @@ class ModelSection:
     """`llama3`: wavelengths above `rope_original` / this are scaled fully."""
     rope_high: float = 4.0
     """`llama3`: wavelengths below `rope_original` / this are not scaled."""
-    rope_original: int = 8192
+    rope_original: Positions = 8192
     """`llama3` and `yarn`: context length before scaling."""
     rope_beta_fast: float = 32.0
     """`yarn`: frequencies that rotate more often than this within `rope_original` are not scaled."""
@@ -128,7 +173,7 @@ class ModelSection:
     `both` (Gemma 3)."""
     norm_offset: bool = False
     """RMSNorm multiplies by 1 + its weight, which starts at 0 (llama only; Gemma 3)."""
-    window: int = 0
+    window: Positions = 0
     """A query sees this many keys, its own and those just before it; 0 for all keys (llama only; Mistral,
     Gemma 3)."""
     no_window: tuple[int, ...] = ()
@@ -136,13 +181,13 @@ class ModelSection:
     window_theta: float = 0.0
     """Base of the rotary embedding, without scaling, in blocks with a window; 0 for that of other blocks
     (Gemma 3)."""
-    query_scale: int = 0
+    query_scale: Positions = 0
     """Scores are divided by the square root of this; 0 for the width of a head (llama only; Gemma 3)."""
     activation: str = "silu"
     """The activation of the feed-forward's gate: `silu`, or `gelu` in its tanh form (llama only; Gemma 3)."""
     scaled_embedding: bool = False
     """Token embeddings are multiplied by the square root of `hidden` (llama only; Gemma 3)."""
-    init_std: float = 0.02
+    init_std: Factor = 0.02
     """Standard deviation of initial weights."""
 
     @property
@@ -201,7 +246,7 @@ class DataSection:
     """Cut each pass over the text at another offset. `aqsgd-b` needs `false`."""
     valid: str = ""
     """Held-out text, as for `path`; empty takes the end of the training text, which is never trained on."""
-    valid_every: int = 0
+    valid_every: Whole = 0
     """Measure the held-out loss every this many steps and after the last; 0 never does."""
     valid_samples: int = 64
     """Held-out samples for measuring the loss. More samples take longer and give a steadier loss."""
@@ -212,7 +257,7 @@ class DataSection:
     """Texts that the coordinator lets the model continue from snapshots on its disk during the run, as
     `thinwire sample` does; questions, with `format` chat. The page shows them to everyone who can reach
     it."""
-    prompts_every: int = 1
+    prompts_every: Count = 1
     """Continue them at every n-th snapshot, and at the last."""
 
     @property
@@ -225,24 +270,24 @@ class DataSection:
 class TrainingSection:
     """`[training]`"""
 
-    global_batch: int = 16
+    global_batch: Count = 16
     """Samples in a step."""
-    microbatch: int = 2
+    microbatch: Count = 2
     """Samples in a microbatch; must divide `global_batch`."""
-    lr: float = 1e-3
+    lr: Factor = 1e-3
     """Peak learning rate, after the warm-up."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Share = 0.1
     """The schedule ends at this share of `lr`."""
     schedule: str = "cosine"
     """Learning rate after the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear
     decay)."""
     warmup_steps: int = 20
     """Steps of the warm-up, in which the learning rate rises."""
-    warmup_tokens: int = 0
+    warmup_tokens: Whole = 0
     """The same in tokens, instead of `warmup_steps`; 0 uses `warmup_steps`."""
     decay_steps: int = 0
     """Steps of the decay of `wsd`; 0 is a fifth of the run."""
-    decay_tokens: int = 0
+    decay_tokens: Whole = 0
     """The same in tokens, instead of `decay_steps`; 0 uses `decay_steps`."""
     optimizer: str = "adamw"
     """`adamw`, or `muon`: matrices of blocks move by the orthogonalized mean of their gradient (queries, keys
@@ -251,20 +296,20 @@ class TrainingSection:
     momentum, which doubles its bytes."""
     adapter_optimizer: str = "adamw"
     """The optimizer of adapters (`[lora]`), which are matrices of blocks too: `adamw` or `muon`."""
-    momentum: float = 0.95
+    momentum: Decay = 0.95
     """Muon's momentum (Nesterov)."""
-    muon_iterations: int = 5
+    muon_iterations: Annotated[int, Rule("3, 4 or 5", (3, 4, 5).__contains__)] = 5
     """Iterations with which Muon orthogonalizes a matrix: 5 of K. Jordan's polynomial, or 3 or 4 of Polar
     Express, which take three or four fifths of the time."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """AdamW's decay rate of the first moment."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """AdamW's decay rate of the second moment."""
-    eps: float = 1e-8
+    eps: Factor = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.1
+    weight_decay: FactorOr0 = 0.1
     """Weight decay of matrices; norms and biases have none."""
-    clip: float = 1.0
+    clip: FactorOr0 = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     precision: str = "float32"
     """Compute in `float32`, in `bfloat16` (autocast), or in `float16` (autocast), for GPUs without bfloat16.
@@ -273,7 +318,7 @@ class TrainingSection:
     that moment, written into the run's file, and also holds for machines that join later."""
     loss_scale: float = 65536.0
     """With `precision` float16: the initial loss scale, a power of two. It halves after a skipped step."""
-    loss_scale_steps: int = 1000
+    loss_scale_steps: Count = 1000
     """With `precision` float16: the loss scale doubles after this many steps without a skipped one."""
     compute: str = "precision"
     """Multiply blocks' matrices in `precision`, or in `fp8`: in e4m3 with a scale per row, in forward and for
@@ -295,7 +340,7 @@ class TrainingSection:
     moments: str = "float32"
     """Store the optimizer's moments of matrices in `float32`, in `bfloat16` (except squares of gradients,
     which stay in float32), or in `fp8` (e4m3 in blocks of 128 with range expansion)."""
-    export_every: int = 0
+    export_every: Whole = 0
     """Write a Hugging Face folder at every n-th snapshot, in the run directory's `exports`; 0 writes none."""
     cuda_graphs: bool = True
     """Capture passes as CUDA graphs on single-GPU nodes; the bits are the same."""
@@ -331,13 +376,13 @@ class StorageSection:
 class LoraSection:
     """`[lora]`: train low-rank adapters and freeze the model."""
 
-    rank: int = 0
+    rank: Whole = 0
     """Rank of the adapters; 0 trains the whole model."""
-    alpha: float = 16.0
+    alpha: Factor = 16.0
     """The adapter's result is multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = ()
     """Projections with adapters, for example `["query", "value"]`; empty is all projections of the blocks."""
-    dropout: float = 0.0
+    dropout: Decay = 0.0
     """The share of an adapter's input that is dropped during training."""
     base: str = "bf16"
     """How the blocks' frozen matrices are kept: `float32`, `bf16`, or `8`, `6`, `5`, `4` or `3` bits in
@@ -354,22 +399,22 @@ SequenceChunks = Window
 class PipelineSection:
     """`[pipeline]`"""
 
-    stages: int = 4
+    stages: Layers = 4
     """Pipeline stages, one node each; at most `model.layers`."""
     min_stages: int = 0
     """If nodes are missing, continue with no fewer stages than this; 0 pauses until every stage has a
     node."""
-    chunks: int = 1
+    chunks: Layers = 1
     """Model chunks in a stage; above 1 the schedule is interleaved 1F1B."""
     sequence_chunks: SequenceChunks = 1
     """Cut each sample along the sequence into this many slices, which pass through the stages one after
     another. The result is exact, and no link carries more bytes. The times to fill and drain the pipeline,
     and what a stage keeps for backward, shrink by this factor. `auto` takes the fewest slices with which fill
     and drain take at most 4 % of a step, without links. The number of slices determines bits."""
-    window: Window = "auto"
+    window: Annotated[Window, at_least(0)] = "auto"
     """Extra microbatches in flight on each link, or slices (see `sequence_chunks`), to overlap compute with
     transfers; `auto` plans it from measured times."""
-    window_gb: float = 0.0
+    window_gb: Annotated[float, NOT_BELOW_0] = 0.0
     """With `window = "auto"`: the most memory, in GB, for the extra microbatches of a stage; 0 for all that
     the node has left."""
     split: tuple[int, ...] = ()
@@ -392,15 +437,15 @@ class PipelineSection:
     min_bits: float = 4.41
     """With codec `auto`: the fewest bits per element, from 2 to 8, for a link that limits the step in any
     case."""
-    cache_gb: float = 4.0
+    cache_gb: Positive = 4.0
     """With `aqsgd-b`: the most memory, in GB, of a stage's sample cache."""
-    groups: int = 1
+    groups: Count = 1
     """Gradient groups of a step's microbatches; must divide their number. At most this many rows of nodes
     share a step. The run's bits depend on `groups`, but not on the number of rows."""
     sync_codec: str = "fixed-8"
     """With several groups: codec of each group's gradient and of their sums: `fp32`, `bf16`, `fp16`,
     `fixed-2` to `-10`, `trellis-2` to `-10`."""
-    replicas: Replicas = "auto"
+    replicas: Annotated[Replicas, at_least(1)] = "auto"
     """Rows of nodes, each a whole pipeline: at most this many, and at most `groups`; `auto` is `groups`."""
 
     @property
@@ -443,16 +488,16 @@ class PipelineSection:
 class SyncSection:
     """`[sync]`: local steps, for links between rows that are too slow for a sum at every optimizer step."""
 
-    every: int = 1
+    every: Count = 1
     """Local steps in a step. 1 sums gradients exactly. Above 1 a step is a round: the samples of each
     gradient group are divided into this many parts, the group takes its own optimizer step on each, and then
     all groups continue from the mean of their weights. Must divide the microbatches of a group."""
-    warmup: int = 100
+    warmup: Whole = 100
     """With `every` above 1: the number of steps at the start of the run that are exact nevertheless, with one
     optimizer step each. Local steps from initial weights cost far more loss."""
-    outer_lr: float = 1.0
+    outer_lr: Factor = 1.0
     """Outer learning rate: how far weights move towards the groups' mean, or beyond it."""
-    outer_momentum: float = 0.0
+    outer_momentum: Decay = 0.0
     """Outer momentum (Nesterov); 0 turns it off. Local steps already have the run's momentum. With 0.9,
     weights move up to ten times as far as with `outer_lr` alone, which is too far for short rounds."""
     codec: str = "fixed-4"
@@ -481,7 +526,7 @@ class SnapshotsSection:
 class AuditSection:
     """`[audit]`: find a node that computes wrong values, by letting another node compute the same."""
 
-    rate: float = 0.0
+    rate: Share = 0.0
     """The share of steps in which a second row repeats one of another row's gradient groups, and the results
     are compared bit for bit. It needs rows of equal nodes (see `pipeline.groups`)."""
 
@@ -500,20 +545,21 @@ class CoordinatorSection:
     others can reach."""
     advertise: tuple[str, ...] = ()
     """host:port pairs that join tokens carry; empty takes this machine's addresses."""
-    heartbeat_seconds: float = 2.0
+    heartbeat_seconds: Positive = 2.0
     """Seconds between two heartbeats of a node. With many nodes it is longer, up to a few per
     `silent_seconds`."""
-    silent_seconds: float = 14.0
+    silent_seconds: Positive = 14.0
     """Seconds of silence after which a node counts as dead. If its neighbours do not hear it either, and
     others can do its work, it counts as dead after 3 or 4 seconds, or at once if its connections closed."""
-    regroup_seconds: float = 10.0
+    regroup_seconds: Positive = 10.0
     """Seconds to wait for a missing node before fewer nodes share the model (see `pipeline.min_stages`)."""
-    outage_seconds: float = 60.0
+    outage_seconds: Positive = 60.0
     """Seconds for which nodes wait for a coordinator that is gone. They wait longer while a resumed
     coordinator is still reading its data, if its port is fixed."""
-    certificate_hours: float = 24.0
+    # The run's CA lives for ten years.
+    certificate_hours: Annotated[float, ABOVE_0, at_most(87_600, " (ten years)")] = 24.0
     """Hours for which a node's certificate is valid. Nodes renew theirs in time."""
-    gateways: Gateways = "auto"
+    gateways: Annotated[Gateways, at_least(0), at_most(256)] = "auto"
     """Processes beside the coordinator that keep the control sessions of a large run; with 0 the coordinator
     keeps them itself. `auto` starts none for up to 128 nodes, else one for every 64 nodes, but at most half
     as many as the machine has cores."""
@@ -538,7 +584,7 @@ class TelemetrySection:
 
     trace: str = "all"
     """Steps to trace (`thinwire trace`): `off`, `all`, or the first and the last as in `3:5`."""
-    trace_mb: int = 64
+    trace_mb: Count = 64
     """Megabytes of compressed trace to keep in the run directory; the oldest steps are deleted first."""
     loggers: tuple[str, ...] = ()
     """Also write steps to `tensorboard` (in the run directory) or `wandb` (Weights & Biases)."""

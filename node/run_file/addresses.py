@@ -1,18 +1,12 @@
 """Addresses in run files and options: their form, and the rules between the addresses of one run."""
 
 import errno
-import math
 import os
 from collections.abc import Iterator
 
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from wire.errors import ConfigError
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
-
-MAX_GATEWAYS = 256
-"""The most gateway processes."""
-MAX_CERTIFICATE_HOURS = 3650 * 24
-"""Ten years, the lifetime of the run's CA."""
 
 
 def parse_listen(address: str) -> tuple[str, int]:
@@ -91,26 +85,6 @@ def coordinator_problems(coordinator: CoordinatorSection) -> Iterator[str]:
             f"coordinator.advertise has {len(coordinator.advertise)} addresses, {whole} bytes together, and "
             f"a join token holds at most {MAX_ADDRESSES}, {MAX_ADDRESSES_BYTES} bytes together: name fewer"
         )
-    yield from positive(
-        {
-            f"coordinator.{key}": getattr(coordinator, key)
-            for key in (
-                "heartbeat_seconds",
-                "silent_seconds",
-                "regroup_seconds",
-                "outage_seconds",
-                "certificate_hours",
-            )
-        }
-    )
-    gateways = coordinator.gateways
-    if gateways != "auto" and not 0 <= gateways <= MAX_GATEWAYS:
-        yield f"coordinator.gateways must be 0 to {MAX_GATEWAYS}, or auto; got {gateways}"
-    if coordinator.certificate_hours > MAX_CERTIFICATE_HOURS:
-        yield (
-            f"coordinator.certificate_hours must be at most {MAX_CERTIFICATE_HOURS} (ten years), got "
-            f"{coordinator.certificate_hours:g}"
-        )
     if coordinator.silent_seconds <= coordinator.heartbeat_seconds:
         yield (
             f"coordinator.silent_seconds ({coordinator.silent_seconds}) must be above "
@@ -142,10 +116,3 @@ def dashboard_problems(dashboard: DashboardSection, coordinator: CoordinatorSect
             yield f"dashboard.listen: port {own[1]} is the coordinator's; `auto` shares it"
     elif port and own in ((host, port), (host, port + 1)):
         yield f"dashboard.listen: port {own[1]} is one of the coordinator's two; choose another"
-
-
-def positive(values: dict[str, float]) -> Iterator[str]:
-    """A problem for each value that is not finite and above 0. Keys are the values' names."""
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            yield f"{name} must be a finite number above 0, got {value}"
