@@ -69,12 +69,13 @@ from node.state.start import (
     original_file,
     small_file,
 )
-from node.state.unit_state import parameters_of, read_tensors
+from node.state.unit_state import file_head, parameters_of, read_tensors
 from wire.errors import RunError, UserError
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The dtypes of weights, with the bytes of an element."""
 SHARD_BYTES = 4 << 30
 """The largest size of a safetensors file, unless a single tensor is larger."""
 BYTES = "bytes"
@@ -246,7 +247,7 @@ def _becoming(out: Path) -> Iterator[Path]:
 
 
 def _write_weights(entries: Sequence[_Entry], dtype: str, arrays: Arrays, out: Path) -> None:
-    shards = list(_shards(iter(entries), DTYPES[dtype][1]))
+    shards = list(_shards(iter(entries), DTYPES[dtype]))
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):
@@ -259,21 +260,10 @@ def _write_weights(entries: Sequence[_Entry], dtype: str, arrays: Arrays, out: P
 
 def _write_file(path: Path, entries: Sequence[_Entry], dtype: str, arrays: Arrays) -> int:
     """Write a safetensors file. Returns the bytes of its tensors."""
-    kind, width = DTYPES[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        size = width * prod(entry.tensor.shape)
-        header[entry.tensor.name] = {
-            "dtype": kind,
-            "shape": list(entry.tensor.shape),
-            "data_offsets": [end, end + size],
-        }
-        end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    layout = {entry.tensor.name: (dtype, tuple(entry.tensor.shape)) for entry in entries}
+    head, _, size = file_head(layout, format="pt")
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head)
         unit = ""
         parameters: Mapping[str, np.ndarray] = {}
         for entry in entries:
@@ -282,7 +272,7 @@ def _write_file(path: Path, entries: Sequence[_Entry], dtype: str, arrays: Array
             file.write(_encoded(entry.array(parameters), dtype))
         file.flush()
         os.fsync(file.fileno())
-    return end
+    return size
 
 
 def _parameters(directory: Path, unit: str) -> dict[str, np.ndarray]:

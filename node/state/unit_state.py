@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from math import prod
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -121,6 +122,21 @@ def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
+def file_head(layout: Layout, **metadata: str) -> tuple[bytes, dict[str, int], int]:
+    """The head of a safetensors file with these tensors in this order, where each tensor begins after the
+    head, and the bytes of all tensors."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    starts, at = dict[str, int](), 0
+    for name, (dtype, shape) in layout.items():
+        starts[name] = at
+        size = (2 if dtype == BFLOAT16 else np.dtype(dtype).itemsize) * prod(shape)
+        header[name] = {"dtype": _letters(dtype), "shape": shape, "data_offsets": (at, at + size)}
+        at += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, starts, at
+
+
 class LayerDigest:
     """Describes and hashes a unit's file in one pass over its tensors, which need not be in memory together.
 
@@ -139,19 +155,8 @@ class LayerDigest:
         self.order = sorted(layout, key=lambda name: (-_DTYPES.index(layout[name][0]), name))
         self.layout = {name: layout[name] for name in self.order}
         """dtype and shape by name, in `order`."""
-        self.starts = dict[str, int]()
-        """Where each tensor begins, after the head."""
-        header, at = {}, 0
-        for name in self.order:
-            dtype, shape = layout[name]
-            self.starts[name] = at
-            size = (2 if dtype == BFLOAT16 else np.dtype(dtype).itemsize) * prod(shape)
-            header[name] = {"dtype": _letters(dtype), "shape": shape, "data_offsets": (at, at + size)}
-            at += size
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self.head = len(text).to_bytes(8, "little") + text
-        self.bytes = len(self.head) + at
+        self.head, self.starts, size = file_head(self.layout)
+        self.bytes = len(self.head) + size
         """The file's size in bytes."""
         self._reports = reports
         self._file, self._weights = sha256(self.head), sha256()
