@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from socket import socket
 
 from node.config.schema import RunConfig
 from node.schedule.gradient_groups import model_pieces
@@ -110,13 +111,8 @@ class EpochLinks:
         self._context = functools.lru_cache(maxsize=1)(_server_context)
         self._settings = settings
         self._server = LinkServer(identity=identity, run_id=identity.current.run_id, settings=settings)
-        self._links: dict[Peer, Link] = {}
-        self._known: dict[Peer, dict[str, RelayClient]] = {}
-        """The relayed paths to each neighbour of the current epoch."""
-        self._add: Callable[[Peer, Mapping[str, RelayClient]], None] = lambda peer, new: None
-        """Adds relayed paths to a link of the current epoch."""
-        self._renew: Callable[[Placement | None, Sequence[Peer]], None] = lambda placement, peers: None
-        """Replaces or closes links of the current epoch."""
+        self._open: _OpenLinks | None = None
+        """The links of the current epoch."""
 
     async def start(self, listen: str) -> int:
         """Listen on `listen` and return the port. Raises UserError if the address cannot be bound.
@@ -168,11 +164,14 @@ class EpochLinks:
     @property
     def busy(self) -> bool:
         """Whether tensors are waiting to be sent, to neighbours that are there."""
-        return any(link.up and link.queued_bytes for link in self._links.values())
+        return any(link.up and link.queued_bytes for link in self._links().values())
 
     def figures(self) -> dict[Peer, LinkFigures]:
         """Figures by neighbour, without the codecs of flows and without rows."""
-        return {peer: link.figures for peer, link in self._links.items()}
+        return {peer: link.figures for peer, link in self._links().items()}
+
+    def _links(self) -> Mapping[Peer, Link]:
+        return self._open.links if self._open is not None else {}
 
     @contextlib.asynccontextmanager
     async def open(
@@ -186,101 +185,18 @@ class EpochLinks:
         settings = replace(
             self._settings, outbox_bytes=room, held_out_from=config.microbatches * slices_of(config)
         )
-        relays = config.coordinator.relay and bool(self._relay_address)
-        clients: dict[Peer, dict[str, RelayClient]] = {}
-        links: dict[Peer, Link] = {}
-
-        def report_lost(peer: Peer, link: Link, lost: "asyncio.Future[ThinwireError]") -> None:
-            if not lost.cancelled() and links.get(peer) is link:
-                events.link_lost(peer, lost.result())
-
-        def make(placement: Placement, peer: Peer) -> None:
-            clients[peer] = self._relays(placement, peer) if relays else {}
-            link = links[peer] = self._make(placement, peer, events, settings, clients[peer])
-            link.lost.add_done_callback(functools.partial(report_lost, peer, link))
-            link.on_silent = functools.partial(events.silent, peer)
-
-        for peer in peers:
-            make(placement, peer)
+        relayed = config.coordinator.relay and bool(self._relay_address)
         try:
             async with asyncio.TaskGroup() as group:
-                for link in links.values():
-                    group.create_task(link.run())
-                reachable = bool(placement.stages[placement.stage].address)
-                offers: dict[Peer, list[asyncio.Task[None]]] = {}
-
-                def add(peer: Peer, new: Mapping[str, RelayClient]) -> None:
-                    clients[peer] |= new
-                    link, other = links[peer], placed_node(placement, peer).node_id
-                    if isinstance(link, DialledLink):
-                        link.add_paths([_path_by(name, client, other) for name, client in new.items()])
-                    else:
-                        offer(peer, new)
-
-                def offer(peer: Peer, paths: Mapping[str, RelayClient]) -> None:
-                    link = links[peer]
-                    assert isinstance(link, AcceptedLink)
-                    for path, client in paths.items():
-                        offering = group.create_task(self._offer(client, link, reachable, path))
-                        offers.setdefault(peer, []).append(offering)
-
-                async def name_unopened() -> None:
-                    await asyncio.sleep(ENTERING_SECONDS)
-                    for peer, link in links.items():
-                        if not link.up:
-                            events.silent(peer)
-
-                naming = [group.create_task(name_unopened())] if placement.enters else []
-
-                async def open_one(peer: Peer, link: Link) -> None:
-                    try:
-                        await link.ready(LINK_SECONDS)
-                    except LinkError as error:
-                        if links.get(peer) is link:
-                            events.link_lost(peer, error)
-
-                def renew(placement: Placement | None, peers: Sequence[Peer]) -> None:
-                    for peer in peers:
-                        for task in offers.pop(peer, ()):
-                            task.cancel()
-                        if (old := links.pop(peer, None)) is not None:
-                            group.create_task(old.close())
-                        clients.pop(peer, None)
-                        if placement is None or not is_taken(placement, peer):
-                            continue
-                        make(placement, peer)
-                        group.create_task(links[peer].run())
-                        group.create_task(open_one(peer, links[peer]))
-                        if isinstance(links[peer], AcceptedLink):
-                            offer(peer, clients[peer])
-
-                for peer, link in links.items():
-                    if isinstance(link, AcceptedLink):
-                        offer(peer, clients[peer])
-                self._add, self._known, self._renew = add, clients, renew
-                self._links = links
-                opened: dict[Peer, Link] = {}
+                made = self._open = _OpenLinks(self, placement, events, settings, relayed, group)
                 try:
-                    # `renew` may replace links meanwhile, or drop them.
-                    while waits := [peer for peer, link in links.items() if opened.get(peer) is not link]:
-                        peer = waits[0]
-                        link = links[peer]
-                        try:
-                            await link.ready(LINK_SECONDS)
-                        except LinkError as error:
-                            if links.get(peer) is not link:
-                                continue
-                            events.link_lost(peer, error)
-                            raise
-                        opened[peer] = link
-                    yield links
+                    for peer in peers:
+                        made.make(placement, peer)
+                    await made.all_ready()
+                    yield made.links
                 finally:
-                    self._links, self._known = {}, {}
-                    self._renew = lambda placement, peers: None
-                    for task in (*naming, *chain.from_iterable(offers.values())):
-                        task.cancel()
-                    for link in links.values():
-                        await link.close()
+                    self._open = None
+                    await made.close()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
@@ -288,29 +204,20 @@ class EpochLinks:
         """Other nodes, or none, have these places of the current epoch: drop the old links and open new ones
         during the steps. A link that does not open is reported as lost. Without a placement, nobody has the
         places."""
-        self._renew(placement, peers)
+        if self._open is not None:
+            self._open.renew(placement, peers)
 
     def learn_relays(self, placement: Placement) -> None:
         """The placement has additional relays. Links use them if they are better than their current path."""
-        for peer, known in self._known.items():
-            paths = self._relays(placement, peer)
-            if new := {name: client for name, client in paths.items() if name not in known}:
-                self._add(peer, new)
+        if (made := self._open) is not None:
+            for peer in made.links:
+                made.add_paths(peer, self.relays(placement, peer))
 
-    async def _offer(self, relay: RelayClient, link: AcceptedLink, reachable: bool, path: str) -> None:
-        """Accept the neighbour's connections on this path; if this node is reachable, only once they are
-        needed."""
-        take = functools.partial(self._server.adopt, path=path)
-        down_since = time.monotonic()
-        while reachable:
-            await asyncio.sleep(LOOK_SECONDS)
-            if link.up:
-                down_since = time.monotonic()
-            elif time.monotonic() - down_since > OFFER_SECONDS:
-                break
-        await relay.offer(link.peer_node_id, take, together=path == TOGETHER)
+    def adopt(self, path: str) -> Callable[[socket], None]:
+        """Takes a connection that came by this path."""
+        return functools.partial(self._server.adopt, path=path)
 
-    def _relays(self, placement: Placement, peer: Peer) -> dict[str, RelayClient]:
+    def relays(self, placement: Placement, peer: Peer) -> dict[str, RelayClient]:
         """The relayed paths to a neighbour by the relay's name, the best first."""
         own = self._client("", self._relay_address)
         paths = {TOGETHER: own}
@@ -328,7 +235,7 @@ class EpochLinks:
         known.address = address
         return known
 
-    def _make(
+    def make(
         self,
         placement: Placement,
         peer: Peer,
@@ -336,6 +243,7 @@ class EpochLinks:
         settings: LinkSettings,
         relays: Mapping[str, RelayClient],
     ) -> Link:
+        """The link to a neighbour, which does not run yet."""
         other = placed_node(placement, peer)
 
         def expect(key: TensorKey) -> int | None:
@@ -374,6 +282,123 @@ class EpochLinks:
             settings=settings,
             rows=rows,
         )
+
+
+class _OpenLinks:
+    """The links of an epoch between its first placement and its end."""
+
+    def __init__(
+        self,
+        node: EpochLinks,
+        placement: Placement,
+        events: EpochTask,
+        settings: LinkSettings,
+        relayed: bool,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """`relayed`: whether neighbours can meet at relays. `group` runs the links."""
+        self._node = node
+        self._events = events
+        self._settings = settings
+        self._relayed = relayed
+        self._group = group
+        self._reachable = bool(placement.stages[placement.stage].address)
+        self.links: dict[Peer, Link] = {}
+        self._clients: dict[Peer, dict[str, RelayClient]] = {}
+        """The relayed paths to each neighbour."""
+        self._offers: dict[Peer, list[asyncio.Task[None]]] = {}
+        """Tasks that accept a neighbour's connections on relayed paths."""
+        self._naming = group.create_task(self._name_unopened()) if placement.enters else None
+
+    def make(self, placement: Placement, peer: Peer) -> Link:
+        """Run a new link to a neighbour."""
+        clients = self._node.relays(placement, peer) if self._relayed else {}
+        link = self._node.make(placement, peer, self._events, self._settings, clients)
+        self.links[peer], self._clients[peer] = link, clients
+        link.lost.add_done_callback(functools.partial(self._report_lost, peer, link))
+        link.on_silent = functools.partial(self._events.silent, peer)
+        self._group.create_task(link.run())
+        if isinstance(link, AcceptedLink):
+            self._accept(peer, link, clients)
+        return link
+
+    async def all_ready(self) -> None:
+        """Wait until all links are open. Raises the error of one that does not open."""
+        opened: dict[Peer, Link] = {}
+        # `renew` may replace links meanwhile, or drop them.
+        while waits := [peer for peer, link in self.links.items() if opened.get(peer) is not link]:
+            peer = waits[0]
+            link = self.links[peer]
+            if (error := await self._ready(peer, link)) is not None:
+                raise error
+            opened[peer] = link
+
+    def renew(self, placement: Placement | None, peers: Sequence[Peer]) -> None:
+        """See `EpochLinks.renew`."""
+        for peer in peers:
+            for task in self._offers.pop(peer, ()):
+                task.cancel()
+            if (old := self.links.pop(peer, None)) is not None:
+                self._group.create_task(old.close())
+            self._clients.pop(peer, None)
+            if placement is not None and is_taken(placement, peer):
+                self._group.create_task(self._ready(peer, self.make(placement, peer)))
+
+    def add_paths(self, peer: Peer, paths: Mapping[str, RelayClient]) -> None:
+        """Use those of the relayed paths to a neighbour that are new."""
+        known, link = self._clients[peer], self.links[peer]
+        new = {name: client for name, client in paths.items() if name not in known}
+        known |= new
+        if isinstance(link, DialledLink) and new:
+            link.add_paths([_path_by(name, client, link.peer_node_id) for name, client in new.items()])
+        elif isinstance(link, AcceptedLink):
+            self._accept(peer, link, new)
+
+    async def close(self) -> None:
+        for task in chain.from_iterable(self._offers.values()):
+            task.cancel()
+        if self._naming is not None:
+            self._naming.cancel()
+        for link in self.links.values():
+            await link.close()
+
+    async def _ready(self, peer: Peer, link: Link) -> LinkError | None:
+        """Wait until a link is open. If it does not open, report it as lost and return the error, unless it
+        has been replaced."""
+        try:
+            await link.ready(LINK_SECONDS)
+        except LinkError as error:
+            if self.links.get(peer) is link:
+                self._events.link_lost(peer, error)
+                return error
+        return None
+
+    def _accept(self, peer: Peer, link: AcceptedLink, paths: Mapping[str, RelayClient]) -> None:
+        for path, client in paths.items():
+            offering = self._group.create_task(self._offer(client, link, path))
+            self._offers.setdefault(peer, []).append(offering)
+
+    async def _offer(self, relay: RelayClient, link: AcceptedLink, path: str) -> None:
+        """Accept the neighbour's connections on this path; if this node is reachable, only once they are
+        needed."""
+        down_since = time.monotonic()
+        while self._reachable:
+            await asyncio.sleep(LOOK_SECONDS)
+            if link.up:
+                down_since = time.monotonic()
+            elif time.monotonic() - down_since > OFFER_SECONDS:
+                break
+        await relay.offer(link.peer_node_id, self._node.adopt(path), together=path == TOGETHER)
+
+    async def _name_unopened(self) -> None:
+        await asyncio.sleep(ENTERING_SECONDS)
+        for peer, link in self.links.items():
+            if not link.up:
+                self._events.silent(peer)
+
+    def _report_lost(self, peer: Peer, link: Link, lost: "asyncio.Future[ThinwireError]") -> None:
+        if not lost.cancelled() and self.links.get(peer) is link:
+            self._events.link_lost(peer, lost.result())
 
 
 def _path_by(name: str, relay: RelayClient, node_id: str) -> LinkPath:
