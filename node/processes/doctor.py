@@ -104,15 +104,12 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
     return fail("python", text, "install Python 3.11, 3.12 or 3.13")
 
 
-def check_event_loop(system: str = sys.platform) -> Check:
-    """Check for uvloop; asyncio's own loop is fine where uvloop is not available."""
+def check_event_loop() -> Check:
+    """Check for uvloop, which all systems have that thinwire runs on."""
     name = event_loop.loop_name()
     if name.startswith("uvloop"):
         return ok("event loop", name)
-    detail = f"{name}'s own loop, slower than uvloop"
-    if system == "win32":
-        return ok("event loop", f"{detail}, which {system} does not have")
-    return warn("event loop", detail, "pip install uvloop")
+    return warn("event loop", f"{name}'s own loop, slower than uvloop", "pip install uvloop")
 
 
 def check_torch() -> Check:
