@@ -11,7 +11,7 @@ A failed step runs again. The cases differ in the nodes that run it:
   codecs from divergence.
 - A message that no correct node sends counts only against its sender.
 
-No node's report shuts out another node.
+No node's report shuts out another node, and neither do those of a minority.
 """
 
 import math
@@ -44,7 +44,7 @@ MAX_RETRIES = 3
 MAX_STRIKES = 3
 """The number of refused messages, refuted values, or failed pairs after which a node is shut out."""
 MIN_PARTNERS = 2
-"""The number of different nodes with which a node must have failed before complaints shut it out."""
+"""The number of different nodes with which a node must have failed before complaints count against it."""
 MEMORY_STEPS = 100
 """For this many steps, a node that gave up its stage gets one only if no other node is left."""
 LEAST_ENDS, MOST_ENDS = 3, 8
@@ -241,6 +241,19 @@ class Ending:
         return (self._asked or "") + (f"{self._missing}; {kept}" if self._missing else ""), False
 
 
+class Accused(NamedTuple):
+    """The node that is most likely at fault for complaints between neighbours."""
+
+    node_id: str
+    partners: Collection[str]
+    """The nodes with which it failed."""
+    why: str
+
+    def is_proven(self, members: Collection[str]) -> bool:
+        """Whether one of its partners is honest if fewer than half of all these nodes lie."""
+        return 2 * len(self.partners) >= len({self.node_id, *self.partners, *members})
+
+
 class Quarantine:
     """Nodes that are shut out, and the strikes that lead to it."""
 
@@ -265,9 +278,9 @@ class Quarantine:
         self.why.setdefault(node_id, why)
         return is_news
 
-    def complaint(self, epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
-        """Count a complaint about a neighbour, once per epoch and pair. Returns the node that is shut out for
-        it, if any.
+    def complaint(self, epoch: Epoch, node_id: str, failure: StepFailed) -> "Accused | None":
+        """Count a complaint about a neighbour, once per epoch and pair. Returns the node that is at fault for
+        it, if one is.
 
         This is a node that failed with several nodes, and more often than any of them.
         """
@@ -285,8 +298,8 @@ class Quarantine:
                 continue
             if all(self._failed(partner) < self._failed(node) for partner in partners):
                 named = " and ".join(sorted(partners))
-                self.why[node] = f"it had a part in all of {self._failed(node)} failures with {named}"
-                return node
+                why = f"it had a part in all of {self._failed(node)} failures with {named}"
+                return Accused(node, partners, why)
         return None
 
     def _failed(self, node_id: str) -> int:

@@ -1150,8 +1150,18 @@ class RunMachine:
         """Handle a stage's complaint about a neighbour."""
         if self.stopped:
             return []
-        culprit = self._quarantine.complaint(epoch, node_id, message)
-        return [] if culprit is None else self._shut_out(culprit, now)
+        accused = self._quarantine.complaint(epoch, node_id, message)
+        if accused is None:
+            return []
+        node, _, why = accused
+        if accused.is_proven(self.members):
+            return self._shut_out(node, now) if self._quarantine.convict(node, why) else []
+        if node not in self.members:
+            return []
+        # Its neighbours may lie together, so it may come back.
+        self._blame.set_back(node, epoch.step)
+        why = f"{why}: start it again"
+        return [*self._put_out(node, f"node {node} ends: {why}", why, now), *self._try_place(now)]
 
     def _shut_out(self, node_id: str, now: float) -> list[Action]:
         return self._out(node_id, now) + self._try_place(now)

@@ -266,17 +266,38 @@ def test_one_identity_alone_gets_nobody_shut_out() -> None:
     assert run.machine.quarantined == {}
 
 
-def test_a_node_that_breaks_the_protocol_with_both_neighbours_is_quarantined() -> None:
-    """The node at fault may see its link closed, and report that, before its neighbours are heard."""
-    run = Driver(stages=3, every=2).started("abc", 2)
+def accused_twice(nodes: str) -> tuple[Driver, list[Action]]:
+    """Both neighbours of "b" complain in the first of two epochs, and one of them in the second."""
+    run = Driver(stages=len(nodes), every=2).started(nodes, 2)
+    actions: list[Action] = []
     for attempt in range(2):
         epoch = run.epoch.number
         run.failed("b", FailureKind.LINK, why="stage 2 refused the link")
         for neighbour in "ac"[: 2 - attempt]:
-            run.machine.message(neighbour, complaint(run, epoch), run.time)
+            actions = run.machine.message(neighbour, complaint(run, epoch), run.time)
         if run.machine.epoch is not None:
             run.restored(2)
+    return run, actions
+
+
+@pytest.mark.parametrize("nodes", ["abc", "abcd"])
+def test_a_node_that_breaks_the_protocol_with_both_neighbours_is_quarantined(nodes: str) -> None:
+    """The node at fault may see its link closed, and report that, before its neighbours are heard."""
+    run, _ = accused_twice(nodes)
     assert run.machine.quarantined.keys() == {"b"}
+
+
+@pytest.mark.parametrize("nodes", ["abcde", "abcdef"])
+def test_two_neighbours_that_may_both_lie_get_nobody_shut_out(nodes: str) -> None:
+    """Fewer than half of all accuse it: its process ends, another node would have its stage, and without one
+    it may come back."""
+    run, actions = accused_twice(nodes)
+    why = "it had a part in all of 3 failures with a and c: start it again"
+    assert finishes(actions) == {"b": why} and run.machine.quarantined == {}
+    assert f"node b ends: {why}" in [note.text for note in of_kind(actions, Announce)]
+    run.hello("b", again=True)
+    run.restored(2)
+    assert sorted(run.epoch.hosts) == sorted(nodes)
 
 
 def test_a_complaint_counts_once_an_epoch() -> None:
