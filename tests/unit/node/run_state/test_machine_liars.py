@@ -32,6 +32,7 @@ from wire.messages import (
     StateHashes,
     StepFailed,
     SumsMissing,
+    UnitHash,
     Validated,
     Vote,
 )
@@ -75,6 +76,24 @@ def other_side(liar: SimNode) -> int:
     return liar.stage - 1 if liar.stage else 1
 
 
+def accuses_all(liar: SimNode, vote: Vote) -> list[NodeMessage]:
+    places = [
+        (kind, stage) for kind in (FailureKind.PEER, FailureKind.LINK) for stage in range(-1, STAGES + 1)
+    ]
+    return [said for kind, stage in places for said in failed(liar, vote, kind, stage)]
+
+
+def false_state(liar: SimNode, vote: Vote) -> list[NodeMessage]:
+    """In the middle of a step: another place, and other states of steps before and after."""
+    other = UnitHash("0" * 64, 1.0, 1.0, 1.0)
+    states = [
+        StateHashes(epoch=vote.epoch, step=step, units=dict.fromkeys(vote.norms, other))
+        for step in range(max(0, vote.step - EVERY), vote.step + EVERY)
+    ]
+    held = Placed(epoch=vote.epoch, held_step=vote.step + 3, voted=True, lineage=vote.epoch + 7)
+    return [held, Ready(epoch=vote.epoch, telemetry=Telemetry()), *states, vote]
+
+
 LIES: dict[str, Lie] = {
     "nan": lambda liar, vote: [replace(vote, norms=dict.fromkeys(vote.norms, math.nan))],
     "infinite loss": lambda liar, vote: [replace(vote, loss=math.inf if vote.loss is not None else None)],
@@ -88,6 +107,33 @@ LIES: dict[str, Lie] = {
     "internal": lambda liar, vote: failed(liar, vote, FailureKind.INTERNAL),
     "complaint": lambda liar, vote: failed(liar, vote, FailureKind.PEER, other_side(liar)),
     "broken link": lambda liar, vote: failed(liar, vote, FailureKind.LINK, other_side(liar)),
+    "leaves": lambda liar, vote: [vote, Leave(reason="it says so")],
+    "ends": lambda liar, vote: [Leave(reason="it says so", failed=True)],
+    "repeated": lambda liar, vote: [vote] * 5,
+    "of the next step": lambda liar, vote: [replace(vote, step=vote.step + 1), vote],
+    "of other work": lambda liar, vote: [replace(vote, generation=vote.generation + 1)],
+    "sums of one row": lambda liar, vote: [replace(vote, sums=dict.fromkeys(vote.norms, bytes(16)))],
+    "groups of one row": lambda liar, vote: [replace(vote, group_losses={0: 1.0})],
+    "accuses all": accuses_all,
+    "failed in no step": lambda liar, vote: [
+        replace(failed(liar, vote, FailureKind.INTERNAL)[0], step=step) for step in (-(2**60), 2**60)
+    ],
+    "hears nobody": lambda liar, vote: [
+        *(PeerSilent(epoch=vote.epoch, stage=stage, replica=0) for stage in range(-1, STAGES + 1)),
+        vote,
+    ],
+    "lacks sums": lambda liar, vote: [
+        *(SumsMissing(epoch=vote.epoch, step=vote.step, replica=row) for row in (-1, 0, 1)),
+        vote,
+    ],
+    "handed over": lambda liar, vote: [
+        HandedOver(epoch=vote.epoch, step=vote.step, generation=0, groups=(0,), passed_on=(0,))
+    ],
+    "false state": false_state,
+    "measured": lambda liar, vote: [
+        Validated(epoch=vote.epoch, step=vote.step, number=0, loss=-1.0, telemetry=Telemetry()),
+        vote,
+    ],
     "no layers": lambda liar, vote: [vote],
     "wrong layers": lambda liar, vote: [vote],
 }
