@@ -438,8 +438,11 @@ def _template_sources(folder: Path, named: str) -> tuple[list[str], str]:
     named_templates = value if isinstance(value, dict) else {"default": value}
     sources = [named_templates.get(name) for name in ("default", "tool_use")]
     if not isinstance(sources[0], str):
+        others = [name for name, source in named_templates.items() if isinstance(source, str)]
+        which = f"named default, only {', '.join(others)[:100]}" if others else ""
         raise DataError(
-            f"the tokenizer in {folder} has no chat template: set [data] chat_template to a Jinja file"
+            f"the tokenizer in {folder} has no chat template {which}".rstrip()
+            + ": set [data] chat_template to a Jinja file"
         )
     return [source for source in sources if isinstance(source, str)], str(path)
 

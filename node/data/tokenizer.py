@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from node.data.sentencepiece import sentencepiece_tokenizer
+from node.data.sentencepiece import SPACE, sentencepiece_tokenizer
 from node.data.text import SEPARATOR, expanded, read_small
+from node.model.families.known import FAMILIES
 from wire.errors import DataError
 
 if TYPE_CHECKING:
@@ -73,6 +74,17 @@ _MISTRAL_WORDS = (
 """How Mistral's tokenizers of bytes cut text. Many a `tokenizer.json` of theirs says it otherwise."""
 _MISTRAL_LEAST = 100_000
 """Those have more tokens than this; Mistral's older ones, of SentencePiece, have fewer."""
+LLAMA_CLASSES = tuple(f"{name}Tokenizer{fast}" for name in ("Llama", "CodeLlama") for fast in ("", "Fast"))
+"""Values of `tokenizer_class` with which transformers 5 cuts text by rules of the class, not of the file."""
+_AS_WRITTEN = ("mistral", "mixtral", "olmo2")
+"""Types of models for which it takes what is in the files all the same."""
+_NAMED_BY_CLASS = {
+    "GPT2Tokenizer": {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT},
+    "GPTNeoXTokenizer": {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT},
+    "Qwen2Tokenizer": {"eos_token": END_OF_TEXT},
+    "GemmaTokenizer": {"bos_token": "<bos>", "eos_token": "<eos>"},
+}
+"""The tokens of classes where no file names any."""
 _TABLES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _EXTRA = 'pip install "thinwire[bpe]"'
 
@@ -223,6 +235,11 @@ class BpeTokenizer(Tokenizer):
     def to_json(self) -> str:
         return str(self._bpe.to_str(pretty=True))
 
+    def normalized(self, text: str) -> str:
+        """The text as the tables change it before they cut it, such as to small letters."""
+        rules = self._bpe.normalizer
+        return text if rules is None else str(rules.normalize_str(text)).replace(SPACE, " ")
+
     @property
     def end_of_text(self) -> str:
         """`END_OF_TEXT` if the vocabulary has it, else empty."""
@@ -298,6 +315,7 @@ def parsed_tokenizer(files: Sequence[Path]) -> tuple["tokenizers.Tokenizer", lis
                 if (index := bpe.token_to_id(token["content"])) != token["id"]:
                     _say_other_id(str(folder), token["content"][:50], index, token["id"])
             tables += _mended(bpe, folder)
+            _report_class(bpe, folder)
         else:
             bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
             bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -371,6 +389,17 @@ def _mended(bpe: "tokenizers.Tokenizer", folder: Path) -> list[bytes]:
     return []
 
 
+def _report_class(bpe: "tokenizers.Tokenizer", folder: Path) -> None:
+    """Warn of tables for which transformers has other rules than theirs. Raises DataError if settings beside
+    them cannot be read."""
+    settings, config = json_object(folder / _SETTINGS), json_object(folder / _CONFIG)
+    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if kind not in LLAMA_CLASSES or config.get("model_type") in _AS_WRITTEN or bpe.normalizer is None:
+        return
+    if b'"Prepend"' in bpe.normalizer.__getstate__():
+        _say_other_class(str(folder), kind)
+
+
 def _growth(rules: Mapping[str, Any]) -> float:
     """The most characters that a normalizer or a decoder can make of one. It may replace a character by text,
     or put text before it."""
@@ -432,12 +461,22 @@ def _named_tokens(folder: Path) -> dict[str, Any]:
     files = [json_object(folder / file) for file in (_SETTINGS, _SPECIAL)]
     if "added_tokens_decoder" in files[0]:
         files.reverse()
-    named = {name: value for values in files for name, value in values.items() if name.endswith("_token")}
+    named: dict[str, Any] = dict(_tokens_of_class(folder))
+    named |= {name: value for values in files for name, value in values.items() if name.endswith("_token")}
     for values in files:
         for key in (_MORE, "model_specific_special_tokens"):
             # Names of the model's own, such as image_token.
             named |= more if isinstance(more := values.get(key), dict) else {}
     return {name: value for name, value in named.items() if _content(value)}
+
+
+def _tokens_of_class(folder: Path) -> dict[str, str]:
+    """The names that a tokenizer has by its class alone."""
+    kind, name = str(json_object(folder / _CONFIG).get("model_type")), None
+    if kind not in _AS_WRITTEN:
+        by_type = (family.tokenizers[kind] for family in FAMILIES.values() if kind in family.tokenizers)
+        name = json_object(folder / _SETTINGS).get("tokenizer_class") or next(by_type, None)
+    return _NAMED_BY_CLASS.get(str(name).removesuffix("Fast"), {})
 
 
 def _content(value: Any) -> str:
@@ -587,6 +626,26 @@ def _say_other_id(folder: str, token: str, index: int, given: int) -> None:
 
 
 @cache
+def _say_other_class(folder: str, kind: str) -> None:
+    logger.warning(
+        "the tokenizer.json in %s puts a space behind each special token, as the model learned it; "
+        "transformers 5 does not with tokenizer_class %s: set it to PreTrainedTokenizerFast there, as an "
+        "export does, to have these ids everywhere",
+        folder,
+        kind,
+    )
+
+
+@cache
+def _say_normalized(path: str) -> None:
+    logger.warning(
+        "the tokenizer in %s changes characters before it cuts text, as its normalizer says: the model sees "
+        "and writes the changed text, such as small letters or plain forms of characters",
+        path,
+    )
+
+
+@cache
 def _say_other_words(folder: str) -> None:
     logger.warning(
         "the tokenizer.json in %s cuts words otherwise than Mistral's models learned: set fix_mistral_regex "
@@ -683,7 +742,8 @@ def tokenizer_files(path: Path) -> list[Path]:
 
 
 def _check_bytes(tokenizer: BpeTokenizer, path: Path) -> None:
-    """Refuse tables that do not have every byte, because they would drop text silently.
+    """Refuse tables that do not have every byte, because they would drop text silently. Warn of those that
+    change characters by rules of their own.
 
     Raises:
         DataError: a byte is missing.
@@ -696,7 +756,12 @@ def _check_bytes(tokenizer: BpeTokenizer, path: Path) -> None:
     text = "".join(map(chr, [*range(1, 256), *two, *three, *four]))
     (ids,) = tokenizer.encode([text.encode()])
     # SentencePiece's decoders drop the space that they put before a text.
-    if tokenizer.decode(ids).strip() != text.strip():
+    decoded = tokenizer.decode(ids).strip()
+    if decoded == text.strip():
+        return
+    if decoded == tokenizer.normalized(text).strip():
+        _say_normalized(str(path))
+    else:
         raise DataError(
             f"the tokenizer in {path} does not give back every text that it encodes: byte-level BPE tables, "
             "as GPT-2 has them, are needed"

@@ -36,6 +36,7 @@ from node.config.schema import (
 from node.data.chat import TOOL_TEMPLATE, load_chat_encoder, marker_template
 from node.data.text import expanded, read_file
 from node.data.tokenizer import (
+    LLAMA_CLASSES,
     SENTENCEPIECE,
     BpeTokenizer,
     Tokenizer,
@@ -469,7 +470,9 @@ def _written_settings(data: bytes) -> bytes:
     transformers 5 has changed as all versions read them."""
     values = _object(data)
     kept = {key: value for key, value in values.items() if key not in PATH_KEYS}
-    if kept.get("tokenizer_class") == "TokenizersBackend":
+    # With Llama's classes transformers 5 would not take `tokenizer.json` as it is.
+    llama = LLAMA_CLASSES if kept.get("eos_token") else ()
+    if kept.get("tokenizer_class") in ("TokenizersBackend", *llama):
         kept["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(kept.get("extra_special_tokens"), list):
         kept["additional_special_tokens"] = kept.pop("extra_special_tokens")

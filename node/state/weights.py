@@ -29,8 +29,9 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 MOST_HEADER_BYTES = 16 << 20
 """The most bytes of a checkpoint's headers and index together. The largest models have a tenth of that."""
 MOST_TENSORS = 100_000
-_FLOATS = ("F32", "F16", "BF16")
-_DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_FLOATS = (*_NUMPY, "BF16")
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "U8": 1}
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """The suffixes of a tensor's codes and scales in MXFP4."""
 _MXFP4_BLOCK = 32
@@ -499,7 +500,11 @@ def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
 def _as_stored(data: memoryview, place: _Place) -> np.ndarray:
     if place.dtype == "BF16":
         return np.frombuffer(data, dtype=BITS).reshape(place.shape)
-    return np.frombuffer(data, dtype="<f4" if place.dtype == "F32" else "<f2").reshape(place.shape)
+    array = np.frombuffer(data, dtype=_NUMPY[place.dtype]).reshape(place.shape)
+    if place.dtype != "F64":
+        return array
+    with np.errstate(over="ignore"):  # infinities are refused
+        return array.astype(np.float32)
 
 
 def _float32(array: np.ndarray) -> np.ndarray:

@@ -161,6 +161,8 @@ class Family(ABC):
     """The values of `model_type` in a `config.json`, each with transformers' class."""
     tied_types: ClassVar[tuple[str, ...]] = ()
     """The values of `model_type` whose head is tied unless the file says otherwise."""
+    tokenizers: ClassVar[Mapping[str, str]] = {}
+    """The class of the tokenizer that transformers takes where no file names one, by `model_type`."""
     positions_key: ClassVar[str] = "max_position_embeddings"
     """The key of a `config.json` for the maximum number of positions."""
     transposes: ClassVar[bool] = False

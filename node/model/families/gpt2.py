@@ -40,6 +40,7 @@ class Gpt2(Family):
     norm_has_bias = True
     rotates = False
     model_types: ClassVar = {"gpt2": "GPT2LMHeadModel"}
+    tokenizers: ClassVar = {"gpt2": "GPT2Tokenizer"}
     tied_types = ("gpt2",)
     positions_key = "n_positions"
     transposes = True

@@ -79,6 +79,7 @@ class Llama(Family):
         GEMMA: "Gemma3ForCausalLM",
     }
     tied_types: ClassVar[tuple[str, ...]] = ("smollm3", GEMMA)
+    tokenizers: ClassVar = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", GEMMA: "GemmaTokenizer"}
 
     def attention(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
         """The parameters of attention's half of a block."""

@@ -59,6 +59,7 @@ class Mixture(Llama):
         GPT_OSS: "GptOssForCausalLM",
     }
     tied_types = ()
+    tokenizers: ClassVar = {"qwen3_moe": "Qwen2Tokenizer", "olmoe": "GPTNeoXTokenizer"}
 
     def block(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
         (first, *attention), bias = self.attention(model), model.all_biases

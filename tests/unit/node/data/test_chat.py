@@ -550,7 +550,11 @@ def test_reasoning_that_the_template_leaves_out_is_reported(
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t")
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(DataError, match="no chat template"):
+    with pytest.raises(DataError, match="no chat template: set"):
+        load_chat_encoder(str(folder), "")
+    named = {"chat_template": [{"name": "rag", "template": TEMPLATE}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(DataError, match="no chat template named default, only rag: set"):
         load_chat_encoder(str(folder), "")
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     assert load_chat_encoder(str(folder), str(tmp_path / "own.jinja"))

@@ -29,7 +29,9 @@ from node.data.tokenizer import (
     load_tokenizer,
     of_tables,
     pieces_of,
+    special_tokens,
 )
+from node.state.export import _written_settings
 from tests.support.cases import each
 from tests.support.examples import examples
 from wire.errors import ConfigError, DataError
@@ -590,6 +592,114 @@ def test_words_are_cut_as_mistral_s_settings_say(
     assert (len(ours.prompt("eB")), len(caplog.records)) == (cut, reports)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours.prompt("an eBay 12") == theirs("an eBay 12")["input_ids"]
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+@pytest.mark.parametrize("tables", ["spaces", "bytes"])
+def test_tables_that_change_characters_are_read_as_transformers_does_and_reported(
+    tmp_path: Path, tables: str, lowercase: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Unigram tables of Japanese Llama models write characters in their plain forms (NFKC)."""
+    import transformers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    small = [normalizers.Lowercase()] if lowercase else []
+    if tables == "spaces":
+        pieces = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), ("\u2581", -3.0)]
+        bpe = tokenizers.Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
+        spaces = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        bpe.normalizer = normalizers.Sequence([normalizers.NFKC(), *small, *spaces])
+        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        bpe.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    else:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        bpe = tokenizers.Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+        bpe.normalizer = normalizers.Sequence([normalizers.NFKC(), *small])
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    ours = load_tokenizer(str(tmp_path))
+    assert "changes characters before it cuts text" in caplog.text
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "\uff21\uff22 \ufb01 \u00bd"
+    assert ours.prompt(text) == theirs(text)["input_ids"]
+    assert ours.decode(np.array(ours.prompt(text))) == ("ab fi 1\u20442" if lowercase else "AB fi 1\u20442")
+
+
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [
+        ({}, {"model_type": "gpt2"}),
+        ({"eos_token": None}, {"model_type": "gpt2"}),
+        ({"tokenizer_class": "GPT2Tokenizer"}, {}),
+        ({"tokenizer_class": "GPT2TokenizerFast", "bos_token": "<s>"}, {"model_type": "llama"}),
+        ({"tokenizer_class": "GPT2Tokenizer"}, {"model_type": "olmo2"}),
+        ({}, {"model_type": "qwen3"}),
+        ({"tokenizer_class": "Qwen2Tokenizer"}, {}),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"model_type": "gpt2"}),
+        ({}, {"model_type": "olmoe"}),
+        ({}, {}),
+    ],
+)
+def test_tokens_that_no_file_names_are_those_of_the_class(
+    tables: Path, tmp_path: Path, settings: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """GPT-2's folder names no tokens, and a template of the user's own may write `eos_token`."""
+    import transformers
+
+    files: dict[str, object] = {"tokenizer_config.json": {"model_max_length": 64, **settings}}
+    files |= {"config.json": config} if config else {}
+    folder = write_special(tmp_path / "t", tables, files)
+    if not (config or "tokenizer_class" in settings):
+        assert special_tokens(folder) == {}
+        return
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = special_tokens(folder)
+    assert (ours.get("bos_token"), ours.get("eos_token")) == (theirs.bos_token, theirs.eos_token)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "prepends", "reported"),
+    [
+        ("LlamaTokenizer", "llama", True, True),
+        ("LlamaTokenizerFast", "llama", False, False),
+        ("LlamaTokenizer", "mistral", True, False),
+        ("PreTrainedTokenizerFast", "llama", True, False),
+    ],
+)
+def test_a_class_for_which_transformers_has_other_rules_than_the_file_is_reported(
+    tmp_path: Path, kind: str, model: str, prepends: bool, reported: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581a", "a"]
+    vocabulary = {name: at for at, name in enumerate(names)}
+    merges = [("\u2581", "a")]
+    bpe = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    if prepends:
+        parts = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        bpe.normalizer = normalizers.Sequence(parts)
+    else:
+        bpe.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
+    after = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    bpe.decoder = decoders.Sequence([*after, decoders.Strip(" ", 1, 0)])
+    bpe.add_special_tokens([AddedToken(name, normalized=False) for name in names[:3]])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": kind, "legacy": False, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    ours = load_tokenizer(str(tmp_path))
+    assert ("PreTrainedTokenizerFast there" in caplog.text) == reported
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.prompt("a a") == theirs("a a", add_special_tokens=False)["input_ids"]
+    same = ours.prompt("a</s>a") == theirs("a</s>a", add_special_tokens=False)["input_ids"]
+    assert same != reported
+    (tmp_path / "tokenizer_config.json").write_bytes(_written_settings(json.dumps(settings).encode()))
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert exported("a</s>a", add_special_tokens=False)["input_ids"] == ours.prompt("a</s>a")
+    assert exported.eos_token == "</s>"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

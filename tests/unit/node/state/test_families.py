@@ -247,6 +247,27 @@ def test_weights_are_read_in_bfloat16_as_they_are_stored(saved: tuple[Any, Path]
         assert weights_file(as_stored[unit]) == weights_file(as_numbers[unit])
 
 
+def test_weights_in_float64_are_read_as_transformers_does(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    import transformers
+
+    _, folder = saved
+    kept = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.double() + 1e-9 for name, tensor in kept.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    expected = theirs.get_input_embeddings().weight.detach().numpy()
+    units = unit_names(section(tmp_path))
+    for choice in (True, False):
+        read = asyncio.run(read_units(section(tmp_path), units, as_stored=choice))
+        assert np.array_equal(read["embed"]["tokens.weight"], expected)
+    name = next(name for name in tensors if name.endswith(("model.norm.weight", "ln_f.weight")))
+    tensors[name][0] = 1e300
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=f"tensor {name} has 1 infinities"):
+        asyncio.run(read_units(section(tmp_path), units))
+
+
 def test_a_stage_starts_from_the_checkpoint_with_a_fresh_optimizer(saved: tuple[Any, Path]) -> None:
     _, folder = saved
     model = section(folder, 64)
